@@ -1,0 +1,55 @@
+# Everything a contributor runs. Needs Python >= 3.10 and make; the rest is installed into .venv.
+
+PYTHON      ?= python3
+PYTEST_ARGS ?=
+VENV        := .venv
+BIN         := $(VENV)/bin
+READY       := $(VENV)/.ready
+PIP         := $(BIN)/python -m pip --disable-pip-version-check -qq
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types soak bench clean always
+
+help: ## list the targets
+	@echo "Onefold: make TARGET"
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## train the same model at each stage on two local CPU processes and compare
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/compare_stages.py
+
+test: lint types ## lint, types and the whole test suite; PYTEST_ARGS="-k name" narrows it
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY) ## ruff over the whole tree
+	@$(BIN)/ruff check .
+
+types: $(READY) ## mypy over src/onefold
+	@$(BIN)/mypy
+
+soak: $(READY) ## the suite with its long-running tests
+	@$(BIN)/python -m pytest --soak $(PYTEST_ARGS)
+
+bench: $(READY) ## measure against PyTorch DDP on this machine's CPU
+	@$(BIN)/python benchmarks/cpu_ddp.py
+
+clean: ## remove caches and build outputs; .venv stays (delete it to start afresh)
+	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	@find . -path ./$(VENV) -prune -o -path ./.git -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The environment. The stamp holds the checkout's path: an environment that was copied or moved
+# still points at the old source, so it is set up again instead of silently testing the wrong tree.
+ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
+$(READY): always
+endif
+
+# 1 a usable interpreter  2 the pinned build backend  3 the package with its pinned dependencies
+# No build isolation: an isolated build would fetch its backend unpinned.
+$(READY): pyproject.toml constraints.txt
+	@rm -f $@
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("$(PYTHON) is Python %d.%d, Onefold needs 3.10 or later; use: make PYTHON=/path/to/python3" % sys.version_info[:2])'
+	@{ $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' && $(BIN)/python -m pip --version; } >/dev/null 2>&1 \
+		|| { echo "creating $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
+	@echo "installing pinned dependencies into $(VENV)"
+	@$(PIP) install -c constraints.txt hatchling editables
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[cli,report,test]'
+	@printf '%s\n' '$(CURDIR)' > $@

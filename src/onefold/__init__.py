@@ -1,0 +1,38 @@
+"""Onefold: every byte of training state stored once across the cluster."""
+
+from onefold.config import Zero
+from onefold.errors import (
+    CommError,
+    ConfigError,
+    MismatchError,
+    ModelError,
+    OnefoldError,
+    OptimizerError,
+    StateError,
+)
+from onefold.mesh import init
+from onefold.optimizer import Optimizer
+from onefold.report import MemoryReport, TrafficReport, memory, track_memory, traffic
+from onefold.shard import accumulate, shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommError",
+    "ConfigError",
+    "MemoryReport",
+    "MismatchError",
+    "ModelError",
+    "OnefoldError",
+    "Optimizer",
+    "OptimizerError",
+    "StateError",
+    "TrafficReport",
+    "Zero",
+    "accumulate",
+    "init",
+    "memory",
+    "shard",
+    "track_memory",
+    "traffic",
+]

@@ -1,0 +1,63 @@
+"""Do all ranks hold the same model, configuration and values? If not, every rank raises the same message.
+
+Each rank describes itself in lines of text. Digests are compared first; only where they differ do the lines travel,
+to name the rank and the first line that differs. A rank that already failed sends its error instead, so its peers
+raise too and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from onefold.comm import Comm, Label
+from onefold.errors import MismatchError, OnefoldError
+
+AGREE = Label("agree", "the model")
+
+
+def digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def agree(comm: Comm, lines: Sequence[str], error: OnefoldError | None) -> None:
+    """Raise on every rank unless all ranks are well and bring the same lines."""
+    failed = f"{type(error).__name__}: {error}" if error else ""
+    errors = [row.decode() for row in comm.exchange(failed.encode(), AGREE)]
+    if error:
+        raise error
+    if any(errors):
+        rank = next(i for i, text in enumerate(errors) if text)
+        raise MismatchError(f"rank {rank} failed in shard(), so no rank goes on: {errors[rank]}")
+    digests = comm.gather_bytes(digest(lines).encode(), AGREE)
+    if len(set(digests)) > 1:
+        everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
+        raise MismatchError(first_difference(everyone))
+
+
+def first_difference(everyone: Sequence[Sequence[str]]) -> str:
+    """Name the first rank that differs from rank 0, and where."""
+    ours = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for i in range(max(len(ours), len(theirs))):
+            mine = ours[i] if i < len(ours) else "nothing more"
+            other = theirs[i] if i < len(theirs) else "nothing more"
+            if mine != other:
+                return (
+                    f"rank {rank} differs from rank 0: rank {rank} has [{other}], rank 0 has [{mine}]; "
+                    f"build the same model with the same settings on every rank"
+                )
+    raise AssertionError("digests differ but lines do not")
+
+
+def compare_values(comm: Comm, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise on every rank, naming the tensor, unless all ranks hold the same bits."""
+    lines = [f"values of {name}: sha256 {_fingerprint(tensor)}" for name, tensor in named]
+    agree(comm, lines, None)
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(bytes(flat.clone().untyped_storage())).hexdigest()[:16]

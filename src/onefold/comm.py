@@ -1,0 +1,248 @@
+"""The only caller of collectives: metered by purpose, summed in rank order, named when they fail.
+
+Three things move. `gather` fills a flat buffer of N equal slots, of which each rank brings its own. `reduce` leaves
+in each rank's slot the sum of that slot over all ranks. `broadcast` copies rank 0's bytes to all.
+
+How they move depends on the backend (the two wires below). On gloo every rank sends each peer just the slot it
+needs and receives straight into place: (N-1)/N of the buffer each way, half of what gloo's own reduce-scatter sends,
+no copy of the own slot, and the sum runs here, in rank order, so every stage adds the same numbers in the same
+order. On NCCL the library's collectives do the work. One rank moves nothing: N - 1 = 0 messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onefold.errors import CommError, ConfigError
+from onefold.mesh import Axis
+
+
+class Label(NamedTuple):
+    """What a message is for, and which unit it carries."""
+
+    purpose: str
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.purpose} of {self.unit}"
+
+
+class Flow(NamedTuple):
+    """Bytes this rank sent and calls it made."""
+
+    sent_bytes: int = 0
+    calls: int = 0
+
+
+@dataclass
+class Meter:
+    """Counts what this rank sends, by purpose and collective; `cut` closes a step."""
+
+    running: dict[tuple[str, str], Flow] = field(default_factory=dict)
+    last_step: dict[tuple[str, str], Flow] = field(default_factory=dict)
+
+    def count(self, purpose: str, collective: str, sent_bytes: int) -> None:
+        flow = self.running.get((purpose, collective), Flow())
+        self.running[purpose, collective] = Flow(flow.sent_bytes + sent_bytes, flow.calls + 1)
+
+    def cut(self) -> None:
+        self.last_step, self.running = self.running, {}
+
+
+class Pending:
+    """Messages on the way. `wait` returns once they have arrived, and may be called again."""
+
+    def __init__(self, comm: Comm, label: Label, works: Sequence[tuple[int | None, dist.Work]]) -> None:
+        self._comm, self._label, self._works = comm, label, works
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()
+        for peer, work in works:
+            self._comm._finish(work, self._label, peer)
+
+
+class Reduction(Pending):
+    """A reduce on the way; after `wait`, `out` holds the sum over ranks (plus `plus`, where given)."""
+
+    def __init__(
+        self, pending: Pending, parts: Sequence[Tensor] = (), out: Tensor | None = None, plus: Tensor | None = None
+    ) -> None:
+        super().__init__(pending._comm, pending._label, pending._works)
+        self._parts, self._out, self._plus = parts, out, plus
+
+    def wait(self) -> None:
+        super().wait()
+        parts, self._parts = self._parts, ()
+        if parts:
+            assert self._out is not None
+            sum_in_order(parts, self._out, self._plus)
+
+
+def sum_in_order(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None) -> None:
+    """out = ((parts[0] + parts[1]) + …) [+ plus]. The parts are scratch; `out` may be one of them, or `plus`."""
+    *head, last = parts
+    total = head[0] if head else last
+    for part in head[1:]:
+        total.add_(part)
+    if plus is not None:
+        torch.add(plus, total.add_(last) if head else last, out=out)
+    elif head:
+        torch.add(total, last, out=out)
+    elif out.data_ptr() != last.data_ptr():
+        out.copy_(last)
+
+
+class Comm:
+    """Collectives over one axis of ranks."""
+
+    def __init__(self, axis: Axis, device: torch.device, timeout_s: float) -> None:
+        self.rank, self.size = axis.rank, axis.size
+        self.meter = Meter()
+        self._axis = axis
+        self._timeout = timedelta(seconds=timeout_s)
+        backend = axis.backend(device)
+        if backend == "gloo" and device.type == "cpu":
+            self._wire: PairwiseWire | CollectiveWire = PairwiseWire(self)
+        elif backend == "nccl":
+            self._wire = CollectiveWire(self)
+        else:
+            raise ConfigError(f"{device.type} tensors over {backend}: use gloo for cpu and nccl for cuda")
+
+    def scratch_numel(self, shard_numel: int) -> int:
+        """Elements of scratch that `reduce` wants beside its buffer."""
+        return self._wire.scratch_numel(shard_numel)
+
+    def gather(self, flat: Tensor, label: Label) -> Pending:
+        """Fill the slots of all ranks, each of which has filled its own."""
+        self._count(label, "all-gather", flat)
+        return self._wire.gather(flat, label)
+
+    def reduce(self, flat: Tensor, scratch: Tensor, out: Tensor, plus: Tensor | None, label: Label) -> Reduction:
+        """out = the sum of this rank's slot over all ranks [+ plus]. `flat` and `scratch` are used up."""
+        self._count(label, "reduce-scatter", flat)
+        return self._wire.reduce(flat, scratch, out, plus, label)
+
+    def broadcast(self, tensors: Sequence[Tensor], label: Label) -> None:
+        """Copy rank 0's values to all, in one message, whatever their dtypes."""
+        tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+        if self.size == 1 or not tensors:
+            return
+        if len(tensors) == 1 and tensors[0].is_contiguous():
+            flat = tensors[0].view(-1).view(torch.uint8)
+        else:
+            flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+        self.meter.count(label.purpose, "broadcast", flat.numel() if self.rank == 0 else 0)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._finish(self._axis.group.broadcast([flat], options), label, None)
+        if flat.data_ptr() != tensors[0].data_ptr():
+            pieces = flat.split([tensor.nbytes for tensor in tensors])
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                aligned = piece.clone() if piece.storage_offset() % tensor.itemsize else piece
+                tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
+
+    def exchange(self, blob: bytes, label: Label) -> list[bytes]:
+        """Every rank's bytes, in rank order. For set-up, not for steps."""
+        sizes = self.gather_bytes(len(blob).to_bytes(8, "big"), label)
+        lengths = [int.from_bytes(size, "big") for size in sizes]
+        rows = self.gather_bytes(blob.ljust(max(lengths), b"\0"), label)
+        return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def gather_bytes(self, blob: bytes, label: Label) -> list[bytes]:
+        """Every rank's bytes, in rank order, where all bring equally many."""
+        if not blob:
+            return [b""] * self.size
+        table = torch.zeros(self.size, len(blob), dtype=torch.uint8)
+        table[self.rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        table = table.to(self._wire.small_device)
+        self.gather(table.view(-1), label).wait()
+        flat = bytes(table.cpu().view(-1).untyped_storage())
+        return [flat[i * len(blob) : (i + 1) * len(blob)] for i in range(self.size)]
+
+    def _count(self, label: Label, collective: str, flat: Tensor) -> None:
+        self.meter.count(label.purpose, collective, flat.nbytes // self.size * (self.size - 1))
+
+    def _finish(self, work: dist.Work, label: Label, peer: int | None) -> None:
+        try:
+            work.wait(self._timeout)
+        except Exception as error:
+            who = "its peers" if peer is None else f"rank {peer}"
+            raise CommError(
+                f"rank {self.rank} of {self.size}: {label} got no answer from {who} within "
+                f"{self._timeout.total_seconds():g} s, or {who} has ended; look at that rank's output first. "
+                f"The backend says: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            ) from error
+
+
+class PairwiseWire:
+    """gloo on CPU: each slot goes straight from its owner to where it is wanted."""
+
+    small_device = torch.device("cpu")
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._peers = [peer for peer in range(comm.size) if peer != comm.rank]
+
+    def scratch_numel(self, shard_numel: int) -> int:
+        return shard_numel * (self._comm.size - 1)
+
+    def gather(self, flat: Tensor, label: Label) -> Pending:
+        slots = flat.view(self._comm.size, -1)
+        mine = slots[self._comm.rank]
+        return self._swap({peer: mine for peer in self._peers}, {peer: slots[peer] for peer in self._peers}, label)
+
+    def reduce(self, flat: Tensor, scratch: Tensor, out: Tensor, plus: Tensor | None, label: Label) -> Reduction:
+        slots = flat.view(self._comm.size, -1)
+        wanted = slots.shape[1]
+        received = {peer: scratch[i * wanted : (i + 1) * wanted] for i, peer in enumerate(self._peers)}
+        parts = [received.get(rank, slots[rank]) for rank in range(self._comm.size)]
+        return Reduction(self._swap({peer: slots[peer] for peer in self._peers}, received, label), parts, out, plus)
+
+    def _swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
+        group, tag = self._comm._axis.group, _tag(label)
+        works: list[tuple[int | None, dist.Work]] = []
+        try:
+            works += [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives.items()]
+            works += [(peer, group.send([tensor], peer, tag)) for peer, tensor in sends.items()]
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {self._comm.rank} of {self._comm.size}: {label} could not start, a peer has ended; "
+                f"look at the other ranks' output first. The backend says: {str(error).splitlines()[0]}"
+            ) from error
+        return Pending(self._comm, label, works)
+
+
+class CollectiveWire:
+    """NCCL: the library's own collectives, in the order all ranks agreed on."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.small_device = torch.device("cuda", torch.cuda.current_device())
+
+    def scratch_numel(self, shard_numel: int) -> int:
+        return shard_numel
+
+    def gather(self, flat: Tensor, label: Label) -> Pending:
+        mine = flat.view(self._comm.size, -1)[self._comm.rank]
+        return Pending(self._comm, label, [(None, self._comm._axis.group._allgather_base(flat, mine))])
+
+    def reduce(self, flat: Tensor, scratch: Tensor, out: Tensor, plus: Tensor | None, label: Label) -> Reduction:
+        options = dist.ReduceScatterOptions()
+        target = out if plus is None else scratch[: out.numel()]
+        work = self._comm._axis.group._reduce_scatter_base(target, flat, options)
+        return Reduction(Pending(self._comm, label, [(None, work)]), () if plus is None else (target,), out, plus)
+
+
+@lru_cache(maxsize=4096)
+def _tag(label: Label) -> int:
+    """Messages of one unit and purpose meet each other, even where ranks issue units in another order."""
+    return crc32(str(label).encode()) & 0x3FFFFFFF

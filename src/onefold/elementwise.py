@@ -1,0 +1,81 @@
+"""Is an optimizer class element-wise? Asked of the class itself, on 128 numbers, instead of a list of names.
+
+A flat unit is cut anywhere, so an optimizer may run on it only if every element's update depends on that element's
+own history. The class updates one small matrix, and the same numbers cut into two vectors; the results must agree.
+LAMB, LARS and Adafactor scale by norms of whole tensors and differ; Muon wants matrices; LBFGS wants a closure.
+The same run shows how many bytes of state the class keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onefold.errors import OptimizerError
+from onefold.layout import ALIGN
+
+STEPS = 3
+
+
+class StateCost(NamedTuple):
+    """Bytes of optimizer state, which is per element, and per tensor (step counts)."""
+
+    per_element: int
+    per_tensor: int
+
+
+def examine(cls: Any, kwargs: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], StateCost]:
+    """The class's default hyperparameters and what its state costs; raises unless it is element-wise."""
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise OptimizerError(
+            f"{cls!r} is not an optimizer class; pass a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, "
+            f"and its settings as keywords"
+        )
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, ALIGN, generator=generator)
+    grads = [torch.randn(2, ALIGN, generator=generator) * 10.0**-step for step in range(STEPS)]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        whole = [nn.Parameter(values.to(device, copy=True))]
+        parts = [nn.Parameter(row.to(device, copy=True)) for row in values]
+        try:
+            first = _construct(cls, whole, kwargs)
+            second = _construct(cls, parts, kwargs)
+            _train(first, whole, [[grad] for grad in grads])
+            _train(second, parts, [list(grad) for grad in grads])
+        except OptimizerError:
+            raise
+        except Exception as error:
+            raise OptimizerError(
+                f"{cls.__name__} cannot update flat vectors, which is what a sharded unit is made of: {error}. "
+                f"Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
+            ) from error
+    if not torch.allclose(whole[0].detach(), torch.stack([p.detach() for p in parts]), rtol=1e-5, atol=1e-7):
+        raise OptimizerError(
+            f"{cls.__name__} is not element-wise: a tensor updated whole and the same tensor updated in two halves got "
+            f"different values, and a shard is a part of a tensor. "
+            f"Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
+        )
+    return dict(first.defaults), _cost(second, parts[0])
+
+
+def _construct(cls: Callable[..., torch.optim.Optimizer], params: list[nn.Parameter], kwargs: dict[str, Any]) -> Any:
+    try:
+        return cls(params, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(f"{cls.__name__} refused its settings {kwargs}: {error}") from error
+
+
+def _train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: list[list[Tensor]]) -> None:
+    for step in grads:
+        for param, grad in zip(params, step, strict=True):
+            param.grad = grad.to(param.device, copy=True)
+        optimizer.step()
+
+
+def _cost(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> StateCost:
+    tensors = [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
+    per_element = sum(t.itemsize for t in tensors if t.numel() == param.numel())
+    return StateCost(per_element, sum(t.nbytes for t in tensors if t.numel() != param.numel()))

@@ -1,0 +1,32 @@
+"""What was found, what was wanted, what to do: every mistake a user can make has a name here.
+
+Each error is also the built-in exception a caller would expect, so `except ValueError` keeps working.
+"""
+
+
+class OnefoldError(Exception):
+    """Base of every error raised on purpose by this library."""
+
+
+class ConfigError(OnefoldError, ValueError):
+    """A setting is out of range, or two settings contradict each other."""
+
+
+class ModelError(OnefoldError, ValueError):
+    """The model cannot be sharded as it is."""
+
+
+class OptimizerError(OnefoldError, ValueError):
+    """The optimizer class, its groups or its hyperparameters cannot be used."""
+
+
+class StateError(OnefoldError, RuntimeError):
+    """A call came at the wrong moment, or touched state that is spread over ranks as if it were whole."""
+
+
+class MismatchError(OnefoldError, RuntimeError):
+    """The ranks do not hold the same model, configuration or values."""
+
+
+class CommError(OnefoldError, RuntimeError):
+    """A collective failed or timed out; the message names it and the ranks that did not come."""

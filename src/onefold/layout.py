@@ -1,0 +1,198 @@
+"""Which parameters share a unit, and who owns which elements. Integers only; no tensors, no processes.
+
+1 A model's parameters, in registration order, are cut into units: by block, by kind (dtype and trainability),
+  and by `bucket_bytes`. The stage plays no part, so all stages move and update the same units.
+2 Inside a unit every parameter starts on a multiple of ALIGN, padding behind it. So any run of parameters is a
+  slice that starts and ends on a full vector, however the optimizer groups them.
+3 A unit is cut into N equal shards, each a multiple of ALIGN.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import NamedTuple
+
+ALIGN = 64  # elements: every element goes through the same vector code at every stage and at every N
+
+
+class Span(NamedTuple):
+    """Half-open range of elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def clip(self, other: Span) -> Span:
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+
+def padded(numel: int, to: int = ALIGN) -> int:
+    return -(-numel // to) * to
+
+
+class ParamInfo(NamedTuple):
+    """What the layout needs to know of one parameter."""
+
+    name: str
+    numel: int
+    itemsize: int
+    kind: str  # dtype, and whether it is trained: one unit holds one kind
+    block: str = ""  # the block it belongs to; "" outside every block
+
+
+class Slot(NamedTuple):
+    """Where one parameter lies in its unit."""
+
+    name: str
+    numel: int
+    start: int
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.start + self.numel)
+
+    @property
+    def padded_span(self) -> Span:
+        return Span(self.start, self.start + padded(self.numel))
+
+
+class Piece(NamedTuple):
+    """A run of one parameter's elements that one rank owns."""
+
+    name: str
+    elements: Span  # in the parameter, flattened
+    offset: int  # in the owner's shard
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """One flat unit: parameters laid one behind the other, cut into `ranks` equal shards."""
+
+    name: str
+    kind: str
+    itemsize: int
+    slots: tuple[Slot, ...]
+    ranks: int
+
+    @cached_property
+    def used_numel(self) -> int:
+        """Elements of parameters, without padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def body(self) -> Span:
+        """All parameters with the padding between them, without the tail that rounds up to N equal shards."""
+        return Span(0, self.slots[-1].padded_span.stop if self.slots else 0)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        return max(padded(self.body.stop, ALIGN * self.ranks) // self.ranks, ALIGN)
+
+    @property
+    def numel(self) -> int:
+        return self.shard_numel * self.ranks
+
+    def shard(self, rank: int) -> Span:
+        return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    @cached_property
+    def gaps(self) -> tuple[Span, ...]:
+        """Padding: no parameter's elements, always zero."""
+        ends = [slot.span.stop for slot in self.slots]
+        starts = [slot.start for slot in self.slots[1:]] + [self.numel]
+        return tuple(Span(a, b) for a, b in zip(ends, starts, strict=True) if a < b)
+
+    def pieces(self, rank: int) -> Iterator[Piece]:
+        """What `rank` owns of each parameter, in order."""
+        mine = self.shard(rank)
+        for slot in self.slots:
+            part = slot.span.clip(mine)
+            if part.numel:
+                yield Piece(slot.name, part.shift(-slot.start), part.start - mine.start)
+
+
+def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int) -> list[UnitLayout]:
+    """Cut parameters, given in registration order, into units.
+
+    A run of neighbours of one block (or outside every block) is first parted by kind, then filled up to
+    `bucket_bytes`; a larger parameter stands alone.
+    """
+    fills: list[tuple[str, str, list[ParamInfo]]] = []
+    for block, run in groupby(params, key=lambda p: p.block):
+        members = list(run)
+        for kind in dict.fromkeys(p.kind for p in members):
+            fills += [(block, kind, fill) for fill in _fill([p for p in members if p.kind == kind], bucket_bytes)]
+    per_block = Counter(block for block, _, _ in fills)
+    units = []
+    for block, kind, fill in fills:
+        first = fill[0].name  # unique: a parameter is in one unit
+        name = block if block and per_block[block] == 1 else first if len(fill) == 1 else f"{first}…"
+        units.append(_lay(name, kind, fill, ranks))
+    return units
+
+
+def _fill(params: Sequence[ParamInfo], bucket_bytes: int) -> Iterator[list[ParamInfo]]:
+    fill: list[ParamInfo] = []
+    filled = 0
+    for param in params:
+        size = padded(param.numel) * param.itemsize
+        if fill and filled + size > bucket_bytes:
+            yield fill
+            fill, filled = [], 0
+        fill.append(param)
+        filled += size
+    if fill:
+        yield fill
+
+
+def _lay(name: str, kind: str, params: Sequence[ParamInfo], ranks: int) -> UnitLayout:
+    slots, start = [], 0
+    for param in params:
+        slots.append(Slot(param.name, param.numel, start))
+        start += padded(param.numel)
+    return UnitLayout(name=name, kind=kind, itemsize=params[0].itemsize, slots=tuple(slots), ranks=ranks)
+
+
+class Move(NamedTuple):
+    """Copy `numel` elements from one rank's shard of an old unit to a rank's shard of a new unit."""
+
+    old_unit: str
+    old_rank: int
+    old_offset: int
+    new_unit: str
+    new_rank: int
+    new_offset: int
+    numel: int
+
+
+def reshard(old: Sequence[UnitLayout], new: Sequence[UnitLayout]) -> Iterator[Move]:
+    """What goes where when the same parameters change their units or the number of ranks."""
+    sources: dict[str, list[tuple[str, int, Piece]]] = {}
+    for unit, rank in ((u, r) for u in old for r in range(u.ranks)):
+        for piece in unit.pieces(rank):
+            sources.setdefault(piece.name, []).append((unit.name, rank, piece))
+    for unit, rank in ((u, r) for u in new for r in range(u.ranks)):
+        for piece in unit.pieces(rank):
+            for old_unit, old_rank, source in sources.get(piece.name, ()):
+                common = source.elements.clip(piece.elements)
+                if common.numel:
+                    yield Move(
+                        old_unit=old_unit,
+                        old_rank=old_rank,
+                        old_offset=source.offset + common.start - source.elements.start,
+                        new_unit=unit.name,
+                        new_rank=rank,
+                        new_offset=piece.offset + common.start - piece.elements.start,
+                        numel=common.numel,
+                    )

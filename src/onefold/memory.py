@@ -1,0 +1,129 @@
+"""Bytes: buffers that are reused instead of allocated, and what is alive in memory by category.
+
+`Pool` hands out flat buffers and takes them back; after the first step it allocates nothing. `Tracker` watches every
+tensor operation and remembers the fullest instant. Both count storages, not what the process or its allocator keeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "activations")
+
+
+class Pool:
+    """Flat buffers for reuse: as many as were ever out at once, none larger than the largest asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: list[Tensor] = []
+        self._out: dict[int, Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer of `numel` elements with any content: the smallest free one that fits, or a new one."""
+        wanted_bytes = numel * dtype.itemsize
+        fitting = [buffer for buffer in self._free if buffer.numel() >= wanted_bytes]
+        if fitting:
+            buffer = min(fitting, key=Tensor.numel)
+            self._remove(buffer)
+        else:
+            if self._free:  # grow one that is too small rather than keep it beside a larger one
+                self._remove(max(self._free, key=Tensor.numel))
+            buffer = torch.empty(wanted_bytes, dtype=torch.uint8, device=self.device)
+        self._out[storage_key(buffer)] = buffer
+        return buffer[: numel * dtype.itemsize].view(dtype)
+
+    def give(self, taken: Tensor) -> None:
+        self._free.append(self._out.pop(storage_key(taken)))
+
+    def _remove(self, buffer: Tensor) -> None:
+        self._free = [other for other in self._free if other is not buffer]
+
+    def buffers(self) -> list[Tensor]:
+        """All of them, free or out."""
+        return [*self._free, *self._out.values()]
+
+
+def storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class Tracker(TorchDispatchMode):
+    """Live bytes of every storage that tensor operations make while this mode is on, and their breakdown at the peak.
+
+    `known` says which category a storage belongs to; all others are activations (and temporaries).
+    """
+
+    def __init__(self, known: Callable[[], dict[int, tuple[str, Tensor]]]) -> None:
+        super().__init__()
+        self._known = known
+        self._serial = itertools.count()
+        self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # storage key -> reference, serial, bytes
+        self._live_bytes = 0
+        self._fullest: dict[int, int] = {}  # serial -> bytes, at the peak
+        self._category: dict[int, str] = {}  # serial -> category
+        self.peak_bytes = 0
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors made before the mode was on."""
+        for tensor in tensors:
+            self._note(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._note(leaf)
+        return result
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._classify()
+
+    def _note(self, tensor: Tensor) -> None:
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        entry = self._live.get(key)
+        if entry and entry[2] == nbytes:
+            return
+        if entry:
+            self._drop(key)
+        reference = weakref.ref(storage, lambda _: self._drop(key))
+        self._live[key] = (reference, next(self._serial), nbytes)
+        self._live_bytes += nbytes
+        if self._live_bytes > self.peak_bytes:
+            self.peak_bytes = self._live_bytes
+            self._classify()
+            self._fullest = {serial: size for _, serial, size in self._live.values()}
+
+    def _drop(self, key: int) -> None:
+        entry = self._live.pop(key, None)
+        if entry:
+            self._live_bytes -= entry[2]
+
+    def _classify(self) -> None:
+        for key, (category, _) in self._known().items():
+            if key in self._live:
+                self._category[self._live[key][1]] = category
+
+    def peak(self) -> dict[str, int]:
+        """Bytes by category at the fullest instant."""
+        sums = dict.fromkeys(CATEGORIES, 0)
+        for serial, nbytes in self._fullest.items():
+            sums[self._category.get(serial, "activations")] += nbytes
+        return sums

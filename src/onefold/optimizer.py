@@ -1,0 +1,312 @@
+"""The optimizer users hold: a real torch.optim.Optimizer over the model's parameters, run on shards.
+
+The wrapped class never sees the model's parameters. For each unit it sees the elements this rank updates (its shard,
+or all where the optimizer is whole) as a few long vectors: neighbours of one param group are one *slice*, so a unit
+costs one fused kernel. A slice is cut when its parameters first diverge, some used by a rank and some by none; its
+state is cut with it, and an unused parameter keeps its values, its moments and its step count.
+
+A step: 1 settle what was used  2 for each unit, in the order of reduction: finish its gradient, update, start its
+gather  3 wait for the gathers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from onefold.comm import Label
+from onefold.elementwise import StateCost, examine
+from onefold.engine import Engine, engine_of
+from onefold.errors import ConfigError, OptimizerError, StateError
+from onefold.layout import Span
+from onefold.placement import Scope
+from onefold.unit import Unit
+
+FORMAT = 1  # of state_dict()
+NOT_SETTINGS = ("params", "param_names")  # of a param group
+
+
+class Slice(NamedTuple):
+    """Neighbouring parameters of one group, as one vector."""
+
+    span: Span  # in the unit
+    slots: tuple[int, ...]  # which of the unit's parameters it holds, wholly or in part
+    tensor: nn.Parameter
+
+
+class UnitOptimizer:
+    """The wrapped class, on the part of one unit that this rank updates."""
+
+    def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+        self.unit = unit
+        self._cls, self._kwargs = cls, kwargs
+        whole = unit.placement.optimizer is Scope.WHOLE
+        self._owned = unit.layout.body if whole else unit.layout.body.clip(unit.mine)
+        self.slices: dict[int, list[Slice]] = {}  # group -> slices, in order
+        self.inner: torch.optim.Optimizer | None = None
+        self._groups: list[int] = []  # of the inner optimizer's param groups
+
+    def add_group(self, group: int, slots: Iterable[int]) -> None:
+        """Some of the unit's parameters belong to this group."""
+        runs = _runs(sorted(slots))
+        slices = [piece for run in runs if (piece := self._slice(run))]
+        if not slices:
+            return
+        self.slices[group] = slices
+        inner_group = {"params": [piece.tensor for piece in slices]}
+        if self.inner is None:
+            self.inner = self._cls([inner_group], **self._kwargs)
+        else:
+            self.inner.add_param_group(inner_group)
+        self._groups.append(group)
+
+    def update(self, groups: list[dict[str, Any]], kept: bytearray, first_param: int) -> None:
+        """Step the used slices with the hyperparameters of the outer groups."""
+        if self.inner is None:
+            return
+        for inner_group, group in zip(self.inner.param_groups, self._groups, strict=True):
+            self._part(group, inner_group, kept, first_param)
+            inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
+            for piece in self.slices[group]:
+                used = kept[first_param + piece.slots[0]]
+                piece.tensor.grad = self.unit.gradient(piece.span) if used else None
+        self.inner.step()
+        for piece in self._all_slices():
+            piece.tensor.grad = None
+
+    def _slice(self, slots: tuple[int, ...]) -> Slice | None:
+        layout = self.unit.layout
+        inside = tuple(i for i in slots if layout.slots[i].padded_span.clip(self._owned).numel)
+        if not inside:
+            return None
+        whole = Span(layout.slots[inside[0]].padded_span.start, layout.slots[inside[-1]].padded_span.stop)
+        span = whole.clip(self._owned)
+        return Slice(span, inside, nn.Parameter(self.unit.whole[span.start : span.stop]))
+
+    def _part(self, group: int, inner_group: dict[str, Any], kept: bytearray, first_param: int) -> None:
+        """Cut slices whose parameters diverge, and their state with them."""
+        if all(len({kept[first_param + slot] for slot in piece.slots}) == 1 for piece in self.slices[group]):
+            return
+        assert self.inner is not None
+        parted = []
+        for piece in self.slices[group]:
+            runs = [tuple(run) for _, run in groupby(piece.slots, key=lambda slot: kept[first_param + slot])]
+            cuts = [piece] if len(runs) == 1 else [cut for run in runs if (cut := self._slice(run))]
+            state = self.inner.state.pop(piece.tensor, None) if len(runs) > 1 else None
+            for cut in cuts if state is not None else []:
+                a, b = cut.span.shift(-piece.span.start)
+                self.inner.state[cut.tensor] = {key: _cut(value, piece.tensor, a, b) for key, value in state.items()}
+            parted += cuts
+        self.slices[group] = parted
+        inner_group["params"] = [piece.tensor for piece in parted]
+
+    def _all_slices(self) -> Iterator[Slice]:
+        for group in self._groups:
+            yield from self.slices[group]
+
+    def state_tensors(self) -> list[Tensor]:
+        states = self.inner.state.values() if self.inner is not None else ()
+        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+
+    def planned_bytes(self, cost: StateCost) -> int:
+        """State of the slices that have been updated at least once."""
+        assert self.inner is not None or not self.slices
+        live = [piece for piece in self._all_slices() if self.inner is not None and self.inner.state.get(piece.tensor)]
+        return sum(piece.span.numel * cost.per_element + cost.per_tensor for piece in live)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        rows = []
+        for piece in self._all_slices():
+            assert self.inner is not None
+            state = dict(self.inner.state.get(piece.tensor, {}))
+            rows.append({"unit": self.unit.name, "slots": piece.slots, "span": tuple(piece.span), "state": state})
+        return rows
+
+    def load(self, rows: list[dict[str, Any]]) -> None:
+        for group, inner_group in zip(self._groups, self.inner.param_groups if self.inner else (), strict=True):
+            assert self.inner is not None
+            cuts = []
+            for piece in self.slices[group]:
+                self.inner.state.pop(piece.tensor, None)
+                for row in rows:
+                    if set(row["slots"]) <= set(piece.slots) and (cut := self._slice(tuple(row["slots"]))):
+                        cuts.append(cut)
+                        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in row["state"].items()}
+                        if state:
+                            self.inner.state[cut.tensor] = state
+            self.slices[group] = cuts
+            inner_group["params"] = [cut.tensor for cut in cuts]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Any element-wise torch optimizer, over a sharded model.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(4, 4), stage=2)
+    >>> optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> norm = optimizer.clip_grad_norm(1.0)
+    >>> optimizer.step(); optimizer.zero_grad()
+    """
+
+    def __init__(
+        self, model: nn.Module, cls: type[torch.optim.Optimizer], *, groups: list[Any] | None = None, **kwargs: Any
+    ) -> None:
+        self._engine: Engine = engine_of(model)
+        if self._engine.optimizer is not None:
+            raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
+        defaults, self._cost = examine(cls, kwargs, self._engine.device)
+        self._place = {id(p): index for index, p in enumerate(self._engine.params)}
+        self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in self._engine.units]
+        if groups is None:
+            groups = [{"params": list(self._engine.params)}]
+        super().__init__(groups, defaults)
+        self._check_hyperparameters()
+        self._engine.optimizer = self
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            by_unit = self._by_unit_slots(group)
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+        for unit_index, slots in by_unit.items():
+            self._by_unit[unit_index].add_group(len(self.param_groups) - 1, slots)
+
+    def _by_unit_slots(self, group: dict[str, Any]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        firsts = self._engine.first_param
+        for param in group["params"]:
+            index = self._place.get(id(param))
+            if index is None:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(param.shape)} in groups is not a trained parameter of the sharded "
+                    f"model; give parameters of that model which required grad when shard() was called"
+                )
+            unit_index = next(i for i in range(len(firsts) - 1) if index < firsts[i + 1])
+            found.setdefault(unit_index, []).append(index - firsts[unit_index])
+        return found
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters of all ranks. Collective."""
+        if closure is not None:
+            raise OptimizerError("step() takes no closure: run forward and backward before it, then call step()")
+        self._check_hyperparameters()
+        engine = self._engine
+        engine.check_parameters()
+        engine.settle()
+        kept = engine.kept()
+        gathers = []
+        for index in engine.schedule.order:
+            unit = engine.finish(index)
+            self._by_unit[index].update(self.param_groups, kept, engine.first_param[index])
+            if unit.placement.optimizer is Scope.SHARD:
+                gathers.append(unit.gather_parameters())
+        for pending in gathers:
+            pending.wait()
+        engine.after_step(kept)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, local sums included; set_to_none=False keeps them as zeros."""
+        self._engine.drop_gradients(keep_as_zeros=not set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; the norm. Collective.
+
+        The norm is the sum, in fixed order, of what each rank finds in its shard of each unit: equal bit for bit on
+        every rank and at every stage.
+        """
+        if not (isinstance(max_norm, int | float) and max_norm >= 0):
+            raise ConfigError(f"max_norm={max_norm!r} is not a number of at least 0")
+        if not (isinstance(norm_type, int | float) and norm_type > 0):
+            raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
+        engine = self._engine
+        engine.settle()
+        kept = engine.kept()
+        engine.schedule.drain()
+        partials = torch.zeros(engine.comm.size, len(engine.units), device=engine.device)
+        mine = partials[engine.comm.rank]
+        for index, unit in enumerate(engine.units):
+            first = engine.first_param[index]
+            dropped = [slot for slot in range(len(unit.params)) if not kept[first + slot]]
+            for slot in dropped:  # nobody's gradient, or one the user dropped
+                span = unit.layout.slots[slot].span.clip(unit.mine)
+                unit.gradient(span).zero_()
+            mine[index] = torch.linalg.vector_norm(unit.my_gradient(), norm_type, dtype=torch.float32)
+        engine.comm.gather(partials.view(-1), Label("norm", "step")).wait()
+        norm = torch.linalg.vector_norm(partials.double().view(-1), norm_type).float()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
+            for unit in engine.units:
+                whole = unit.placement.optimizer is Scope.WHOLE
+                unit.gradient(unit.layout.body if whole else unit.mine).mul_(factor)
+        return norm
+
+    def _check_hyperparameters(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            lr = group.get("lr")
+            if isinstance(lr, int | float) and not math.isfinite(lr):
+                raise OptimizerError(f"lr={lr} in param group {index} is not finite: look at the LR schedule")
+
+    # -- what it holds -----------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> list[Tensor]:
+        return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
+
+    def planned_bytes(self) -> int:
+        return sum(unit.planned_bytes(self._cost) for unit in self._by_unit)
+
+    def _whoami(self) -> dict[str, Any]:
+        comm = self._engine.comm
+        return {"format": FORMAT, "rank": comm.rank, "ranks": comm.size, "layout": self._engine.digest}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, for this rank, at this number of ranks and stage."""
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        names = [[self._engine.names[self._place[id(p)]] for p in group["params"]] for group in self.param_groups]
+        slices = [row for unit in self._by_unit for row in unit.state_dict()]
+        return {"onefold": self._whoami(), "param_groups": groups, "names": names, "slices": slices}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what state_dict() gave on this rank."""
+        found, wanted = state_dict.get("onefold"), self._whoami()
+        if found != wanted:
+            raise StateError(
+                f"this optimizer state belongs to {found}, this rank is {wanted}; optimizer.state_dict() is one rank's "
+                f"part and goes back to the same rank, number of ranks, model and stage only"
+            )
+        names = [[self._engine.names[self._place[id(p)]] for p in group["params"]] for group in self.param_groups]
+        if state_dict["names"] != names:
+            raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        for unit in self._by_unit:
+            unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # torch.amp.GradScaler.step reads this first; its found-inf check sees one rank only
+        raise StateError("torch.amp.GradScaler sees the gradients of one rank only; train in fp32 or bf16 without it")
+
+
+def _runs(slots: list[int]) -> list[tuple[int, ...]]:
+    """Neighbours together: [0, 1, 3] -> (0, 1), (3,)."""
+    keyed = groupby(enumerate(slots), key=lambda pair: pair[1] - pair[0])
+    return [tuple(slot for _, slot in run) for _, run in keyed]
+
+
+def _cut(value: Any, of: Tensor, a: int, b: int) -> Any:
+    """The part of a piece of state that belongs to elements a..b; counts are copied."""
+    if not isinstance(value, Tensor):
+        return value
+    return value[a:b] if value.shape == of.shape else value.clone()

@@ -1,0 +1,185 @@
+"""shard(): assembles units, schedule, engine and hooks around a model, in place.
+
+1 Look at the model and lay it out; any mistake here is kept. 2 All ranks agree, or all raise. 3 Values are brought in
+line with rank 0, or compared. 4 Parameters move into their units' flat buffers, one unit at a time. 5 Hooks go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from onefold.agree import AGREE, agree, compare_values, digest
+from onefold.blocks import block_of, find_blocks
+from onefold.comm import Comm
+from onefold.config import Zero
+from onefold.engine import ATTRIBUTE, Engine, Owner, engine_of
+from onefold.errors import ModelError, OnefoldError
+from onefold.hooks import attach
+from onefold.layout import ParamInfo, UnitLayout, plan_units
+from onefold.memory import Pool
+from onefold.mesh import shard_axis
+from onefold.placement import STAGES
+from onefold.unit import Unit
+
+TRAINED_DTYPES = (torch.float32, torch.float64)
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class Survey(NamedTuple):
+    """What was found in a model."""
+
+    trained: list[tuple[str, nn.Parameter]]
+    frozen: list[tuple[str, nn.Parameter]]
+    layouts: list[UnitLayout]
+    lines: list[str]  # what all ranks must agree on
+
+
+def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
+    """Spread the training state of `model` over ranks; the same object, its parameters, API and forward unchanged.
+
+    Takes the fields of `Zero`, or one such object. Collective.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=2)
+    >>> model.weight.shape
+    torch.Size([8, 8])
+    """
+    settings = Zero.of(zero, fields)
+    axis = shard_axis(settings.mesh)
+    error: OnefoldError | None = None
+    found = Survey([], [], [], [])
+    device = _device(model)
+    comm = Comm(axis, device, settings.timeout_s)
+    try:
+        found = survey(model, settings, axis.size)
+    except OnefoldError as mistake:
+        error = mistake
+    agree(comm, found.lines, error)
+
+    values = [(name, param) for name, param in found.trained + found.frozen] + list(model.named_buffers())
+    if settings.sync == "check":
+        compare_values(comm, values)
+    else:
+        for batch in _batches([tensor for _, tensor in values], settings.bucket_bytes):
+            with torch.no_grad():
+                comm.broadcast(batch, AGREE)
+
+    placement = STAGES[settings.stage].over(axis.size)
+    pool = Pool(device)
+    trained = dict(found.trained)
+    units = [
+        Unit(layout, [trained[slot.name] for slot in layout.slots], placement, comm, pool) for layout in found.layouts
+    ]
+    engine = Engine(
+        model=model,
+        zero=settings,
+        placement=placement,
+        comm=comm,
+        pool=pool,
+        units=units,
+        frozen=found.frozen,
+        owners=list(_owners(model)),
+        digest=digest(found.lines),
+    )
+    attach(engine)
+    return model
+
+
+def survey(model: nn.Module, settings: Zero, ranks: int) -> Survey:
+    """Look at a model without touching it; raises what makes it unfit."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"shard() wants a torch.nn.Module, found {type(model).__name__}")
+    for name, module in model.named_modules():
+        if ATTRIBUTE in module.__dict__:
+            where = f"its part {name!r}" if name else "it"
+            raise ModelError(f"this model was sharded before ({where}); call shard() once, on the outermost model")
+    named = list(model.named_parameters())
+    trained = [(name, param) for name, param in named if param.requires_grad]
+    frozen = [(name, param) for name, param in named if not param.requires_grad]
+    if not trained:
+        raise ModelError(
+            f"{type(model).__name__} has no parameter that requires grad ({len(frozen)} frozen): nothing to shard"
+        )
+    for name, param in named:
+        _check_parameter(name, param, trained[0][1].device)
+    blocks = find_blocks(model, settings.units)
+    infos = [
+        ParamInfo(name, param.numel(), param.itemsize, str(param.dtype), block_of(name, blocks))
+        for name, param in trained
+    ]
+    layouts = plan_units(infos, ranks, settings.bucket_bytes)
+    lines = settings.describe() + [
+        f"parameter {name}: shape {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}"
+        for name, param in named
+    ]
+    lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
+    lines += [f"unit {unit.name}: {unit.numel} elements" for unit in layouts]
+    return Survey(trained, frozen, layouts, lines)
+
+
+def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise ModelError(f"{name} has no shape yet (a lazy module); run one forward before shard()")
+    if param.device.type == "meta":
+        raise ModelError(f"{name} is on the meta device and has no values; build the model on a real device")
+    if param.device != device:
+        raise ModelError(f"{name} is on {param.device}, others on {device}; move the model to one device first")
+    if param.requires_grad and param.dtype not in TRAINED_DTYPES:
+        raise ModelError(
+            f"{name} is {param.dtype}; trained parameters are float32 or float64: call model.float() first, "
+            f"or freeze it with requires_grad_(False)"
+        )
+
+
+def _device(model: nn.Module) -> torch.device:
+    if isinstance(model, nn.Module):
+        for param in model.parameters():
+            if param.device.type != "meta":
+                return param.device
+    return torch.device("cpu")
+
+
+def _owners(model: nn.Module) -> Iterator[Owner]:
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                yield Owner(module, attribute, param, f"{prefix}.{attribute}" if prefix else attribute)
+
+
+def _batches(tensors: list[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
+    batch: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if batch and filled + tensor.nbytes > limit_bytes:
+            yield batch
+            batch, filled = [], 0
+        batch.append(tensor)
+        filled += tensor.nbytes
+    if batch:
+        yield batch
+
+
+@contextmanager
+def accumulate(model: nn.Module, reduce: str | None = None) -> Iterator[None]:
+    """Around all micro-batches of a step but the last: their gradients add up.
+
+    reduce="once" keeps each rank's sum and reduces it with the last micro-batch (whole gradients in memory, no more
+    traffic); "each" reduces every micro-batch into the shard (1/N of the memory, one more reduction each). By default
+    "once" where gradients are whole, "each" where they are sharded.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=2)
+    >>> with onefold.accumulate(model):
+    ...     model(torch.ones(1, 8)).sum().backward()
+    >>> model(torch.ones(1, 8)).sum().backward()
+    """
+    with engine_of(model).accumulate(reduce):
+        yield
