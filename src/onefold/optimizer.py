@@ -1,9 +1,6 @@
 """The optimizer users hold: a real torch.optim.Optimizer over the model's parameters, run on shards.
 
-The wrapped class never sees the model's parameters. For each unit it sees the elements this rank updates (its shard,
-or all where the optimizer is whole) as a few long vectors: neighbours of one param group are one *slice*, so a unit
-costs one fused kernel. A slice is cut when its parameters first diverge, some used by a rank and some by none; its
-state is cut with it, and an unused parameter keeps its values, its moments and its step count.
+The wrapped class never sees the model's parameters, only the slices of each unit that this rank updates.
 
 A step: 1 settle what was used  2 for each unit, in the order of reduction: finish its gradient, update, start its
 gather  3 wait for the gathers.
@@ -12,135 +9,19 @@ gather  3 wait for the gathers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from itertools import groupby
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from onefold.comm import Label
-from onefold.elementwise import StateCost, examine
+from onefold.elementwise import examine
 from onefold.engine import Engine, engine_of
 from onefold.errors import ConfigError, OptimizerError, StateError
-from onefold.layout import Span
 from onefold.placement import Scope
-from onefold.unit import Unit
+from onefold.slices import UnitOptimizer
 
 FORMAT = 1  # of state_dict()
-NOT_SETTINGS = ("params", "param_names")  # of a param group
-
-
-class Slice(NamedTuple):
-    """Neighbouring parameters of one group, as one vector."""
-
-    span: Span  # in the unit
-    slots: tuple[int, ...]  # which of the unit's parameters it holds, wholly or in part
-    tensor: nn.Parameter
-
-
-class UnitOptimizer:
-    """The wrapped class, on the part of one unit that this rank updates."""
-
-    def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
-        self.unit = unit
-        self._cls, self._kwargs = cls, kwargs
-        whole = unit.placement.optimizer is Scope.WHOLE
-        self._owned = unit.layout.body if whole else unit.layout.body.clip(unit.mine)
-        self.slices: dict[int, list[Slice]] = {}  # group -> slices, in order
-        self.inner: torch.optim.Optimizer | None = None
-        self._groups: list[int] = []  # of the inner optimizer's param groups
-
-    def add_group(self, group: int, slots: Iterable[int]) -> None:
-        """Some of the unit's parameters belong to this group."""
-        runs = _runs(sorted(slots))
-        slices = [piece for run in runs if (piece := self._slice(run))]
-        if not slices:
-            return
-        self.slices[group] = slices
-        inner_group = {"params": [piece.tensor for piece in slices]}
-        if self.inner is None:
-            self.inner = self._cls([inner_group], **self._kwargs)
-        else:
-            self.inner.add_param_group(inner_group)
-        self._groups.append(group)
-
-    def update(self, groups: list[dict[str, Any]], kept: bytearray, first_param: int) -> None:
-        """Step the used slices with the hyperparameters of the outer groups."""
-        if self.inner is None:
-            return
-        for inner_group, group in zip(self.inner.param_groups, self._groups, strict=True):
-            self._part(group, inner_group, kept, first_param)
-            inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
-            for piece in self.slices[group]:
-                used = kept[first_param + piece.slots[0]]
-                piece.tensor.grad = self.unit.gradient(piece.span) if used else None
-        self.inner.step()
-        for piece in self._all_slices():
-            piece.tensor.grad = None
-
-    def _slice(self, slots: tuple[int, ...]) -> Slice | None:
-        layout = self.unit.layout
-        inside = tuple(i for i in slots if layout.slots[i].padded_span.clip(self._owned).numel)
-        if not inside:
-            return None
-        whole = Span(layout.slots[inside[0]].padded_span.start, layout.slots[inside[-1]].padded_span.stop)
-        span = whole.clip(self._owned)
-        return Slice(span, inside, nn.Parameter(self.unit.whole[span.start : span.stop]))
-
-    def _part(self, group: int, inner_group: dict[str, Any], kept: bytearray, first_param: int) -> None:
-        """Cut slices whose parameters diverge, and their state with them."""
-        if all(len({kept[first_param + slot] for slot in piece.slots}) == 1 for piece in self.slices[group]):
-            return
-        assert self.inner is not None
-        parted = []
-        for piece in self.slices[group]:
-            runs = [tuple(run) for _, run in groupby(piece.slots, key=lambda slot: kept[first_param + slot])]
-            cuts = [piece] if len(runs) == 1 else [cut for run in runs if (cut := self._slice(run))]
-            state = self.inner.state.pop(piece.tensor, None) if len(runs) > 1 else None
-            for cut in cuts if state is not None else []:
-                a, b = cut.span.shift(-piece.span.start)
-                self.inner.state[cut.tensor] = {key: _cut(value, piece.tensor, a, b) for key, value in state.items()}
-            parted += cuts
-        self.slices[group] = parted
-        inner_group["params"] = [piece.tensor for piece in parted]
-
-    def _all_slices(self) -> Iterator[Slice]:
-        for group in self._groups:
-            yield from self.slices[group]
-
-    def state_tensors(self) -> list[Tensor]:
-        states = self.inner.state.values() if self.inner is not None else ()
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
-
-    def planned_bytes(self, cost: StateCost) -> int:
-        """State of the slices that have been updated at least once."""
-        assert self.inner is not None or not self.slices
-        live = [piece for piece in self._all_slices() if self.inner is not None and self.inner.state.get(piece.tensor)]
-        return sum(piece.span.numel * cost.per_element + cost.per_tensor for piece in live)
-
-    def state_dict(self) -> list[dict[str, Any]]:
-        rows = []
-        for piece in self._all_slices():
-            assert self.inner is not None
-            state = dict(self.inner.state.get(piece.tensor, {}))
-            rows.append({"unit": self.unit.name, "slots": piece.slots, "span": tuple(piece.span), "state": state})
-        return rows
-
-    def load(self, rows: list[dict[str, Any]]) -> None:
-        for group, inner_group in zip(self._groups, self.inner.param_groups if self.inner else (), strict=True):
-            assert self.inner is not None
-            cuts = []
-            for piece in self.slices[group]:
-                self.inner.state.pop(piece.tensor, None)
-                for row in rows:
-                    if set(row["slots"]) <= set(piece.slots) and (cut := self._slice(tuple(row["slots"]))):
-                        cuts.append(cut)
-                        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in row["state"].items()}
-                        if state:
-                            self.inner.state[cut.tensor] = state
-            self.slices[group] = cuts
-            inner_group["params"] = [cut.tensor for cut in cuts]
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -297,16 +178,3 @@ class Optimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> NoReturn:
         # torch.amp.GradScaler.step reads this first; its found-inf check sees one rank only
         raise StateError("torch.amp.GradScaler sees the gradients of one rank only; train in fp32 or bf16 without it")
-
-
-def _runs(slots: list[int]) -> list[tuple[int, ...]]:
-    """Neighbours together: [0, 1, 3] -> (0, 1), (3,)."""
-    keyed = groupby(enumerate(slots), key=lambda pair: pair[1] - pair[0])
-    return [tuple(slot for _, slot in run) for _, run in keyed]
-
-
-def _cut(value: Any, of: Tensor, a: int, b: int) -> Any:
-    """The part of a piece of state that belongs to elements a..b; counts are copied."""
-    if not isinstance(value, Tensor):
-        return value
-    return value[a:b] if value.shape == of.shape else value.clone()
