@@ -1,0 +1,25 @@
+"""What every test gets: what the marks `gpu` and `soak` mean, and no rank left running when pytest ends."""
+
+import pytest
+import torch
+
+from tests.harness import shutdown_pools
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak", action="store_true", help="also run the tests marked soak, which take minutes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.getoption("--soak"):
+        soak = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=soak)
+        items[:] = [item for item in items if item not in soak]
+
+
+def pytest_sessionfinish() -> None:
+    shutdown_pools()

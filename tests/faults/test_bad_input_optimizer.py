@@ -1,0 +1,186 @@
+"""An optimizer that cannot work on shards, or a call it cannot serve, is refused on every rank and changes nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LambdaLR
+
+import onefold
+from tests.faults.test_bad_input import Case, assert_named, frozen, net
+from tests.harness import run_ranks, run_ranks_raises
+
+NAN = float("nan")
+
+
+class ByNorm(optim.Optimizer):
+    """SGD whose step is scaled by |w| / |update|, norms of the whole tensor."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                update = self.direction(param, self.state[param])
+                param.add_(update * (param.norm() / update.norm()), alpha=-group["lr"])
+
+
+class LARS(ByNorm):
+    def direction(self, param: nn.Parameter, state: dict[str, Any]) -> Tensor:
+        return param.grad + 1e-4 * param
+
+
+class LAMB(ByNorm):
+    def direction(self, param: nn.Parameter, state: dict[str, Any]) -> Tensor:
+        mean, square = state.setdefault("moments", (torch.zeros_like(param), torch.zeros_like(param)))
+        mean.lerp_(param.grad, 0.1)
+        square.lerp_(param.grad.square(), 0.01)
+        return mean / (square.sqrt() + 1e-6)
+
+
+def sharded() -> nn.Module:
+    return onefold.shard(net(), bucket_bytes=64)  # several units
+
+
+def built(cls: Any = optim.SGD, **kwargs: Any) -> onefold.Optimizer:
+    return onefold.Optimizer(sharded(), cls, **kwargs)
+
+
+def grouped(choose: Callable[[nn.Module], list[Any]]) -> onefold.Optimizer:
+    model = onefold.shard(nn.Sequential(nn.Linear(4, 4), frozen(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    return onefold.Optimizer(model, optim.SGD, groups=choose(model), lr=0.1)
+
+
+def second_optimizer() -> None:
+    model = sharded()
+    keep = onefold.Optimizer(model, optim.SGD, lr=0.1)
+    onefold.Optimizer(model, optim.SGD, lr=0.1)
+    assert keep
+
+
+def with_gradients() -> onefold.Optimizer:
+    model = sharded()
+    optimizer = onefold.Optimizer(model, optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    return optimizer
+
+
+def scheduled(**kwargs: Any) -> None:
+    model = sharded()
+    optimizer = onefold.Optimizer(model, optim.SGD, **kwargs)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0 if step < 2 else NAN)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+NO_CLASS = ("OptimizerError", "is not an optimizer class", "torch.optim.AdamW")
+ELEMENTWISE = "Use an element-wise class"
+ALIEN = "is not a trained parameter of the sharded model"
+NO_BACKWARD = ("StateError", "no gradients", "call loss.backward()")
+
+CASES = {
+    "unsharded model": Case(lambda: onefold.Optimizer(net(), optim.SGD), "ModelError", "Sequential", "onefold.shard("),
+    "not a model": Case(lambda: onefold.Optimizer([], optim.SGD), "ModelError", "list", "onefold.shard("),
+    "second optimizer": Case(second_optimizer, "StateError", "has an Optimizer already", "add_param_group"),
+    "a function": Case(lambda: built(lambda params: None), *NO_CLASS),
+    "a module class": Case(lambda: built(nn.Linear), *NO_CLASS),
+    "an instance": Case(lambda: built(optim.SGD([nn.Parameter(torch.ones(1))])), *NO_CLASS),
+    "a name": Case(lambda: built("AdamW"), *NO_CLASS),
+    "LBFGS": Case(lambda: built(optim.LBFGS), "OptimizerError", "LBFGS", ELEMENTWISE),
+    "Adafactor": Case(lambda: built(optim.Adafactor), "OptimizerError", "Adafactor is not element-wise", ELEMENTWISE),
+    "Muon": Case(lambda: built(optim.Muon), "OptimizerError", "Muon", ELEMENTWISE),
+    "LARS": Case(lambda: built(LARS), "OptimizerError", "LARS is not element-wise", ELEMENTWISE),
+    "LAMB": Case(lambda: built(LAMB), "OptimizerError", "LAMB is not element-wise", ELEMENTWISE),
+    "misspelt setting": Case(lambda: built(optim.AdamW, rl=0.1), "OptimizerError", "{'rl': 0.1}", "AdamW refused"),
+    "Adam lr nan": Case(lambda: built(optim.Adam, lr=NAN), "OptimizerError", "nan", "lr"),
+    "SGD lr nan": Case(lambda: built(optim.SGD, lr=NAN), "OptimizerError", "lr=nan", "is not finite"),
+    "SGD lr inf": Case(lambda: built(optim.SGD, lr=float("inf")), "OptimizerError", "lr=inf", "is not finite"),
+    "group lr nan": Case(
+        lambda: grouped(lambda m: [{"params": [m[0].weight]}, {"params": [m[2].weight], "lr": NAN}]),
+        "OptimizerError", "lr=nan in param group 1", "not finite",
+    ),
+    "scheduled lr nan": Case(
+        lambda: scheduled(lr=0.1), "OptimizerError", "lr=nan in param group 0", "look at the LR schedule"
+    ),
+    "scheduled tensor lr nan": Case(
+        lambda: scheduled(lr=torch.tensor(0.1)), "OptimizerError", "nan", "look at the LR schedule"
+    ),
+    "parameter of another model": Case(
+        lambda: grouped(lambda m: [{"params": [nn.Parameter(torch.ones(3, 5))]}]), "OptimizerError", "(3, 5)", ALIEN
+    ),
+    "frozen parameter": Case(lambda: grouped(lambda m: list(m[1].parameters())), "OptimizerError", "(4, 4)", ALIEN),
+    "the same parameter in two groups": Case(
+        lambda: grouped(lambda m: [{"params": [m[0].weight]}, {"params": [m[0].weight]}]),
+        "OptimizerError", "0.weight", "group",
+    ),
+    "the same parameter twice in a group": Case(
+        lambda: grouped(lambda m: [{"params": [m[0].weight, m[0].weight]}]), "OptimizerError", "0.weight", "once"
+    ),
+    "no groups": Case(lambda: grouped(lambda m: []), "OptimizerError", "empty", "groups"),
+    "no tensor": Case(lambda: grouped(lambda m: [{"params": ["0.weight"]}]), "OptimizerError", "str", "parameters"),
+    "step without backward": Case(lambda: built(lr=0.1).step(), *NO_BACKWARD),
+    "clip without backward": Case(lambda: built(lr=0.1).clip_grad_norm(1.0), *NO_BACKWARD),
+    "closure": Case(lambda: with_gradients().step(lambda: 0.0), "OptimizerError", "no closure", "run forward and"),
+    "clip nan": Case(lambda: with_gradients().clip_grad_norm(NAN), "ConfigError", "max_norm=nan", "at least 0"),
+    "clip -1": Case(lambda: with_gradients().clip_grad_norm(-1), "ConfigError", "max_norm=-1", "at least 0"),
+    "clip '1'": Case(lambda: with_gradients().clip_grad_norm("1"), "ConfigError", "max_norm='1'", "at least 0"),
+    "norm type 0": Case(lambda: with_gradients().clip_grad_norm(1, 0), "ConfigError", "norm_type=0", "positive"),
+    "norm type nan": Case(lambda: with_gradients().clip_grad_norm(1, NAN), "ConfigError", "norm_type=nan", "positive"),
+}  # fmt: skip
+
+
+def provoke(name: str) -> None:
+    CASES[name].act()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_optimizer_or_call_is_refused_on_every_rank_with_a_named_error(name: str) -> None:
+    for caught in run_ranks_raises(2, provoke, name, timeout_s=20):
+        assert_named(caught, CASES[name])
+        assert "is not element-wise" not in caught.message or "element-wise" in CASES[name].found
+
+
+# -- and training goes on ----------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "closure": lambda model, optimizer: optimizer.step(lambda: 0.0),
+    "clip nan": lambda model, optimizer: optimizer.clip_grad_norm(NAN),
+    "alien group": lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
+    "known group": lambda model, optimizer: optimizer.add_param_group({"params": [model[0].weight]}),
+    "second optimizer": lambda model, optimizer: onefold.Optimizer(model, optim.SGD, lr=0.1),
+    "second shard": lambda model, optimizer: onefold.shard(model),
+    "accumulate sometimes": lambda model, optimizer: onefold.accumulate(model, "sometimes").__enter__(),
+}
+
+
+def train_with_a_mistake(name: str) -> list[Tensor]:
+    model = sharded()
+    with pytest.raises(onefold.OptimizerError):
+        onefold.Optimizer(model, optim.LBFGS)
+    optimizer = onefold.Optimizer(model, optim.AdamW, lr=0.1)
+    for step in range(3):
+        model(torch.full((2, 4), float(step + 1))).square().sum().backward()
+        if step == 1 and name != "none":
+            with pytest.raises(onefold.OnefoldError):
+                MISTAKES[name](model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Tensor]:
+    return run_ranks(2, train_with_a_mistake, "none")[0]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_training_after_a_refused_call_is_as_if_it_had_not_been_made(name: str, undisturbed: list[Tensor]) -> None:
+    for trained in run_ranks(2, train_with_a_mistake, name):
+        assert all(map(torch.equal, trained, undisturbed))

@@ -1,0 +1,208 @@
+"""Each step sends 2Ψ(N-1)/N elements, at every stage, to the byte: the expectation comes from sizes alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import onefold
+from onefold.engine import engine_of
+from tests.harness import run_ranks
+from tests.parity.models import DIM, MODELS, Case, vector_loss
+from tests.parity.training import OPTIMIZERS, Run, batch_for
+
+RANKS = (1, 2, 3, 4)
+STAGES = (0, 1, 2)
+GATHER = {0: "gather-gradient", 1: "gather-updated", 2: "gather-updated"}
+VECTOR = 64  # elements: parameters and shards start on a multiple of it
+
+
+class Mixed(nn.Module):
+    """Two dtypes: elements of 4 and of 8 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(DIM, 33), nn.Linear(33, 5).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x).double())
+
+
+CASES = {**MODELS, "mixed": Case(Mixed, vector_loss)}
+
+
+def started(run: Run, case: Case) -> tuple[nn.Module, Callable[[], None]]:
+    """On a rank: a sharded model, and a function that trains it for one step."""
+    onefold.init()
+    torch.manual_seed(1234)
+    model = onefold.shard(case.build(), stage=run.stage, bucket_bytes=run.bucket_bytes, **dict(run.fields))
+    cls, kwargs = OPTIMIZERS[run.optimizer]
+    optimizer = onefold.Optimizer(model, cls, **kwargs)
+    numbers = itertools.count()
+
+    def step() -> None:
+        number = next(numbers)
+        for micro in range(run.micro):
+            last = micro == run.micro - 1
+            with nullcontext() if last else onefold.accumulate(model, reduce=run.reduce):
+                case.loss(model, batch_for(number, micro, dist.get_rank()), number).backward()
+        if run.clip is not None:
+            optimizer.clip_grad_norm(run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+class Seen(NamedTuple):
+    """What one rank saw. A unit is the sizes of its parameters, in elements, and the bytes of one element."""
+
+    psi_bytes: int  # of all trained parameters
+    units: list[tuple[list[int], int]]
+    steps: list[onefold.TrafficReport]
+    text: str
+
+
+def watch(run: Run, steps: int = 3) -> Seen:
+    model, step = started(run, CASES[run.model])
+    reports = []
+    for _ in range(steps):
+        step()
+        reports.append(onefold.traffic(model))
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    units = [[trained.pop(slot.name) for slot in unit.layout.slots] for unit in engine_of(model).units]
+    assert not trained, f"in no unit: {list(trained)}"
+    return Seen(
+        psi_bytes=sum(param.nbytes for unit in units for param in unit),
+        units=[([param.numel() for param in unit], unit[0].itemsize) for unit in units],
+        steps=reports,
+        text=str(onefold.traffic(model)),
+    )
+
+
+def up(numel: int, to: int) -> int:
+    return (numel + to - 1) // to * to
+
+
+def padded_bytes(units: Iterable[tuple[list[int], int]], ranks: int) -> int:
+    """Each parameter fills whole vectors; each unit is `ranks` equal shards of whole vectors."""
+    return sum(up(sum(up(size, VECTOR) for size in sizes), VECTOR * ranks) * itemsize for sizes, itemsize in units)
+
+
+def expected(seen: Seen, run: Run, ranks: int, rounds: int = 1) -> dict[str, int]:
+    """Bytes one rank sends in a step, by purpose: its part of every peer's shard, (N-1)/N of everything."""
+    padding = padded_bytes(seen.units, ranks) - seen.psi_bytes
+    once, rest = divmod((seen.psi_bytes + padding) * (ranks - 1), ranks)
+    assert rest == 0, "shards are not equal"
+    params = sum(len(sizes) for sizes, _ in seen.units)
+    sent = {"reduce": rounds * once, GATHER[run.stage if ranks > 1 else 0]: once}
+    sent["used-flags"] = (params + len(seen.units)) * (ranks - 1)  # one byte each: used, and anything left to reduce
+    if run.clip is not None:
+        sent["norm"] = 4 * len(seen.units) * (ranks - 1)
+    return sent
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("model", ["gpt", "gpt-tied", "conv", "skipping", "odd", "mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_sends_two_psi_to_the_byte(stage: int, model: str, ranks: int) -> None:
+    run = Run(model=model, stage=stage, clip=1.0)
+    for seen in run_ranks(ranks, watch, run):
+        wanted, units = expected(seen, run, ranks), len(seen.units)
+        _, second, third = seen.steps
+        assert second.by_purpose == wanted == second.planned
+        assert second.total == sum(wanted.values())
+        reduced = wanted["reduce"]
+        assert second.by_collective == {
+            "reduce-scatter": (reduced, units),
+            "all-gather": (second.total - reduced, units + 2),
+        }
+        assert {purpose: flow.calls for (purpose, _), flow in second.flows.items()} == {
+            **dict.fromkeys(wanted, units), "used-flags": 1, "norm": 1,
+        }  # fmt: skip
+        assert third == second
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_first_step_also_agrees_on_an_order_and_nothing_else(stage: int, ranks: int) -> None:
+    run = Run(stage=stage)
+    for seen in run_ranks(ranks, watch, run):
+        wanted = expected(seen, run, ranks)
+        assert seen.steps[1].by_purpose == wanted, "unclipped: no norm"
+        wanted["used-flags"] += 4 * len(seen.units) * (ranks - 1)
+        first = {purpose: sent for purpose, sent in seen.steps[0].by_purpose.items() if purpose != "agree"}
+        assert first == wanted
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("reduce", "rounds"), [("once", (1, 1, 1)), ("each", (3, 3, 3)), (None, (1, 1, 3))])
+@pytest.mark.parametrize("model", ["gpt", "odd"])
+def test_accumulation_sends_two_psi_reduced_once_and_m_plus_one_psi_reduced_each_time(
+    model: str, reduce: str | None, rounds: tuple[int, int, int], ranks: int
+) -> None:
+    """Left alone, it reduces once where gradients are whole (2Ψ) and each time where they are sharded (4Ψ)."""
+    for stage in STAGES:
+        run = Run(model=model, stage=stage, micro=3, reduce=reduce, clip=1.0)
+        for seen in run_ranks(ranks, watch, run):
+            assert seen.steps[1].by_purpose == expected(seen, run, ranks, rounds[stage]), f"stage {stage}"
+            assert seen.steps[1].by_collective["reduce-scatter"].calls == rounds[stage] * len(seen.units)
+            assert seen.steps[2] == seen.steps[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_size_of_units_changes_the_padding_only(ranks: int) -> None:
+    """From one parameter per unit to the whole model in few: the parameters themselves cost the same."""
+    totals = []
+    for bucket_bytes in (1, 4 << 10, 64 << 20):
+        run = Run(stage=2, bucket_bytes=bucket_bytes)
+        seen = run_ranks(ranks, watch, run)[0]
+        assert seen.steps[1].by_purpose == expected(seen, run, ranks)
+        totals.append((len(seen.units), seen.psi_bytes, padded_bytes(seen.units, ranks)))
+    units, psi, padded = zip(*totals, strict=True)
+    assert units[0] > units[1] > units[2]
+    assert psi[0] == psi[1] == psi[2]
+    assert padded[0] > padded[2]
+
+
+def realistic_units() -> tuple[int, list[tuple[list[int], int]], int]:
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+    model = nn.Sequential(nn.Embedding(5000, 256), nn.TransformerEncoder(layer, 4), nn.Linear(256, 5000))
+    psi_bytes = sum(param.nbytes for param in model.parameters())
+    units = engine_of(onefold.shard(model)).units
+    sizes = [([param.numel() for param in unit.params], 4) for unit in units]
+    return psi_bytes, sizes, sum(unit.whole.nbytes for unit in units)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_padding_is_under_one_percent_of_a_realistic_model(ranks: int) -> None:
+    psi_bytes, units, held = run_ranks(ranks, realistic_units)[0]
+    assert psi_bytes <= padded_bytes(units, ranks) == held < psi_bytes * 1.01
+
+
+def test_module_buffers_from_rank_0_are_metered_as_buffers() -> None:
+    run = Run(model="conv", stage=2, fields=(("buffers", "rank0"),))
+    buffers = list(CASES["conv"].build().buffers())
+    for rank, seen in enumerate(run_ranks(2, watch, run)):
+        sent = sum(buffer.nbytes for buffer in buffers) if rank == 0 else 0
+        assert seen.steps[1].by_purpose == {"buffers": sent, **expected(seen, run, 2)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_report_prints_every_purpose_with_its_bytes(ranks: int) -> None:
+    run = Run(stage=2, clip=1.0)
+    seen = run_ranks(ranks, watch, run)[0]
+    rows = {line.split()[0]: line.split()[1:] for line in seen.text.splitlines()[1:]}
+    wanted = expected(seen, run, ranks)
+    assert rows == {
+        **{purpose: [f"{sent:,}", f"{sent:,}"] for purpose, sent in wanted.items()},
+        "total": [f"{sum(wanted.values()):,}"],
+    }
+    assert "measured" in seen.text and "planned" in seen.text

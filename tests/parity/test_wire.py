@@ -1,0 +1,120 @@
+"""What the meter says it sent is what the kernel saw on the wire, and no more than DistributedDataParallel sends.
+
+The ranks train inside a network namespace of their own, so the bytes of its loopback device are theirs alone:
+payload, TCP/IP headers and acknowledgements. The counter is read between steps, behind barriers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import onefold
+from tests.harness import run_ranks
+from tests.harness.netns import can_make_namespace, in_namespace, loopback_bytes
+
+WIDTH, LAYERS = 2048, 4  # 17M parameters, 67 MB
+WARM_UP, STEPS = 2, 2
+PARAMETER_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+CASES = {  # name -> ranks, stage (None: DistributedDataParallel)
+    "stage 0": (2, 0),
+    "stage 1": (2, 1),
+    "stage 2": (2, 2),
+    "stage 2, 3 ranks": (3, 2),
+    "DDP": (2, None),
+}
+
+
+class Counted(nn.Module):
+    """Linear layers that fill the wire."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Counts(NamedTuple):
+    """Bytes of a few steps: on `lo`, by all ranks, and in this rank's meter."""
+
+    kernel: int
+    metered: int
+
+
+def train_and_count(stage: int | None) -> Counts:
+    """On every rank: train, and read the counter behind barriers."""
+    torch.manual_seed(0)
+    model: nn.Module = Counted()
+    if stage is None:
+        model = nn.parallel.DistributedDataParallel(model)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    else:
+        model = onefold.shard(model, stage=stage)
+        optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=1e-3)
+    batch = torch.randn(1, WIDTH)
+    metered = 0
+
+    def step() -> None:
+        nonlocal metered
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        metered += onefold.traffic(model).total if stage is not None else 0
+
+    for _ in range(WARM_UP):
+        step()
+    dist.barrier()
+    metered, before = 0, loopback_bytes()
+    dist.barrier()  # nobody sends before all have read
+    for _ in range(STEPS):
+        step()
+    dist.barrier()
+    return Counts(loopback_bytes() - before, metered)
+
+
+def measure() -> None:
+    """Inside the namespace: print, for each case, [bytes of the kernel, bytes of all meters], per step."""
+    found = {}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # before the first rank starts, which inherits it
+    for name, (ranks, stage) in CASES.items():
+        counts = run_ranks(ranks, train_and_count, stage)
+        found[name] = [counts[0].kernel / STEPS, sum(count.metered for count in counts) / STEPS]
+    print(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[float]]:
+    if not can_make_namespace():
+        pytest.skip("needs a network namespace of its own: run as root, or allow unprivileged user namespaces")
+    ran = in_namespace([sys.executable, "-c", "from tests.parity.test_wire import measure; measure()"])
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", [name for name, (_, stage) in CASES.items() if stage is not None])
+def test_the_kernel_saw_the_bytes_that_the_meter_counted(found: dict[str, list[float]], case: str) -> None:
+    kernel, metered = found[case]
+    assert metered <= kernel <= metered * 1.03, f"{case}: the kernel saw {kernel:,.0f}, the meters {metered:,.0f}"
+
+
+@pytest.mark.parametrize("case", [name for name, (_, stage) in CASES.items() if stage is not None])
+def test_the_kernel_saw_two_parameter_sizes_times_ranks_less_one(found: dict[str, list[float]], case: str) -> None:
+    """All ranks together send N × 2Ψ(N-1)/N = 2Ψ(N-1), whatever the stage."""
+    kernel, wanted = found[case][0], 2 * PARAMETER_BYTES * (CASES[case][0] - 1)
+    assert wanted <= kernel <= wanted * 1.03, f"{case}: the kernel saw {kernel:,.0f}, the formula says {wanted:,}"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_no_stage_sends_more_than_ddp(found: dict[str, list[float]], stage: int) -> None:
+    assert found[f"stage {stage}"][0] <= found["DDP"][0] * 1.02

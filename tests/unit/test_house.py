@@ -1,0 +1,106 @@
+"""The order of the house: who may import whom, who may talk to other ranks, and what no module does."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import onefold
+
+# Each module imports only modules before it.
+ORDER = [
+    "errors", "placement", "layout", "config", "mesh", "comm", "agree", "memory", "unit", "schedule", "engine", "hooks",
+    "blocks", "elementwise", "slices", "optimizer", "report", "shard", "__init__",
+]  # fmt: skip
+
+SOURCE = Path(onefold.__file__).parent
+MODULES = sorted(path.stem for path in SOURCE.glob("*.py"))
+TREES = {name: ast.parse((SOURCE / f"{name}.py").read_text()) for name in MODULES}
+
+TALKERS = ("comm", "mesh")
+COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "allgather", "allreduce", "alltoall", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "barrier",
+    "batch_isend_irecv", "broadcast", "broadcast_object_list", "irecv", "isend", "monitored_barrier", "recv",
+    "recv_object_list", "reduce_scatter", "reduce_scatter_tensor", "scatter_object_list", "send", "send_object_list",
+}  # fmt: skip
+UNSAFE_IMPORTS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "torch.load"}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Full names of all imports, wherever they stand: `from a import b` may mean a or a.b, and gives both."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(["onefold"] * bool(node.level) + [node.module] * bool(node.module))
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def at_run_time(tree: ast.Module) -> ast.Module:
+    """The same without what only type checkers read."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            return node.orelse if ast.unparse(node.test).endswith("TYPE_CHECKING") else self.generic_visit(node)
+
+    return Strip().visit(ast.parse(ast.unparse(tree)))
+
+
+def calls(tree: ast.AST) -> Iterator[str]:
+    """Dotted names of everything called."""
+    yield from (ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def test_every_module_has_its_place_in_the_order():
+    assert [name for name in MODULES if name not in ORDER] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_only_modules_before_it(name):
+    inner = {full.split(".")[1] for full in imports(TREES[name]) if full.startswith("onefold.")} & set(MODULES)
+    assert [other for other in sorted(inner) if ORDER.index(other) >= ORDER.index(name)] == []
+    assert "onefold" not in imports(TREES[name]), "the package imports its modules, not the other way round"
+
+
+@pytest.mark.parametrize("name", ["placement", "layout", "errors"])
+def test_the_integers_know_nothing_of_torch(name):
+    assert [full for full in imports(TREES[name]) if inside(full, "torch")] == []
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in TALKERS])
+def test_only_comm_and_mesh_touch_torch_distributed(name):
+    tree = at_run_time(TREES[name])
+    assert [full for full in imports(tree) if inside(full, "torch.distributed")] == []
+    attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert [text for text in attributes if inside(text, "torch.distributed") or inside(text, "dist")] == []
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in TALKERS])
+def test_only_comm_and_mesh_call_collectives(name):
+    dotted = [call.rpartition(".") for call in calls(TREES[name])]
+    ours = ("comm", "_comm")  # our Comm, which meters and names them
+    assert [".".join(c) for c in dotted if c[2] in COLLECTIVES and c[0].rpartition(".")[2] not in ours] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_can_be_made_to_run_what_a_file_says(name):
+    assert [full for full in imports(TREES[name]) if full.split(".")[0] in UNSAFE_IMPORTS] == []
+    assert [call for call in calls(TREES[name]) if call in UNSAFE_CALLS] == []
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_prints(name):
+    assert "print" not in set(calls(TREES[name]))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_opens_with_its_idea(name):
+    assert ast.get_docstring(TREES[name])
