@@ -10,6 +10,7 @@ from onefold.errors import (
     OptimizerError,
     StateError,
 )
+from onefold.full import full_parameters, full_state_dict
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
 from onefold.report import MemoryReport, TrafficReport, memory, track_memory, traffic
@@ -30,6 +31,8 @@ __all__ = [
     "TrafficReport",
     "Zero",
     "accumulate",
+    "full_parameters",
+    "full_state_dict",
     "init",
     "memory",
     "shard",

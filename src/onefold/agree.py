@@ -8,12 +8,13 @@ raise too and nobody waits for it.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from onefold.comm import Comm, Label
-from onefold.errors import MismatchError, OnefoldError
+from onefold.errors import MismatchError
 
 AGREE = Label("agree", "the model")
 
@@ -22,7 +23,7 @@ def digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def agree(comm: Comm, lines: Sequence[str], error: OnefoldError | None) -> None:
+def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, where: str = "shard()") -> None:
     """Raise on every rank unless all ranks are well and bring the same lines."""
     failed = f"{type(error).__name__}: {error}" if error else ""
     errors = [row.decode() for row in comm.exchange(failed.encode(), AGREE)]
@@ -30,11 +31,16 @@ def agree(comm: Comm, lines: Sequence[str], error: OnefoldError | None) -> None:
         raise error
     if any(errors):
         rank = next(i for i, text in enumerate(errors) if text)
-        raise MismatchError(f"rank {rank} failed in shard(), so no rank goes on: {errors[rank]}")
+        raise MismatchError(f"rank {rank} failed in {where}, so no rank goes on: {errors[rank]}")
     digests = comm.gather_bytes(digest(lines).encode(), AGREE)
     if len(set(digests)) > 1:
         everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
         raise MismatchError(first_difference(everyone))
+
+
+def agree_on_salt(comm: Comm) -> int:
+    """A number that all ranks share and no other model has."""
+    return int.from_bytes(comm.gather_bytes(os.urandom(4), AGREE)[0], "big")
 
 
 def first_difference(everyone: Sequence[Sequence[str]]) -> str:
@@ -55,7 +61,7 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> str:
 def compare_values(comm: Comm, named: Sequence[tuple[str, Tensor]]) -> None:
     """Raise on every rank, naming the tensor, unless all ranks hold the same bits."""
     lines = [f"values of {name}: sha256 {_fingerprint(tensor)}" for name, tensor in named]
-    agree(comm, lines, None)
+    agree(comm, lines)
 
 
 def _fingerprint(tensor: Tensor) -> str:

@@ -1,8 +1,9 @@
 """Which modules of a model are its blocks: the pieces that make units.
 
-By default a block is an element of a list (ModuleList, Sequential, ModuleDict) that holds two or more modules of one
-class with parameters: transformer layers, residual blocks. The outermost counts: a block's experts belong to it.
-Parameters outside every block form units with their neighbours.
+By default a block is an element of a list (ModuleList, Sequential, ModuleDict) that holds two or more of its class, and
+is itself made of modules: transformer layers, residual blocks. The outermost counts: a block's experts belong to it. A
+list inside a list is looked into, never a block itself. Parameters outside every block (the plain layers of an MLP,
+embeddings, heads) form units with their neighbours.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def find_blocks(model: nn.Module, units: Units) -> list[str]:
 
 def _is_block(name: str, module: nn.Module, listed: bool, units: Units) -> bool:
     if units is None:
-        return listed and not isinstance(module, LISTS) and _has_params(module)
+        return listed and not isinstance(module, LISTS) and any(True for _ in module.children()) and _has_params(module)
     if isinstance(units, type | tuple):
         return isinstance(module, units)
     return bool(units(name, module))

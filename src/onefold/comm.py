@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -107,6 +107,7 @@ class Comm:
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float) -> None:
         self.rank, self.size = axis.rank, axis.size
         self.meter = Meter()
+        self.salt = 0  # tells this model's messages from another's; agreed by all ranks
         self._axis = axis
         self._timeout = timedelta(seconds=timeout_s)
         backend = axis.backend(device)
@@ -133,17 +134,17 @@ class Comm:
 
     def broadcast(self, tensors: Sequence[Tensor], label: Label) -> None:
         """Copy rank 0's values to all, in one message, whatever their dtypes."""
-        tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+        tensors = [_unexpanded(tensor.detach()) for tensor in tensors if tensor.numel()]
         if self.size == 1 or not tensors:
             return
         if len(tensors) == 1 and tensors[0].is_contiguous():
-            flat = tensors[0].view(-1).view(torch.uint8)
+            flat = _bytes(tensors[0])
         else:
-            flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-        self.meter.count(label.purpose, "broadcast", flat.numel() if self.rank == 0 else 0)
+            flat = torch.cat([_bytes(tensor.contiguous()) for tensor in tensors])
+        self.meter.count(label.purpose, "broadcast", 0 if self.rank else flat.numel() * (self.size - 1))
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._finish(self._axis.group.broadcast([flat], options), label, None)
+        self._finish(self._axis.group.broadcast([flat], options), label, 0 if self.rank else None)
         if flat.data_ptr() != tensors[0].data_ptr():
             pieces = flat.split([tensor.nbytes for tensor in tensors])
             for tensor, piece in zip(tensors, pieces, strict=True):
@@ -208,16 +209,23 @@ class PairwiseWire:
         return Reduction(self._swap({peer: slots[peer] for peer in self._peers}, received, label), parts, out, plus)
 
     def _swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
-        group, tag = self._comm._axis.group, _tag(label)
+        group, tag = self._comm._axis.group, _tag(label, self._comm.salt)
+        calls: list[tuple[int, Any, Tensor]] = [(peer, group.recv, tensor) for peer, tensor in receives.items()]
+        calls += [(peer, group.send, tensor) for peer, tensor in sends.items()]
         works: list[tuple[int | None, dist.Work]] = []
-        try:
-            works += [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives.items()]
-            works += [(peer, group.send([tensor], peer, tag)) for peer, tensor in sends.items()]
-        except RuntimeError as error:
+        gone: dict[int, RuntimeError] = {}
+        for peer, call, tensor in calls:  # all of them: those who live must not wait for us because another has died
+            try:
+                works.append((peer, call([tensor], peer, tag)))
+            except RuntimeError as error:
+                gone[peer] = error
+        if gone:
+            who = ", ".join(f"rank {peer}" for peer in gone)
+            first = next(iter(gone.values()))
             raise CommError(
-                f"rank {self._comm.rank} of {self._comm.size}: {label} could not start, a peer has ended; "
-                f"look at the other ranks' output first. The backend says: {str(error).splitlines()[0]}"
-            ) from error
+                f"rank {self._comm.rank} of {self._comm.size}: {label} could not start, {who} has ended; "
+                f"look at its output first. The backend says: {str(first).splitlines()[0]}"
+            ) from first
         return Pending(self._comm, label, works)
 
 
@@ -243,6 +251,18 @@ class CollectiveWire:
 
 
 @lru_cache(maxsize=4096)
-def _tag(label: Label) -> int:
-    """Messages of one unit and purpose meet each other, even where ranks issue units in another order."""
-    return crc32(str(label).encode()) & 0x3FFFFFFF
+def _tag(label: Label, salt: int) -> int:
+    """Messages of one model, unit and purpose meet each other, even where ranks issue units in another order."""
+    return crc32(str(label).encode(), salt) & 0x3FFFFFFF
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """Each element once: dimensions made by expand() are cut to one."""
+    for dim, stride in enumerate(tensor.stride()):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 else tensor
+    return tensor

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch.nn import Module
 
 from onefold.errors import ConfigError
 from onefold.placement import STAGES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.nn import Module
 
 Units: TypeAlias = "type[Module] | tuple[type[Module], ...] | Callable[[str, Module], bool] | None"
 
 BUFFERS = ("local", "rank0")
 SYNC = ("rank0", "check")
 REDUCE = ("once", "each")
+LONGEST_S = 30 * 24 * 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,16 @@ class Zero:
     """
 
     stage: int = 2
-    """0: everything whole on every rank. 1: optimizer state sharded. 2: gradients sharded too."""
+    """0: all whole on every rank. 1: optimizer state sharded. 2: gradients too. 3: parameters too."""
 
     bucket_bytes: int = 32 << 20
     """Largest flat unit, in bytes of parameters; a parameter larger than this is a unit of its own."""
+
+    prefetch: int = 1
+    """Stage 3: how many units are gathered ahead of need, in forward and in backward."""
+
+    keep_whole: int | Callable[[str, int], bool] = 0
+    """Stage 3: units of at most so many elements stay whole; or a callable (unit name, elements) -> bool."""
 
     units: Units = None
     """Which modules are blocks: classes, or a callable (name, module) -> bool. None finds repeated blocks."""
@@ -52,18 +59,26 @@ class Zero:
     """How long one collective may wait for its peers before it raises, naming them."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stage, bool) or self.stage not in STAGES:
+        if type(self.stage) is not int or self.stage not in STAGES:
             raise ConfigError(f"stage={self.stage!r} is unknown; use one of {', '.join(map(str, STAGES))}")
         if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes!r} is not a positive number of bytes; try 32 << 20")
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ConfigError(f"prefetch={self.prefetch!r} is not a number of units; use 0, 1, 2 …")
+        if not callable(self.keep_whole) and (not isinstance(self.keep_whole, int) or self.keep_whole < 0):
+            raise ConfigError(f"keep_whole={self.keep_whole!r} is neither a number of elements nor a callable")
         _one_of("buffers", self.buffers, BUFFERS)
         _one_of("sync", self.sync, SYNC)
-        if not isinstance(self.timeout_s, int | float) or not math.isfinite(self.timeout_s) or self.timeout_s <= 0:
-            raise ConfigError(f"timeout_s={self.timeout_s!r} is not a positive number of seconds; try 600")
-        if not (self.units is None or callable(self.units) or isinstance(self.units, tuple)):
-            raise ConfigError(f"units={self.units!r} is neither a module class, a tuple of them, nor a callable")
-        if isinstance(self.units, tuple) and not all(isinstance(u, type) for u in self.units):
-            raise ConfigError(f"units={self.units!r} holds something that is not a module class")
+        if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s <= LONGEST_S:
+            raise ConfigError(f"timeout_s={self.timeout_s!r} is not a number of seconds up to {LONGEST_S}; try 600")
+        classes = self.units if isinstance(self.units, tuple) else (self.units,)
+        by_class = all(isinstance(unit, type) and issubclass(unit, Module) for unit in classes)
+        by_call = callable(self.units) and not isinstance(self.units, type | Module)
+        if not (self.units is None or by_class or by_call):
+            raise ConfigError(
+                f"units={self.units!r} is neither a module class, nor a tuple of them, nor a callable "
+                f"(name, module) -> bool"
+            )
 
     @classmethod
     def of(cls, zero: Zero | None, fields: dict[str, Any]) -> Zero:
@@ -77,7 +92,7 @@ class Zero:
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
-        return [f"{name}={getattr(self, name)!r}" for name in ("stage", "bucket_bytes", "buffers", "sync")]
+        return [f"{name}={getattr(self, name)!r}" for name in ("stage", "bucket_bytes", "prefetch", "buffers", "sync")]
 
 
 def check_reduce(reduce: str | None) -> None:

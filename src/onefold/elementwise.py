@@ -1,14 +1,14 @@
 """Is an optimizer class element-wise? Asked of the class itself, on 128 numbers, instead of a list of names.
 
 A flat unit is cut anywhere, so an optimizer may run on it only if every element's update depends on that element's
-own history. The class updates one small matrix, and the same numbers cut into two vectors; the results must agree.
-LAMB, LARS and Adafactor scale by norms of whole tensors and differ; Muon wants matrices; LBFGS wants a closure.
+own history. The class updates one small matrix, and the same numbers cut into two vectors, each with an optimizer of
+its own; the results must agree. LAMB, LARS and Adafactor scale by norms of whole tensors and differ; Muon wants
+matrices; LBFGS wants a closure.
 The same run shows how many bytes of state the class keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from onefold.errors import OptimizerError
 from onefold.layout import ALIGN
 
 STEPS = 3
+REMEDY = "Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
 
 
 class StateCost(NamedTuple):
@@ -27,7 +28,9 @@ class StateCost(NamedTuple):
     per_tensor: int
 
 
-def examine(cls: Any, kwargs: dict[str, Any], device: torch.device) -> tuple[dict[str, Any], StateCost]:
+def examine(
+    cls: Any, kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Any], StateCost]:
     """The class's default hyperparameters and what its state costs; raises unless it is element-wise."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise OptimizerError(
@@ -35,43 +38,37 @@ def examine(cls: Any, kwargs: dict[str, Any], device: torch.device) -> tuple[dic
             f"and its settings as keywords"
         )
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(2, ALIGN, generator=generator)
-    grads = [torch.randn(2, ALIGN, generator=generator) * 10.0**-step for step in range(STEPS)]
+    values = torch.randn(2, ALIGN, generator=generator, dtype=dtype)
+    grads = [torch.randn(2, ALIGN, generator=generator, dtype=dtype) * 10.0**-step for step in range(STEPS)]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        whole = [nn.Parameter(values.to(device, copy=True))]
-        parts = [nn.Parameter(row.to(device, copy=True)) for row in values]
+        whole = nn.Parameter(values.to(device, copy=True))
+        halves = [nn.Parameter(row.to(device, copy=True)) for row in values]
         try:
-            first = _construct(cls, whole, kwargs)
-            second = _construct(cls, parts, kwargs)
-            _train(first, whole, [[grad] for grad in grads])
-            _train(second, parts, [list(grad) for grad in grads])
-        except OptimizerError:
-            raise
+            optimizer = cls([whole], **kwargs)
+        except (TypeError, ValueError) as error:
+            raise OptimizerError(f"{cls.__name__} refused its settings {kwargs}: {error}") from error
+        try:
+            _train(optimizer, whole, grads)
+            for i, half in enumerate(halves):  # one optimizer each, as each unit has: nothing may couple them
+                part = cls([half], **kwargs)
+                _train(part, half, [grad[i] for grad in grads])
         except Exception as error:
             raise OptimizerError(
-                f"{cls.__name__} cannot update flat vectors, which is what a sharded unit is made of: {error}. "
-                f"Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
+                f"{cls.__name__} cannot update flat vectors, which is what a sharded unit is made of: {error}. {REMEDY}"
             ) from error
-    if not torch.allclose(whole[0].detach(), torch.stack([p.detach() for p in parts]), rtol=1e-5, atol=1e-7):
+    if not torch.allclose(
+        whole.detach(), torch.stack([h.detach() for h in halves]), rtol=1e-5, atol=1e-7, equal_nan=True
+    ):
         raise OptimizerError(
             f"{cls.__name__} is not element-wise: a tensor updated whole and the same tensor updated in two halves got "
-            f"different values, and a shard is a part of a tensor. "
-            f"Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
+            f"different values, and a shard is a part of a tensor. {REMEDY}"
         )
-    return dict(first.defaults), _cost(second, parts[0])
+    return dict(optimizer.defaults), _cost(part, half)
 
 
-def _construct(cls: Callable[..., torch.optim.Optimizer], params: list[nn.Parameter], kwargs: dict[str, Any]) -> Any:
-    try:
-        return cls(params, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise OptimizerError(f"{cls.__name__} refused its settings {kwargs}: {error}") from error
-
-
-def _train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: list[list[Tensor]]) -> None:
-    for step in grads:
-        for param, grad in zip(params, step, strict=True):
-            param.grad = grad.to(param.device, copy=True)
+def _train(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]) -> None:
+    for grad in grads:
+        param.grad = grad.to(param.device, copy=True)
         optimizer.step()
 
 

@@ -1,15 +1,15 @@
 """The life of one sharded model: what happens between a backward and the next step.
 
-1 A backward opens (the root's output, or the first gradient, says so) and gradients arrive, unit by unit.
+1 A backward opens with its first gradient, and gradients arrive, unit by unit.
 2 Unless the local sums are to be kept (`accumulate(reduce="once")`), complete units are reduced at once; when backward
-  closes, the rest. The gradient attribute of each parameter then shows what it is: the reduced gradient where the
-  optimizer holds it whole, a placeholder that raises where it is spread over ranks.
+  closes, the rest. Then each parameter's .grad shows what it is.
 3 `settle` comes once per step, before clipping or updating: the ranks tell each other which parameters they used and
   which units hold gradients that no round has taken, and run those rounds. After it, all ranks know the same.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -21,20 +21,21 @@ from onefold.comm import Comm, Label, Pending
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
 from onefold.memory import Pool, storage_key
+from onefold.passes import Passes
 from onefold.placement import Placement, Scope
-from onefold.schedule import ReduceSchedule
+from onefold.rounds import ReduceSchedule
+from onefold.shown import ShardedGradient, ShownGradients
 from onefold.unit import Unit
 
 ATTRIBUTE = "_onefold"
+UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
 
 
-class Owner(NamedTuple):
-    """Where a parameter hangs in the module tree."""
+class Place(NamedTuple):
+    """A trained parameter's place: its unit, and which of the unit's slots."""
 
-    module: nn.Module
-    attribute: str
-    param: nn.Parameter
-    name: str
+    unit: int
+    slot: int
 
 
 class Engine:
@@ -47,119 +48,141 @@ class Engine:
         comm: Comm,
         pool: Pool,
         units: Sequence[Unit],
+        sharded: Sequence[Unit],
         frozen: Sequence[tuple[str, nn.Parameter]],
-        owners: Sequence[Owner],
         digest: str,
     ) -> None:
         self.model, self.zero, self.placement, self.comm, self.pool = model, zero, placement, comm, pool
-        self.units, self.frozen, self.owners, self.digest = list(units), list(frozen), list(owners), digest
-        self.device = pool.device
+        self.units, self.frozen, self.digest = list(units), list(frozen), digest
+        self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.optimizer: Any = None  # the Optimizer that was made for this model
+        self.device = pool.device
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
-        self.first_param = [0]  # of each unit, in the two lists above
-        for unit in self.units:
-            self.first_param.append(self.first_param[-1] + len(unit.params))
+        self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
+        self.first_param = [self.places.index(Place(u, 0)) for u in range(len(self.units))]
         self.schedule = ReduceSchedule(self.units, self._reduced)
+        self.passes = Passes(sharded, zero.prefetch, self.enter_backward)
+        self.shown = ShownGradients(self.params, self.names)
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
-        self.used_by_any = bytearray(len(self.params))  # known after settle
+        self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
+        self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
+        self._whole_gradients = placement.optimizer is Scope.WHOLE
+        self.accumulators: list[Any] = []  # autograd's nodes that carry our hooks
+        self._tree = list(_tree(model))
         self._accumulating: str | None = None
-        self._open = False  # a backward is running
+        self._in_backward = False  # the end of the running backward will call us
+        self._open = False  # it has brought gradients
+        self._rounds_due = False  # a training forward ran, and no round since
         self._settled = False
         self._order_agreed = False
-        self._shown: dict[int, Tensor] = {}  # parameter -> what we put into its .grad
         self._gathers: list[Pending] = []
         self._ungathered: set[int] = set()  # units reduced but not yet made whole
-        self._unit_index = {id(unit): index for index, unit in enumerate(self.units)}
-        self._whole_gradients = placement.optimizer is Scope.WHOLE
 
-    # -- backward --------------------------------------------------------------------------------------------------
+    # -- forward and backward --------------------------------------------------------------------------------------
 
     @property
     def reducing(self) -> bool:
         return self._accumulating != "once"
 
-    def open_backward(self) -> None:
-        """Called inside backward, before the first gradient where we can; the end of this backward closes it."""
-        if self._open:
-            return
-        self._open = True
-        self._settled = False
-        self._hide_gradients()
-        if self.reducing:
-            self.schedule.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(self._close_backward)
+    def before_forward(self) -> None:
+        self.tidy_after_error()
+        if torch.is_grad_enabled():
+            self.check_parameters()
+            self._rounds_due = self._rounds_due or self.reducing
 
-    def gradient_arrived(self, unit_index: int, slot_index: int) -> None:
+    def enter_backward(self) -> None:
+        """Called inside backward, in its outermost graph where we can: its end closes what was opened."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def gradient_coming(self, index: int) -> None:
+        """Autograd is about to put a gradient into .grad, which must be free for it."""
+        self.enter_backward()
+        if not self._open:
+            self._open, self._settled = True, False
+            self._forget_dropped()
+            self.shown.hide()
+            self.schedule.begin(final=self._accumulating is None)
+
+    def gradient_arrived(self, index: int) -> None:
         """A parameter's .grad has been made by autograd: take it."""
-        unit = self.units[unit_index]
-        param = unit.params[slot_index]
-        index = self.first_param[unit_index] + slot_index
-        grad = param.grad
-        if index in self._shown and grad is self._shown[index]:
-            raise StateError(
-                f"{self.names[index]} got a second gradient that did not pass through the model's forward; call "
-                f"optimizer.zero_grad() first, or run the forward of the model that was given to shard()"
-            )
-        self.open_backward()
+        param, place = self.params[index], self.places[index]
+        grad, param.grad = param.grad, None
         if grad is None:
             return
-        param.grad = None
+        unit = self.units[place.unit]
         with torch.no_grad():
-            unit.add_gradient(slot_index, grad)
-            self.used[index] = 1
-            if self.reducing:
-                self.schedule.arrived(unit_index)
+            unit.gradients.add(place.slot, grad)
+            self.used[index] = USED
+            if self.schedule.arrived(place.unit, start=self.reducing) and id(unit) in self._pass_index:
+                self.passes.done([self._pass_index[id(unit)]])
 
-    def _close_backward(self) -> None:
-        if not self._open:  # cut short by an error and tidied since
-            return
-        with torch.no_grad():
-            if self.reducing:
-                self.schedule.flush()
-            self._open = False
-            if self._accumulating is None:
-                if self._whole_gradients:
-                    self.settle()
-                self._show_gradients()
+    def _end_of_backward(self) -> None:
+        if self._in_backward:  # else an error cut it short and it has been tidied
+            with torch.no_grad():
+                closed = self._close()
+                if closed and self._accumulating is None:
+                    if self._whole_gradients:
+                        self.settle()
+                    self._show_gradients()
 
-    def _reduced(self, unit: Unit) -> None:
-        if self._whole_gradients:
-            self._ungathered.add(self._unit_index[id(unit)])
-            if self._accumulating is None:
-                self._gather_gradient(self._unit_index[id(unit)])
-
-    def _gather_gradient(self, index: int) -> None:
-        self._gathers.append(self.units[index].gather_gradient())
-        self._ungathered.discard(index)
+    def _close(self) -> bool:
+        """True if the backward brought gradients."""
+        was_open, self._open, self._in_backward = self._open, False, False
+        self.passes.close_backward()
+        if was_open:
+            self.schedule.flush(start=self.reducing)
+            self._rounds_due = self._rounds_due and not self.reducing
+        return was_open
 
     def tidy_after_error(self) -> None:
         """A backward that raised left rounds half done: complete the order, so that all ranks stay in step."""
-        if self._open and torch._C._current_graph_task_id() == -1:
-            if self.reducing:
-                self.schedule.flush()
-            self._open = False
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._close()
+
+    def _reduced(self, index: int, final: bool) -> None:
+        if self._whole_gradients:
+            self._ungathered.add(index)
+            if final:
+                self._gather_gradient(index)
+
+    def _gather_gradient(self, index: int) -> None:
+        self._gathers.append(self.units[index].gradients.gather())
+        self._ungathered.discard(index)
 
     # -- between backward and step ---------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Agree on what was used and reduce what is left. Collective; once per step."""
-        if self._settled:
-            return
         self.tidy_after_error()
+        if self._settled:
+            self._mark_dropped()
+            return
         if not any(self.used):
-            raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
-        params, units = len(self.params), len(self.units)
-        message = bytes(self.used) + bytes(unit.waiting for unit in self.units)
+            if not self._rounds_due:
+                raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
+            self.schedule.begin(final=True)  # this rank's backward touched no parameter; its peers wait for its zeros
+            self.schedule.flush(start=True)
+        self._rounds_due = False
+        said = bytearray(self.used)
+        for index in self.shown.dropped():
+            said[index] = DROPPED
+        rows = self.comm.gather_bytes(
+            bytes(said) + bytes(unit.gradients.waiting for unit in self.units), Label("used-flags", "step")
+        )
+        words = bytearray(map(max, zip(*rows, strict=True)))
+        late = [unit for unit, waiting in enumerate(words[len(said) :]) if waiting]
+        self.kept = bytearray(word == USED for word in words[: len(said)])
+        if not any(words[: len(said)]):
+            raise StateError("no rank has gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
         if not self._order_agreed:
-            message += b"".join(index.to_bytes(4, "big") for index in self.schedule.order_seen())
-        rows = self.comm.gather_bytes(message, Label("used-flags", "step"))
-        self.used_by_any = bytearray(map(max, zip(*(row[:params] for row in rows), strict=True)))
-        late = [i for i in range(units) if any(row[params + i] for row in rows)]
-        if not self._order_agreed:
-            agreed = rows[0][params + units :]
-            self.schedule.order = [int.from_bytes(agreed[i : i + 4], "big") for i in range(0, len(agreed), 4)]
-            self._order_agreed = True
+            self._agree_on_order()
+        for index, unit in enumerate(self.units):
+            first = self.first_param[index]
+            if not any(words[first : first + len(unit.params)]):
+                self.schedule.nobody_used(index)
         for index in self.schedule.order:
             if index in late:
                 self.schedule.extra_round(index)
@@ -167,48 +190,46 @@ class Engine:
             self.schedule.drain()
             for index in sorted(self._ungathered):
                 self._gather_gradient(index)
-            for pending in self._gathers:
-                pending.wait()
-            self._gathers.clear()
+            self._wait_for_gathers()
         self._settled = True
+
+    def _agree_on_order(self) -> None:
+        """From the first step on, all ranks follow the order in which rank 0 used and completed its units."""
+        mine = [self.schedule.order_seen(), self.passes.forward_seen, self.passes.backward_seen]
+        blobs = self.comm.exchange(json.dumps(mine).encode(), Label("agree", "the order of units"))
+        ranks = [json.loads(blob) for blob in blobs]
+        self.schedule.order = ranks[0][0]
+        self.passes.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
+        self._order_agreed = True
+        self.pool.trim()  # in the first backward units may have waited for another order
 
     def finish(self, index: int) -> Unit:
         """A unit whose gradient is complete."""
         self.schedule.finish(index)
         return self.units[index]
 
-    def kept(self) -> bytearray:
-        """Which parameters to update: used by some rank, and their .grad not set to None by the user since."""
-        kept = bytearray(self.used_by_any)
-        for index, shown in self._shown.items():
-            grad = self.params[index].grad
-            if grad is None:
-                kept[index] = 0
-            elif grad is not shown:
-                raise StateError(
-                    f"{self.names[index]}.grad was replaced after backward; the optimizer reads the reduced gradient: "
-                    f"change it in place (stage 0), or set it to None to leave the parameter alone"
-                )
-        return kept
-
-    def after_step(self, updated: bytearray) -> None:
+    def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises instead of using new values."""
-        torch.autograd.graph.increment_version([p for p, was in zip(self.params, updated, strict=True) if was])
+        torch.autograd.graph.increment_version([p for p, was in zip(self.params, self.kept, strict=True) if was])
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self.tidy_after_error()
         self.schedule.drain()
+        self._wait_for_gathers()
+        self._ungathered.clear()
+        for unit in self.units:
+            unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
+        self._settled = False
+        if not keep_as_zeros:
+            self._rounds_due = False
+            self.shown.hide()
+            self.used = bytearray(len(self.params))
+
+    def _wait_for_gathers(self) -> None:
         for pending in self._gathers:
             pending.wait()
         self._gathers.clear()
-        self._ungathered.clear()
-        for unit in self.units:
-            unit.zero_gradient() if keep_as_zeros else unit.drop_gradient()
-        self._settled = False
-        if not keep_as_zeros:
-            self._hide_gradients()
-            self.used = bytearray(len(self.params))
 
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:
@@ -224,48 +245,64 @@ class Engine:
     # -- what users see --------------------------------------------------------------------------------------------
 
     def _show_gradients(self) -> None:
-        flags = self.used_by_any if self._whole_gradients else self.used
-        for unit, first in zip(self.units, self.first_param, strict=False):
-            for slot, param in enumerate(unit.params):
-                index = first + slot
-                if flags[index]:
-                    shown = unit.whole_gradient_view(slot) if self._whole_gradients else ShardedGradient(param)
-                    self._shown[index] = shown
-                    param.grad = shown
+        """Where gradients are sharded all get a placeholder: which of them some rank used is known at the step."""
+        if self._whole_gradients:
+            used = [index for index, kept in enumerate(self.kept) if kept]
+            self.shown.show(used, self._whole_gradient)
+        else:
+            self.shown.show(range(len(self.params)), lambda index: ShardedGradient(self.params[index]))
 
-    def _hide_gradients(self) -> None:
-        for index, shown in self._shown.items():
-            if self.params[index].grad is shown:
-                self.params[index].grad = None
-        self._shown.clear()
+    def _whole_gradient(self, index: int) -> Tensor:
+        place = self.places[index]
+        return self.units[place.unit].gradients.whole_view(place.slot)
+
+    def _mark_dropped(self) -> None:
+        """Set to None since the ranks agreed (on every rank alike)."""
+        for index in self.shown.dropped():
+            self.kept[index] = 0
+
+    def _forget_dropped(self) -> None:
+        """Set to None before another backward: what was there does not add to what comes."""
+        dropped = self.shown.dropped()
+        if dropped:
+            self.schedule.drain()
+            self._wait_for_gathers()
+        for index in dropped:
+            self.units[self.places[index].unit].gradients.forget(self.places[index].slot)
+            self.used[index] = UNUSED
 
     def check_parameters(self) -> None:
-        """Every parameter is still the one that was sharded, still a view of its unit."""
-        for owner in self.owners:
-            if owner.module._parameters.get(owner.attribute) is not owner.param:
-                raise StateError(
-                    f"{owner.name} was replaced or removed after shard(); change values in place "
-                    f"(param.data.copy_), or change the model before shard()"
-                )
-        for unit in self.units:
-            for param, pointer, slot in zip(unit.params, unit.pointers, unit.layout.slots, strict=True):
-                if param.data_ptr() != pointer and param.numel():
-                    raise StateError(
-                        f"{slot.name} left the flat buffer it shares with its unit (.to(), .half(), assigning .data or "
-                        f"load_state_dict(assign=True) after shard()); do that before shard(), or copy values in place"
-                    )
-        for name, param in self.frozen:
+        """The model still has the parameters it had when it was sharded, and they are where we put them."""
+        if [id(param) for _, _, param in _tree(self.model)] != [id(param) for _, _, param in self._tree]:
+            self._name_the_change()
+        for unit in self.all_units:
+            unit.values.check()
+        sharded = [(s.name, p) for u in self.all_units[len(self.units) :] for s, p in zip(u.layout.slots, u.params)]
+        for name, param in self.frozen + sharded:
             if param.requires_grad:
                 raise StateError(f"{name} was frozen when shard() was called and is not now; unfreeze before shard()")
+
+    def _name_the_change(self) -> NoReturn:
+        before = {f"{prefix}.{name}" if prefix else name: param for prefix, name, param in self._tree_names(self._tree)}
+        after = {f"{p}.{n}" if p else n: param for p, n, param in self._tree_names(list(_tree(self.model)))}
+        changed = [name for name in {**before, **after} if before.get(name) is not after.get(name)]
+        raise StateError(
+            f"{', '.join(changed[:5]) or 'a parameter'} was added, replaced or removed after shard(); change values in "
+            f"place (param.data.copy_), or change the model before shard()"
+        )
+
+    def _tree_names(self, tree: list[tuple[nn.Module, str, nn.Parameter]]) -> list[tuple[str, str, nn.Parameter]]:
+        prefixes = {id(module): prefix for prefix, module in self.model.named_modules()}
+        return [(prefixes.get(id(module), "?"), name, param) for module, name, param in tree]
 
     def held(self) -> dict[str, list[Tensor]]:
         """All training state this rank holds, by category."""
         return {
             "buffers": list(self.model.buffers()),
             "communication": self.pool.buffers(),
-            "gradients": [tensor for unit in self.units for tensor in unit.gradient_tensors()],
+            "gradients": [tensor for unit in self.units for tensor in unit.gradients.tensors()],
             "optimizer": self.optimizer.state_tensors() if self.optimizer is not None else [],
-            "parameters": [unit.whole for unit in self.units] + [param for _, param in self.frozen],
+            "parameters": [t for unit in self.all_units for t in unit.values.tensors()] + [p for _, p in self.frozen],
         }
 
     def storages(self) -> dict[int, tuple[str, Tensor]]:
@@ -281,30 +318,11 @@ class Engine:
     __deepcopy__ = __copy__ = __reduce_ex__ = refuse_copy
 
 
-class ShardedGradient(Tensor):
-    """Stands in a parameter's .grad when the gradient is spread over ranks: right shape, no values, raises if used."""
-
-    @staticmethod
-    def __new__(cls, param: Tensor) -> ShardedGradient:
-        return Tensor._make_wrapper_subclass(
-            cls, param.size(), strides=param.stride(), dtype=param.dtype, device=param.device
-        )
-
-    def __init__(self, param: Tensor) -> None:
-        pass
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedGradient({tuple(self.shape)}, {self.dtype}: each rank holds a part of it)"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise StateError(
-            f"{func} was called on a gradient that is spread over ranks: use optimizer.clip_grad_norm() instead of "
-            f"torch's clip_grad_norm_, no GradScaler, and optimizer.zero_grad() before a backward that does not pass "
-            f"through the sharded model's forward; stage=0 keeps gradients whole"
-        )
+def _tree(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield module, name, param
 
 
 def engine_of(model: nn.Module) -> Engine:

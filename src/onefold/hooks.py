@@ -7,7 +7,7 @@ Backward: each parameter's gradient goes to its unit as soon as autograd has mad
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,34 +17,74 @@ from torch import Tensor, nn
 from onefold.comm import Label
 from onefold.engine import ATTRIBUTE, Engine
 from onefold.errors import StateError
+from onefold.passes import watched
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: Engine, blocks: Sequence[str]) -> None:
     model = engine.model
-    for unit_index, unit in enumerate(engine.units):
-        for slot_index, param in enumerate(unit.params):
-            param.register_post_accumulate_grad_hook(_arrival(engine, unit_index, slot_index))
+    for index, param in enumerate(engine.params):
+        _watch_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
     model.register_forward_hook(partial(_after_forward, engine))
+    if engine.passes.units:
+        _attach_passes(engine, blocks)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
     model.__dict__["zero_grad"] = partial(_zero_grad, engine, model.zero_grad)
 
 
-def _arrival(engine: Engine, unit_index: int, slot_index: int) -> Callable[[Tensor], None]:
-    def arrived(_: Tensor) -> None:
-        engine.gradient_arrived(unit_index, slot_index)
+def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
+    """Gather and release around blocks, around plain layers outside them, and around the root."""
+    passes, model = engine.passes, engine.model
+    unit_of = {id(param): index for index, unit in enumerate(passes.units) for param in unit.params}
+    frozen = {index for index, unit in enumerate(passes.units) if unit not in engine.units}
+    modules = dict(model.named_modules())
+    inside = {id(module) for name in blocks for module in modules[name].modules()}
+    edges = [modules[name] for name in blocks]
+    edges += [m for m in modules.values() if id(m) not in inside and m is not model and not any(m.children())]
+    for module in edges:
+        indices = sorted({unit_of[id(p)] for p in module.parameters() if id(p) in unit_of})
+        if indices:
+            module.register_forward_pre_hook(
+                partial(_enter_module, engine, indices, sorted(frozen.intersection(indices))), with_kwargs=True
+            )
+            module.register_forward_hook(partial(_leave_module, engine, indices), always_call=True)
+    model.register_forward_pre_hook(lambda *_: passes.enter([], root=True))
+    model.register_forward_hook(
+        lambda m, args, output: passes.leave([], list(_tensors(output)), root=True), always_call=True
+    )
+    watched(model.modules(), unit_of, passes)
 
-    return arrived
+
+def _enter_module(
+    engine: Engine, indices: list[int], frozen: list[int], module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    engine.passes.enter(indices)
+    inputs = [t for t in _tensors([*args, *kwargs.values()]) if t.requires_grad] if frozen else []
+    if inputs and torch.is_grad_enabled():
+        torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: engine.passes.done(frozen))
+
+
+def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
+    engine.passes.leave(indices, list(_tensors(output)))
+    if torch.is_grad_enabled():
+        for tensor in _tensors(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: engine.passes.need_in_backward(indices))
+
+
+def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
+    node = torch.autograd.graph.get_gradient_edge(param).node  # which adds to .grad
+    node.register_prehook(lambda _: engine.gradient_coming(index))
+    param.register_post_accumulate_grad_hook(lambda _: engine.gradient_arrived(index))
+    engine.accumulators.append(node)  # autograd itself forgets a node, and its hooks, that nobody holds
 
 
 def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
     if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward
         return
-    engine.tidy_after_error()
-    if torch.is_grad_enabled():
-        engine.check_parameters()
+    engine.before_forward()
     if engine.zero.buffers == "rank0" and module.training:
         with torch.no_grad():
             engine.comm.broadcast(list(module.buffers()), Label("buffers", "the model"))
@@ -54,7 +94,7 @@ def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) ->
     if torch.is_grad_enabled():
         for tensor in _tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: engine.open_backward())
+                tensor.register_hook(lambda _: engine.enter_backward())
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -74,7 +114,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
     """`.to()`, `.half()`, `.cuda()` arrive here: what would move or cast a parameter raises before it happens."""
     for unit in engine.units:
-        sample = torch.empty(0, dtype=unit.whole.dtype, device=unit.whole.device)
+        sample = torch.empty(0, dtype=unit.values.whole.dtype, device=unit.values.whole.device)
         result = fn(sample)
         if result.dtype != sample.dtype or result.device != sample.device:
             raise StateError(

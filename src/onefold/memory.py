@@ -1,6 +1,6 @@
 """Bytes: buffers that are reused instead of allocated, and what is alive in memory by category.
 
-`Pool` hands out flat buffers and takes them back; after the first step it allocates nothing. `Tracker` watches every
+`Pool` hands out flat buffers and takes them back; once steps repeat it allocates nothing. `Tracker` watches every
 tensor operation and remembers the fullest instant. Both count storages, not what the process or its allocator keeps.
 """
 
@@ -43,6 +43,10 @@ class Pool:
 
     def give(self, taken: Tensor) -> None:
         self._free.append(self._out.pop(storage_key(taken)))
+
+    def trim(self) -> None:
+        """Let go of what is free now."""
+        self._free.clear()
 
     def _remove(self, buffer: Tensor) -> None:
         self._free = [other for other in self._free if other is not buffer]

@@ -9,17 +9,20 @@ gather  3 wait for the gathers.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from onefold.agree import agree
 from onefold.comm import Label
 from onefold.elementwise import examine
-from onefold.engine import Engine, engine_of
-from onefold.errors import ConfigError, OptimizerError, StateError
+from onefold.engine import engine_of
+from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.placement import Scope
-from onefold.slices import UnitOptimizer
+from onefold.slices import NOT_SETTINGS, UnitOptimizer
 
 FORMAT = 1  # of state_dict()
 
@@ -39,20 +42,50 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(
         self, model: nn.Module, cls: type[torch.optim.Optimizer], *, groups: list[Any] | None = None, **kwargs: Any
     ) -> None:
-        self._engine: Engine = engine_of(model)
-        if self._engine.optimizer is not None:
+        engine = self._engine = engine_of(model)
+        if engine.optimizer is not None:
             raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
-        defaults, self._cost = examine(cls, kwargs, self._engine.device)
-        self._place = {id(p): index for index, p in enumerate(self._engine.params)}
-        self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in self._engine.units]
-        if groups is None:
-            groups = [{"params": list(self._engine.params)}]
-        super().__init__(groups, defaults)
+        error: OnefoldError | None = None
+        try:
+            self._build(cls, groups, kwargs)
+        except OnefoldError as mistake:
+            error = mistake
+        agree(engine.comm, self._describe() if error is None else [], error, where="Optimizer()")
+        engine.comm.meter.cut()
+        engine.optimizer = self
+
+    def _build(self, cls: type[torch.optim.Optimizer], groups: list[Any] | None, kwargs: dict[str, Any]) -> None:
+        engine = self._engine
+        _check_finite(kwargs, "the settings")
+        self._costs = {}
+        for dtype in dict.fromkeys(param.dtype for param in engine.params):
+            defaults, self._costs[dtype] = examine(cls, kwargs, engine.device, dtype)
+        self._index = {id(p): index for index, p in enumerate(engine.params)}
+        self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
+        self._name = cls.__name__
+        with _as_ours():
+            super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
         self._check_hyperparameters()
-        self._engine.optimizer = self
+
+    def _describe(self) -> list[str]:
+        """What all ranks must share."""
+        lines = [f"optimizer {self._name}"]
+        for number, (group, names) in enumerate(zip(self.param_groups, self._names(), strict=True)):
+            settings = {key: value for key, value in sorted(group.items()) if key not in NOT_SETTINGS}
+            lines += [f"param group {number}: {settings}", f"param group {number}: {names}"]
+        return lines
+
+    def _names(self) -> list[list[str]]:
+        return [[self._engine.names[self._index[id(p)]] for p in group["params"]] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
+        """More parameters of the model, with settings of their own."""
+        for param in param_group["params"] if isinstance(param_group, dict) else ():
+            index = self._index.get(id(param))
+            if index is not None and any(param is other for group in self.param_groups for other in group["params"]):
+                raise OptimizerError(f"{self._engine.names[index]} is in another param group already; name it in one")
+        with _as_ours():
+            super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             by_unit = self._by_unit_slots(group)
@@ -64,16 +97,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _by_unit_slots(self, group: dict[str, Any]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
-        firsts = self._engine.first_param
         for param in group["params"]:
-            index = self._place.get(id(param))
+            index = self._index.get(id(param))
             if index is None:
                 raise OptimizerError(
                     f"a parameter of shape {tuple(param.shape)} in groups is not a trained parameter of the sharded "
                     f"model; give parameters of that model which required grad when shard() was called"
                 )
-            unit_index = next(i for i in range(len(firsts) - 1) if index < firsts[i + 1])
-            found.setdefault(unit_index, []).append(index - firsts[unit_index])
+            place = self._engine.places[index]
+            if place.slot in found.setdefault(place.unit, []):
+                raise OptimizerError(f"{self._engine.names[index]} is twice in one param group; name it once")
+            found[place.unit].append(place.slot)
         return found
 
     @torch.no_grad()
@@ -85,16 +119,16 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.check_parameters()
         engine.settle()
-        kept = engine.kept()
+        engine.passes.release_all()
         gathers = []
         for index in engine.schedule.order:
             unit = engine.finish(index)
-            self._by_unit[index].update(self.param_groups, kept, engine.first_param[index])
-            if unit.placement.optimizer is Scope.SHARD:
-                gathers.append(unit.gather_parameters())
+            self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index])
+            if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
+                gathers.append(unit.values.gather_updated())
         for pending in gathers:
             pending.wait()
-        engine.after_step(kept)
+        engine.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, local sums included; set_to_none=False keeps them as zeros."""
@@ -113,31 +147,27 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
         engine = self._engine
         engine.settle()
-        kept = engine.kept()
         engine.schedule.drain()
-        partials = torch.zeros(engine.comm.size, len(engine.units), device=engine.device)
-        mine = partials[engine.comm.rank]
+        partials = torch.zeros(engine.comm.size, len(engine.units), dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
-            first = engine.first_param[index]
-            dropped = [slot for slot in range(len(unit.params)) if not kept[first + slot]]
-            for slot in dropped:  # nobody's gradient, or one the user dropped
-                span = unit.layout.slots[slot].span.clip(unit.mine)
-                unit.gradient(span).zero_()
-            mine[index] = torch.linalg.vector_norm(unit.my_gradient(), norm_type, dtype=torch.float32)
+            for slot in range(len(unit.params)):
+                if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped
+                    unit.gradients.forget(slot)
+            if unit.gradients.reduced:
+                mine = torch.linalg.vector_norm(unit.gradients.mine(), norm_type)
+                partials[engine.comm.rank, index] = mine
         engine.comm.gather(partials.view(-1), Label("norm", "step")).wait()
-        norm = torch.linalg.vector_norm(partials.double().view(-1), norm_type).float()
+        norm = torch.linalg.vector_norm(partials.view(-1), norm_type).to(engine.params[0].dtype)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
             for unit in engine.units:
                 whole = unit.placement.optimizer is Scope.WHOLE
-                unit.gradient(unit.layout.body if whole else unit.mine).mul_(factor)
+                unit.gradients.part(unit.layout.body if whole else unit.mine).mul_(factor)
         return norm
 
     def _check_hyperparameters(self) -> None:
         for index, group in enumerate(self.param_groups):
-            lr = group.get("lr")
-            if isinstance(lr, int | float) and not math.isfinite(lr):
-                raise OptimizerError(f"lr={lr} in param group {index} is not finite: look at the LR schedule")
+            _check_finite(group, f"param group {index}")
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 
@@ -145,7 +175,7 @@ class Optimizer(torch.optim.Optimizer):
         return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
 
     def planned_bytes(self) -> int:
-        return sum(unit.planned_bytes(self._cost) for unit in self._by_unit)
+        return sum(unit.planned_bytes(self._costs[unit.unit.params[0].dtype]) for unit in self._by_unit)
 
     def _whoami(self) -> dict[str, Any]:
         comm = self._engine.comm
@@ -154,9 +184,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for this rank, at this number of ranks and stage."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        names = [[self._engine.names[self._place[id(p)]] for p in group["params"]] for group in self.param_groups]
         slices = [row for unit in self._by_unit for row in unit.state_dict()]
-        return {"onefold": self._whoami(), "param_groups": groups, "names": names, "slices": slices}
+        return {"onefold": self._whoami(), "param_groups": groups, "names": self._names(), "slices": slices}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what state_dict() gave on this rank."""
@@ -166,15 +195,41 @@ class Optimizer(torch.optim.Optimizer):
                 f"this optimizer state belongs to {found}, this rank is {wanted}; optimizer.state_dict() is one rank's "
                 f"part and goes back to the same rank, number of ranks, model and stage only"
             )
-        names = [[self._engine.names[self._place[id(p)]] for p in group["params"]] for group in self.param_groups]
-        if state_dict["names"] != names:
+        if state_dict["names"] != self._names():
             raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
         for unit in self._by_unit:
             unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
 
+    def __getstate__(self) -> NoReturn:
+        raise StateError(
+            "an Optimizer of a sharded model cannot be copied or pickled: it works on buffers shared with other ranks; "
+            "save optimizer.state_dict() instead"
+        )
+
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
         # torch.amp.GradScaler.step reads this first; its found-inf check sees one rank only
         raise StateError("torch.amp.GradScaler sees the gradients of one rank only; train in fp32 or bf16 without it")
+
+
+def _check_finite(settings: dict[str, Any], where: str) -> None:
+    lr = settings.get("lr")
+    readable = isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.device.type == "cpu")
+    if readable and not math.isfinite(lr or 0.0):
+        raise OptimizerError(f"lr={lr} in {where} is not finite: look at the LR schedule")
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """torch's own complaints about groups, under our name."""
+    try:
+        yield
+    except OnefoldError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(
+            f"the param groups cannot be used: {error}; give groups=[{{'params': [parameters of the model], ...}}], "
+            f"each parameter in one group"
+        ) from error

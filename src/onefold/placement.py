@@ -5,6 +5,7 @@
 | 0 | whole | whole | whole |
 | 1 | shard | whole | whole |
 | 2 | shard | shard | whole |
+| 3 | shard | shard | shard |
 
 A stage is a row of data. Nothing below this module asks for a stage number.
 """
@@ -38,4 +39,5 @@ STAGES: dict[int, Placement] = {
     0: Placement(optimizer=Scope.WHOLE, gradients=Scope.WHOLE, parameters=Scope.WHOLE),
     1: Placement(optimizer=Scope.SHARD, gradients=Scope.WHOLE, parameters=Scope.WHOLE),
     2: Placement(optimizer=Scope.SHARD, gradients=Scope.SHARD, parameters=Scope.WHOLE),
+    3: Placement(optimizer=Scope.SHARD, gradients=Scope.SHARD, parameters=Scope.SHARD),
 }

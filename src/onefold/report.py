@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,8 @@ from onefold.comm import Flow
 from onefold.engine import Engine, engine_of
 from onefold.memory import CATEGORIES, Tracker, storage_bytes
 from onefold.placement import Scope
-from onefold.schedule import IN_FLIGHT
+from onefold.rounds import IN_FLIGHT
+from onefold.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,13 @@ def memory(model: nn.Module) -> MemoryReport:
 
 
 def traffic(model: nn.Module) -> TrafficReport:
-    """Bytes this rank sent between the last two ends of `optimizer.step()`."""
+    """Bytes this rank sent between the last two ends of `optimizer.step()`, by purpose and by collective.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> onefold.traffic(onefold.shard(torch.nn.Linear(8, 8), stage=2)).total
+    0
+    """
     engine = engine_of(model)
     return TrafficReport(flows=dict(engine.comm.meter.last_step), planned=_planned_traffic(engine))
 
@@ -123,29 +130,46 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
 def _planned_memory(engine: Engine) -> dict[str, int | None]:
     whole = sum(unit.layout.numel * unit.layout.itemsize for unit in engine.units)
     shard = sum(unit.layout.shard_numel * unit.layout.itemsize for unit in engine.units)
+    values = sum(unit.values.resident_numel * unit.layout.itemsize for unit in engine.all_units)
     frozen = storage_bytes([param for _, param in engine.frozen])
-    has_gradients = any(unit.gradient_tensors() for unit in engine.units)
+    has_gradients = any(unit.gradients.tensors() for unit in engine.units)
     gradients = whole if engine.placement.gradients is Scope.WHOLE else shard
-    flats = IN_FLIGHT + 1 if engine.placement.gradients is Scope.SHARD else 0  # borrowed: on the way, and filling
     largest = max(unit.layout.numel * unit.layout.itemsize for unit in engine.units)
-    scratch = max(engine.comm.scratch_numel(u.layout.shard_numel) * u.layout.itemsize for u in engine.units)
     return {
-        "parameters": whole + frozen,
+        "parameters": values + frozen,
         "gradients": gradients if has_gradients else 0,
         "optimizer": engine.optimizer.planned_bytes() if engine.optimizer is not None else 0,
         "buffers": storage_bytes(engine.model.buffers()),
-        "communication": (IN_FLIGHT * scratch + flats * largest) if engine.comm.size > 1 else 0,
+        "communication": (2 * IN_FLIGHT + 1) * largest
+        if engine.comm.size > 1
+        else 0,  # at most, with one backward open
         "activations": None,
     }
 
 
 def _planned_traffic(engine: Engine) -> dict[str, int]:
-    """One backward per step: every unit reduced once and gathered once, (N-1)/N of it sent each time."""
+    """One forward and backward per step: (N-1)/N of each unit sent each time it is reduced or gathered."""
     n = engine.comm.size
-    once = sum(unit.layout.shard_numel * unit.layout.itemsize for unit in engine.units) * (n - 1)
-    gather = "gather-updated" if engine.placement.optimizer is Scope.SHARD else "gather-gradient"
-    flags = (len(engine.params) + len(engine.units)) * (n - 1)
-    return {"reduce": once, gather: once, "used-flags": flags, "norm": 4 * len(engine.units) * (n - 1)}
+
+    def once(units: Iterable[Unit]) -> int:
+        return sum(unit.layout.shard_numel * unit.layout.itemsize for unit in units) * (n - 1)
+
+    kept = [unit for unit in engine.units if unit.placement.parameters is Scope.WHOLE]
+    updated = "gather-updated" if engine.placement.optimizer is Scope.SHARD else "gather-gradient"
+    gathers, sharded = engine.passes.gathers, engine.passes.units
+    planned = {
+        "reduce": once(engine.units),
+        "used-flags": (len(engine.params) + len(engine.units)) * (n - 1),
+        "norm": 8 * len(engine.units) * (n - 1),
+    }
+    if kept:
+        planned[updated] = once(kept)
+    if sharded:
+        planned["gather-forward"] = once(sharded[index] for index in gathers.forward)
+        planned["gather-backward"] = once(sharded[index] for index in gathers.backward)
+    if engine.zero.buffers == "rank0":
+        planned["buffers"] = 0 if engine.comm.rank else sum(b.nbytes for b in engine.model.buffers()) * (n - 1)
+    return planned
 
 
 def _table(title: str, rows: list[tuple[str, int, int | None]]) -> str:

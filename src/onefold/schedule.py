@@ -1,84 +1,116 @@
-"""What to reduce next: one order for all ranks, a bounded number on the way.
+"""What to gather next: one list per pass, the same on every rank, with look-ahead.
 
-Every rank starts the rounds of a backward in the same order: registration order reversed at first, then the order in
-which rank 0's units became complete in the first backward. A unit is complete when as many gradients have arrived as
-in recent backwards; a complete unit waits for those before it in the order. Whatever is still open when backward ends
-is started then, in the same order. So ranks may skip, branch or repeat; the sequence of collectives stays the same.
+A forward walks one list of units, a backward another. At first they are registration order and its reverse; then what
+the first step showed. A rank that needs a unit first starts every gather that stands before it in the list and has not
+been started; the end of the pass starts the rest. So ranks may skip or branch, and the sequence of gathers stays the
+same. `prefetch` more are started ahead of need. A use that the list does not have (a unit needed again after its
+release) is gathered when it comes: right as long as all ranks do the same.
+
+In forward a unit is released when the next one is needed and it is idle; in backward when its gradients are complete.
+Units that the list had and this rank skipped are released as soon as it is past them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from onefold.unit import Unit
-
-IN_FLIGHT = 2  # rounds on the way at once: one travels while the next fills, and buffers stay constant
-REMEMBERED = 8  # backwards; a parameter used now and then is expected for that long
+from onefold.values import Presence
 
 
-class ReduceSchedule:
-    def __init__(self, units: Sequence[Unit], on_reduced: Callable[[Unit], None]) -> None:
-        self._units, self._on_reduced = units, on_reduced
-        self.order = list(reversed(range(len(units))))
-        self.completed: list[int] = []  # in this backward, by the time of their last gradient
-        self._counts = [deque([len(unit.params)], maxlen=REMEMBERED) for unit in units]
-        self._in_flight: deque[int] = deque()
-        self.begin()
+class GatherSchedule:
+    def __init__(self, units: Sequence[Unit], prefetch: int) -> None:
+        self._units, self._prefetch = units, prefetch
+        self.forward = list(range(len(units)))
+        self.backward = [index for index in reversed(self.forward[:-1])]  # the last one of forward is kept
+        self.seen: list[int] = []  # gathers this pass wanted, in order
+        self.trace: list[tuple[str, str]] = []  # every gather since the trace was last cleared: purpose, unit
+        self._purpose, self._order = "gather-forward", list[int]()
+        self._issued = self._needed = 0  # how far the pass has come in its list
+        self._release_when_idle = False
+        self._unclaimed: set[int] = set()  # started ahead of need, not needed yet
+        self._busy: dict[int, int] = {}  # unit -> how many modules are computing with it
+        self._live: set[int] = set()  # units that are not SHARDED
 
-    def begin(self) -> None:
-        """A backward starts."""
-        self.completed = []
-        self._arrived = [0] * len(self._units)
-        self._next = 0
+    def begin(self, purpose: str, order: list[int], *, release_when_idle: bool) -> None:
+        """A pass starts."""
+        self._purpose, self._order, self._release_when_idle = purpose, order, release_when_idle
+        self._issued = self._needed = 0
+        self.seen = []
 
-    def arrived(self, index: int) -> None:
-        """One gradient has been added to a unit; start every round that may start."""
-        self._arrived[index] += 1
-        if self._arrived[index] == max(self._counts[index]):
-            self.completed.append(index)
-        while self._next < len(self.order) and self._complete(self.order[self._next]):
-            self._start_next()
+    def need(self, index: int) -> None:
+        """Make a unit whole now, and start what comes next."""
+        values = self._units[index].values
+        if values.presence is Presence.SHARDED or index in self._unclaimed:
+            self.seen.append(index)
+        position = self._position(index)
+        if position is not None:
+            self._needed = position + 1
+            self._issue(upto=position + 1)
+        elif values.presence is Presence.SHARDED:
+            self._start(index)
+        self._unclaimed.discard(index)
+        self._release_passed(but=index)
+        if position is not None:
+            self._issue(upto=min(position + 1 + self._prefetch, len(self._order)))
+        values.finish_gather()
 
-    def flush(self) -> None:
-        """Backward is over: start what is left and remember how many gradients came."""
-        while self._next < len(self.order):
-            self._start_next()
-        for count, arrived in zip(self._counts, self._arrived, strict=True):
-            if arrived:
-                count.append(arrived)
+    def hold(self, index: int) -> None:
+        """A module begins to compute with a unit: it is not idle."""
+        self.need(index)
+        self._busy[index] = self._busy.get(index, 0) + 1
 
-    def extra_round(self, index: int) -> None:
-        """One more round for a unit, which all ranks agreed on."""
-        self._start(index)
+    def idle(self, index: int) -> None:
+        """A module has ended."""
+        self._busy[index] = max(self._busy.get(index, 0) - 1, 0)
 
-    def finish(self, index: int) -> None:
-        """End rounds, oldest first, until this unit has none on the way."""
-        while index in self._in_flight:
-            self._retire()
+    def done(self, index: int) -> None:
+        """Nobody needs a unit any more in this pass."""
+        if index not in self._unclaimed:
+            self._release(index)
 
-    def drain(self) -> None:
-        while self._in_flight:
-            self._retire()
+    def end(self, *, keep: int | None = None) -> None:
+        """The pass is over: start what is left of its list, then release all but the unit to keep."""
+        self._busy.clear()
+        while self._issued < len(self._order):
+            self._issue(upto=self._issued + 1)
+            if self._order[self._issued - 1] != keep:
+                self._release(self._order[self._issued - 1])
+        for index in sorted(self._live - {keep}):
+            self._release(index)
+        self._order, self._issued, self._needed = [], 0, 0
 
-    def order_seen(self) -> list[int]:
-        """The order this backward showed; units that never became complete come last."""
-        return self.completed + [index for index in self.order if index not in self.completed]
+    def ready(self, index: int) -> bool:
+        """Whole, and a need of it is known to the pass."""
+        return self._units[index].values.presence is Presence.WHOLE and index not in self._unclaimed
 
-    def _complete(self, index: int) -> bool:
-        return self._arrived[index] >= max(self._counts[index])
+    def _position(self, index: int) -> int | None:
+        try:
+            return self._order.index(index, self._needed)
+        except ValueError:
+            return None
 
-    def _start_next(self) -> None:
-        self._start(self.order[self._next])
-        self._next += 1
+    def _issue(self, upto: int) -> None:
+        while self._issued < upto:
+            index = self._order[self._issued]
+            self._issued += 1
+            self._start(index)
+            self._unclaimed.add(index)
 
     def _start(self, index: int) -> None:
-        while len(self._in_flight) >= IN_FLIGHT:
-            self._retire()
-        self._units[index].launch()
-        self._in_flight.append(index)
+        self.trace.append((self._purpose, self._units[index].name))
+        self._units[index].values.start_gather(self._purpose)
+        self._live.add(index)
 
-    def _retire(self) -> None:
-        unit = self._units[self._in_flight.popleft()]
-        unit.finish()
-        self._on_reduced(unit)
+    def _release_passed(self, but: int) -> None:
+        ahead = set(self._order[self._needed : self._issued])
+        for index in sorted(self._live - ahead - {but}):
+            if index in self._unclaimed or (self._release_when_idle and not self._busy.get(index)):
+                self._release(index)
+
+    def _release(self, index: int) -> None:
+        self._unclaimed.discard(index)
+        values = self._units[index].values
+        values.release()
+        if values.presence is Presence.SHARDED:
+            self._live.discard(index)

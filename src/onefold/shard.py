@@ -13,19 +13,21 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from onefold.agree import AGREE, agree, compare_values, digest
+from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest
 from onefold.blocks import block_of, find_blocks
 from onefold.comm import Comm
 from onefold.config import Zero
-from onefold.engine import ATTRIBUTE, Engine, Owner, engine_of
-from onefold.errors import ModelError, OnefoldError
+from onefold.engine import ATTRIBUTE, Engine, engine_of
+from onefold.errors import ModelError
 from onefold.hooks import attach
 from onefold.layout import ParamInfo, UnitLayout, plan_units
 from onefold.memory import Pool
 from onefold.mesh import shard_axis
-from onefold.placement import STAGES
+from onefold.placement import STAGES, Placement, Scope
 from onefold.unit import Unit
+from onefold.views import dense_stride
 
+FROZEN = "frozen"
 TRAINED_DTYPES = (torch.float32, torch.float64)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -51,17 +53,19 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     >>> model.weight.shape
     torch.Size([8, 8])
     """
-    settings = Zero.of(zero, fields)
-    axis = shard_axis(settings.mesh)
-    error: OnefoldError | None = None
-    found = Survey([], [], [], [])
+    error: Exception | None = None
+    settings, found = Zero(), Survey([], [], [], [])
+    mesh = fields.get("mesh", getattr(zero, "mesh", None))
+    axis = shard_axis(mesh)
     device = _device(model)
-    comm = Comm(axis, device, settings.timeout_s)
     try:
+        settings = Zero.of(zero, fields)
         found = survey(model, settings, axis.size)
-    except OnefoldError as mistake:
+    except Exception as mistake:  # whatever it is, the other ranks must hear of it
         error = mistake
+    comm = Comm(axis, device, settings.timeout_s)
     agree(comm, found.lines, error)
+    comm.salt = agree_on_salt(comm)
 
     values = [(name, param) for name, param in found.trained + found.frozen] + list(model.named_buffers())
     if settings.sync == "check":
@@ -71,25 +75,40 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
             with torch.no_grad():
                 comm.broadcast(batch, AGREE)
 
-    placement = STAGES[settings.stage].over(axis.size)
     pool = Pool(device)
-    trained = dict(found.trained)
-    units = [
-        Unit(layout, [trained[slot.name] for slot in layout.slots], placement, comm, pool) for layout in found.layouts
-    ]
+    params = dict(found.trained + found.frozen)
+    units, sharded = [], []
+    for layout in found.layouts:
+        placement = place(layout, settings, axis.size)
+        if layout.kind.endswith(FROZEN) and placement.parameters is Scope.WHOLE:
+            continue  # nothing of it moves: it stays where it is
+        unit = Unit(layout, [params.pop(slot.name) for slot in layout.slots], placement, comm, pool)
+        if not layout.kind.endswith(FROZEN):
+            units.append(unit)
+        if placement.parameters is Scope.SHARD:
+            sharded.append(unit)
     engine = Engine(
         model=model,
         zero=settings,
-        placement=placement,
+        placement=STAGES[settings.stage].over(axis.size),
         comm=comm,
         pool=pool,
         units=units,
-        frozen=found.frozen,
-        owners=list(_owners(model)),
+        sharded=sharded,
+        frozen=[(name, param) for name, param in found.frozen if name in params],
         digest=digest(found.lines),
     )
-    attach(engine)
+    attach(engine, find_blocks(model, settings.units))
+    comm.meter.cut()
     return model
+
+
+def place(layout: UnitLayout, settings: Zero, ranks: int) -> Placement:
+    """The row of the placement table for one unit: small ones may keep their parameters whole."""
+    placement = STAGES[settings.stage].over(ranks)
+    keep = settings.keep_whole
+    small = keep(layout.name, layout.used_numel) if callable(keep) else layout.used_numel <= keep
+    return placement._replace(parameters=Scope.WHOLE) if small else placement
 
 
 def survey(model: nn.Module, settings: Zero, ranks: int) -> Survey:
@@ -107,28 +126,33 @@ def survey(model: nn.Module, settings: Zero, ranks: int) -> Survey:
         raise ModelError(
             f"{type(model).__name__} has no parameter that requires grad ({len(frozen)} frozen): nothing to shard"
         )
+    for name, tensor in [*named, *model.named_buffers()]:
+        _check_values(name, tensor)
     for name, param in named:
         _check_parameter(name, param, trained[0][1].device)
     blocks = find_blocks(model, settings.units)
     infos = [
-        ParamInfo(name, param.numel(), param.itemsize, str(param.dtype), block_of(name, blocks))
-        for name, param in trained
+        ParamInfo(name, param.numel(), param.itemsize, _kind(param), block_of(name, blocks)) for name, param in named
     ]
     layouts = plan_units(infos, ranks, settings.bucket_bytes)
     lines = settings.describe() + [
-        f"parameter {name}: shape {tuple(param.shape)}, {param.dtype}, requires_grad={param.requires_grad}"
+        f"parameter {name}: shape {tuple(param.shape)}, strides {dense_stride(param)}, {param.dtype}, "
+        f"requires_grad={param.requires_grad}"
         for name, param in named
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
-    lines += [f"unit {unit.name}: {unit.numel} elements" for unit in layouts]
+    lines += [f"unit {unit.name}: {unit.numel} elements, {place(unit, settings, ranks)}" for unit in layouts]
     return Survey(trained, frozen, layouts, lines)
 
 
-def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
-    if isinstance(param, nn.parameter.UninitializedParameter):
+def _check_values(name: str, tensor: Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
         raise ModelError(f"{name} has no shape yet (a lazy module); run one forward before shard()")
-    if param.device.type == "meta":
+    if tensor.device.type == "meta":
         raise ModelError(f"{name} is on the meta device and has no values; build the model on a real device")
+
+
+def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
     if param.device != device:
         raise ModelError(f"{name} is on {param.device}, others on {device}; move the model to one device first")
     if param.requires_grad and param.dtype not in TRAINED_DTYPES:
@@ -138,19 +162,16 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> No
         )
 
 
+def _kind(param: nn.Parameter) -> str:
+    return str(param.dtype) if param.requires_grad else f"{param.dtype} {FROZEN}"
+
+
 def _device(model: nn.Module) -> torch.device:
     if isinstance(model, nn.Module):
         for param in model.parameters():
             if param.device.type != "meta":
                 return param.device
     return torch.device("cpu")
-
-
-def _owners(model: nn.Module) -> Iterator[Owner]:
-    for prefix, module in model.named_modules():
-        for attribute, param in module._parameters.items():
-            if param is not None:
-                yield Owner(module, attribute, param, f"{prefix}.{attribute}" if prefix else attribute)
 
 
 def _batches(tensors: list[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:

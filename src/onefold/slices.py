@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.elementwise import StateCost
+from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.placement import Scope
 from onefold.unit import Unit
@@ -66,7 +67,7 @@ class UnitOptimizer:
             inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
             for piece in self.slices[group]:
                 used = kept[first_param + piece.slots[0]]
-                piece.tensor.grad = self.unit.gradient(piece.span) if used else None
+                piece.tensor.grad = self.unit.gradients.part(piece.span) if used else None
         self.inner.step()
         for piece in self._all_slices():
             piece.tensor.grad = None
@@ -78,7 +79,7 @@ class UnitOptimizer:
             return None
         whole = Span(layout.slots[inside[0]].padded_span.start, layout.slots[inside[-1]].padded_span.stop)
         span = whole.clip(self._owned)
-        return Slice(span, inside, nn.Parameter(self.unit.whole[span.start : span.stop]))
+        return Slice(span, inside, nn.Parameter(self.unit.values.part(span)))
 
     def _part(self, group: int, inner_group: dict[str, Any], kept: bytearray, first_param: int) -> None:
         """Cut slices whose parameters diverge, and their state with them."""
@@ -120,17 +121,27 @@ class UnitOptimizer:
         return rows
 
     def load(self, rows: list[dict[str, Any]]) -> None:
+        """Take back slices and their state; the cuts are the saved ones."""
         for group, inner_group in zip(self._groups, self.inner.param_groups if self.inner else (), strict=True):
             assert self.inner is not None
-            cuts = []
+            slots = [slot for piece in self.slices[group] for slot in piece.slots]
+            mine = [row for row in rows if set(row["slots"]) <= set(slots)]
+            if sorted(slot for row in mine for slot in row["slots"]) != sorted(slots):
+                raise StateError(
+                    f"the saved optimizer state does not cover unit {self.unit.name}; is it of this model?"
+                )
             for piece in self.slices[group]:
                 self.inner.state.pop(piece.tensor, None)
-                for row in rows:
-                    if set(row["slots"]) <= set(piece.slots) and (cut := self._slice(tuple(row["slots"]))):
-                        cuts.append(cut)
-                        state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in row["state"].items()}
-                        if state:
-                            self.inner.state[cut.tensor] = state
+            cuts = []
+            for row in mine:
+                cut = self._slice(tuple(row["slots"]))
+                assert cut is not None
+                cuts.append(cut)
+                if row["state"]:
+                    self.inner.state[cut.tensor] = {
+                        key: value.clone() if isinstance(value, Tensor) else value
+                        for key, value in row["state"].items()
+                    }
             self.slices[group] = cuts
             inner_group["params"] = [cut.tensor for cut in cuts]
 

@@ -10,7 +10,7 @@ from tests.parity.models import MODELS
 from tests.parity.training import OPTIMIZERS, Run, Verdict, compare_stages, differing, train, train_ddp
 
 RANKS = (1, 2, 3, 4)
-SHARDED = (1, 2)
+SHARDED = (1, 2, 3)
 NEAR_DDP = [
     Run(model="mlp"),
     Run(optimizer="sgd-momentum"),

@@ -42,7 +42,7 @@ class Run:
     micro: int = 1
     reduce: str | None = None
     steps: int = 5
-    bucket_bytes: int = 16 << 10
+    bucket_bytes: int = 64 << 10
     threads: int = 1
     fields: tuple[tuple[str, Any], ...] = ()
 
@@ -125,7 +125,8 @@ def _loop(
         optimizer.step()
         optimizer.zero_grad()
     bare = getattr(model, "module", model)
-    params = {name: p.detach().clone() for name, p in bare.named_parameters()}
+    with onefold.full_parameters(model) if bare is model else nullcontext():
+        params = {name: p.detach().clone() for name, p in bare.named_parameters()}
     return Trained(params, losses, norms, {})
 
 

@@ -69,13 +69,14 @@ def test_two_stacks_are_found_each_in_registration_order():
     assert find_blocks(model, None) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
 
 
-def test_a_plain_mlp_has_its_equal_linears_as_blocks():
-    assert find_blocks(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), None) == ["0", "2"]
+def test_plain_layers_are_no_blocks_so_small_ones_share_a_unit():
+    assert find_blocks(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)), None) == []
+    assert find_blocks(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)), None) == []
 
 
 def test_a_list_without_two_equals_has_no_blocks():
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.ReLU(), nn.ReLU()), None) == []
-    assert find_blocks(Transformer(1), None) == ["layers.0.mlp.0", "layers.0.mlp.2"]
+    assert find_blocks(Transformer(1), None) == []
 
 
 def test_equals_that_are_not_in_a_list_are_no_blocks():
@@ -84,6 +85,17 @@ def test_equals_that_are_not_in_a_list_are_no_blocks():
 
 def test_the_odd_one_in_a_list_of_equals_is_no_block():
     assert find_blocks(nn.Sequential(Layer(), nn.LayerNorm(2), Layer()), None) == ["0", "2"]
+
+
+def test_modules_without_parameters_neither_count_as_equals_nor_become_blocks():
+    class Wrap(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+    bare = Wrap(nn.LayerNorm(2, elementwise_affine=False))
+    assert find_blocks(nn.Sequential(Wrap(nn.LayerNorm(2)), bare), None) == []
+    assert find_blocks(nn.Sequential(Wrap(nn.LayerNorm(2)), bare, Wrap(nn.LayerNorm(2))), None) == ["0", "2"]
 
 
 def test_the_values_of_a_module_dict_are_blocks_too():

@@ -82,12 +82,12 @@ def test_the_same_processes_serve_every_call_and_groups_do_not_pile_up():
     pids = run_ranks(2, os.getpid)
     assert os.getpid() not in pids and len(set(pids)) == 2
     before = run_ranks(2, count_groups)
-    for _ in range(3):
+    for _ in range(10):
         assert run_ranks(2, make_groups) == pids
     after = run_ranks(2, count_groups)
     assert [count[:2] for count in after] == [(pid, 1) for pid in pids]
     for (_, _, threads_before), (_, _, threads_after) in zip(before, after):
-        assert threads_after <= threads_before
+        assert threads_after < threads_before + 10, "each group left behind would be two threads or more"
 
 
 def destroy_the_default_group():

@@ -10,8 +10,9 @@ import onefold
 
 # Each module imports only modules before it.
 ORDER = [
-    "errors", "placement", "layout", "config", "mesh", "comm", "agree", "memory", "unit", "schedule", "engine", "hooks",
-    "blocks", "elementwise", "slices", "optimizer", "report", "shard", "__init__",
+    "errors", "placement", "layout", "config", "mesh", "comm", "agree", "memory", "views", "values", "gradients",
+    "unit", "rounds", "schedule", "passes", "shown", "engine", "hooks", "elementwise", "slices", "optimizer", "full",
+    "report", "blocks", "shard", "__init__",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

@@ -191,6 +191,7 @@ def test_a_storage_claimed_after_the_peak_keeps_its_category_in_the_breakdown():
     known: dict[int, tuple[str, torch.Tensor]] = {}
     with Tracker(lambda: known) as tracker:
         state = mb(2)
+        state.add_(1)  # the same storage, seen again
         known[storage_key(state)] = ("optimizer", state)
     assert tracker.peak()["optimizer"] == 2 * MB
 

@@ -128,7 +128,7 @@ def train_idle_rank(engine: Engine) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_rank_whose_backward_uses_no_parameter_counts_as_zeros(ranks: int) -> None:
-    check(ranks, train_idle_rank, "ddp")
+    check(ranks, train_idle_rank, "plain")  # DistributedDataParallel hangs, or takes no mean
 
 
 def train_frozen_later(engine: Engine) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def train_buffers(engine: Engine, buffers: str) -> dict[str, Any]:
         adam.step()
         adam.zero_grad()
         with torch.no_grad():
-            model.eval()(batch(90, engine.rank))
-            model.train()
+            bare(model).eval()(batch(90, engine.rank))
+            bare(model).train()
     return {"params": params_of(model), "buffers": {n: b.clone() for n, b in bare(model).named_buffers()}}
 
 

@@ -1,0 +1,68 @@
+"""Whole parameters for a while: to read, to write, to copy out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from onefold.engine import engine_of
+
+
+@contextmanager
+def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
+    """Inside, every parameter is whole on every rank. With `write`, what they hold at the end is kept: write the same
+    values on every rank. Collective. Also the fast way to many forwards without training (generation).
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=3)
+    >>> with onefold.full_parameters(model, write=True), torch.no_grad():
+    ...     _ = model.weight.fill_(0.5)
+    """
+    passes = engine_of(model).passes
+    passes.pin_all()
+    try:
+        yield
+        if write:
+            for unit in passes.units:
+                unit.values.write_back()
+    finally:
+        passes.unpin_all()
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state on rank 0's host memory, one unit at a time; empty on other ranks. Collective.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=3)
+    >>> sorted(onefold.full_state_dict(model))
+    ['bias', 'weight']
+    """
+    engine = engine_of(model)
+    first = engine.comm.rank == 0
+    copies: dict[int, Tensor] = {}
+    for index, unit in enumerate(engine.passes.units):
+        engine.passes.gathers.need(index)
+        if first:
+            copies.update({id(param): param.detach().to("cpu", copy=True) for param in unit.params})
+        engine.passes.gathers.done(index)
+    if not first:
+        return {}
+    state = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        state[name] = copies[id(param)] if id(param) in copies else param.detach().to("cpu", copy=True)
+    return state | persistent_buffers(model)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
+    return found

@@ -1,0 +1,209 @@
+"""Forward and backward over units whose values are sharded: who needs which unit when.
+
+Forward. A block's units are gathered before it runs and idle when it has run. So are those of a module outside every
+block that has parameters of its own and no modules below it (an embedding, a norm, a head). A parameter looked up
+anywhere else while the root runs (a tied weight, a bare parameter of the root) is gathered at the look-up and stays
+until the root's forward ends, since nobody knows what was made of it.
+
+Backward. Tensors that autograd saves during forward are remembered with their unit where they are parameters, or
+views of them; when autograd unpacks one, its unit is gathered first. That alone makes every model right. Hooks on the
+outputs of blocks only start the same gathers a little earlier. A unit is released when its gradients are complete,
+frozen units when backward has left their block, and the rest when backward ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onefold.schedule import GatherSchedule
+from onefold.unit import Unit
+
+
+class SavedParameter(NamedTuple):
+    """Stands in autograd's memory for a tensor that lives in a unit's flat buffer."""
+
+    unit: int
+    tensor: Tensor
+
+
+class Passes:
+    def __init__(self, units: Sequence[Unit], prefetch: int, on_backward: Callable[[], None]) -> None:
+        self._on_backward = on_backward
+        self.units = list(units)
+        self.gathers = GatherSchedule(units, prefetch)
+        self._by_storage = {unit.values.storage: index for index, unit in enumerate(units)}
+        self._depth = 0  # of hooked modules that are running
+        self._looked_up: set[int] = set()  # held until the root's forward ends
+        self._pinned: set[int] = set()  # in the root's outputs, or in a graph that backward made: until backward ends
+        self._backward = False
+        self._graph_made = False
+        self.forward_seen: list[int] = []
+        self.backward_seen: list[int] = []
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def enter(self, indices: Sequence[int], *, root: bool = False) -> None:
+        """A hooked module starts."""
+        if torch._C._current_graph_task_id() != -1:  # recomputed inside backward, which decides when to release
+            self.need_in_backward(indices)
+            return
+        if self._depth == 0:
+            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            if root:
+                self.gathers.begin("gather-forward", self.gathers.forward, release_when_idle=True)
+        self._depth += 1
+        for index in indices:
+            self.gathers.hold(index)
+
+    def leave(self, indices: Sequence[int], output: Any, *, root: bool = False) -> None:
+        """It has run."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._depth -= 1
+        for index in indices:
+            self.gathers.idle(index)
+        if self._depth > 0:
+            return
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        for index in self._looked_up:
+            self.gathers.idle(index)
+        self._looked_up.clear()
+        self._keep_returned(output)
+        if root:
+            self.forward_seen = self.gathers.seen
+        training = torch.is_grad_enabled()
+        self.gathers.end(keep=self.gathers.forward[-1] if training and root and self.gathers.forward else None)
+
+    def _keep_returned(self, output: Sequence[Tensor]) -> None:
+        """A parameter among the outputs stays whole until backward is over."""
+        for tensor in output:
+            index = self._by_storage.get(tensor.untyped_storage()._cdata)
+            if index is not None:
+                self._keep_whole(index)
+
+    def _keep_whole(self, index: int) -> None:
+        if index not in self._pinned:
+            self._pinned.add(index)
+            self.units[index].values.pins += 1
+
+    def look_up(self, index: int) -> None:
+        """A parameter of this unit was asked for by name."""
+        if self.gathers.ready(index):
+            return
+        if self._backward:
+            self.gathers.need(index)
+        elif self._depth > 0 and index not in self._looked_up:
+            self._looked_up.add(index)
+            self.gathers.hold(index)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        index = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if index is not None:
+            return SavedParameter(index, tensor)
+        # an output that its own node saves would keep itself alive; autograd gives the detached one its history back
+        return tensor.detach() if tensor.grad_fn is not None else tensor
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if isinstance(saved, SavedParameter):
+            self.need_in_backward([saved.unit])
+            return saved.tensor
+        return saved
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def open_backward(self) -> None:
+        if not self._backward:
+            self._backward = True
+            self.gathers.begin("gather-backward", self.gathers.backward, release_when_idle=False)
+
+    def need_in_backward(self, indices: Sequence[int]) -> None:
+        self._on_backward()
+        self.open_backward()
+        for index in indices:
+            if not self.gathers.ready(index):
+                self.gathers.need(index)
+            if torch.is_grad_enabled():  # create_graph: what this backward saves is out of our sight
+                self._graph_made = True
+                self._keep_whole(index)
+
+    def done(self, indices: Sequence[int]) -> None:
+        """Backward has what it wanted of these units."""
+        for index in indices:
+            self.gathers.done(index)
+
+    def close_backward(self) -> None:
+        if self._backward:
+            self.backward_seen = self.gathers.seen
+            if not self._graph_made:
+                self._unpin()
+            self._graph_made = self._backward = False
+            self.gathers.end()
+
+    def learn(self, forwards: Sequence[list[int]], backwards: Sequence[list[int]]) -> None:
+        """Take the order rank 0 showed. Units it did not use keep a place, as any rank may use them later; in backward
+        only those that some rank used forward and none needed again (an embedding) are left out."""
+        everything = range(len(self.units))
+        self.gathers.forward = _with_missing(forwards[0], everything)
+        forward, backward = set().union(*forwards), set().union(*backwards)
+        kept = self.gathers.forward[-1:]
+        wanted = [index for index in everything if index in backward or index not in forward]
+        order = list(dict.fromkeys(backwards[0]))
+        self.gathers.backward = [i for i in _with_missing(order, reversed(wanted)) if i not in kept]
+
+    def release_all(self) -> None:
+        """Before values change: no whole copy may outlive them."""
+        self._unpin()
+        self.gathers.end()
+
+    def pin_all(self) -> None:
+        """Make every unit whole and keep it so."""
+        for index, unit in enumerate(self.units):
+            self.gathers.need(index)
+            unit.values.pins += 1
+
+    def unpin_all(self) -> None:
+        for unit in self.units:
+            unit.values.pins -= 1
+        self.gathers.end()
+
+    def _unpin(self) -> None:
+        for index in self._pinned:
+            self.units[index].values.pins -= 1
+        self._pinned.clear()
+
+
+class GatheringDict(dict[str, "nn.Parameter | None"]):
+    """A module's parameters by name; a look-up makes the parameter whole while the model runs."""
+
+    def __init__(self, params: dict[str, nn.Parameter | None], passes: Passes, units: dict[str, int]) -> None:
+        super().__init__(params)
+        self._passes, self._unit_of = passes, units
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        index = self._unit_of.get(name)
+        if index is not None:
+            self._passes.look_up(index)
+        return super().__getitem__(name)
+
+
+def watched(modules: Iterator[nn.Module], unit_of: dict[int, int], passes: Passes) -> None:
+    """Let every module that owns a sharded parameter tell when it is looked up."""
+    for module in modules:
+        units = {name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of}
+        if units:
+            module.__dict__["_parameters"] = GatheringDict(module._parameters, passes, units)
+
+
+def _with_missing(order: list[int], everything: Iterable[int]) -> list[int]:
+    """`order` with what it lacks of `everything`, each before the first one that follows it there."""
+    rank = {index: place for place, index in enumerate(everything)}
+    result = list(order)
+    for index in rank:
+        if index not in order:
+            later = (at for at, other in enumerate(result) if rank.get(other, -1) > rank[index])
+            result.insert(next(later, len(result)), index)
+    return result

@@ -1,0 +1,94 @@
+"""What to reduce next: one order for all ranks, a bounded number on the way.
+
+Every rank starts the rounds of a backward in the same order: registration order reversed at first, then the order in
+which rank 0's units became complete in the first backward. A unit is complete when as many gradients have arrived as
+in recent backwards; a complete unit waits for those before it in the order. Whatever is still open when backward ends
+is started then, in the same order. So ranks may skip, branch or repeat; the sequence of collectives stays the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from onefold.unit import Unit
+
+IN_FLIGHT = 2  # rounds on the way at once: one travels while the next fills, and buffers stay constant
+REMEMBERED = 8  # backwards; a parameter used now and then is expected for that long
+
+
+class ReduceSchedule:
+    def __init__(self, units: Sequence[Unit], on_reduced: Callable[[int, bool], None]) -> None:
+        self._units, self._on_reduced = units, on_reduced
+        self.order = list(reversed(range(len(units))))
+        self.completed: list[int] = []  # in this backward, by the time of their last gradient
+        self._counts = [deque([len(unit.params)], maxlen=REMEMBERED) for unit in units]
+        self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether its round is of a step's last backward
+        self.begin(final=True)
+
+    def begin(self, *, final: bool) -> None:
+        """A backward starts."""
+        self._final = final
+        self.completed = []
+        self._arrived = [0] * len(self._units)
+        self._next = 0
+
+    def arrived(self, index: int, *, start: bool) -> bool:
+        """One gradient has been added to a unit; start every round that may start. True if the unit is complete."""
+        self._arrived[index] += 1
+        if self._arrived[index] == self._expected(index):
+            self.completed.append(index)
+        while start and self._next < len(self.order) and self._complete(self.order[self._next]):
+            self._start_next()
+        return self._complete(index)
+
+    def flush(self, *, start: bool) -> None:
+        """Backward is over: start what is left and remember how many gradients came."""
+        while start and self._next < len(self.order):
+            self._start_next()
+        for count, arrived in zip(self._counts, self._arrived, strict=True):
+            if arrived:
+                count.append(arrived)
+
+    def nobody_used(self, index: int) -> None:
+        """No rank has used a unit in this step: expect nothing of it, so that nobody waits for it."""
+        self._counts[index] = deque([0], maxlen=REMEMBERED)
+
+    def extra_round(self, index: int) -> None:
+        """One more round for a unit, which all ranks agreed on."""
+        self._start(index)
+
+    def finish(self, index: int) -> None:
+        """End rounds, oldest first, until this unit has none on the way."""
+        while any(index == other for other, _ in self._in_flight):
+            self._retire()
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self._retire()
+
+    def order_seen(self) -> list[int]:
+        """The order this backward showed; units that never became complete come last."""
+        return self.completed + [index for index in self.order if index not in self.completed]
+
+    def _complete(self, index: int) -> bool:
+        return self._arrived[index] >= self._expected(index)
+
+    def _expected(self, index: int) -> int:
+        """Gradients per backward: the most there were lately, counting one for each parameter as seen at first."""
+        return max(self._counts[index])
+
+    def _start_next(self) -> None:
+        self._start(self.order[self._next])
+        self._next += 1
+
+    def _start(self, index: int) -> None:
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._retire()
+        self._units[index].gradients.launch()
+        self._in_flight.append((index, self._final))
+
+    def _retire(self) -> None:
+        index, final = self._in_flight.popleft()
+        self._units[index].gradients.finish()
+        self._on_reduced(index, final)

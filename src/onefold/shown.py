@@ -1,0 +1,75 @@
+"""What users see in a parameter's .grad after backward, and what they did with it.
+
+Where the optimizer holds gradients whole, .grad is the reduced gradient itself, a view: it may be read and changed in
+place. Where gradients are spread over ranks, .grad is a placeholder of the right shape that raises when used. Setting
+.grad to None forgets that gradient, as in plain PyTorch; putting another tensor there raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from onefold.errors import StateError
+
+
+class ShownGradients:
+    def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
+        self._params, self._names = params, names
+        self._shown: dict[int, Tensor] = {}
+
+    def show(self, indices: Sequence[int], gradient: Callable[[int], Tensor]) -> None:
+        for index in indices:
+            self._shown[index] = self._params[index].grad = gradient(index)
+
+    def dropped(self) -> list[int]:
+        """Parameters whose .grad the user has set to None since; raises if it was replaced."""
+        found = []
+        for index, shown in self._shown.items():
+            grad = self._params[index].grad
+            if grad is None:
+                found.append(index)
+            elif grad is not shown:
+                raise StateError(
+                    f"{self._names[index]}.grad was replaced after backward; the optimizer reads the reduced gradient: "
+                    f"change it in place (stage 0), or set it to None to leave the parameter alone"
+                )
+        return found
+
+    def hide(self, indices: Sequence[int] | None = None) -> None:
+        """Take back what was shown: all of it, or these."""
+        for index in list(self._shown) if indices is None else indices:
+            shown = self._shown.pop(index, None)
+            if shown is not None and self._params[index].grad is shown:
+                self._params[index].grad = None
+
+    def __len__(self) -> int:
+        return len(self._shown)
+
+
+class ShardedGradient(Tensor):
+    """Stands in a parameter's .grad when the gradient is spread over ranks: right shape, no values, raises if used."""
+
+    @staticmethod
+    def __new__(cls, param: Tensor) -> ShardedGradient:
+        return Tensor._make_wrapper_subclass(
+            cls, param.size(), strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+
+    def __init__(self, param: Tensor) -> None:
+        pass
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedGradient({tuple(self.shape)}, {self.dtype}: each rank holds a part of it)"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise StateError(
+            f"{func} was called on a gradient that is spread over ranks: use optimizer.clip_grad_norm() instead of "
+            f"torch's clip_grad_norm_, step onefold.Optimizer instead of a plain torch optimizer, and no GradScaler; "
+            f"stage=0 keeps gradients whole"
+        )

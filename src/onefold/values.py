@@ -1,0 +1,154 @@
+"""The values of one unit's parameters: whole on every rank, or a shard that is gathered for use.
+
+Whole: the parameters are views of one flat buffer for good. A gather after the optimizer's step writes the buffer.
+
+Sharded: SHARDED -> GATHERING -> WHOLE -> SHARDED. This rank keeps its shard; the flat buffer's storage is empty. A
+gather gives the storage its bytes back and fills them; the parameters become views of it. On release the storage is
+emptied again, so views that autograd saved lose their memory too and come back to life with the next gather. A
+released parameter reads as NaN: it is a placeholder of its true shape, one NaN of its own seen many times. Most writes
+to that raise in torch; those that do not change the NaN, and the next gather finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from onefold.comm import Comm, Label, Pending
+from onefold.errors import StateError
+from onefold.layout import Span
+from onefold.memory import storage_key
+from onefold.placement import Scope
+from onefold.views import FlatViews
+
+
+class Presence(Enum):
+    """What of a unit's parameters is in this rank's memory."""
+
+    SHARDED = "my shard"
+    GATHERING = "my shard and the buffer that the others' shards are travelling into"
+    WHOLE = "all of it"
+
+
+class Values:
+    def __init__(self, views: FlatViews, params: Sequence[nn.Parameter], scope: Scope, comm: Comm) -> None:
+        self._views, self._params, self.scope, self._comm = views, list(params), scope, comm
+        self._mine = views.layout.shard(comm.rank)
+        self.whole = views.empty(views.layout.numel)
+        self.storage = storage_key(self.whole)
+        self._flat_views = views.all(self.whole)
+        views.zero_gaps(self.whole)
+        for param, view in zip(self._params, self._flat_views, strict=True):
+            view.copy_(param.detach())
+        self.presence = Presence.WHOLE
+        self._show()
+        self._arriving: Pending | None = None
+        self.pins = 0  # while above zero, release does nothing
+        self._shard: Tensor | None = None
+        if scope is Scope.SHARD:
+            self._shard = self.whole[self._mine.start : self._mine.stop].clone()
+            marks = torch.full((len(self._params),), _mark(views.dtype), dtype=views.dtype, device=views.device)
+            self._marks = marks
+            self._placeholders = [marks[i].expand(p.size()) for i, p in enumerate(self._params)]
+            self.release()
+
+    # -- what the optimizer updates ---------------------------------------------------------------------------------
+
+    def part(self, span: Span) -> Tensor:
+        """The values of these elements of the unit, which this rank updates."""
+        if self._shard is None:
+            return self.whole[span.start : span.stop]
+        mine = span.shift(-self._mine.start)
+        return self._shard[mine.start : mine.stop]
+
+    def gather_updated(self) -> Pending:
+        """After an update, where values are whole: send my shard to all and receive theirs."""
+        return self._comm.gather(self.whole, Label("gather-updated", self._views.layout.name))
+
+    # -- life cycle -------------------------------------------------------------------------------------------------
+
+    def start_gather(self, purpose: str) -> None:
+        """SHARDED -> GATHERING. On a unit that is whole already it runs all the same: peers may need my shard."""
+        assert self._shard is not None
+        self.finish_gather()
+        if self.presence is Presence.SHARDED:
+            storage = self.whole.untyped_storage()
+            storage.resize_(self._views.layout.numel * self.whole.itemsize)
+            self.whole[self._mine.start : self._mine.stop].copy_(self._shard)
+            self.presence = Presence.GATHERING
+        self._arriving = self._comm.gather(self.whole, Label(purpose, self._views.layout.name))
+
+    def finish_gather(self) -> None:
+        """GATHERING -> WHOLE: wait, and let the parameters see their values."""
+        if self._arriving is not None:
+            arriving, self._arriving = self._arriving, None
+            arriving.wait()
+        if self.presence is Presence.GATHERING:
+            self._check_marks()
+            self.presence = Presence.WHOLE
+            self._show()
+
+    def release(self) -> None:
+        """-> SHARDED: free the buffer, unless pinned."""
+        if self._shard is None or self.pins:
+            return
+        self.finish_gather()
+        if self.presence is Presence.WHOLE:
+            for param, placeholder in zip(self._params, self._placeholders, strict=True):
+                param.data = placeholder
+            self.whole.untyped_storage().resize_(0)
+            self.presence = Presence.SHARDED
+
+    def write_back(self) -> None:
+        """Take what the whole parameters hold now as the truth."""
+        if self._shard is not None:
+            assert self.presence is Presence.WHOLE
+            self._shard.copy_(self.whole[self._mine.start : self._mine.stop])
+
+    def _show(self) -> None:
+        for param, view in zip(self._params, self._flat_views, strict=True):
+            param.data = view
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every parameter is still ours: a view of the flat buffer, or its placeholder."""
+        expected = self._flat_views if self.presence is Presence.WHOLE else self._placeholders
+        for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True):
+            if (param.numel() and param.data_ptr() != ours.data_ptr()) or _form(param) != _form(ours):
+                raise StateError(
+                    f"{slot.name} left the flat buffer it shares with its unit (.to(), .half(), assigning .data or "
+                    f"load_state_dict(assign=True) after shard()); do that before shard(), or copy values in place"
+                )
+
+    def _check_marks(self) -> None:
+        if self._marks.is_cuda or not self._marks.is_floating_point() or bool(torch.isnan(self._marks).all()):
+            return
+        written = torch.nonzero(~torch.isnan(self._marks)).flatten().tolist()
+        names = ", ".join(self._views.layout.slots[i].name for i in written)
+        self._marks.fill_(_mark(self._marks.dtype))
+        raise StateError(
+            f"{names} was written while its values were spread over ranks, so the write is lost; write inside "
+            f"onefold.full_parameters(model, write=True)"
+        )
+
+    @property
+    def resident_numel(self) -> int:
+        """Elements this rank holds when nothing is gathered: the shard and a mark per parameter, or all."""
+        layout = self._views.layout
+        return layout.numel if self._shard is None else layout.shard_numel + len(self._params)
+
+    def tensors(self) -> list[Tensor]:
+        """What holds values now."""
+        return [self.whole] if self._shard is None else [self._shard, self.whole, self._marks]
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.size(), tensor.stride(), tensor.dtype
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0

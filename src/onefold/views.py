@@ -1,0 +1,44 @@
+"""Parameters as views of one flat buffer: where each lies, with its own shape and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from onefold.layout import UnitLayout
+
+
+class FlatViews:
+    """The shapes behind a layout; gives a parameter's view of any flat buffer that has this layout."""
+
+    def __init__(self, layout: UnitLayout, params: Sequence[Tensor]) -> None:
+        self.layout = layout
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self._shapes = [(p.size(), dense_stride(p)) for p in params]
+
+    def empty(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.dtype, device=self.device)
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        size, stride = self._shapes[index]
+        return flat.as_strided(size, stride, flat.storage_offset() + self.layout.slots[index].start)
+
+    def all(self, flat: Tensor) -> list[Tensor]:
+        return [self.view(flat, index) for index in range(len(self._shapes))]
+
+    def zero_gaps(self, flat: Tensor) -> None:
+        for gap in self.layout.gaps:
+            flat[gap.start : gap.stop].zero_()
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where it fills its memory (channels_last stays so), else those of a contiguous one."""
+    dims = sorted((stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
+    filled = 1
+    for stride, size in dims:
+        if stride != filled:
+            return tuple(torch.empty(tensor.size(), device="meta").stride())
+        filled *= size
+    return tuple(tensor.stride())
