@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from torch import Tensor
 from torch.nn import Module
 
 from onefold.errors import ConfigError
@@ -15,6 +17,7 @@ from onefold.placement import STAGES
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Source: TypeAlias = "Callable[[Module], None] | Mapping[str, Tensor] | str | Path | None"
 Units: TypeAlias = "type[Module] | tuple[type[Module], ...] | Callable[[str, Module], bool] | None"
 
 BUFFERS = ("local", "rank0")
@@ -46,6 +49,16 @@ class Zero:
     units: Units = None
     """Which modules are blocks: classes, or a callable (name, module) -> bool. None finds repeated blocks."""
 
+    init: Source = None
+    """A model on the meta device: what fills it. A function of each module, a state dict, or a .safetensors file; None
+    is each module's own reset_parameters."""
+
+    seed: int = 0
+    """For filling a model on the meta device: the same seed gives the same values at every N and stage."""
+
+    device: str | None = None
+    """Where a model on the meta device becomes real; None is this rank's GPU, or the CPU."""
+
     buffers: str = "local"
     """Module buffers (BatchNorm): "local" to each rank, or "rank0" broadcast before every training forward."""
 
@@ -71,6 +84,10 @@ class Zero:
         _one_of("sync", self.sync, SYNC)
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s <= LONGEST_S:
             raise ConfigError(f"timeout_s={self.timeout_s!r} is not a number of seconds up to {LONGEST_S}; try 600")
+        if not (self.init is None or callable(self.init) or isinstance(self.init, Mapping | str | Path)):
+            raise ConfigError(
+                f"init={self.init!r} is neither a function, a state dict nor the path of a safetensors file"
+            )
         classes = self.units if isinstance(self.units, tuple) else (self.units,)
         by_class = all(isinstance(unit, type) and issubclass(unit, Module) for unit in classes)
         by_call = callable(self.units) and not isinstance(self.units, type | Module)
@@ -92,7 +109,10 @@ class Zero:
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
-        return [f"{name}={getattr(self, name)!r}" for name in ("stage", "bucket_bytes", "prefetch", "buffers", "sync")]
+        return [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("stage", "bucket_bytes", "prefetch", "seed", "buffers", "sync")
+        ]
 
 
 def check_reduce(reduce: str | None) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onefold.comm import Label
 from onefold.engine import ATTRIBUTE, Engine
 from onefold.errors import StateError
-from onefold.passes import watched
+from onefold.passes import watch_parameters
 
 
 def attach(engine: Engine, blocks: Sequence[str]) -> None:
@@ -54,7 +54,33 @@ def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
     model.register_forward_hook(
         lambda m, args, output: passes.leave([], list(_tensors(output)), root=True), always_call=True
     )
-    watched(model.modules(), unit_of, passes)
+    watch_parameters(model.modules(), unit_of, passes)
+    for module in modules.values():
+        indices = sorted({unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of})
+        if indices:
+            _attach_state(engine, module, indices)
+    model.register_load_state_dict_post_hook(lambda *_: passes.release_all())
+
+
+def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None:
+    """A whole state dict may come in, one unit at a time; none goes out while values are spread over ranks."""
+    passes = engine.passes
+
+    def before_load(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise StateError("load_state_dict(assign=True) would replace sharded parameters; load without assign=True")
+        passes.begin_load(indices)
+
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not all(passes.gathers.ready(index) for index in indices):
+            raise StateError(
+                "model.state_dict() would hold parameters that are spread over ranks; call "
+                "onefold.full_state_dict(model), or model.state_dict() inside onefold.full_parameters(model)"
+            )
+
+    module.register_load_state_dict_pre_hook(before_load)
+    module.register_load_state_dict_post_hook(lambda *_: passes.end_load(indices))
+    module.register_state_dict_pre_hook(before_save)
 
 
 def _enter_module(

@@ -41,6 +41,7 @@ class Passes:
         self._pinned: set[int] = set()  # in the root's outputs, or in a graph that backward made: until backward ends
         self._backward = False
         self._graph_made = False
+        self._loading = False
         self.forward_seen: list[int] = []
         self.backward_seen: list[int] = []
 
@@ -157,6 +158,7 @@ class Passes:
     def release_all(self) -> None:
         """Before values change: no whole copy may outlive them."""
         self._unpin()
+        self._loading = False
         self.gathers.end()
 
     def pin_all(self) -> None:
@@ -169,6 +171,19 @@ class Passes:
         for unit in self.units:
             unit.values.pins -= 1
         self.gathers.end()
+
+    def begin_load(self, indices: Sequence[int]) -> None:
+        """New values are about to be copied into the parameters of these units."""
+        if not self._loading:
+            self._loading = True
+            self.gathers.begin("load", [], release_when_idle=True)
+        for index in indices:
+            self.gathers.hold(index)
+
+    def end_load(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self.units[index].values.write_back()
+            self.gathers.idle(index)
 
     def _unpin(self) -> None:
         for index in self._pinned:
@@ -190,7 +205,7 @@ class GatheringDict(dict[str, "nn.Parameter | None"]):
         return super().__getitem__(name)
 
 
-def watched(modules: Iterator[nn.Module], unit_of: dict[int, int], passes: Passes) -> None:
+def watch_parameters(modules: Iterator[nn.Module], unit_of: dict[int, int], passes: Passes) -> None:
     """Let every module that owns a sharded parameter tell when it is looked up."""
     for module in modules:
         units = {name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of}

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest
 from onefold.blocks import block_of, find_blocks
+from onefold.build import Builder
 from onefold.comm import Comm
 from onefold.config import Zero
 from onefold.engine import ATTRIBUTE, Engine, engine_of
-from onefold.errors import ModelError
+from onefold.errors import ConfigError, ModelError
 from onefold.hooks import attach
 from onefold.layout import ParamInfo, UnitLayout, plan_units
 from onefold.memory import Pool
@@ -38,6 +39,7 @@ class Survey(NamedTuple):
 
     trained: list[tuple[str, nn.Parameter]]
     frozen: list[tuple[str, nn.Parameter]]
+    meta: bool  # built on the meta device, to be filled here
     layouts: list[UnitLayout]
     lines: list[str]  # what all ranks must agree on
 
@@ -54,10 +56,10 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     torch.Size([8, 8])
     """
     error: Exception | None = None
-    settings, found = Zero(), Survey([], [], [], [])
+    settings, found = Zero(), Survey([], [], False, [], [])
     mesh = fields.get("mesh", getattr(zero, "mesh", None))
     axis = shard_axis(mesh)
-    device = _device(model)
+    device = _device(model, fields.get("device", getattr(zero, "device", None)))
     try:
         settings = Zero.of(zero, fields)
         found = survey(model, settings, axis.size)
@@ -67,26 +69,27 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     agree(comm, found.lines, error)
     comm.salt = agree_on_salt(comm)
 
-    values = [(name, param) for name, param in found.trained + found.frozen] + list(model.named_buffers())
-    if settings.sync == "check":
-        compare_values(comm, values)
-    else:
-        for batch in _batches([tensor for _, tensor in values], settings.bucket_bytes):
-            with torch.no_grad():
-                comm.broadcast(batch, AGREE)
-
+    builder = Builder(model, device, settings.init, settings.seed) if found.meta else None
+    _synchronise(comm, [*found.trained, *found.frozen, *model.named_buffers()], settings)
     pool = Pool(device)
     params = dict(found.trained + found.frozen)
     units, sharded = [], []
     for layout in found.layouts:
         placement = place(layout, settings, axis.size)
+        members = [params[slot.name] for slot in layout.slots]
+        if builder:
+            builder.build(members)
         if layout.kind.endswith(FROZEN) and placement.parameters is Scope.WHOLE:
             continue  # nothing of it moves: it stays where it is
-        unit = Unit(layout, [params.pop(slot.name) for slot in layout.slots], placement, comm, pool)
+        unit = Unit(layout, members, placement, comm, pool)
+        for slot in layout.slots:
+            del params[slot.name]
         if not layout.kind.endswith(FROZEN):
             units.append(unit)
         if placement.parameters is Scope.SHARD:
             sharded.append(unit)
+    if builder:
+        builder.finish()
     engine = Engine(
         model=model,
         zero=settings,
@@ -126,10 +129,14 @@ def survey(model: nn.Module, settings: Zero, ranks: int) -> Survey:
         raise ModelError(
             f"{type(model).__name__} has no parameter that requires grad ({len(frozen)} frozen): nothing to shard"
         )
+    device = trained[0][1].device
+    meta = device.type == "meta"
     for name, tensor in [*named, *model.named_buffers()]:
-        _check_values(name, tensor)
+        _check_values(name, tensor, meta)
     for name, param in named:
-        _check_parameter(name, param, trained[0][1].device)
+        _check_parameter(name, param, device)
+    if settings.init is not None and not meta:
+        raise ConfigError("init= fills a model built on the meta device, and this one has values: build it on meta")
     blocks = find_blocks(model, settings.units)
     infos = [
         ParamInfo(name, param.numel(), param.itemsize, _kind(param), block_of(name, blocks)) for name, param in named
@@ -142,14 +149,14 @@ def survey(model: nn.Module, settings: Zero, ranks: int) -> Survey:
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.name}: {unit.numel} elements, {place(unit, settings, ranks)}" for unit in layouts]
-    return Survey(trained, frozen, layouts, lines)
+    return Survey(trained, frozen, meta, layouts, lines)
 
 
-def _check_values(name: str, tensor: Tensor) -> None:
+def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
     if nn.parameter.is_lazy(tensor):
         raise ModelError(f"{name} has no shape yet (a lazy module); run one forward before shard()")
-    if tensor.device.type == "meta":
-        raise ModelError(f"{name} is on the meta device and has no values; build the model on a real device")
+    if tensor.device.type == "meta" and not meta:
+        raise ModelError(f"{name} is on the meta device and others are not; build all of the model there, or nothing")
 
 
 def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
@@ -166,12 +173,26 @@ def _kind(param: nn.Parameter) -> str:
     return str(param.dtype) if param.requires_grad else f"{param.dtype} {FROZEN}"
 
 
-def _device(model: nn.Module) -> torch.device:
+def _device(model: nn.Module, wanted: Any) -> torch.device:
+    """Where the model is, or where a model on the meta device will be."""
     if isinstance(model, nn.Module):
         for param in model.parameters():
             if param.device.type != "meta":
                 return param.device
-    return torch.device("cpu")
+    if isinstance(wanted, str):
+        return torch.device(wanted)
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _synchronise(comm: Comm, named: list[tuple[str, Tensor]], settings: Zero) -> None:
+    """Bring real values in line with rank 0's, or compare them."""
+    real = [(name, tensor) for name, tensor in named if tensor.device.type != "meta"]
+    if settings.sync == "check":
+        compare_values(comm, real)
+        return
+    for batch in _batches([tensor for _, tensor in real], settings.bucket_bytes):
+        with torch.no_grad():
+            comm.broadcast(batch, AGREE)
 
 
 def _batches(tensors: list[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:

@@ -40,20 +40,33 @@ class Values:
         self.whole = views.empty(views.layout.numel)
         self.storage = storage_key(self.whole)
         self._flat_views = views.all(self.whole)
-        views.zero_gaps(self.whole)
+        self._arriving: Pending | None = None
+        self.pins = 0  # while above zero, release does nothing
+        self._shard: Tensor | None = None
+        if scope is Scope.WHOLE:
+            self._lay_whole()
+        else:
+            self._lay_shard(comm.rank)
+
+    def _lay_whole(self) -> None:
+        self._views.zero_gaps(self.whole)
         for param, view in zip(self._params, self._flat_views, strict=True):
             view.copy_(param.detach())
         self.presence = Presence.WHOLE
         self._show()
-        self._arriving: Pending | None = None
-        self.pins = 0  # while above zero, release does nothing
-        self._shard: Tensor | None = None
-        if scope is Scope.SHARD:
-            self._shard = self.whole[self._mine.start : self._mine.stop].clone()
-            marks = torch.full((len(self._params),), _mark(views.dtype), dtype=views.dtype, device=views.device)
-            self._marks = marks
-            self._placeholders = [marks[i].expand(p.size()) for i, p in enumerate(self._params)]
-            self.release()
+
+    def _lay_shard(self, rank: int) -> None:
+        self.whole.untyped_storage().resize_(0)
+        self._shard = self._views.empty(self._views.layout.shard_numel).zero_()
+        index_of = {slot.name: index for index, slot in enumerate(self._views.layout.slots)}
+        for name, elements, offset in self._views.layout.pieces(rank):
+            source = self._views.in_memory_order(self._params[index_of[name]].detach(), index_of[name])
+            self._shard[offset : offset + elements.numel].copy_(source[elements.start : elements.stop])
+        dtype, device = self._views.dtype, self._views.device
+        self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
+        self._placeholders = [self._marks[i].expand(p.size()) for i, p in enumerate(self._params)]
+        self.presence = Presence.SHARDED
+        self._hide()
 
     # -- what the optimizer updates ---------------------------------------------------------------------------------
 
@@ -97,8 +110,7 @@ class Values:
             return
         self.finish_gather()
         if self.presence is Presence.WHOLE:
-            for param, placeholder in zip(self._params, self._placeholders, strict=True):
-                param.data = placeholder
+            self._hide()
             self.whole.untyped_storage().resize_(0)
             self.presence = Presence.SHARDED
 
@@ -111,6 +123,10 @@ class Values:
     def _show(self) -> None:
         for param, view in zip(self._params, self._flat_views, strict=True):
             param.data = view
+
+    def _hide(self) -> None:
+        for param, placeholder in zip(self._params, self._placeholders, strict=True):
+            param.data = placeholder
 
     # -- checks -----------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,13 @@ class FlatViews:
     def all(self, flat: Tensor) -> list[Tensor]:
         return [self.view(flat, index) for index in range(len(self._shapes))]
 
+    def in_memory_order(self, tensor: Tensor, index: int) -> Tensor:
+        """A parameter's elements one behind the other, as they lie in a flat buffer."""
+        size, stride = self._shapes[index]
+        if tensor.stride() != stride:
+            tensor = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
     def zero_gaps(self, flat: Tensor) -> None:
         for gap in self.layout.gaps:
             flat[gap.start : gap.stop].zero_()

@@ -12,7 +12,7 @@ import onefold
 ORDER = [
     "errors", "placement", "layout", "config", "mesh", "comm", "agree", "memory", "views", "values", "gradients",
     "unit", "rounds", "schedule", "passes", "shown", "engine", "hooks", "elementwise", "slices", "optimizer", "full",
-    "report", "blocks", "shard", "__init__",
+    "report", "blocks", "build", "shard", "__init__",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

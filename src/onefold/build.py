@@ -1,0 +1,143 @@
+"""Give a model that was built on the meta device its values, one module at a time.
+
+Nothing here holds the whole model: a module's parameters become real, are filled, and go into their unit, which keeps
+one shard of them. They are filled from a state dict or safetensors file, one tensor at a time, or by the module's own
+`reset_parameters`, or by a function of the user's. Random numbers are seeded by (seed, module name), so the values are
+the same on every rank, at every number of ranks and every stage. What nobody filled is an error that names it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from onefold.config import Source
+from onefold.errors import ConfigError, ModelError
+
+
+class Builder:
+    """Makes parameters real on demand."""
+
+    def __init__(self, model: nn.Module, device: torch.device, source: Source, seed: int) -> None:
+        self._device, self._seed = device, seed
+        self._init = source if callable(source) else None
+        self._values: Mapping[str, Tensor] | None = source if isinstance(source, Mapping) else None
+        if isinstance(source, str | Path):
+            self._values = Safetensors(source)
+        self._owner: dict[int, tuple[str, nn.Module]] = {}  # of each parameter: the first module that has it
+        self._modules = dict(model.named_modules())
+        for prefix, module in self._modules.items():
+            for param in module._parameters.values():
+                if param is not None:
+                    self._owner.setdefault(id(param), (prefix, module))
+        self._built: set[str] = set()
+
+    def build(self, params: Iterable[nn.Parameter]) -> None:
+        """Make the modules that own these parameters real."""
+        for param in params:
+            self._build_module(*self._owner[id(param)])
+
+    def finish(self) -> None:
+        """Modules with buffers only, and those whose parameters all belong to others."""
+        for prefix, module in self._modules.items():
+            self._build_module(prefix, module)
+
+    def _build_module(self, prefix: str, module: nn.Module) -> None:
+        if prefix in self._built:
+            return
+        self._built.add(prefix)
+        fresh = {n: t for n, t in _own(module) if t.device.type == "meta"}
+        if not fresh:
+            return
+        for name, tensor in fresh.items():
+            real = torch.full_like(tensor, _unset(tensor.dtype), device=self._device)
+            if isinstance(tensor, nn.Parameter):
+                torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
+            else:
+                module._buffers[name] = real
+        if self._values is not None:
+            self._fill_from_values(prefix, module, list(fresh))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _spared(module, set(fresh)):
+            torch.manual_seed(zlib.crc32(f"{self._seed}/{prefix}".encode()))
+            reset: Any = getattr(module, "reset_parameters", None)
+            if self._values is None and reset is not None:
+                reset()
+            if self._init is not None:
+                self._init(module)
+        left = [f"{prefix}.{n}" if prefix else n for n in fresh if _is_unset(dict(_own(module))[n])]
+        if left:
+            raise ModelError(
+                f"{', '.join(left)} got no values: {type(module).__name__} was built on the meta device, and neither "
+                f"its reset_parameters nor `init` fills it; give shard(init=…) a function that does, or a state dict"
+            )
+
+    def _fill_from_values(self, prefix: str, module: nn.Module, names: list[str]) -> None:
+        assert self._values is not None
+        own = dict(_own(module))
+        for name in names:
+            full = f"{prefix}.{name}" if prefix else name
+            if full not in self._values:
+                if name in module._non_persistent_buffers_set:
+                    continue
+                raise ModelError(f"{full} is not in the state that init= names; it holds {len(self._values)} tensors")
+            value = self._values[full]
+            if value.shape != own[name].shape:
+                raise ModelError(f"{full} has shape {tuple(own[name].shape)}, in the state it is {tuple(value.shape)}")
+            with torch.no_grad():
+                own[name].copy_(value)
+
+
+class Safetensors(Mapping[str, Tensor]):
+    """A safetensors file, read one tensor at a time."""
+
+    def __init__(self, path: str | Path) -> None:
+        if not Path(path).is_file():
+            raise ConfigError(f"init={str(path)!r} is not a file; give a .safetensors file, a state dict or a function")
+        self._file = safe_open(str(path), framework="pt", device="cpu")
+        self._keys = list(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(n, t) for d in (module._parameters, module._buffers) for n, t in d.items() if t is not None]
+
+
+@contextmanager
+def _spared(module: nn.Module, fresh: set[str]) -> Iterator[None]:
+    """While a module fills itself, parameters it shares with a module built before stand aside."""
+    params: dict[str, Any] = module._parameters
+    aside = {n: p for n, p in params.items() if p is not None and n not in fresh}
+    for name, param in aside.items():
+        params[name] = nn.Parameter(torch.zeros(param.shape, dtype=param.dtype), requires_grad=False)
+    try:
+        yield
+    finally:
+        params.update(aside)
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    mark = _unset(tensor.dtype)
+    return bool((torch.isnan(tensor) if mark != mark else tensor == mark).any())

@@ -1,0 +1,144 @@
+"""A model built on the meta device gets its values here, one module at a time, the same at every N and stage."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import onefold
+from tests.harness import fresh_ranks, run_ranks, run_ranks_raises
+from tests.parity.models import GPT
+from tests.parity.training import same_bits
+
+CAP_BYTES = 64 << 20
+
+
+class Net(nn.Module):
+    """Blocks, an embedding, buffers that reset_parameters fills, and perhaps a tied head with a bias of its own."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(50, 24)
+        self.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(24, 24), "n": nn.LayerNorm(24)}) for _ in range(3))
+        self.batch, self.head = nn.BatchNorm1d(24), nn.Linear(24, 50)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = x + layer["n"](layer["a"](x))
+        return self.head(self.batch(x))
+
+
+def built(stage: int, tied: bool = False, init: object = None, seed: int = 3) -> dict[str, Tensor]:
+    onefold.init()
+    with torch.device("meta"):
+        model = Net(tied)
+    onefold.shard(model, stage=stage, bucket_bytes=4 << 10, seed=seed, init=init)
+    with onefold.full_parameters(model):
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=1e-2)
+    model(torch.arange(6)).sum().backward()
+    optimizer.step()
+    return state
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_values_are_the_same_at_every_n_and_stage(tied: bool) -> None:
+    reference = run_ranks(1, built, 0, tied)[0]
+    assert all(torch.isfinite(value).all() for value in reference.values())
+    assert 0.1 < float(reference["layers.0.a.weight"].std()) < 0.13, "not what nn.Linear starts with"
+    for ranks, stage in [(2, 0), (2, 3), (3, 3), (4, 2)]:
+        for state in run_ranks(ranks, built, stage, tied):
+            assert all(same_bits(state[name], value) for name, value in reference.items())
+
+
+def test_another_seed_gives_other_values_and_modules_differ() -> None:
+    first, other = run_ranks(1, built, 3)[0], run_ranks(1, built, 3, seed=4)[0]
+    assert not torch.equal(first["tokens.weight"], other["tokens.weight"])
+    assert not torch.equal(first["layers.0.a.weight"], first["layers.1.a.weight"])
+
+
+def halve(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        param.fill_(0.5)
+
+
+def test_a_function_fills_what_it_wants() -> None:
+    state = run_ranks(2, built, 3, init=halve)[0]
+    assert float(state["layers.2.a.weight"].mean()) == 0.5 == float(state["tokens.weight"].mean())
+    assert float(state["batch.running_var"].mean()) == 1.0
+
+
+def test_a_state_dict_and_a_safetensors_file_fill_it(tmp_path: Path) -> None:
+    state = {name: value.clone() for name, value in Net().state_dict().items()}
+    save_file(state, tmp_path / "net.safetensors")
+    for init in (state, str(tmp_path / "net.safetensors")):
+        assert all(same_bits(value, state[name]) for name, value in run_ranks(2, built, 3, init=init)[0].items())
+
+
+def build_attention() -> None:
+    with torch.device("meta"):
+        model = GPT()
+    onefold.shard(model, stage=3)
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+
+def build_rotary() -> None:
+    with torch.device("meta"):
+        model = Rotary()
+    onefold.shard(model, stage=3)
+
+
+def build_from_a_lacking_state() -> None:
+    built(3, init={"tokens.weight": torch.zeros(50, 24)})
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (build_attention, "layers.0.attention.in_proj_weight"),
+        (build_rotary, "angles"),
+        (build_from_a_lacking_state, "layers.0.a.weight is not in the state"),
+    ],
+)
+def test_what_nobody_fills_is_named_on_every_rank(build: object, named: str) -> None:
+    for error in run_ranks_raises(2, build):
+        assert error.type_name == "ModelError" and named in error.message
+
+
+def build_under_a_cap() -> tuple[int, int]:
+    """Parameters of 2.5 times the memory this process may still take."""
+    onefold.init()
+    warm = onefold.shard(nn.Linear(8, 8), stage=3)
+    optimizer = onefold.Optimizer(warm, torch.optim.SGD, lr=0.1)
+    warm(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + CAP_BYTES
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(40)))
+    whole = sum(param.nbytes for param in model.parameters())
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    onefold.shard(model, stage=3, bucket_bytes=4 << 20)
+    return whole, onefold.memory(model).parameters.measured
+
+
+def test_a_model_larger_than_the_memory_left_is_built_in_shards() -> None:
+    for outcome in fresh_ranks(4, build_under_a_cap):
+        assert outcome.error is None, outcome.error
+        whole, held = outcome.value
+        assert whole >= 2.5 * CAP_BYTES
+        assert held <= whole / 4 + (1 << 20)
