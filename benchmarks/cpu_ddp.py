@@ -1,4 +1,4 @@
-"""DDP against our stages on two local gloo ranks, one thread each: medians of interleaved steps, as ratios.
+"""DDP and FSDP2 against our stages on two local gloo ranks, one thread each: medians of interleaved steps, as ratios.
 
 Every system trains its own copy of the same model on the same batches in the same two processes. Systems take turns
 step by step (A B C D, A B C D, …), so drift of the machine hits all alike; the order rotates every round.
@@ -46,7 +46,18 @@ def ours(stage: int) -> Callable[[nn.Module], tuple[nn.Module, torch.optim.Optim
     return build
 
 
-SYSTEMS = {"ddp": ddp, "stage0": ours(0), "stage1": ours(1), "stage2": ours(2)}
+def fsdp2(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+SYSTEMS = {"ddp": ddp, "fsdp2": fsdp2, "stage0": ours(0), "stage1": ours(1), "stage2": ours(2), "stage3": ours(3)}
 
 
 def stepper(build: Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]], args: argparse.Namespace) -> Step:

@@ -104,9 +104,9 @@ def sum_in_order(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None) -> N
 class Comm:
     """Collectives over one axis of ranks."""
 
-    def __init__(self, axis: Axis, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter) -> None:
         self.rank, self.size = axis.rank, axis.size
-        self.meter = Meter()
+        self.meter = meter
         self.salt = 0  # tells this model's messages from another's; agreed by all ranks
         self._axis = axis
         self._timeout = timedelta(seconds=timeout_s)
@@ -117,6 +117,10 @@ class Comm:
             self._wire = CollectiveWire(self)
         else:
             raise ConfigError(f"{device.type} tensors over {backend}: use gloo for cpu and nccl for cuda")
+
+    def world_rank(self, rank: int) -> int:
+        """What users call a rank of this axis."""
+        return self._axis.world_ranks[rank]
 
     def scratch_numel(self, shard_numel: int) -> int:
         """Elements of scratch that `reduce` wants beside its buffer."""
@@ -176,9 +180,9 @@ class Comm:
         try:
             work.wait(self._timeout)
         except Exception as error:
-            who = "its peers" if peer is None else f"rank {peer}"
+            who = "its peers" if peer is None else f"rank {self.world_rank(peer)}"
             raise CommError(
-                f"rank {self.rank} of {self.size}: {label} got no answer from {who} within "
+                f"rank {self.world_rank(self.rank)}: {label} got no answer from {who} within "
                 f"{self._timeout.total_seconds():g} s, or {who} has ended; look at that rank's output first. "
                 f"The backend says: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             ) from error
@@ -220,10 +224,10 @@ class PairwiseWire:
             except RuntimeError as error:
                 gone[peer] = error
         if gone:
-            who = ", ".join(f"rank {peer}" for peer in gone)
+            who = ", ".join(f"rank {self._comm.world_rank(peer)}" for peer in gone)
             first = next(iter(gone.values()))
             raise CommError(
-                f"rank {self._comm.rank} of {self._comm.size}: {label} could not start, {who} has ended; "
+                f"rank {self._comm.world_rank(self._comm.rank)}: {label} could not start, {who} has ended; "
                 f"look at its output first. The backend says: {str(first).splitlines()[0]}"
             ) from first
         return Pending(self._comm, label, works)

@@ -46,13 +46,15 @@ class Engine:
         zero: Zero,
         placement: Placement,
         comm: Comm,
+        everyone: Comm,
         pool: Pool,
         units: Sequence[Unit],
         sharded: Sequence[Unit],
         frozen: Sequence[tuple[str, nn.Parameter]],
         digest: str,
     ) -> None:
-        self.model, self.zero, self.placement, self.comm, self.pool = model, zero, placement, comm, pool
+        self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
+        self.comm, self.everyone = comm, everyone  # the ranks that share state; those and their replicas
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.optimizer: Any = None  # the Optimizer that was made for this model
@@ -169,7 +171,7 @@ class Engine:
         said = bytearray(self.used)
         for index in self.shown.dropped():
             said[index] = DROPPED
-        rows = self.comm.gather_bytes(
+        rows = self.everyone.gather_bytes(
             bytes(said) + bytes(unit.gradients.waiting for unit in self.units), Label("used-flags", "step")
         )
         words = bytearray(map(max, zip(*rows, strict=True)))
@@ -196,7 +198,7 @@ class Engine:
     def _agree_on_order(self) -> None:
         """From the first step on, all ranks follow the order in which rank 0 used and completed its units."""
         mine = [self.schedule.order_seen(), self.passes.forward_seen, self.passes.backward_seen]
-        blobs = self.comm.exchange(json.dumps(mine).encode(), Label("agree", "the order of units"))
+        blobs = self.everyone.exchange(json.dumps(mine).encode(), Label("agree", "the order of units"))
         ranks = [json.loads(blob) for blob in blobs]
         self.schedule.order = ranks[0][0]
         self.passes.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])

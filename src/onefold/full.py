@@ -44,7 +44,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     ['bias', 'weight']
     """
     engine = engine_of(model)
-    first = engine.comm.rank == 0
+    first = engine.everyone.rank == 0
     copies: dict[int, Tensor] = {}
     for index, unit in enumerate(engine.passes.units):
         engine.passes.gathers.need(index)

@@ -31,11 +31,11 @@ class Round(NamedTuple):
 
 
 class Gradients:
-    def __init__(self, views: FlatViews, scope: Scope, comm: Comm, pool: Pool) -> None:
-        self._views, self._scope, self._comm, self._pool = views, scope, comm, pool
+    def __init__(self, views: FlatViews, scope: Scope, comm: Comm, replicas: Comm, pool: Pool) -> None:
+        self._views, self._scope, self._comm, self._replicas, self._pool = views, scope, comm, replicas, pool
         self._layout = views.layout
         self._mine = views.layout.shard(comm.rank)
-        self._scale = 1.0 / comm.size
+        self._scale = 1.0 / (comm.size * replicas.size)
         self.reduced = False  # the gradient below is the sum of at least one round
         self._home: Tensor | None = None  # whole gradient, where gradients are whole
         self._shard: Tensor | None = None  # my shard of it, where they are sharded
@@ -68,10 +68,15 @@ class Gradients:
         for index in range(len(self._layout.slots)):
             if index not in self._written:
                 self._views.view(flat, index).zero_()
-        out = self._own()
-        plus = out if self.reduced or self._rounds else None
-        scratch = self._pool.take(self._comm.scratch_numel(self._layout.shard_numel), self._views.dtype)
-        reduction = self._comm.reduce(flat, scratch, out, plus, Label("reduce", self._layout.name))
+        sum_at, plus = self._own(), None
+        if self._replicas.size > 1:
+            sum_at = flat[self._mine.start : self._mine.stop]  # not yet the sum: replicas follow
+        elif self.reduced or self._rounds:
+            plus = sum_at
+        shard = self._layout.shard_numel
+        wanted = max(self._comm.scratch_numel(shard), self._replicas.scratch_numel(shard // self._replicas.size))
+        scratch = self._pool.take(wanted, self._views.dtype)
+        reduction = self._comm.reduce(flat, scratch, sum_at, plus, Label("reduce", self._layout.name))
         self._rounds.append(Round(reduction, flat, scratch))
         self._local = None
         self._written.clear()
@@ -80,10 +85,23 @@ class Gradients:
         """End the oldest round: its sum is in the gradient, its buffers are back in the pool."""
         reduction, flat, scratch = self._rounds.popleft()
         reduction.wait()
+        if self._replicas.size > 1:
+            self._sum_across_replicas(flat[self._mine.start : self._mine.stop], scratch)
         self._pool.give(scratch)
         if flat is not self._home:
             self._pool.give(flat)
         self.reduced = True
+
+    def _sum_across_replicas(self, shard: Tensor, scratch: Tensor) -> None:
+        """All-reduce of one shard: each replica sums its part of it, then all gather the parts."""
+        part = shard.view(self._replicas.size, -1)[self._replicas.rank]
+        label = Label("reduce-replica", self._layout.name)
+        self._replicas.reduce(shard, scratch, part, None, label).wait()
+        self._replicas.gather(shard, label).wait()
+        if self.reduced:
+            self._own().add_(shard)
+        elif shard.data_ptr() != self._own().data_ptr():
+            self._own().copy_(shard)
 
     def gather(self) -> Pending:
         """Make the reduced gradient whole, where the optimizer wants it whole."""

@@ -113,7 +113,7 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
     engine.before_forward()
     if engine.zero.buffers == "rank0" and module.training:
         with torch.no_grad():
-            engine.comm.broadcast(list(module.buffers()), Label("buffers", "the model"))
+            engine.everyone.broadcast(list(module.buffers()), Label("buffers", "the model"))
 
 
 def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:

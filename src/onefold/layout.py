@@ -84,6 +84,7 @@ class UnitLayout:
     itemsize: int
     slots: tuple[Slot, ...]
     ranks: int
+    replicas: int = 1  # a shard is itself cut into so many equal parts, to be summed across replicas
 
     @cached_property
     def used_numel(self) -> int:
@@ -97,7 +98,8 @@ class UnitLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        return max(padded(self.body.stop, ALIGN * self.ranks) // self.ranks, ALIGN)
+        granule = ALIGN * self.replicas
+        return max(padded(self.body.stop, granule * self.ranks) // self.ranks, granule)
 
     @property
     def numel(self) -> int:
@@ -122,7 +124,7 @@ class UnitLayout:
                 yield Piece(slot.name, part.shift(-slot.start), part.start - mine.start)
 
 
-def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int) -> list[UnitLayout]:
+def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int, replicas: int = 1) -> list[UnitLayout]:
     """Cut parameters, given in registration order, into units.
 
     A run of neighbours of one block (or outside every block) is first parted by kind, then filled up to
@@ -138,7 +140,7 @@ def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int) -> li
     for block, kind, fill in fills:
         first = fill[0].name  # unique: a parameter is in one unit
         name = block if block and per_block[block] == 1 else first if len(fill) == 1 else f"{first}…"
-        units.append(_lay(name, kind, fill, ranks))
+        units.append(_lay(name, kind, fill, ranks, replicas))
     return units
 
 
@@ -156,12 +158,14 @@ def _fill(params: Sequence[ParamInfo], bucket_bytes: int) -> Iterator[list[Param
         yield fill
 
 
-def _lay(name: str, kind: str, params: Sequence[ParamInfo], ranks: int) -> UnitLayout:
+def _lay(name: str, kind: str, params: Sequence[ParamInfo], ranks: int, replicas: int) -> UnitLayout:
     slots, start = [], 0
     for param in params:
         slots.append(Slot(param.name, param.numel, start))
         start += padded(param.numel)
-    return UnitLayout(name=name, kind=kind, itemsize=params[0].itemsize, slots=tuple(slots), ranks=ranks)
+    return UnitLayout(
+        name=name, kind=kind, itemsize=params[0].itemsize, slots=tuple(slots), ranks=ranks, replicas=replicas
+    )
 
 
 class Move(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,22 +52,45 @@ class Axis:
         return str(self.group._get_backend(device).name())
 
 
-def shard_axis(mesh: DeviceMesh | None) -> Axis:
-    """The axis a mesh describes; all ranks where there is none."""
+class Axes(NamedTuple):
+    """State is sharded along `shard`, the same on every rank of `replica`; `everyone` is both."""
+
+    shard: Axis
+    replica: Axis
+    everyone: Axis
+
+
+def axes_of(mesh: DeviceMesh | None) -> Axes:
+    """The axes a mesh describes; without one, all ranks share the state."""
     if not dist.is_initialized():
         raise StateError("no process group: call onefold.init() before onefold.shard()")
     if mesh is None:
         group = dist.group.WORLD
-    elif not isinstance(mesh, DeviceMesh):
+        assert group is not None
+        world = _axis(group)
+        return Axes(world, _alone(group), world)
+    if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh={mesh!r} is not a torch DeviceMesh; make one with init_device_mesh")
-    elif mesh.ndim != 1:
-        raise ConfigError(f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}; one axis is wanted: mesh['shard']")
-    elif mesh.get_coordinate() is None:
+    if mesh.get_coordinate() is None:
         raise ConfigError(
             f"rank {dist.get_rank()} is not in {mesh.mesh.tolist()}; call shard() on the mesh's ranks only"
         )
-    else:
-        group = mesh.get_group()
-    assert group is not None
+    if mesh.ndim == 1:
+        shard = _axis(mesh.get_group())
+        return Axes(shard, _alone(mesh.get_group()), shard)
+    names = mesh.mesh_dim_names or ()
+    if sorted(names) != ["replica", "shard"]:
+        raise ConfigError(f"mesh has axes {names or mesh.ndim}; one axis is wanted, or two named 'replica' and 'shard'")
+    everyone = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
+    assert everyone is not None
+    return Axes(_axis(mesh.get_group("shard")), _axis(mesh.get_group("replica")), _axis(everyone))
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), world_ranks=ranks)
+
+
+def _alone(group: dist.ProcessGroup) -> Axis:
+    """An axis of this rank only: nothing moves along it."""
+    return Axis(group=group, rank=0, size=1, world_ranks=(dist.get_rank(),))

@@ -50,7 +50,7 @@ class Optimizer(torch.optim.Optimizer):
             self._build(cls, groups, kwargs)
         except OnefoldError as mistake:
             error = mistake
-        agree(engine.comm, self._describe() if error is None else [], error, where="Optimizer()")
+        agree(engine.everyone, self._describe() if error is None else [], error, where="Optimizer()")
         engine.comm.meter.cut()
         engine.optimizer = self
 
@@ -178,8 +178,8 @@ class Optimizer(torch.optim.Optimizer):
         return sum(unit.planned_bytes(self._costs[unit.unit.params[0].dtype]) for unit in self._by_unit)
 
     def _whoami(self) -> dict[str, Any]:
-        comm = self._engine.comm
-        return {"format": FORMAT, "rank": comm.rank, "ranks": comm.size, "layout": self._engine.digest}
+        everyone = self._engine.everyone
+        return {"format": FORMAT, "rank": everyone.rank, "ranks": everyone.size, "layout": self._engine.digest}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for this rank, at this number of ranks and stage."""

@@ -149,7 +149,7 @@ def _planned_memory(engine: Engine) -> dict[str, int | None]:
 
 def _planned_traffic(engine: Engine) -> dict[str, int]:
     """One forward and backward per step: (N-1)/N of each unit sent each time it is reduced or gathered."""
-    n = engine.comm.size
+    n, replicas = engine.comm.size, engine.everyone.size // engine.comm.size
 
     def once(units: Iterable[Unit]) -> int:
         return sum(unit.layout.shard_numel * unit.layout.itemsize for unit in units) * (n - 1)
@@ -159,7 +159,7 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
     gathers, sharded = engine.passes.gathers, engine.passes.units
     planned = {
         "reduce": once(engine.units),
-        "used-flags": (len(engine.params) + len(engine.units)) * (n - 1),
+        "used-flags": (len(engine.params) + len(engine.units)) * (engine.everyone.size - 1),
         "norm": 8 * len(engine.units) * (n - 1),
     }
     if kept:
@@ -168,7 +168,12 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         planned["gather-forward"] = once(sharded[index] for index in gathers.forward)
         planned["gather-backward"] = once(sharded[index] for index in gathers.backward)
     if engine.zero.buffers == "rank0":
-        planned["buffers"] = 0 if engine.comm.rank else sum(b.nbytes for b in engine.model.buffers()) * (n - 1)
+        others = engine.everyone.size - 1
+        planned["buffers"] = 0 if engine.everyone.rank else sum(b.nbytes for b in engine.model.buffers()) * others
+    if replicas > 1:
+        planned["reduce-replica"] = (
+            2 * sum(u.layout.shard_numel * u.layout.itemsize for u in engine.units) // replicas * (replicas - 1)
+        )
     return planned
 
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest
 from onefold.blocks import block_of, find_blocks
 from onefold.build import Builder
-from onefold.comm import Comm
+from onefold.comm import Comm, Meter
 from onefold.config import Zero
 from onefold.engine import ATTRIBUTE, Engine, engine_of
 from onefold.errors import ConfigError, ModelError
 from onefold.hooks import attach
 from onefold.layout import ParamInfo, UnitLayout, plan_units
 from onefold.memory import Pool
-from onefold.mesh import shard_axis
+from onefold.mesh import Axes, axes_of
 from onefold.placement import STAGES, Placement, Scope
 from onefold.unit import Unit
 from onefold.views import dense_stride
@@ -58,30 +58,31 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     error: Exception | None = None
     settings, found = Zero(), Survey([], [], False, [], [])
     mesh = fields.get("mesh", getattr(zero, "mesh", None))
-    axis = shard_axis(mesh)
+    axes = axes_of(mesh)
     device = _device(model, fields.get("device", getattr(zero, "device", None)))
     try:
         settings = Zero.of(zero, fields)
-        found = survey(model, settings, axis.size)
+        found = survey(model, settings, axes)
     except Exception as mistake:  # whatever it is, the other ranks must hear of it
         error = mistake
-    comm = Comm(axis, device, settings.timeout_s)
-    agree(comm, found.lines, error)
-    comm.salt = agree_on_salt(comm)
+    meter = Meter()
+    comm, replicas, everyone = (Comm(axis, device, settings.timeout_s, meter) for axis in axes)
+    agree(everyone, found.lines, error)
+    comm.salt = replicas.salt = everyone.salt = agree_on_salt(everyone)
 
     builder = Builder(model, device, settings.init, settings.seed) if found.meta else None
-    _synchronise(comm, [*found.trained, *found.frozen, *model.named_buffers()], settings)
+    _synchronise(everyone, [*found.trained, *found.frozen, *model.named_buffers()], settings)
     pool = Pool(device)
     params = dict(found.trained + found.frozen)
     units, sharded = [], []
     for layout in found.layouts:
-        placement = place(layout, settings, axis.size)
+        placement = place(layout, settings, comm.size)
         members = [params[slot.name] for slot in layout.slots]
         if builder:
             builder.build(members)
         if layout.kind.endswith(FROZEN) and placement.parameters is Scope.WHOLE:
             continue  # nothing of it moves: it stays where it is
-        unit = Unit(layout, members, placement, comm, pool)
+        unit = Unit(layout, members, placement, comm, replicas, pool)
         for slot in layout.slots:
             del params[slot.name]
         if not layout.kind.endswith(FROZEN):
@@ -93,8 +94,9 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     engine = Engine(
         model=model,
         zero=settings,
-        placement=STAGES[settings.stage].over(axis.size),
+        placement=STAGES[settings.stage].over(comm.size),
         comm=comm,
+        everyone=everyone,
         pool=pool,
         units=units,
         sharded=sharded,
@@ -102,7 +104,7 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
         digest=digest(found.lines),
     )
     attach(engine, find_blocks(model, settings.units))
-    comm.meter.cut()
+    meter.cut()
     return model
 
 
@@ -114,7 +116,7 @@ def place(layout: UnitLayout, settings: Zero, ranks: int) -> Placement:
     return placement._replace(parameters=Scope.WHOLE) if small else placement
 
 
-def survey(model: nn.Module, settings: Zero, ranks: int) -> Survey:
+def survey(model: nn.Module, settings: Zero, axes: Axes) -> Survey:
     """Look at a model without touching it; raises what makes it unfit."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"shard() wants a torch.nn.Module, found {type(model).__name__}")
@@ -141,7 +143,8 @@ def survey(model: nn.Module, settings: Zero, ranks: int) -> Survey:
     infos = [
         ParamInfo(name, param.numel(), param.itemsize, _kind(param), block_of(name, blocks)) for name, param in named
     ]
-    layouts = plan_units(infos, ranks, settings.bucket_bytes)
+    ranks = axes.shard.size
+    layouts = plan_units(infos, ranks, settings.bucket_bytes, axes.replica.size)
     lines = settings.describe() + [
         f"parameter {name}: shape {tuple(param.shape)}, strides {dense_stride(param)}, {param.dtype}, "
         f"requires_grad={param.requires_grad}"

@@ -17,11 +17,17 @@ from onefold.views import FlatViews
 
 class Unit:
     def __init__(
-        self, layout: UnitLayout, params: Sequence[nn.Parameter], placement: Placement, comm: Comm, pool: Pool
+        self,
+        layout: UnitLayout,
+        params: Sequence[nn.Parameter],
+        placement: Placement,
+        comm: Comm,
+        replicas: Comm,
+        pool: Pool,
     ) -> None:
         self.layout, self.params, self.placement = layout, list(params), placement
         self.name = layout.name
         self.mine = layout.shard(comm.rank)
         views = FlatViews(layout, params)
         self.values = Values(views, params, placement.parameters, comm)
-        self.gradients = Gradients(views, placement.gradients, comm, pool)
+        self.gradients = Gradients(views, placement.gradients, comm, replicas, pool)
