@@ -13,7 +13,7 @@ from onefold.errors import (
 from onefold.full import full_parameters, full_state_dict
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
-from onefold.report import MemoryReport, TrafficReport, memory, track_memory, traffic
+from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory, placement, track_memory, traffic
 from onefold.shard import accumulate, shard
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "OnefoldError",
     "Optimizer",
     "OptimizerError",
+    "PlacementReport",
     "StateError",
     "TrafficReport",
     "Zero",
@@ -35,6 +36,7 @@ __all__ = [
     "full_state_dict",
     "init",
     "memory",
+    "placement",
     "shard",
     "track_memory",
     "traffic",

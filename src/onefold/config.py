@@ -40,8 +40,11 @@ class Zero:
     bucket_bytes: int = 32 << 20
     """Largest flat unit, in bytes of parameters; a parameter larger than this is a unit of its own."""
 
-    prefetch: int = 1
-    """Stage 3: how many units are gathered ahead of need, in forward and in backward."""
+    prefetch: int | str = 1
+    """Stage 3: how many units are gathered ahead of need, in forward and in backward; "auto" measures (on CPU)."""
+
+    live_bytes: int | None = None
+    """Stage 3, prefetch="auto": the most bytes of whole parameters that look-ahead may keep alive."""
 
     keep_whole: int | Callable[[str, int], bool] = 0
     """Stage 3: units of at most so many elements stay whole; or a callable (unit name, elements) -> bool."""
@@ -77,8 +80,14 @@ class Zero:
             raise ConfigError(f"stage={self.stage!r} is unknown; use one of {', '.join(map(str, STAGES))}")
         if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes!r} is not a positive number of bytes; try 32 << 20")
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ConfigError(f"prefetch={self.prefetch!r} is not a number of units; use 0, 1, 2 …")
+        if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
+            raise ConfigError(f"prefetch={self.prefetch!r} is not a number of units; use 0, 1, 2 … or 'auto'")
+        if self.live_bytes is not None and (type(self.live_bytes) is not int or self.live_bytes <= 0):
+            raise ConfigError(f"live_bytes={self.live_bytes!r} is not a positive number of bytes")
+        if self.live_bytes is not None and self.prefetch != "auto":
+            raise ConfigError(
+                "live_bytes bounds prefetch='auto'; with a fixed prefetch the memory is known: leave it out"
+            )
         if not callable(self.keep_whole) and (not isinstance(self.keep_whole, int) or self.keep_whole < 0):
             raise ConfigError(f"keep_whole={self.keep_whole!r} is neither a number of elements nor a callable")
         _one_of("buffers", self.buffers, BUFFERS)

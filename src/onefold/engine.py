@@ -64,7 +64,7 @@ class Engine:
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
         self.first_param = [self.places.index(Place(u, 0)) for u in range(len(self.units))]
         self.schedule = ReduceSchedule(self.units, self._reduced)
-        self.passes = Passes(sharded, zero.prefetch, self.enter_backward)
+        self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward)
         self.shown = ShownGradients(self.params, self.names)
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle

@@ -7,6 +7,7 @@ Backward: each parameter's gradient goes to its unit as soon as autograd has mad
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -50,7 +51,7 @@ def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
                 partial(_enter_module, engine, indices, sorted(frozen.intersection(indices))), with_kwargs=True
             )
             module.register_forward_hook(partial(_leave_module, engine, indices), always_call=True)
-    model.register_forward_pre_hook(lambda *_: passes.enter([], root=True))
+    model.register_forward_pre_hook(lambda *_: _enter_root(engine))
     model.register_forward_hook(
         lambda m, args, output: passes.leave([], list(_tensors(output)), root=True), always_call=True
     )
@@ -60,6 +61,16 @@ def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
         if indices:
             _attach_state(engine, module, indices)
     model.register_load_state_dict_post_hook(lambda *_: passes.release_all())
+
+
+def _enter_root(engine: Engine) -> None:
+    if torch.is_autocast_enabled(engine.device.type):
+        warnings.warn(  # once per place, as warnings are
+            "autocast casts whole weights and keeps the casts for its region, so they are not sharded; "
+            "with stage 3, cast inputs instead or leave autocast around single modules",
+            stacklevel=2,
+        )
+    engine.passes.enter([], root=True)
 
 
 def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None:

@@ -31,10 +31,12 @@ class SavedParameter(NamedTuple):
 
 
 class Passes:
-    def __init__(self, units: Sequence[Unit], prefetch: int, on_backward: Callable[[], None]) -> None:
+    def __init__(
+        self, units: Sequence[Unit], prefetch: int | str, live_bytes: int | None, on_backward: Callable[[], None]
+    ) -> None:
         self._on_backward = on_backward
         self.units = list(units)
-        self.gathers = GatherSchedule(units, prefetch)
+        self.gathers = GatherSchedule(units, prefetch, live_bytes)
         self._by_storage = {unit.values.storage: index for index, unit in enumerate(units)}
         self._depth = 0  # of hooked modules that are running
         self._looked_up: set[int] = set()  # held until the root's forward ends

@@ -79,6 +79,58 @@ class TrafficReport:
         return _table("traffic of the last step", [*rows, ("total", self.total, None)])
 
 
+@dataclass(frozen=True)
+class PlacementRow:
+    """Where one unit's states are, and what this rank holds of it when nothing is gathered."""
+
+    unit: str
+    elements: int
+    optimizer: str
+    gradients: str
+    parameters: str
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class PlacementReport:
+    """The placement table of a model, as it was decided."""
+
+    rows: tuple[PlacementRow, ...]
+
+    def __str__(self) -> str:
+        head = f"{'unit':<32}{'elements':>14}  {'optimizer':<10}{'gradients':<10}{'parameters':<11}{'bytes here':>14}"
+        body = [
+            f"{r.unit:<32}{r.elements:>14,}  {r.optimizer:<10}{r.gradients:<10}{r.parameters:<11}{r.parameter_bytes:>14,}"
+            for r in self.rows
+        ]
+        return "\n".join([head, *body])
+
+
+def placement(model: nn.Module) -> PlacementReport:
+    """Which states of which unit are whole and which are sharded.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> onefold.placement(onefold.shard(torch.nn.Linear(8, 8), stage=3)).rows[0].elements
+    72
+    """
+    engine = engine_of(model)
+    rows = []
+    for unit in engine.all_units:
+        trained = unit in engine.units
+        rows.append(
+            PlacementRow(
+                unit=unit.name,
+                elements=unit.layout.used_numel,
+                optimizer=unit.placement.optimizer.value if trained else "frozen",
+                gradients=unit.placement.gradients.value if trained else "frozen",
+                parameters=unit.placement.parameters.value,
+                parameter_bytes=unit.values.resident_numel * unit.layout.itemsize,
+            )
+        )
+    return PlacementReport(tuple(rows))
+
+
 def memory(model: nn.Module) -> MemoryReport:
     """Bytes of training state on this rank, measured by storage, with the layout's figure beside.
 

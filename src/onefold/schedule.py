@@ -16,11 +16,18 @@ from collections.abc import Sequence
 
 from onefold.unit import Unit
 from onefold.values import Presence
+from onefold.watch import Watch
+
+AUTO = "auto"
 
 
 class GatherSchedule:
-    def __init__(self, units: Sequence[Unit], prefetch: int) -> None:
-        self._units, self._prefetch = units, prefetch
+    def __init__(self, units: Sequence[Unit], prefetch: int | str, live_bytes: int | None) -> None:
+        self._units = units
+        self._watch = Watch(units, live_bytes) if prefetch == AUTO else None
+        self.prefetch = dict.fromkeys(
+            ("gather-forward", "gather-backward"), 1 if isinstance(prefetch, str) else prefetch
+        )
         self.forward = list(range(len(units)))
         self.backward = [index for index in reversed(self.forward[:-1])]  # the last one of forward is kept
         self.seen: list[int] = []  # gathers this pass wanted, in order
@@ -52,8 +59,13 @@ class GatherSchedule:
         self._unclaimed.discard(index)
         self._release_passed(but=index)
         if position is not None:
-            self._issue(upto=min(position + 1 + self._prefetch, len(self._order)))
+            ahead = self.prefetch.get(self._purpose, 0)
+            self._issue(upto=min(position + 1 + ahead, len(self._order)))
+        if self._watch:
+            self._watch.needed(index)
         values.finish_gather()
+        if self._watch:
+            self._watch.arrived(index)
 
     def hold(self, index: int) -> None:
         """A module begins to compute with a unit: it is not idle."""
@@ -78,6 +90,8 @@ class GatherSchedule:
                 self._release(self._order[self._issued - 1])
         for index in sorted(self._live - {keep}):
             self._release(index)
+        if self._watch and self._order and (decided := self._watch.end_of_pass(self._purpose)) is not None:
+            self.prefetch[self._purpose] = decided
         self._order, self._issued, self._needed = [], 0, 0
 
     def ready(self, index: int) -> bool:
@@ -99,6 +113,8 @@ class GatherSchedule:
 
     def _start(self, index: int) -> None:
         self.trace.append((self._purpose, self._units[index].name))
+        if self._watch:
+            self._watch.started(index)
         self._units[index].values.start_gather(self._purpose)
         self._live.add(index)
 

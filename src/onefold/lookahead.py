@@ -1,0 +1,72 @@
+"""How far to gather ahead, from measured times. Numbers only.
+
+A gather of T seconds is hidden if it starts so many units early that their compute takes at least T. Beyond that,
+looking further ahead hides nothing: where gathering takes longer than computing all along, the link is the limit and
+the difference stays exposed at any depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class LookAhead(NamedTuple):
+    """How many units to gather ahead of need."""
+
+    units: int
+    bandwidth_bound: bool  # gathering takes longer than computing; more look-ahead would not help
+    memory_bound: bool  # a larger number would help, but not fit
+
+
+def choose(
+    gather_s: Sequence[float], compute_s: Sequence[float], unit_bytes: Sequence[int], budget_bytes: int | None = None
+) -> LookAhead:
+    """The smallest number that hides every gather behind the compute of the units before it.
+
+    `gather_s[i]`, `compute_s[i]` and `unit_bytes[i]` are of the i-th unit of the pass.
+
+    >>> choose([0.008] * 32, [0.010] * 32, [1] * 32).units
+    1
+    >>> choose([0.016] * 32, [0.010] * 32, [1] * 32)
+    LookAhead(units=1, bandwidth_bound=True, memory_bound=False)
+    """
+    count = len(gather_s)
+    if sum(gather_s) > sum(compute_s):
+        return LookAhead(min(1, max(count - 1, 0)), bandwidth_bound=True, memory_bound=False)
+    wanted = max((_early(gather_s[i], compute_s[:i]) for i in range(1, count)), default=0)
+    fitting = wanted
+    while fitting > 1 and budget_bytes is not None and _most_live(unit_bytes, fitting) > budget_bytes:
+        fitting -= 1
+    return LookAhead(fitting, bandwidth_bound=False, memory_bound=fitting < wanted)
+
+
+def _early(gather_s: float, before_s: Sequence[float]) -> int:
+    """How many units before its own a gather must start."""
+    hidden, units = 0.0, 0
+    for compute_s in reversed(before_s):
+        units += 1
+        hidden += compute_s
+        if hidden >= gather_s:
+            break
+    return units
+
+
+def _most_live(unit_bytes: Sequence[int], units: int) -> int:
+    """Bytes of whole parameters when one unit computes and `units` more are ahead."""
+    return max(sum(unit_bytes[i : i + 1 + units]) for i in range(len(unit_bytes)))
+
+
+def exposed_s(gather_s: Sequence[float], compute_s: Sequence[float], units: int) -> float:
+    """Seconds a pass waits for gathers, one after the other on one link, each started `units` ahead of its need."""
+    started_at = [0.0] * len(gather_s)
+    link_free = clock = waited = 0.0
+    arrives: list[float] = []
+    for i, compute in enumerate(compute_s):
+        for j in range(len(arrives), min(i + 1 + units, len(gather_s))):
+            started_at[j] = max(link_free, clock)
+            link_free = started_at[j] + gather_s[j]
+            arrives.append(link_free)
+        waited += max(0.0, arrives[i] - clock)
+        clock = max(clock, arrives[i]) + compute
+    return waited
