@@ -98,9 +98,12 @@ class PlacementReport:
     rows: tuple[PlacementRow, ...]
 
     def __str__(self) -> str:
-        head = f"{'unit':<32}{'elements':>14}  {'optimizer':<10}{'gradients':<10}{'parameters':<11}{'bytes here':>14}"
+        def line(unit: str, elements: str, optimizer: str, gradients: str, parameters: str, held: str) -> str:
+            return f"{unit:<32}{elements:>14}  {optimizer:<10}{gradients:<10}{parameters:<11}{held:>14}"
+
+        head = line("unit", "elements", "optimizer", "gradients", "parameters", "bytes here")
         body = [
-            f"{r.unit:<32}{r.elements:>14,}  {r.optimizer:<10}{r.gradients:<10}{r.parameters:<11}{r.parameter_bytes:>14,}"
+            line(r.unit, f"{r.elements:,}", r.optimizer, r.gradients, r.parameters, f"{r.parameter_bytes:,}")
             for r in self.rows
         ]
         return "\n".join([head, *body])

@@ -1,4 +1,4 @@
-"""One scenario, five engines: our three stages, DistributedDataParallel, and plain PyTorch that averages at step().
+"""One scenario, six engines: our four stages, DistributedDataParallel, and plain PyTorch that averages at step().
 
 A scenario is a module-level function that takes an engine, trains, and returns a dict. `check` runs it on every rank
 under every engine: the stages must return the same bits, the references the same numbers. What a scenario returns as
@@ -18,10 +18,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import onefold
+from onefold.engine import ATTRIBUTE
 from tests.harness import run_ranks
 from tests.parity.training import same_bits
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 DIM = 12
 
 
@@ -156,8 +157,14 @@ def bare(model: nn.Module) -> Any:
     return getattr(model, "module", model)
 
 
+def whole(model: nn.Module, write: bool = False) -> Any:
+    """Around whatever reads or, with `write`, changes values by hand: at stage 3 they are spread over ranks."""
+    return onefold.full_parameters(model, write=write) if ATTRIBUTE in model.__dict__ else nullcontext()
+
+
 def params_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in bare(model).named_parameters()}
+    with whole(model):
+        return {name: p.detach().clone() for name, p in bare(model).named_parameters()}
 
 
 def mlp(dim: int = DIM) -> nn.Module:

@@ -56,9 +56,9 @@ def backward_penalty(model: nn.Module, engine: Engine, step: int) -> None:
 
 
 def backward_asked_for(model: nn.Module, engine: Engine, step: int) -> None:
-    """Gradients asked for by autograd.grad are the caller's own, on one rank only if it likes."""
+    """Gradients asked for by autograd.grad are the caller's own; where values are whole, on one rank if it likes."""
     loss = model(batch(step, engine.rank)).square().mean()
-    if engine.rank == 0:
+    if engine.rank == 0 or engine.name == 3:
         grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         assert all(g.abs().sum() > 0 for g in grads) and all(p.grad is None for p in model.parameters())
     loss.backward()

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 import onefold
 from tests.harness import run_ranks
-from tests.parity.behaviours.engines import DIM, STAGES, Engine, Staged, bare, batch, check, mlp, params_of
+from tests.parity.behaviours.engines import DIM, STAGES, Engine, Staged, bare, batch, check, mlp, params_of, whole
 
 SCHEDULERS: dict[str, Any] = {
     "LambdaLR": lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
@@ -193,11 +193,13 @@ def resume(stage: int, rewind: bool) -> tuple[Any, Any, str]:
     first = 1 if rewind else 3  # a rewind goes back to before the slices parted
     train(model, adam, range(first))
     adam.param_groups[0]["lr"] = 2e-2
-    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(adam.state_dict())
+    with whole(model):
+        saved = copy.deepcopy(model.state_dict()), copy.deepcopy(adam.state_dict())
     through = train(model, adam, range(first, 6))
     if not rewind:
         model, adam = make()
-    model.load_state_dict(saved[0])
+    with whole(model, write=True):
+        model.load_state_dict(saved[0])
     adam.load_state_dict(saved[1])
     again = train(model, adam, range(first, 6))
     saved[1]["onefold"]["rank"] += 1
