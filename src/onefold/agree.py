@@ -7,6 +7,7 @@ raise too and nobody waits for it.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 from collections.abc import Sequence
@@ -65,5 +66,6 @@ def compare_values(comm: Comm, named: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(bytes(flat.clone().untyped_storage())).hexdigest()[:16]
+    flat = tensor.detach().cpu().contiguous()
+    memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
+    return hashlib.sha256(memory).hexdigest()[:16]

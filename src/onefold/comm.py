@@ -170,7 +170,7 @@ class Comm:
         table[self.rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         table = table.to(self._wire.small_device)
         self.gather(table.view(-1), label).wait()
-        flat = bytes(table.cpu().view(-1).untyped_storage())
+        flat = bytes(table.view(-1).tolist())
         return [flat[i * len(blob) : (i + 1) * len(blob)] for i in range(self.size)]
 
     def _count(self, label: Label, collective: str, flat: Tensor) -> None:

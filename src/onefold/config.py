@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import Tensor
 from torch.nn import Module
@@ -40,7 +40,7 @@ class Zero:
     bucket_bytes: int = 32 << 20
     """Largest flat unit, in bytes of parameters; a parameter larger than this is a unit of its own."""
 
-    prefetch: int | str = 1
+    prefetch: int | Literal["auto"] = 1
     """Stage 3: how many units are gathered ahead of need, in forward and in backward; "auto" measures (on CPU)."""
 
     live_bytes: int | None = None
@@ -62,10 +62,10 @@ class Zero:
     device: str | None = None
     """Where a model on the meta device becomes real; None is this rank's GPU, or the CPU."""
 
-    buffers: str = "local"
+    buffers: Literal["local", "rank0"] = "local"
     """Module buffers (BatchNorm): "local" to each rank, or "rank0" broadcast before every training forward."""
 
-    sync: str = "rank0"
+    sync: Literal["rank0", "check"] = "rank0"
     """At shard time: "rank0" broadcasts rank 0's values to all, "check" compares them and raises."""
 
     mesh: DeviceMesh | None = None

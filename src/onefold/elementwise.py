@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from onefold.errors import OptimizerError
 from onefold.layout import ALIGN
@@ -48,6 +49,7 @@ def examine(
         except (TypeError, ValueError) as error:
             raise OptimizerError(f"{cls.__name__} refused its settings {kwargs}: {error}") from error
         try:
+            before = _group_settings(optimizer)
             _train(optimizer, whole, grads)
             for i, half in enumerate(halves):  # one optimizer each, as each unit has: nothing may couple them
                 part = cls([half], **kwargs)
@@ -63,16 +65,31 @@ def examine(
             f"{cls.__name__} is not element-wise: a tensor updated whole and the same tensor updated in two halves got "
             f"different values, and a shard is a part of a tensor. {REMEDY}"
         )
+    if changed := [key for key, value in _group_settings(optimizer).items() if before.get(key) != value]:
+        raise OptimizerError(
+            f"{cls.__name__} keeps state in its param group ({', '.join(changed)}), which every unit would count for "
+            f"itself. {REMEDY}"
+        )
     return dict(optimizer.defaults), _cost(part, half)
 
 
 def _train(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]) -> None:
     for grad in grads:
         param.grad = grad.to(param.device, copy=True)
-        optimizer.step()
+        bare_step(optimizer)
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step without the hooks and profiler ranges that torch puts around it: those are for the optimizer users hold."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def _group_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {key: repr(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
 
 
 def _cost(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> StateCost:
-    tensors = [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(dict(optimizer.state[param])) if isinstance(leaf, Tensor)]
     per_element = sum(t.itemsize for t in tensors if t.numel() == param.numel())
     return StateCost(per_element, sum(t.nbytes for t in tensors if t.numel() != param.numel()))

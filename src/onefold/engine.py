@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,8 +25,9 @@ from onefold.errors import ModelError, StateError
 from onefold.memory import Pool, storage_key
 from onefold.passes import Passes
 from onefold.placement import Placement, Scope
-from onefold.rounds import ReduceSchedule
+from onefold.rounds import IN_FLIGHT, ReduceSchedule
 from onefold.shown import ShardedGradient, ShownGradients
+from onefold.tree import ParameterTree
 from onefold.unit import Unit
 
 ATTRIBUTE = "_onefold"
@@ -62,7 +65,8 @@ class Engine:
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
-        self.first_param = [self.places.index(Place(u, 0)) for u in range(len(self.units))]
+        sizes = [len(unit.params) for unit in self.units]
+        self.first_param = list(accumulate(sizes, initial=0))[:-1]
         self.schedule = ReduceSchedule(self.units, self._reduced)
         self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward)
         self.shown = ShownGradients(self.params, self.names)
@@ -71,13 +75,15 @@ class Engine:
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
         self._whole_gradients = placement.optimizer is Scope.WHOLE
         self.accumulators: list[Any] = []  # autograd's nodes that carry our hooks
-        self._tree = list(_tree(model))
+        self._tree = ParameterTree(model)
         self._accumulating: str | None = None
+        self._training_thread = threading.get_ident()
         self._in_backward = False  # the end of the running backward will call us
         self._open = False  # it has brought gradients
         self._rounds_due = False  # a training forward ran, and no round since
         self._settled = False
         self._order_agreed = False
+        self._placeholders: list[Tensor] = []  # for .grad, made once
         self._gathers: list[Pending] = []
         self._ungathered: set[int] = set()  # units reduced but not yet made whole
 
@@ -88,8 +94,9 @@ class Engine:
         return self._accumulating != "once"
 
     def before_forward(self) -> None:
-        self.tidy_after_error()
         if torch.is_grad_enabled():
+            self._training_thread = threading.get_ident()
+            self.tidy_after_error()
             self.check_parameters()
             self._rounds_due = self._rounds_due or self.reducing
 
@@ -99,7 +106,7 @@ class Engine:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    def gradient_coming(self, index: int) -> None:
+    def gradient_coming(self) -> None:
         """Autograd is about to put a gradient into .grad, which must be free for it."""
         self.enter_backward()
         if not self._open:
@@ -115,7 +122,7 @@ class Engine:
         if grad is None:
             return
         unit = self.units[place.unit]
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             unit.gradients.add(place.slot, grad)
             self.used[index] = USED
             if self.schedule.arrived(place.unit, start=self.reducing) and id(unit) in self._pass_index:
@@ -141,7 +148,8 @@ class Engine:
 
     def tidy_after_error(self) -> None:
         """A backward that raised left rounds half done: complete the order, so that all ranks stay in step."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
+        ours = threading.get_ident() == self._training_thread  # another thread may run a forward during our backward
+        if self._in_backward and ours and torch._C._current_graph_task_id() == -1:
             self._close()
 
     def _reduced(self, index: int, final: bool) -> None:
@@ -195,6 +203,11 @@ class Engine:
             self._wait_for_gathers()
         self._settled = True
 
+    def pool_limit_bytes(self) -> int:
+        """What rounds need when units complete in order: those on the way with their scratch, and one filling."""
+        largest = max(unit.layout.numel * unit.layout.itemsize for unit in self.units)
+        return (2 * IN_FLIGHT + 1) * largest if self.everyone.size > 1 else 0
+
     def _agree_on_order(self) -> None:
         """From the first step on, all ranks follow the order in which rank 0 used and completed its units."""
         mine = [self.schedule.order_seen(), self.passes.forward_seen, self.passes.backward_seen]
@@ -203,7 +216,6 @@ class Engine:
         self.schedule.order = ranks[0][0]
         self.passes.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
         self._order_agreed = True
-        self.pool.trim()  # in the first backward units may have waited for another order
 
     def finish(self, index: int) -> Unit:
         """A unit whose gradient is complete."""
@@ -214,6 +226,8 @@ class Engine:
         """Tell autograd that values changed, so that a stale graph raises instead of using new values."""
         torch.autograd.graph.increment_version([p for p, was in zip(self.params, self.kept, strict=True) if was])
         self.comm.meter.cut()
+        if self.pool.nbytes() > self.pool_limit_bytes():
+            self.pool.trim()  # units waited for one that came late or not at all, or local sums were kept
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self.tidy_after_error()
@@ -252,7 +266,9 @@ class Engine:
             used = [index for index, kept in enumerate(self.kept) if kept]
             self.shown.show(used, self._whole_gradient)
         else:
-            self.shown.show(range(len(self.params)), lambda index: ShardedGradient(self.params[index]))
+            if not self._placeholders:
+                self._placeholders = [ShardedGradient(param) for param in self.params]
+            self.shown.show(range(len(self.params)), self._placeholders.__getitem__)
 
     def _whole_gradient(self, index: int) -> Tensor:
         place = self.places[index]
@@ -275,27 +291,13 @@ class Engine:
 
     def check_parameters(self) -> None:
         """The model still has the parameters it had when it was sharded, and they are where we put them."""
-        if [id(param) for _, _, param in _tree(self.model)] != [id(param) for _, _, param in self._tree]:
-            self._name_the_change()
+        self._tree.check()
         for unit in self.all_units:
             unit.values.check()
         sharded = [(s.name, p) for u in self.all_units[len(self.units) :] for s, p in zip(u.layout.slots, u.params)]
         for name, param in self.frozen + sharded:
             if param.requires_grad:
                 raise StateError(f"{name} was frozen when shard() was called and is not now; unfreeze before shard()")
-
-    def _name_the_change(self) -> NoReturn:
-        before = {f"{prefix}.{name}" if prefix else name: param for prefix, name, param in self._tree_names(self._tree)}
-        after = {f"{p}.{n}" if p else n: param for p, n, param in self._tree_names(list(_tree(self.model)))}
-        changed = [name for name in {**before, **after} if before.get(name) is not after.get(name)]
-        raise StateError(
-            f"{', '.join(changed[:5]) or 'a parameter'} was added, replaced or removed after shard(); change values in "
-            f"place (param.data.copy_), or change the model before shard()"
-        )
-
-    def _tree_names(self, tree: list[tuple[nn.Module, str, nn.Parameter]]) -> list[tuple[str, str, nn.Parameter]]:
-        prefixes = {id(module): prefix for prefix, module in self.model.named_modules()}
-        return [(prefixes.get(id(module), "?"), name, param) for module, name, param in tree]
 
     def held(self) -> dict[str, list[Tensor]]:
         """All training state this rank holds, by category."""
@@ -314,17 +316,10 @@ class Engine:
     def refuse_copy(self, *_: Any) -> NoReturn:
         raise StateError(
             "a sharded model cannot be copied or pickled: its parameters are views of buffers shared with other ranks; "
-            "copy the model before shard(), or save model.state_dict()"
+            "copy the model before shard(), or save onefold.full_state_dict(model)"
         )
 
-    __deepcopy__ = __copy__ = __reduce_ex__ = refuse_copy
-
-
-def _tree(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                yield module, name, param
+    __deepcopy__ = __reduce_ex__ = refuse_copy
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -112,9 +113,19 @@ def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: A
 
 
 def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
+    weak = weakref.ref(engine)  # autograd's hooks are out of sight of Python's collector: a strong one would never go
+
+    def coming(_: Any) -> None:
+        if (live := weak()) is not None:
+            live.gradient_coming()
+
+    def arrived(_: Any) -> None:
+        if (live := weak()) is not None:
+            live.gradient_arrived(index)
+
     node = torch.autograd.graph.get_gradient_edge(param).node  # which adds to .grad
-    node.register_prehook(lambda _: engine.gradient_coming(index))
-    param.register_post_accumulate_grad_hook(lambda _: engine.gradient_arrived(index))
+    node.register_prehook(coming)
+    param.register_post_accumulate_grad_hook(arrived)
     engine.accumulators.append(node)  # autograd itself forgets a node, and its hooks, that nobody holds
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +51,9 @@ class Pool:
     def _remove(self, buffer: Tensor) -> None:
         self._free = [other for other in self._free if other is not buffer]
 
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers())
+
     def buffers(self) -> list[Tensor]:
         """All of them, free or out."""
         return [*self._free, *self._out.values()]
@@ -71,9 +74,10 @@ class Tracker(TorchDispatchMode):
     `known` says which category a storage belongs to; all others are activations (and temporaries).
     """
 
-    def __init__(self, known: Callable[[], dict[int, tuple[str, Tensor]]]) -> None:
+    def __init__(self, known: Callable[[], dict[int, tuple[str, Tensor]]], elastic: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._known = known
+        self._elastic = elastic  # storages that are resized behind torch's back, so looked at after every operation
         self._serial = itertools.count()
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # storage key -> reference, serial, bytes
         self._live_bytes = 0
@@ -88,7 +92,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in (*tree_leaves(result), *self._elastic):
             if isinstance(leaf, Tensor):
                 self._note(leaf)
         return result

@@ -45,14 +45,21 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine = engine_of(model)
         if engine.optimizer is not None:
             raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
-        error: OnefoldError | None = None
+        self._agreed = False
+        error: Exception | None = None
         try:
             self._build(cls, groups, kwargs)
-        except OnefoldError as mistake:
+        except Exception as mistake:  # whatever it is, the other ranks must hear of it
             error = mistake
-        agree(engine.everyone, self._describe() if error is None else [], error, where="Optimizer()")
-        engine.comm.meter.cut()
+        self._agree(error, "Optimizer()")
         engine.optimizer = self
+
+    def _agree(self, error: Exception | None, where: str) -> None:
+        """All ranks have the same groups with the same settings, or all raise."""
+        agree(self._engine.everyone, self._describe() if error is None else [], error, where=where)
+        self._engine.comm.meter.cut()
+        self._agreed = True
+        self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
 
     def _build(self, cls: type[torch.optim.Optimizer], groups: list[Any] | None, kwargs: dict[str, Any]) -> None:
         engine = self._engine
@@ -79,16 +86,31 @@ class Optimizer(torch.optim.Optimizer):
         return [[self._engine.names[self._index[id(p)]] for p in group["params"]] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """More parameters of the model, with settings of their own."""
-        for param in param_group["params"] if isinstance(param_group, dict) else ():
-            index = self._index.get(id(param))
-            if index is not None and any(param is other for group in self.param_groups for other in group["params"]):
-                raise OptimizerError(f"{self._engine.names[index]} is in another param group already; name it in one")
-        with _as_ours():
-            super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        """More parameters of the model, with settings of their own. Collective."""
+        error: Exception | None = None
         try:
-            by_unit = self._by_unit_slots(group)
+            self._add_group(param_group)
+        except Exception as mistake:
+            error = mistake
+        if self._agreed:
+            self._agree(error, "add_param_group()")
+        elif error is not None:
+            raise error
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        with _as_ours():
+            given = param_group["params"]
+            params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
+            for param in params:
+                bare = param[1] if isinstance(param, tuple) else param
+                index = self._index.get(id(bare))
+                if index is not None and any(bare is other for group in self.param_groups for other in group["params"]):
+                    raise OptimizerError(
+                        f"{self._engine.names[index]} is in another param group already; name it in one"
+                    )
+            super().add_param_group({**param_group, "params": params})
+        try:
+            by_unit = self._by_unit_slots(self.param_groups[-1])
         except OptimizerError:
             self.param_groups.pop()
             raise
@@ -166,6 +188,16 @@ class Optimizer(torch.optim.Optimizer):
         return norm
 
     def _check_hyperparameters(self) -> None:
+        if self._agreed:
+            now = [(group, group["params"], len(group["params"])) for group in self.param_groups]
+            alike = len(now) == len(self._seen_groups) and all(
+                a is b and c is d and m == n for (a, c, m), (b, d, n) in zip(now, self._seen_groups, strict=True)
+            )
+            if not alike:
+                raise OptimizerError(
+                    "param_groups was reordered, replaced or edited; change settings inside a group "
+                    "(group['lr'] = ...), and add parameters with add_param_group()"
+                )
         for index, group in enumerate(self.param_groups):
             _check_finite(group, f"param group {index}")
 
@@ -198,7 +230,7 @@ class Optimizer(torch.optim.Optimizer):
         if state_dict["names"] != self._names():
             raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)
+            group.update(saved)  # the same objects: schedulers hold them
         for unit in self._by_unit:
             unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
 
@@ -228,7 +260,7 @@ def _as_ours() -> Iterator[None]:
         yield
     except OnefoldError:
         raise
-    except (TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise OptimizerError(
             f"the param groups cannot be used: {error}; give groups=[{{'params': [parameters of the model], ...}}], "
             f"each parameter in one group"

@@ -12,7 +12,6 @@ from onefold.comm import Flow
 from onefold.engine import Engine, engine_of
 from onefold.memory import CATEGORIES, Tracker, storage_bytes
 from onefold.placement import Scope
-from onefold.rounds import IN_FLIGHT
 from onefold.unit import Unit
 
 
@@ -176,7 +175,7 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
     True
     """
     engine = engine_of(model)
-    tracker = Tracker(engine.storages)
+    tracker = Tracker(engine.storages, [unit.values.whole for unit in engine.passes.units])
     tracker.watch(tensor for _, tensor in engine.storages().values())
     with tracker:
         yield tracker
@@ -189,15 +188,12 @@ def _planned_memory(engine: Engine) -> dict[str, int | None]:
     frozen = storage_bytes([param for _, param in engine.frozen])
     has_gradients = any(unit.gradients.tensors() for unit in engine.units)
     gradients = whole if engine.placement.gradients is Scope.WHOLE else shard
-    largest = max(unit.layout.numel * unit.layout.itemsize for unit in engine.units)
     return {
         "parameters": values + frozen,
         "gradients": gradients if has_gradients else 0,
         "optimizer": engine.optimizer.planned_bytes() if engine.optimizer is not None else 0,
         "buffers": storage_bytes(engine.model.buffers()),
-        "communication": (2 * IN_FLIGHT + 1) * largest
-        if engine.comm.size > 1
-        else 0,  # at most, with one backward open
+        "communication": engine.pool_limit_bytes(),  # at most
         "activations": None,
     }
 

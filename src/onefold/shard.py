@@ -137,6 +137,8 @@ def survey(model: nn.Module, settings: Zero, axes: Axes) -> Survey:
         _check_values(name, tensor, meta)
     for name, param in named:
         _check_parameter(name, param, device)
+    if not meta:
+        _check_overlap([*named, *model.named_buffers()])
     if settings.init is not None and not meta:
         raise ConfigError("init= fills a model built on the meta device, and this one has values: build it on meta")
     blocks = find_blocks(model, settings.units)
@@ -159,15 +161,33 @@ def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
     if nn.parameter.is_lazy(tensor):
         raise ModelError(f"{name} has no shape yet (a lazy module); run one forward before shard()")
     if tensor.device.type == "meta" and not meta:
-        raise ModelError(f"{name} is on the meta device and others are not; build all of the model there, or nothing")
+        raise ModelError(f"{name} is on the meta device and others are not; build all of it there, or all on a real device")
+
+
+def _check_overlap(named: list[tuple[str, Tensor]]) -> None:
+    """Memory shared by two names that are not one Parameter would be parted silently."""
+    seen: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in named:
+        if tensor.numel():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            start = int(tensor.storage_offset())
+            stop = start + int(extent)
+            for other_start, other_stop, other in seen.setdefault(tensor.untyped_storage()._cdata, []):
+                if start < other_stop and other_start < stop:
+                    raise ModelError(
+                        f"{other} and {name} share memory but are not one parameter, and shard() would part them; tie "
+                        f"weights by assigning the same nn.Parameter, or clone one of them"
+                    )
+            seen[tensor.untyped_storage()._cdata].append((start, stop, name))
 
 
 def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
     if param.device != device:
         raise ModelError(f"{name} is on {param.device}, others on {device}; move the model to one device first")
     if param.requires_grad and param.dtype not in TRAINED_DTYPES:
+        remedy = "keep it as two real ones (torch.view_as_real)" if param.is_complex() else "call model.float() first"
         raise ModelError(
-            f"{name} is {param.dtype}; trained parameters are float32 or float64: call model.float() first, "
+            f"{name} is {param.dtype}; trained parameters are float32 or float64: {remedy}, "
             f"or freeze it with requires_grad_(False)"
         )
 

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from onefold.elementwise import StateCost
+from onefold.elementwise import StateCost, bare_step
 from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.placement import Scope
@@ -68,7 +69,7 @@ class UnitOptimizer:
             for piece in self.slices[group]:
                 used = kept[first_param + piece.slots[0]]
                 piece.tensor.grad = self.unit.gradients.part(piece.span) if used else None
-        self.inner.step()
+        bare_step(self.inner)
         for piece in self._all_slices():
             piece.tensor.grad = None
 
@@ -103,8 +104,8 @@ class UnitOptimizer:
             yield from self.slices[group]
 
     def state_tensors(self) -> list[Tensor]:
-        states = self.inner.state.values() if self.inner is not None else ()
-        return [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        states = [dict(state) for state in self.inner.state.values()] if self.inner is not None else []
+        return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
 
     def planned_bytes(self, cost: StateCost) -> int:
         """State of the slices that have been updated at least once."""
@@ -139,8 +140,7 @@ class UnitOptimizer:
                 cuts.append(cut)
                 if row["state"]:
                     self.inner.state[cut.tensor] = {
-                        key: value.clone() if isinstance(value, Tensor) else value
-                        for key, value in row["state"].items()
+                        key: tree_map_only(Tensor, Tensor.clone, value) for key, value in row["state"].items()
                     }
             self.slices[group] = cuts
             inner_group["params"] = [cut.tensor for cut in cuts]
@@ -152,8 +152,10 @@ def _runs(slots: list[int]) -> list[tuple[int, ...]]:
     return [tuple(slot for _, slot in run) for _, run in keyed]
 
 
-def _cut(value: Any, of: Tensor, at: Span) -> Any:
-    """The part of a piece of state that belongs to these elements; counts are copied."""
-    if not isinstance(value, Tensor):
-        return value
-    return value[at.start : at.stop] if value.shape == of.shape else value.clone()
+def _cut(state: Any, of: Tensor, at: Span) -> Any:
+    """The part of some state that belongs to these elements; counts are copied."""
+
+    def cut(value: Tensor) -> Tensor:
+        return value[at.start : at.stop] if value.shape == of.shape else value.clone()
+
+    return tree_map_only(Tensor, cut, state)

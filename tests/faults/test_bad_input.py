@@ -104,7 +104,6 @@ CASES = {
         lambda: onefold.shard(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d(affine=False))),
         "ModelError", "1.running_mean", "one forward",
     ),
-    "meta": Case(lambda: onefold.shard(net().to("meta")), "ModelError", "0.weight is on the meta", "on a real device"),
     "meta, in part": Case(
         lambda: onefold.shard(nn.Sequential(nn.Linear(2, 2), frozen(nn.Linear(2, 2, device="meta")))),
         "ModelError", "1.weight", "real device",
@@ -113,7 +112,7 @@ CASES = {
         lambda: onefold.shard(Holder(torch.ones(4, device="meta"))), "ModelError", "statistics", "real device"
     ),
     "sparse gradient": Case(sparse_gradient, "ModelError", "0.weight has a torch.sparse_coo gradient", "sparse=False"),
-    "mesh of two axes": Case(shard_with_a_mesh_of_two_axes, "ConfigError", "2 axes", "mesh['shard']"),
+    "mesh of two axes": Case(shard_with_a_mesh_of_two_axes, "ConfigError", "replicate", "'replica' and 'shard'"),
     "not a mesh": Case(lambda: onefold.shard(net(), mesh=[0, 1]), "ConfigError", "mesh=[0, 1]", "init_device_mesh"),
     "accumulate sometimes": Case(
         lambda: accumulate(onefold.shard(net()), "sometimes"), "ConfigError", "reduce='sometimes'", "'once', 'each'"

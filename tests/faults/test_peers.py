@@ -77,7 +77,7 @@ def test_when_a_rank_is_killed_in_training_every_peer_ends_soon_and_names_it(sta
     assert outcomes[LOST].exitcode == -signal.SIGKILL
     last_lines = [o.error.strip().splitlines()[-1] for o in outcomes if o.rank != LOST]
     for rank, line in zip([0, 2], last_lines, strict=True):
-        assert line.startswith(f"onefold.errors.CommError: rank {rank} of {RANKS}: "), line
+        assert line.startswith(f"onefold.errors.CommError: rank {rank}: "), line
         assert any(purpose in line for purpose in ("reduce of ", "gather-", "used-flags of ", "norm of ")), line
         # a survivor may hear of the other survivor's end first, and names that one
         assert any(f"rank {peer}" in line.split(": ", 2)[2] for peer in range(RANKS) if peer != rank), line
@@ -107,7 +107,7 @@ def test_a_peer_hears_of_a_death_even_where_the_other_survivors_live_on(at: tupl
     with start_ranks(RANKS, survive, at, timeout_s=PROMPT_S) as group:
         for rank in (0, 2):
             seen = group.message(rank)
-            assert seen.message.startswith(f"rank {rank} of {RANKS}: ")
+            assert seen.message.startswith(f"rank {rank}: ")
             assert f"rank {LOST}" in seen.message, seen
 
 
@@ -149,7 +149,7 @@ def test_when_a_rank_stalls_its_peers_raise_after_timeout_s_and_name_it(
             if rank != who:
                 seen = group.message(rank)
                 assert seen.seconds < STALL_TIMEOUT_S + 4, seen
-                assert seen.message.startswith(f"rank {rank} of {RANKS}: {waited_for}"), seen
+                assert seen.message.startswith(f"rank {rank}: {waited_for}"), seen
                 assert f"got no answer from rank {who} within {STALL_TIMEOUT_S:g} s" in seen.message, seen
     assert all(is_gone(pid) for pid in group.pids)
 
@@ -178,4 +178,4 @@ def test_when_a_rank_raises_its_peers_end_too(at: tuple[str, int]) -> None:
     assert [outcome.exitcode for outcome in outcomes] == [1] * RANKS
     assert "ValueError: a bad batch" in outcomes[LOST].error
     for rank in (0, 2):
-        assert f"CommError: rank {rank} of {RANKS}: " in outcomes[rank].error
+        assert f"CommError: rank {rank}: " in outcomes[rank].error

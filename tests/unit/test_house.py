@@ -11,8 +11,8 @@ import onefold
 # Each module imports only modules before it.
 ORDER = [
     "errors", "placement", "layout", "config", "mesh", "comm", "agree", "memory", "views", "values", "gradients",
-    "unit", "rounds", "lookahead", "watch", "schedule", "passes", "shown", "engine", "hooks", "elementwise", "slices",
-    "optimizer", "full", "report", "blocks", "build", "shard", "__init__",
+    "unit", "rounds", "lookahead", "watch", "schedule", "passes", "shown", "tree", "engine", "hooks",
+    "elementwise", "slices", "optimizer", "full", "report", "blocks", "build", "shard", "__init__",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
