@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +26,7 @@ from onefold.errors import ModelError, StateError
 from onefold.memory import Pool, storage_key
 from onefold.passes import Passes
 from onefold.placement import Placement, Scope
-from onefold.rounds import IN_FLIGHT, ReduceSchedule
+from onefold.rounds import IN_FLIGHT, WAITING, ReduceSchedule
 from onefold.shown import ShardedGradient, ShownGradients
 from onefold.tree import ParameterTree
 from onefold.unit import Unit
@@ -67,8 +68,8 @@ class Engine:
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
         sizes = [len(unit.params) for unit in self.units]
         self.first_param = list(accumulate(sizes, initial=0))[:-1]
-        self.schedule = ReduceSchedule(self.units, self._reduced)
-        self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward)
+        self.schedule = ReduceSchedule(self.units, self._before_round, self._reduced)
+        self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward, self._before_gather_wait)
         self.shown = ShownGradients(self.params, self.names)
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
@@ -152,6 +153,24 @@ class Engine:
         if self._in_backward and ours and torch._C._current_graph_task_id() == -1:
             self._close()
 
+    # Where values are sharded, backward waits for two kinds of messages. So that no rank waits for a gather of a peer
+    # that waits for a round of ours: before a round we start the gathers up to its unit, and before we wait for a
+    # gather we start the rounds of the units that backward has passed by then.
+
+    def _before_round(self, index: int) -> None:
+        place = self._pass_index.get(id(self.units[index]))
+        if place is not None:
+            self.passes.gathers.issue_through(place)
+
+    def _before_gather_wait(self, passed: float) -> None:
+        if self._open and self.reducing:
+            self.schedule.start_while(lambda index: self._position(index) <= passed)
+
+    def _position(self, index: int) -> float:
+        """Where backward comes to a unit, in the list of gathers."""
+        place = self._pass_index.get(id(self.units[index]))
+        return math.inf if place is None else self.passes.gathers.position(place)
+
     def _reduced(self, index: int, final: bool) -> None:
         if self._whole_gradients:
             self._ungathered.add(index)
@@ -204,16 +223,16 @@ class Engine:
         self._settled = True
 
     def pool_limit_bytes(self) -> int:
-        """What rounds need when units complete in order: those on the way with their scratch, and one filling."""
+        """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another."""
         largest = max(unit.layout.numel * unit.layout.itemsize for unit in self.units)
-        return (2 * IN_FLIGHT + 1) * largest if self.everyone.size > 1 else 0
+        return (2 * IN_FLIGHT + 1 + WAITING) * largest if self.everyone.size > 1 else 0
 
     def _agree_on_order(self) -> None:
         """From the first step on, all ranks follow the order in which rank 0 used and completed its units."""
         mine = [self.schedule.order_seen(), self.passes.forward_seen, self.passes.backward_seen]
         blobs = self.everyone.exchange(json.dumps(mine).encode(), Label("agree", "the order of units"))
         ranks = [json.loads(blob) for blob in blobs]
-        self.schedule.order = ranks[0][0]
+        self.schedule.order, self.schedule.agreed = ranks[0][0], True
         self.passes.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
         self._order_agreed = True
 

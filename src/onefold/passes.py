@@ -32,9 +32,14 @@ class SavedParameter(NamedTuple):
 
 class Passes:
     def __init__(
-        self, units: Sequence[Unit], prefetch: int | str, live_bytes: int | None, on_backward: Callable[[], None]
+        self,
+        units: Sequence[Unit],
+        prefetch: int | str,
+        live_bytes: int | None,
+        on_backward: Callable[[], None],
+        before_wait: Callable[[float], None],
     ) -> None:
-        self._on_backward = on_backward
+        self._on_backward, self._before_wait = on_backward, before_wait
         self.units = list(units)
         self.gathers = GatherSchedule(units, prefetch, live_bytes)
         self._by_storage = {unit.values.storage: index for index, unit in enumerate(units)}
@@ -128,6 +133,8 @@ class Passes:
         self.open_backward()
         for index in indices:
             if not self.gathers.ready(index):
+                ahead = self.gathers.prefetch["gather-backward"]
+                self._before_wait(self.gathers.position(index) - 1 - ahead)
                 self.gathers.need(index)
             if torch.is_grad_enabled():  # create_graph: what this backward saves is out of our sight
                 self._graph_made = True

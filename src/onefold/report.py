@@ -217,6 +217,7 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         planned[updated] = once(kept)
     if sharded:
         planned["gather-forward"] = once(sharded[index] for index in gathers.forward)
+    if gathers.backward:
         planned["gather-backward"] = once(sharded[index] for index in gathers.backward)
     if engine.zero.buffers == "rank0":
         others = engine.everyone.size - 1

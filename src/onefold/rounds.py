@@ -2,8 +2,10 @@
 
 Every rank starts the rounds of a backward in the same order: registration order reversed at first, then the order in
 which rank 0's units became complete in the first backward. A unit is complete when as many gradients have arrived as
-in recent backwards; a complete unit waits for those before it in the order. Whatever is still open when backward ends
-is started then, in the same order. So ranks may skip, branch or repeat; the sequence of collectives stays the same.
+in recent backwards; a complete unit waits for those before it in the order. Where too many wait for one, that one is
+taken to be skipped in this backward and starts as it is; should its gradients come after all, they take a round of
+their own later. Whatever is still open when backward ends is started then, in the same order. So ranks may skip, branch
+or repeat; the sequence of collectives stays the same, and no rank holds all gradients.
 """
 
 from __future__ import annotations
@@ -14,13 +16,17 @@ from collections.abc import Callable, Sequence
 from onefold.unit import Unit
 
 IN_FLIGHT = 2  # rounds on the way at once: one travels while the next fills, and buffers stay constant
+WAITING = 3  # complete units that may wait for one before them; then it counts as skipped
 REMEMBERED = 8  # backwards; a parameter used now and then is expected for that long
 
 
 class ReduceSchedule:
-    def __init__(self, units: Sequence[Unit], on_reduced: Callable[[int, bool], None]) -> None:
-        self._units, self._on_reduced = units, on_reduced
+    def __init__(
+        self, units: Sequence[Unit], before_round: Callable[[int], None], on_reduced: Callable[[int, bool], None]
+    ) -> None:
+        self._units, self._before_round, self._on_reduced = units, before_round, on_reduced
         self.order = list(reversed(range(len(units))))
+        self.agreed = False  # the order is one that a backward has shown
         self.completed: list[int] = []  # in this backward, by the time of their last gradient
         self._counts = [deque([len(unit.params)], maxlen=REMEMBERED) for unit in units]
         self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether its round is of a step's last backward
@@ -32,15 +38,21 @@ class ReduceSchedule:
         self.completed = []
         self._arrived = [0] * len(self._units)
         self._next = 0
+        self._started: set[int] = set()
 
     def arrived(self, index: int, *, start: bool) -> bool:
         """One gradient has been added to a unit; start every round that may start. True if the unit is complete."""
         self._arrived[index] += 1
         if self._arrived[index] == self._expected(index):
             self.completed.append(index)
-        while start and self._next < len(self.order) and self._complete(self.order[self._next]):
+        while start and self._next < len(self.order) and self._may_start(self.order[self._next]):
             self._start_next()
         return self._complete(index)
+
+    def start_while(self, passed: Callable[[int], bool]) -> None:
+        """Start the next rounds in order, complete or not, as long as backward has passed their units."""
+        while self._next < len(self.order) and passed(self.order[self._next]):
+            self._start_next()
 
     def flush(self, *, start: bool) -> None:
         """Backward is over: start what is left and remember how many gradients came."""
@@ -71,6 +83,12 @@ class ReduceSchedule:
         """The order this backward showed; units that never became complete come last."""
         return self.completed + [index for index in self.order if index not in self.completed]
 
+    def _may_start(self, index: int) -> bool:
+        if self._complete(index):
+            return True
+        waiting = [other for other in self.completed if other not in self._started]
+        return self.agreed and len(waiting) >= WAITING
+
     def _complete(self, index: int) -> bool:
         return self._arrived[index] >= self._expected(index)
 
@@ -79,12 +97,14 @@ class ReduceSchedule:
         return max(self._counts[index])
 
     def _start_next(self) -> None:
+        self._started.add(self.order[self._next])
         self._start(self.order[self._next])
         self._next += 1
 
     def _start(self, index: int) -> None:
         while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
+        self._before_round(index)
         self._units[index].gradients.launch()
         self._in_flight.append((index, self._final))
 

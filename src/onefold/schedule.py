@@ -12,6 +12,7 @@ Units that the list had and this rank skipped are released as soon as it is past
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from onefold.unit import Unit
@@ -93,6 +94,18 @@ class GatherSchedule:
         if self._watch and self._order and (decided := self._watch.end_of_pass(self._purpose)) is not None:
             self.prefetch[self._purpose] = decided
         self._order, self._issued, self._needed = [], 0, 0
+
+    def position(self, index: int) -> float:
+        """Where a unit stands in the list of backward: the kept one before all, one that is not in it behind all."""
+        if index in self.backward:
+            return self.backward.index(index)
+        return -1 if index == self.forward[-1] else math.inf
+
+    def issue_through(self, index: int) -> None:
+        """Start the gathers of the running pass up to a unit's, and as many ahead as a need of it would."""
+        if index in self._order:
+            ahead = self.prefetch.get(self._purpose, 0)
+            self._issue(upto=min(self._order.index(index) + 1 + ahead, len(self._order)))
 
     def ready(self, index: int) -> bool:
         """Whole, and a need of it is known to the pass."""

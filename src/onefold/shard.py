@@ -161,7 +161,9 @@ def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
     if nn.parameter.is_lazy(tensor):
         raise ModelError(f"{name} has no shape yet (a lazy module); run one forward before shard()")
     if tensor.device.type == "meta" and not meta:
-        raise ModelError(f"{name} is on the meta device and others are not; build all of it there, or all on a real device")
+        raise ModelError(
+            f"{name} is on the meta device and others are not; build all of it there, or all on a real device"
+        )
 
 
 def _check_overlap(named: list[tuple[str, Tensor]]) -> None:

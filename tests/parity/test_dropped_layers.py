@@ -1,0 +1,55 @@
+"""Layers that are dropped at random: stage 2 still holds a shard and a constant, and all stages the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onefold
+from tests.harness import run_ranks
+from tests.parity.training import same_bits
+
+DEPTH, WIDTH, STEPS = 16, 32, 8
+UNIT_BYTES = WIDTH * WIDTH * 4
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor, kept: list[bool]) -> Tensor:
+        for layer, keep in zip(self.layers, kept, strict=True):
+            x = x + torch.tanh(layer(x)) if keep else x
+        return x
+
+
+def train(stage: int, per_rank: bool) -> tuple[dict[str, Tensor], list[int]]:
+    torch.manual_seed(0)
+    model = onefold.shard(Dropping(), stage=stage, bucket_bytes=UNIT_BYTES)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
+    rank = torch.distributed.get_rank()
+    peaks = []
+    for step in range(STEPS):
+        dice = torch.Generator().manual_seed(step + (100 * rank if per_rank else 0))
+        kept = (torch.rand(DEPTH, generator=dice) > 0.25).tolist() if step else [True] * DEPTH
+        with onefold.track_memory(model) as tracker:
+            model(torch.ones(2, WIDTH) * (rank + 1), kept).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        peak = tracker.peak()
+        peaks.append(peak["gradients"] + peak["communication"])
+    with onefold.full_parameters(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}, peaks
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_dropping_layers_changes_neither_bits_nor_the_bound_on_memory(per_rank: bool) -> None:
+    reference = run_ranks(2, train, 0, per_rank)
+    for stage in (1, 2, 3):
+        for rank, (params, peaks) in enumerate(run_ranks(2, train, stage, per_rank)):
+            assert all(same_bits(value, reference[rank][0][name]) for name, value in params.items())
+            if stage >= 2 and not per_rank:
+                shard = DEPTH * UNIT_BYTES // 2
+                assert max(peaks) <= shard + 8 * UNIT_BYTES, [peak / UNIT_BYTES for peak in peaks]
