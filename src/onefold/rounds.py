@@ -50,8 +50,10 @@ class ReduceSchedule:
         return self._complete(index)
 
     def start_while(self, passed: Callable[[int], bool]) -> None:
-        """Start the next rounds in order, complete or not, as long as backward has passed their units."""
-        while self._next < len(self.order) and passed(self.order[self._next]):
+        """Start the next rounds in order while backward has passed their units: complete, or skipped altogether."""
+        while self._next < len(self.order) and passed(index := self.order[self._next]):
+            if self._arrived[index] and not self._complete(index):
+                break  # more is to come for it
             self._start_next()
 
     def flush(self, *, start: bool) -> None:

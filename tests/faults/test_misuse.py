@@ -115,7 +115,7 @@ AT_ONCE = {
     "deepcopy of a parent": Mistake(lambda t: copy.deepcopy(nn.Sequential(nn.Linear(1, 1), t.model)), COPIED),
     "deepcopy of a list": Mistake(lambda t: copy.deepcopy({"model": [t.model]}), COPIED),
     "pickle": Mistake(lambda t: pickle.dumps(t.model), "save onefold.full_state_dict(model)"),
-    "pickle of a parent": Mistake(lambda t: pickle.dumps(nn.Sequential(t.model)), "save onefold.full_state_dict(model)"),
+    "pickle of a parent": Mistake(lambda t: pickle.dumps(nn.Sequential(t.model)), "onefold.full_state_dict(model)"),
     "torch.save": Mistake(lambda t: torch.save(t.model, io.BytesIO()), "save onefold.full_state_dict(model)"),
     "deepcopy of the optimizer": Mistake(lambda t: copy.deepcopy(t.optimizer), "state_dict()"),
     "pickle of the optimizer": Mistake(lambda t: pickle.dumps(t.optimizer), "state_dict()"),

@@ -1,4 +1,4 @@
-"""Each step sends 2Ψ(N-1)/N elements, at every stage, to the byte: the expectation comes from sizes alone."""
+"""Each step sends 2Ψ(N-1)/N elements, at stage 3 up to 3Ψ(N-1)/N, to the byte: expectations come from sizes alone."""
 
 from __future__ import annotations
 
@@ -139,6 +139,24 @@ def test_the_first_step_also_agrees_on_an_order_and_nothing_else(stage: int, ran
         assert seen.steps[1].by_purpose == wanted, "unclipped: no norm"
         first = {purpose: sent for purpose, sent in seen.steps[0].by_purpose.items() if purpose != "agree"}
         assert first == wanted
+
+
+def nonzero(sent: dict[str, int]) -> dict[str, int]:
+    return {purpose: size for purpose, size in sent.items() if size}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("model", ["gpt", "gpt-tied", "gpt-checkpoint", "conv", "skipping", "twice", "odd", "mixed"])
+def test_stage_3_sends_what_its_recorded_schedule_says(model: str, ranks: int) -> None:
+    """At most Ψ each for forward, backward and gradients; frozen units are gathered too, and never reduced."""
+    run = Run(model=model, stage=3, clip=1.0)
+    for seen in run_ranks(ranks, watch, run):
+        _, second, third = seen.steps
+        assert third == second
+        assert nonzero(second.by_purpose) == nonzero(second.planned)
+        assert second.planned["reduce"] == padded_bytes(seen.units, ranks) * (ranks - 1) // ranks
+        if model == "gpt" and ranks > 1:
+            assert second.planned["gather-forward"] == second.planned["reduce"] > second.planned["gather-backward"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

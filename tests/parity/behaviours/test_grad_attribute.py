@@ -83,8 +83,8 @@ def use_placeholder(stage: int) -> list[str]:
     return raised
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_at_stages_1_and_2_grad_has_a_shape_and_raises_when_used(stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_at_stages_1_to_3_grad_has_a_shape_and_raises_when_used(stage: int) -> None:
     for raised in run_ranks(2, use_placeholder, stage):
         assert raised == ["StateError"] * 8
 

@@ -134,11 +134,17 @@ def count_collectives(stage: int) -> list[tuple[int, dict[str, int]]]:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_step_takes_one_reduce_and_one_gather_per_unit_and_one_message_of_flags(stage: int, ranks: int) -> None:
-    gather = "gather-gradient" if stage == 0 or ranks == 1 else "gather-updated"
+    """Spread values are gathered twice, in forward and in backward, but for the last unit."""
     for found in run_ranks(ranks, count_collectives, stage):
         for clip, (units, calls) in zip((False, True), found, strict=True):
             assert units >= 3
-            assert calls == {"reduce": units, gather: units, "used-flags": 1, **({"norm": 1} if clip else {})}
+            gathers = {
+                0: {"gather-gradient": units},
+                1: {"gather-updated": units},
+                2: {"gather-updated": units},
+                3: {"gather-forward": units, "gather-backward": units - 1},
+            }[stage if ranks > 1 else 0]
+            assert calls == {"reduce": units, **gathers, "used-flags": 1, **({"norm": 1} if clip else {})}
 
 
 def train_delayed(engine: Engine) -> dict[str, Any]:

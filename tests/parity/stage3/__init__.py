@@ -1,0 +1,1 @@
+"""Stage 3: parameters are spread over ranks, and nothing else changes."""
