@@ -235,6 +235,7 @@ class Engine:
         self.schedule.order, self.schedule.agreed = ranks[0][0], True
         self.passes.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
         self._order_agreed = True
+        self.pool.trim()  # in the first backward units may have waited for another order
 
     def finish(self, index: int) -> Unit:
         """A unit whose gradient is complete."""
@@ -245,8 +246,6 @@ class Engine:
         """Tell autograd that values changed, so that a stale graph raises instead of using new values."""
         torch.autograd.graph.increment_version([p for p, was in zip(self.params, self.kept, strict=True) if was])
         self.comm.meter.cut()
-        if self.pool.nbytes() > self.pool_limit_bytes():
-            self.pool.trim()  # units waited for one that came late or not at all, or local sums were kept
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self.tidy_after_error()

@@ -51,9 +51,6 @@ class Pool:
     def _remove(self, buffer: Tensor) -> None:
         self._free = [other for other in self._free if other is not buffer]
 
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers())
-
     def buffers(self) -> list[Tensor]:
         """All of them, free or out."""
         return [*self._free, *self._out.values()]

@@ -28,6 +28,7 @@ class SavedParameter(NamedTuple):
 
     unit: int
     tensor: Tensor
+    version: int
 
 
 class Passes:
@@ -72,6 +73,10 @@ class Passes:
         if torch._C._current_graph_task_id() != -1:
             return
         self._depth -= 1
+        for tensor in output if self._depth > 0 else ():  # a parameter, or a part of one, handed on to other modules
+            handed_on = self._by_storage.get(tensor.untyped_storage()._cdata)
+            if handed_on is not None:
+                self._hold_until_the_end(handed_on)
         for index in indices:
             self.gathers.idle(index)
         if self._depth > 0:
@@ -98,25 +103,34 @@ class Passes:
             self._pinned.add(index)
             self.units[index].values.pins += 1
 
-    def look_up(self, index: int) -> None:
-        """A parameter of this unit was asked for by name."""
-        if self.gathers.ready(index):
-            return
-        if self._backward:
-            self.gathers.need(index)
-        elif self._depth > 0 and index not in self._looked_up:
+    def _hold_until_the_end(self, index: int) -> None:
+        """Of the root's forward: nobody knows what was made of it."""
+        if index not in self._looked_up:
             self._looked_up.add(index)
             self.gathers.hold(index)
+
+    def look_up(self, index: int) -> None:
+        """A parameter of this unit was asked for by name."""
+        if self._backward:
+            if not self.gathers.ready(index):
+                self.gathers.need(index)
+        elif self._depth > 0 and not self.gathers.busy(index):
+            self._hold_until_the_end(index)
 
     def _pack(self, tensor: Tensor) -> Any:
         index = self._by_storage.get(tensor.untyped_storage()._cdata)
         if index is not None:
-            return SavedParameter(index, tensor)
+            return SavedParameter(index, tensor, tensor._version)
         # an output that its own node saves would keep itself alive; autograd gives the detached one its history back
         return tensor.detach() if tensor.grad_fn is not None else tensor
 
     def _unpack(self, saved: Any) -> Tensor:
         if isinstance(saved, SavedParameter):
+            if saved.tensor._version != saved.version:  # autograd leaves this check to us
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    "a parameter was updated after the forward that this backward belongs to"
+                )
             self.need_in_backward([saved.unit])
             return saved.tensor
         return saved

@@ -77,6 +77,9 @@ class GatherSchedule:
         """A module has ended."""
         self._busy[index] = max(self._busy.get(index, 0) - 1, 0)
 
+    def busy(self, index: int) -> bool:
+        return bool(self._busy.get(index))
+
     def done(self, index: int) -> None:
         """Nobody needs a unit any more in this pass."""
         if index not in self._unclaimed:

@@ -16,9 +16,6 @@ OPEN = (
     "test_checkpointed_blocks_train_to_the_same_bits[two blocks in two checkpoints-True",
     "test_checkpointed_blocks_may_run_in_two_backwards_of_a_step",
     "test_checkpoints_work_at_any_look_ahead_with_one_unit_per_block[0-True]",
-    # a parameter of a block taken outside it, after the block has run
-    "test_a_parameter_may_be_used_outside_its_own_module[block's weight taken behind it",
-    "test_a_parameter_may_be_used_outside_its_own_module[view of a block's weight taken behind it",
     # peaks and torch's own modules, some of which fail
     "test_peak.py",
     "test_torch_modules.py",
