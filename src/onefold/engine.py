@@ -111,8 +111,8 @@ class Engine:
         """Autograd is about to put a gradient into .grad, which must be free for it."""
         self.enter_backward()
         if not self._open:
+            self._forget_dropped()  # may raise: nothing is open then
             self._open, self._settled = True, False
-            self._forget_dropped()
             self.shown.hide()
             self.schedule.begin(final=self._accumulating is None)
 
