@@ -14,7 +14,7 @@ from onefold.full import full_parameters, full_state_dict
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
 from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory, placement, track_memory, traffic
-from onefold.shard import accumulate, shard
+from onefold.shard import accumulate, catch_up, shard
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ __all__ = [
     "TrafficReport",
     "Zero",
     "accumulate",
+    "catch_up",
     "full_parameters",
     "full_state_dict",
     "init",

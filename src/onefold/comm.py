@@ -3,6 +3,10 @@
 Three things move. `gather` fills a flat buffer of N equal slots, of which each rank brings its own. `reduce` leaves
 in each rank's slot the sum of that slot over all ranks. `broadcast` copies rank 0's bytes to all.
 
+A gather has two halves. `offer` lets peers have my slot, `fetch` takes theirs. On gloo nothing travels before both are
+there, and gloo's own thread sees to it: once a rank has made its offers, its peers fetch when they like and in any
+order, and never wait for what it is doing. On NCCL a fetch is the whole gather, in the same order on all ranks.
+
 How they move depends on the backend (the two wires below). On gloo every rank sends each peer just the slot it
 needs and receives straight into place: (N-1)/N of the buffer each way, half of what gloo's own reduce-scatter sends,
 no copy of the own slot, and the sum runs here, in rank order, so every stage adds the same numbers in the same
@@ -58,6 +62,12 @@ class Meter:
         self.last_step, self.running = self.running, {}
 
 
+HINTS = {
+    "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. '
+}
+_ABANDONED: list[dist.Work] = []  # gloo stalls a connection whose message has lost its buffer: they stay
+
+
 class Pending:
     """Messages on the way. `wait` returns once they have arrived, and may be called again."""
 
@@ -69,6 +79,10 @@ class Pending:
         for peer, work in works:
             self._comm._finish(work, self._label, peer)
 
+    def __del__(self) -> None:
+        """A model was let go of, after an error say, with messages on the way."""
+        _ABANDONED.extend(work for _, work in self._works)
+
 
 class Reduction(Pending):
     """A reduce on the way; after `wait`, `out` holds the sum over ranks (plus `plus`, where given)."""
@@ -77,6 +91,7 @@ class Reduction(Pending):
         self, pending: Pending, parts: Sequence[Tensor] = (), out: Tensor | None = None, plus: Tensor | None = None
     ) -> None:
         super().__init__(pending._comm, pending._label, pending._works)
+        pending._works = ()  # they are ours now
         self._parts, self._out, self._plus = parts, out, plus
 
     def wait(self) -> None:
@@ -126,8 +141,23 @@ class Comm:
         """Elements of scratch that `reduce` wants beside its buffer."""
         return self._wire.scratch_numel(shard_numel)
 
+    @property
+    def any_order(self) -> bool:
+        """Whether ranks may fetch what was offered in different orders."""
+        return isinstance(self._wire, PairwiseWire)
+
+    def offer(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
+        """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
+        peers = [peer for peer in (range(self.size) if to is None else to) if peer != self.rank]
+        self.meter.count(label.purpose, "all-gather", shard.nbytes * len(peers))
+        return self._wire.offer(shard, label, peers)
+
+    def fetch(self, flat: Tensor, label: Label) -> Pending:
+        """Fill the slots of the others with what they offer; my own is filled."""
+        return self._wire.fetch(flat, label)
+
     def gather(self, flat: Tensor, label: Label) -> Pending:
-        """Fill the slots of all ranks, each of which has filled its own."""
+        """Fill the slots of all ranks, each of which has filled its own: an offer and a fetch."""
         self._count(label, "all-gather", flat)
         return self._wire.gather(flat, label)
 
@@ -184,7 +214,8 @@ class Comm:
             raise CommError(
                 f"rank {self.world_rank(self.rank)}: {label} got no answer from {who} within "
                 f"{self._timeout.total_seconds():g} s, or {who} has ended; look at that rank's output first. "
-                f"The backend says: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                f"{HINTS.get(label.purpose, '')}"
+                f"The backend says: {(str(error) or type(error).__name__).splitlines()[0]}"
             ) from error
 
 
@@ -199,6 +230,13 @@ class PairwiseWire:
 
     def scratch_numel(self, shard_numel: int) -> int:
         return shard_numel * (self._comm.size - 1)
+
+    def offer(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
+        return self._swap({peer: shard for peer in peers}, {}, label)
+
+    def fetch(self, flat: Tensor, label: Label) -> Pending:
+        slots = flat.view(self._comm.size, -1)
+        return self._swap({}, {peer: slots[peer] for peer in self._peers}, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
         slots = flat.view(self._comm.size, -1)
@@ -242,6 +280,12 @@ class CollectiveWire:
 
     def scratch_numel(self, shard_numel: int) -> int:
         return shard_numel
+
+    def offer(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
+        return Pending(self._comm, label, ())
+
+    def fetch(self, flat: Tensor, label: Label) -> Pending:
+        return self.gather(flat, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
         mine = flat.view(self._comm.size, -1)[self._comm.rank]

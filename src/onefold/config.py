@@ -23,6 +23,7 @@ Units: TypeAlias = "type[Module] | tuple[type[Module], ...] | Callable[[str, Mod
 BUFFERS = ("local", "rank0")
 SYNC = ("rank0", "check")
 REDUCE = ("once", "each")
+SCHEDULES = ("agreed", "negotiate")
 LONGEST_S = 30 * 24 * 3600
 
 
@@ -45,6 +46,10 @@ class Zero:
 
     live_bytes: int | None = None
     """Stage 3, prefetch="auto": the most bytes of whole parameters that look-ahead may keep alive."""
+
+    schedule: Literal["agreed", "negotiate"] = "agreed"
+    """Stage 3: "agreed" ranks run equally many forwards, each gathering the same units in any order; "negotiate" (gloo)
+    lets each run as many forwards as it likes before a backward or `catch_up`: they tell each other what they need."""
 
     keep_whole: int | Callable[[str, int], bool] = 0
     """Stage 3: units of at most so many elements stay whole; or a callable (unit name, elements) -> bool."""
@@ -90,6 +95,7 @@ class Zero:
             )
         if not callable(self.keep_whole) and (not isinstance(self.keep_whole, int) or self.keep_whole < 0):
             raise ConfigError(f"keep_whole={self.keep_whole!r} is neither a number of elements nor a callable")
+        _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("buffers", self.buffers, BUFFERS)
         _one_of("sync", self.sync, SYNC)
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s <= LONGEST_S:
@@ -121,7 +127,7 @@ class Zero:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
         return [
             f"{name}={getattr(self, name)!r}"
-            for name in ("stage", "bucket_bytes", "prefetch", "seed", "buffers", "sync")
+            for name in ("stage", "bucket_bytes", "prefetch", "schedule", "seed", "buffers", "sync")
         ]
 
 

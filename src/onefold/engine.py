@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -68,8 +67,9 @@ class Engine:
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
         sizes = [len(unit.params) for unit in self.units]
         self.first_param = list(accumulate(sizes, initial=0))[:-1]
-        self.schedule = ReduceSchedule(self.units, self._before_round, self._reduced)
-        self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward, self._before_gather_wait)
+        self.schedule = ReduceSchedule(self.units, self._reduced)
+        negotiate = zero.schedule == "negotiate"
+        self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward, comm, negotiate=negotiate)
         self.shown = ShownGradients(self.params, self.names)
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
@@ -82,8 +82,9 @@ class Engine:
         self._in_backward = False  # the end of the running backward will call us
         self._open = False  # it has brought gradients
         self._rounds_due = False  # a training forward ran, and no round since
+        self._touched_nothing = False  # the last backward through our model brought no gradient
+        self._unsettled = False  # rounds have run since the ranks last agreed on what was used
         self._settled = False
-        self._order_agreed = False
         self._placeholders: list[Tensor] = []  # for .grad, made once
         self._gathers: list[Pending] = []
         self._ungathered: set[int] = set()  # units reduced but not yet made whole
@@ -106,15 +107,32 @@ class Engine:
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            self.passes.open_backward()
 
     def gradient_coming(self) -> None:
         """Autograd is about to put a gradient into .grad, which must be free for it."""
         self.enter_backward()
         if not self._open:
             self._forget_dropped()  # may raise: nothing is open then
+            self._begin_rounds()
             self._open, self._settled = True, False
             self.shown.hide()
-            self.schedule.begin(final=self._accumulating is None)
+
+    def _begin_rounds(self) -> None:
+        """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
+        if self._unsettled and self.reducing:
+            rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
+            self._agree_on_order()
+            self._reduce_late(bytes(map(max, zip(*rows, strict=True))))
+        self.schedule.begin(final=self._accumulating is None)
+
+    def _waiting(self) -> bytes:
+        return bytes(unit.gradients.waiting for unit in self.units)
+
+    def _reduce_late(self, waiting: bytes) -> None:
+        for index in self.schedule.order:
+            if waiting[index]:
+                self.schedule.extra_round(index)
 
     def gradient_arrived(self, index: int) -> None:
         """A parameter's .grad has been made by autograd: take it."""
@@ -126,8 +144,10 @@ class Engine:
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             unit.gradients.add(place.slot, grad)
             self.used[index] = USED
-            if self.schedule.arrived(place.unit, start=self.reducing) and id(unit) in self._pass_index:
-                self.passes.done([self._pass_index[id(unit)]])
+            usual = self.schedule.arrived(place.unit, start=self.reducing)
+            if usual and id(unit) in self._pass_index:
+                every = self.schedule.count(place.unit) >= len(unit.params)
+                self.passes.gradients_came(self._pass_index[id(unit)], every=every)
 
     def _end_of_backward(self) -> None:
         if self._in_backward:  # else an error cut it short and it has been tidied
@@ -142,9 +162,11 @@ class Engine:
         """True if the backward brought gradients."""
         was_open, self._open, self._in_backward = self._open, False, False
         self.passes.close_backward()
+        self._touched_nothing = not was_open
         if was_open:
             self.schedule.flush(start=self.reducing)
             self._rounds_due = self._rounds_due and not self.reducing
+            self._unsettled = self._unsettled or self.reducing
         return was_open
 
     def tidy_after_error(self) -> None:
@@ -152,24 +174,6 @@ class Engine:
         ours = threading.get_ident() == self._training_thread  # another thread may run a forward during our backward
         if self._in_backward and ours and torch._C._current_graph_task_id() == -1:
             self._close()
-
-    # Where values are sharded, backward waits for two kinds of messages. So that no rank waits for a gather of a peer
-    # that waits for a round of ours: before a round we start the gathers up to its unit, and before we wait for a
-    # gather we start the rounds of the units that backward has passed by then.
-
-    def _before_round(self, index: int) -> None:
-        place = self._pass_index.get(id(self.units[index]))
-        if place is not None:
-            self.passes.gathers.issue_through(place)
-
-    def _before_gather_wait(self, passed: float) -> None:
-        if self._open and self.reducing:
-            self.schedule.start_while(lambda index: self._position(index) <= passed)
-
-    def _position(self, index: int) -> float:
-        """Where backward comes to a unit, in the list of gathers."""
-        place = self._pass_index.get(id(self.units[index]))
-        return math.inf if place is None else self.passes.gathers.position(place)
 
     def _reduced(self, index: int, final: bool) -> None:
         if self._whole_gradients:
@@ -189,38 +193,35 @@ class Engine:
         if self._settled:
             self._mark_dropped()
             return
-        if not any(self.used):
-            if not self._rounds_due:
-                raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
-            self.schedule.begin(final=True)  # this rank's backward touched no parameter; its peers wait for its zeros
-            self.schedule.flush(start=True)
-        self._rounds_due = False
+        if self._rounds_due and (self._touched_nothing or not any(self.used)):
+            self._bring_zeros()
+        elif not any(self.used):
+            raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
         said = bytearray(self.used)
         for index in self.shown.dropped():
             said[index] = DROPPED
-        rows = self.everyone.gather_bytes(
-            bytes(said) + bytes(unit.gradients.waiting for unit in self.units), Label("used-flags", "step")
-        )
+        rows = self.everyone.gather_bytes(bytes(said) + self._waiting(), Label("used-flags", "step"))
         words = bytearray(map(max, zip(*rows, strict=True)))
-        late = [unit for unit, waiting in enumerate(words[len(said) :]) if waiting]
         self.kept = bytearray(word == USED for word in words[: len(said)])
         if not any(words[: len(said)]):
             raise StateError("no rank has gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
-        if not self._order_agreed:
-            self._agree_on_order()
-        for index, unit in enumerate(self.units):
-            first = self.first_param[index]
-            if not any(words[first : first + len(unit.params)]):
-                self.schedule.nobody_used(index)
-        for index in self.schedule.order:
-            if index in late:
-                self.schedule.extra_round(index)
+        self._agree_on_order()
+        self._reduce_late(bytes(words[len(said) :]))
         if self._whole_gradients:
             self.schedule.drain()
             for index in sorted(self._ungathered):
                 self._gather_gradient(index)
             self._wait_for_gathers()
-        self._settled = True
+        self._settled, self._unsettled = True, False
+
+    def _bring_zeros(self) -> None:
+        """This rank's backward touched no parameter, or never came: its peers wait for its shards and its zeros."""
+        if not self._touched_nothing:
+            self.passes.open_backward()
+            self.passes.close_backward()
+        self._begin_rounds()
+        self.schedule.flush(start=True)
+        self._rounds_due = self._touched_nothing = False
 
     def pool_limit_bytes(self) -> int:
         """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another."""
@@ -228,13 +229,14 @@ class Engine:
         return (2 * IN_FLIGHT + 1 + WAITING) * largest if self.everyone.size > 1 else 0
 
     def _agree_on_order(self) -> None:
-        """From the first step on, all ranks follow the order in which rank 0 used and completed its units."""
+        """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
+        if self.schedule.agreed:
+            return
         mine = [self.schedule.order_seen(), self.passes.forward_seen, self.passes.backward_seen]
         blobs = self.everyone.exchange(json.dumps(mine).encode(), Label("agree", "the order of units"))
         ranks = [json.loads(blob) for blob in blobs]
         self.schedule.order, self.schedule.agreed = ranks[0][0], True
         self.passes.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
-        self._order_agreed = True
         self.pool.trim()  # in the first backward units may have waited for another order
 
     def finish(self, index: int) -> Unit:
@@ -243,8 +245,11 @@ class Engine:
         return self.units[index]
 
     def after_step(self) -> None:
-        """Tell autograd that values changed, so that a stale graph raises instead of using new values."""
+        """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
         torch.autograd.graph.increment_version([p for p, was in zip(self.params, self.kept, strict=True) if was])
+        for index, unit in enumerate(self.units):
+            first = self.first_param[index]
+            self.schedule.step_over(index, used=any(self.kept[first : first + len(unit.params)]))
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
@@ -254,9 +259,9 @@ class Engine:
         self._ungathered.clear()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
-        self._settled = False
+        self._settled = self._unsettled = False
         if not keep_as_zeros:
-            self._rounds_due = False
+            self._rounds_due = self._touched_nothing = False
             self.shown.hide()
             self.used = bytearray(len(self.params))
 

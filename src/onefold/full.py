@@ -45,6 +45,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     engine = engine_of(model)
     first = engine.everyone.rank == 0
+    engine.passes.gathers.catch_up()
     copies: dict[int, Tensor] = {}
     for index, unit in enumerate(engine.passes.units):
         engine.passes.gathers.need(index)

@@ -106,7 +106,7 @@ def _enter_module(
 
 def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
     engine.passes.leave(indices, list(_tensors(output)))
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
         for tensor in _tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: engine.passes.need_in_backward(indices))
@@ -131,6 +131,7 @@ def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
 
 def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
     if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward
+        engine.enter_backward()
         return
     engine.before_forward()
     if engine.zero.buffers == "rank0" and module.training:

@@ -89,7 +89,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in (*tree_leaves(result), *self._elastic):
+        for leaf in (*self._elastic, *tree_leaves(result)):
             if isinstance(leaf, Tensor):
                 self._note(leaf)
         return result

@@ -6,29 +6,36 @@ anywhere else while the root runs (a tied weight, a bare parameter of the root) 
 until the root's forward ends, since nobody knows what was made of it.
 
 Backward. Tensors that autograd saves during forward are remembered with their unit where they are parameters, or
-views of them; when autograd unpacks one, its unit is gathered first. That alone makes every model right. Hooks on the
-outputs of blocks only start the same gathers a little earlier. A unit is released when its gradients are complete,
+views of them; when autograd unpacks one, its unit is gathered first. A hook on a module's output gathers all its units
+(an embedding's values are not needed), for functions that keep a parameter without telling autograd. A unit is released
+when all its parameters have their gradients, or as many as usual and the graph holds none of its values any more;
 frozen units when backward has left their block, and the rest when backward ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from onefold.schedule import GatherSchedule
+from onefold.comm import Comm
+from onefold.schedule import BACKWARD, FORWARD, GatherSchedule
 from onefold.unit import Unit
 
 
-class SavedParameter(NamedTuple):
+class SavedParameter:
     """Stands in autograd's memory for a tensor that lives in a unit's flat buffer."""
 
-    unit: int
-    tensor: Tensor
-    version: int
+    __slots__ = ("_alive", "tensor", "unit", "version")
+
+    def __init__(self, unit: int, tensor: Tensor, alive: list[int]) -> None:
+        self.unit, self.tensor, self.version, self._alive = unit, tensor, tensor._version, alive
+        alive[unit] += 1
+
+    def __del__(self) -> None:
+        self._alive[self.unit] -= 1
 
 
 class Passes:
@@ -38,18 +45,22 @@ class Passes:
         prefetch: int | str,
         live_bytes: int | None,
         on_backward: Callable[[], None],
-        before_wait: Callable[[float], None],
+        comm: Comm,
+        *,
+        negotiate: bool,
     ) -> None:
-        self._on_backward, self._before_wait = on_backward, before_wait
+        self._on_backward = on_backward
         self.units = list(units)
-        self.gathers = GatherSchedule(units, prefetch, live_bytes)
+        self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
         self._by_storage = {unit.values.storage: index for index, unit in enumerate(units)}
+        self._recomputed: set[int] = set()  # in this backward: what that saved is out of our sight
         self._depth = 0  # of hooked modules that are running
         self._looked_up: set[int] = set()  # held until the root's forward ends
         self._pinned: set[int] = set()  # in the root's outputs, or in a graph that backward made: until backward ends
         self._backward = False
         self._graph_made = False
         self._loading = False
+        self._all_whole = False  # inside full_parameters
         self.forward_seen: list[int] = []
         self.backward_seen: list[int] = []
 
@@ -59,14 +70,17 @@ class Passes:
         """A hooked module starts."""
         if torch._C._current_graph_task_id() != -1:  # recomputed inside backward, which decides when to release
             self.need_in_backward(indices)
+            self._recomputed.update(indices)
             return
         if self._depth == 0:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
             if root:
-                self.gathers.begin("gather-forward", self.gathers.forward, release_when_idle=True)
+                self._begin(FORWARD, self.gathers.forward, release_when_idle=True)
         self._depth += 1
-        for index in indices:
-            self.gathers.hold(index)
+        self.gathers.hold(*indices)
+
+    def _begin(self, purpose: str, order: list[int], *, release_when_idle: bool) -> None:
+        self.gathers.begin(purpose, [] if self._all_whole else order, release_when_idle=release_when_idle)
 
     def leave(self, indices: Sequence[int], output: Any, *, root: bool = False) -> None:
         """It has run."""
@@ -88,8 +102,7 @@ class Passes:
         self._keep_returned(output)
         if root:
             self.forward_seen = self.gathers.seen
-        training = torch.is_grad_enabled()
-        self.gathers.end(keep=self.gathers.forward[-1] if training and root and self.gathers.forward else None)
+        self.gathers.end(keep=self.gathers.kept if root and torch.is_grad_enabled() else None)
 
     def _keep_returned(self, output: Sequence[Tensor]) -> None:
         """A parameter among the outputs stays whole until backward is over."""
@@ -120,7 +133,7 @@ class Passes:
     def _pack(self, tensor: Tensor) -> Any:
         index = self._by_storage.get(tensor.untyped_storage()._cdata)
         if index is not None:
-            return SavedParameter(index, tensor, tensor._version)
+            return SavedParameter(index, tensor, self.gathers.saved)
         # an output that its own node saves would keep itself alive; autograd gives the detached one its history back
         return tensor.detach() if tensor.grad_fn is not None else tensor
 
@@ -140,18 +153,16 @@ class Passes:
     def open_backward(self) -> None:
         if not self._backward:
             self._backward = True
-            self.gathers.begin("gather-backward", self.gathers.backward, release_when_idle=False)
+            self.gathers.catch_up()
+            self._begin(BACKWARD, self.gathers.backward, release_when_idle=False)
 
     def need_in_backward(self, indices: Sequence[int]) -> None:
         self._on_backward()
         self.open_backward()
-        for index in indices:
-            if not self.gathers.ready(index):
-                ahead = self.gathers.prefetch["gather-backward"]
-                self._before_wait(self.gathers.position(index) - 1 - ahead)
-                self.gathers.need(index)
-            if torch.is_grad_enabled():  # create_graph: what this backward saves is out of our sight
-                self._graph_made = True
+        self.gathers.need(*indices)
+        if torch.is_grad_enabled():  # create_graph: what this backward saves is out of our sight
+            self._graph_made = True
+            for index in indices:
                 self._keep_whole(index)
 
     def done(self, indices: Sequence[int]) -> None:
@@ -159,8 +170,14 @@ class Passes:
         for index in indices:
             self.gathers.done(index)
 
+    def gradients_came(self, index: int, *, every: bool) -> None:
+        """A unit has as many gradients as usual, or one for every parameter."""
+        if every or not (self.gathers.saved[index] or index in self._recomputed):
+            self.gathers.done(index)
+
     def close_backward(self) -> None:
         if self._backward:
+            self._recomputed.clear()
             self.backward_seen = self.gathers.seen
             if not self._graph_made:
                 self._unpin()
@@ -173,35 +190,39 @@ class Passes:
         everything = range(len(self.units))
         self.gathers.forward = _with_missing(forwards[0], everything)
         forward, backward = set().union(*forwards), set().union(*backwards)
-        kept = self.gathers.forward[-1:]
         wanted = [index for index in everything if index in backward or index not in forward]
         order = list(dict.fromkeys(backwards[0]))
-        self.gathers.backward = [i for i in _with_missing(order, reversed(wanted)) if i not in kept]
+        self.gathers.backward = [i for i in _with_missing(order, reversed(wanted)) if i != self.gathers.kept]
 
     def release_all(self) -> None:
-        """Before values change: no whole copy may outlive them."""
+        """Before values change: no whole copy may outlive them, and peers have had the old ones."""
         self._unpin()
         self._loading = False
         self.gathers.end()
+        for unit in self.units:
+            unit.values.finish_offers()
 
     def pin_all(self) -> None:
         """Make every unit whole and keep it so."""
+        self.gathers.catch_up()
         for index, unit in enumerate(self.units):
             self.gathers.need(index)
             unit.values.pins += 1
+        self._all_whole = True
 
     def unpin_all(self) -> None:
         for unit in self.units:
             unit.values.pins -= 1
+        self._all_whole = False
         self.gathers.end()
 
     def begin_load(self, indices: Sequence[int]) -> None:
         """New values are about to be copied into the parameters of these units."""
         if not self._loading:
             self._loading = True
+            self.gathers.catch_up()
             self.gathers.begin("load", [], release_when_idle=True)
-        for index in indices:
-            self.gathers.hold(index)
+        self.gathers.hold(*indices)
 
     def end_load(self, indices: Sequence[int]) -> None:
         for index in indices:

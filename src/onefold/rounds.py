@@ -5,7 +5,8 @@ which rank 0's units became complete in the first backward. A unit is complete w
 in recent backwards; a complete unit waits for those before it in the order. Where too many wait for one, that one is
 taken to be skipped in this backward and starts as it is; should its gradients come after all, they take a round of
 their own later. Whatever is still open when backward ends is started then, in the same order. So ranks may skip, branch
-or repeat; the sequence of collectives stays the same, and no rank holds all gradients.
+or repeat; the sequence of collectives stays the same, and no rank holds all gradients. When a round starts depends on
+the gradients of this rank alone, not on how fast messages travel: every stage adds the same numbers in one order.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ from onefold.unit import Unit
 
 IN_FLIGHT = 2  # rounds on the way at once: one travels while the next fills, and buffers stay constant
 WAITING = 3  # complete units that may wait for one before them; then it counts as skipped
-REMEMBERED = 8  # backwards; a parameter used now and then is expected for that long
+REMEMBERED = 8  # backwards or steps; what is used now and then is expected for that long
 
 
 class ReduceSchedule:
-    def __init__(
-        self, units: Sequence[Unit], before_round: Callable[[int], None], on_reduced: Callable[[int, bool], None]
-    ) -> None:
-        self._units, self._before_round, self._on_reduced = units, before_round, on_reduced
+    def __init__(self, units: Sequence[Unit], on_reduced: Callable[[int, bool], None]) -> None:
+        self._units, self._on_reduced = units, on_reduced
         self.order = list(reversed(range(len(units))))
         self.agreed = False  # the order is one that a backward has shown
         self.completed: list[int] = []  # in this backward, by the time of their last gradient
         self._counts = [deque([len(unit.params)], maxlen=REMEMBERED) for unit in units]
+        self._unused = [0] * len(units)  # steps since some rank used a unit
         self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether its round is of a step's last backward
         self.begin(final=True)
 
@@ -41,20 +41,17 @@ class ReduceSchedule:
         self._started: set[int] = set()
 
     def arrived(self, index: int, *, start: bool) -> bool:
-        """One gradient has been added to a unit; start every round that may start. True if the unit is complete."""
+        """One gradient has been added to a unit; start every round that may start. True if as many came as usual."""
         self._arrived[index] += 1
         if self._arrived[index] == self._expected(index):
             self.completed.append(index)
         while start and self._next < len(self.order) and self._may_start(self.order[self._next]):
             self._start_next()
-        return self._complete(index)
+        return self._arrived[index] >= self._expected(index)
 
-    def start_while(self, passed: Callable[[int], bool]) -> None:
-        """Start the next rounds in order while backward has passed their units: complete, or skipped altogether."""
-        while self._next < len(self.order) and passed(index := self.order[self._next]):
-            if self._arrived[index] and not self._complete(index):
-                break  # more is to come for it
-            self._start_next()
+    def count(self, index: int) -> int:
+        """Gradients that this backward has brought to a unit."""
+        return self._arrived[index]
 
     def flush(self, *, start: bool) -> None:
         """Backward is over: start what is left and remember how many gradients came."""
@@ -64,9 +61,9 @@ class ReduceSchedule:
             if arrived:
                 count.append(arrived)
 
-    def nobody_used(self, index: int) -> None:
-        """No rank has used a unit in this step: expect nothing of it, so that nobody waits for it."""
-        self._counts[index] = deque([0], maxlen=REMEMBERED)
+    def step_over(self, index: int, *, used: bool) -> None:
+        """Whether any rank has used a unit in this step: after a while without, nobody waits for it."""
+        self._unused[index] = 0 if used else self._unused[index] + 1
 
     def extra_round(self, index: int) -> None:
         """One more round for a unit, which all ranks agreed on."""
@@ -92,7 +89,7 @@ class ReduceSchedule:
         return self.agreed and len(waiting) >= WAITING
 
     def _complete(self, index: int) -> bool:
-        return self._arrived[index] >= self._expected(index)
+        return self._unused[index] >= REMEMBERED or self._arrived[index] >= self._expected(index)
 
     def _expected(self, index: int) -> int:
         """Gradients per backward: the most there were lately, counting one for each parameter as seen at first."""
@@ -106,7 +103,6 @@ class ReduceSchedule:
     def _start(self, index: int) -> None:
         while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
-        self._before_round(index)
         self._units[index].gradients.launch()
         self._in_flight.append((index, self._final))
 

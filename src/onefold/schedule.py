@@ -1,77 +1,100 @@
 """What to gather next: one list per pass, the same on every rank, with look-ahead.
 
 A forward walks one list of units, a backward another. At first they are registration order and its reverse; then what
-the first step showed. A rank that needs a unit first starts every gather that stands before it in the list and has not
-been started; the end of the pass starts the rest. So ranks may skip or branch, and the sequence of gathers stays the
-same. `prefetch` more are started ahead of need. A use that the list does not have (a unit needed again after its
-release) is gathered when it comes: right as long as all ranks do the same.
+the first step showed. When a pass begins, every rank offers its shards of the whole list. A rank fetches a unit when it
+needs it, `prefetch` more ahead of need, and at the end of the pass what it left, so that every offer is taken. No fetch
+waits for what a peer is computing, so ranks may skip or branch, each in its own way. Where messages must have one order
+(NCCL), a need first fetches what stands before it in the list.
+
+A use that the list does not have (a unit needed again after its release) is offered and fetched when it comes: right as
+long as all ranks do the same. Where ranks run unequal numbers of forwards they negotiate instead of following a list:
+before a rank gathers, all tell each other what they need, and each offers its shard to those that do. A rank that has
+no more forwards to run answers until all are there (`catch_up`).
 
 In forward a unit is released when the next one is needed and it is idle; in backward when its gradients are complete.
-Units that the list had and this rank skipped are released as soon as it is past them.
+Units fetched ahead and passed over are released when others take their room, unless backward will come for them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from onefold.comm import Comm, Label
 from onefold.unit import Unit
 from onefold.values import Presence
 from onefold.watch import Watch
 
 AUTO = "auto"
+FORWARD, BACKWARD, LONE = "gather-forward", "gather-backward", "gather"  # what gathers are for
 
 
 class GatherSchedule:
-    def __init__(self, units: Sequence[Unit], prefetch: int | str, live_bytes: int | None) -> None:
-        self._units = units
+    def __init__(
+        self, units: Sequence[Unit], prefetch: int | str, live_bytes: int | None, comm: Comm, *, negotiate: bool
+    ) -> None:
+        self._units, self._comm, self.negotiate = units, comm, negotiate
         self._watch = Watch(units, live_bytes) if prefetch == AUTO else None
-        self.prefetch = dict.fromkeys(
-            ("gather-forward", "gather-backward"), 1 if isinstance(prefetch, str) else prefetch
-        )
+        self.prefetch = dict.fromkeys((FORWARD, BACKWARD), 1 if isinstance(prefetch, str) else prefetch)
         self.forward = list(range(len(units)))
-        self.backward = [index for index in reversed(self.forward[:-1])]  # the last one of forward is kept
+        self.backward = [index for index in reversed(self.forward) if index != self.kept]
         self.seen: list[int] = []  # gathers this pass wanted, in order
+        self.saved = [0] * len(units)  # tensors of a unit that graphs hold, and backward will come for
         self.trace: list[tuple[str, str]] = []  # every gather since the trace was last cleared: purpose, unit
-        self._purpose, self._order = "gather-forward", list[int]()
-        self._issued = self._needed = 0  # how far the pass has come in its list
+        self._purpose, self._order = LONE, list[int]()
+        self._left: set[int] = set()  # places of the list that have not been fetched
+        self._at = 0  # the place behind the last need
         self._release_when_idle = False
-        self._unclaimed: set[int] = set()  # started ahead of need, not needed yet
+        self._ahead: dict[int, int] = {}  # unit -> its place: fetched ahead of need and not needed yet
         self._busy: dict[int, int] = {}  # unit -> how many modules are computing with it
         self._live: set[int] = set()  # units that are not SHARDED
 
+    @property
+    def kept(self) -> int | None:
+        """The unit that stays whole from forward to backward: the last one, where all ranks end with it."""
+        return self.forward[-1] if self.forward and not self.negotiate else None
+
     def begin(self, purpose: str, order: list[int], *, release_when_idle: bool) -> None:
-        """A pass starts."""
+        """A pass starts: offer all that it will fetch."""
+        if self.negotiate and purpose == FORWARD:
+            order = []
         self._purpose, self._order, self._release_when_idle = purpose, order, release_when_idle
-        self._issued = self._needed = 0
+        self._left, self._at = set(range(len(order))), 0
         self.seen = []
+        for unit in self._units:
+            unit.values.finish_offers(purpose)  # peers may be one pass of a kind behind, no more
+        for index in order:
+            self._units[index].values.offer(purpose)
 
-    def need(self, index: int) -> None:
-        """Make a unit whole now, and start what comes next."""
-        values = self._units[index].values
-        if values.presence is Presence.SHARDED or index in self._unclaimed:
+    def need(self, *indices: int) -> None:
+        """Make units whole now, and start what comes next."""
+        wanted = sorted((i for i in indices if not self.ready(i)), key=self._place)
+        self._release_idle(but=indices)
+        unlisted = []
+        for index in wanted:
             self.seen.append(index)
-        position = self._position(index)
-        if position is not None:
-            self._needed = position + 1
-            self._issue(upto=position + 1)
-        elif values.presence is Presence.SHARDED:
-            self._start(index)
-        self._unclaimed.discard(index)
-        self._release_passed(but=index)
-        if position is not None:
-            ahead = self.prefetch.get(self._purpose, 0)
-            self._issue(upto=min(position + 1 + ahead, len(self._order)))
-        if self._watch:
-            self._watch.needed(index)
-        values.finish_gather()
-        if self._watch:
-            self._watch.arrived(index)
+            place = self._ahead.pop(index) if index in self._ahead else self._place(index)
+            if place in self._left:
+                self._fetch(place)
+            elif self._units[index].values.presence is Presence.SHARDED:
+                unlisted.append(index)
+            if place < len(self._order):
+                self._at = place + 1
+        if unlisted:
+            self._gather_unlisted(unlisted)
+        if wanted:
+            self._look_ahead(len(wanted))
+        for index in wanted:
+            if self._watch:
+                self._watch.needed(index)
+            self._units[index].values.finish_gather()
+            if self._watch:
+                self._watch.arrived(index)
 
-    def hold(self, index: int) -> None:
-        """A module begins to compute with a unit: it is not idle."""
-        self.need(index)
-        self._busy[index] = self._busy.get(index, 0) + 1
+    def hold(self, *indices: int) -> None:
+        """A module begins to compute with units: they are not idle."""
+        self.need(*indices)
+        for index in indices:
+            self._busy[index] = self._busy.get(index, 0) + 1
 
     def idle(self, index: int) -> None:
         """A module has ended."""
@@ -82,66 +105,107 @@ class GatherSchedule:
 
     def done(self, index: int) -> None:
         """Nobody needs a unit any more in this pass."""
-        if index not in self._unclaimed:
+        if index not in self._ahead:
             self._release(index)
 
     def end(self, *, keep: int | None = None) -> None:
-        """The pass is over: start what is left of its list, then release all but the unit to keep."""
+        """The pass is over: fetch what is left of its list, and release all but the unit to keep."""
         self._busy.clear()
-        while self._issued < len(self._order):
-            self._issue(upto=self._issued + 1)
-            if self._order[self._issued - 1] != keep:
-                self._release(self._order[self._issued - 1])
+        for place in sorted(self._left):
+            self._fetch(place)
+            if self._order[place] != keep:
+                self._release(self._order[place])
         for index in sorted(self._live - {keep}):
             self._release(index)
+        self._ahead.clear()
         if self._watch and self._order and (decided := self._watch.end_of_pass(self._purpose)) is not None:
             self.prefetch[self._purpose] = decided
-        self._order, self._issued, self._needed = [], 0, 0
-
-    def position(self, index: int) -> float:
-        """Where a unit stands in the list of backward: the kept one before all, one that is not in it behind all."""
-        if index in self.backward:
-            return self.backward.index(index)
-        return -1 if index == self.forward[-1] else math.inf
-
-    def issue_through(self, index: int) -> None:
-        """Start the gathers of the running pass up to a unit's, and as many ahead as a need of it would."""
-        if index in self._order:
-            ahead = self.prefetch.get(self._purpose, 0)
-            self._issue(upto=min(self._order.index(index) + 1 + ahead, len(self._order)))
+        self._purpose, self._order, self._at = LONE, [], 0
 
     def ready(self, index: int) -> bool:
         """Whole, and a need of it is known to the pass."""
-        return self._units[index].values.presence is Presence.WHOLE and index not in self._unclaimed
+        return self._units[index].values.presence is Presence.WHOLE and index not in self._ahead
 
-    def _position(self, index: int) -> int | None:
-        try:
-            return self._order.index(index, self._needed)
-        except ValueError:
-            return None
+    def _place(self, index: int) -> int:
+        """Where a need of this unit stands in the list: the next place that is left, or one before, or none."""
+        if index in self._ahead:
+            return self._ahead[index]
+        places = [place for place in self._left if self._order[place] == index]
+        return min(places, key=lambda place: (place < self._at, place), default=len(self._order))
 
-    def _issue(self, upto: int) -> None:
-        while self._issued < upto:
-            index = self._order[self._issued]
-            self._issued += 1
+    def _gather_unlisted(self, indices: Sequence[int]) -> None:
+        if self.negotiate and self._purpose != BACKWARD:
+            self._negotiate(indices, here=False)
+            return
+        for index in indices:
+            self._units[index].values.offer(self._purpose)
             self._start(index)
-            self._unclaimed.add(index)
 
-    def _start(self, index: int) -> None:
-        self.trace.append((self._purpose, self._units[index].name))
+    def catch_up(self) -> None:
+        """Give peers what they need until all ranks are here."""
+        while self.negotiate and not self._negotiate((), here=True):
+            pass
+
+    def _negotiate(self, indices: Sequence[int], *, here: bool) -> bool:
+        """Tell what I need and serve what others need. True if all ranks are here, needing nothing."""
+        mine = bytes([here, *(index in indices for index in range(len(self._units)))])
+        rows = self._comm.gather_bytes(mine, Label("negotiate", "the next units"))
+        for index, unit in enumerate(self._units):
+            wanting = [rank for rank, row in enumerate(rows) if row[1 + index]]
+            if wanting:
+                unit.values.finish_offers(FORWARD)
+                unit.values.offer(FORWARD, to=wanting)
+        for index in indices:
+            self._start(index, FORWARD)
+        return all(row[0] for row in rows)
+
+    def _fetch(self, place: int) -> None:
+        if not self._comm.any_order:
+            for earlier in sorted(other for other in self._left if other < place):
+                self._pass_over(earlier)
+        self._left.discard(place)
+        self._start(self._order[place])
+
+    def _pass_over(self, place: int) -> None:
+        index = self._order[place]
+        in_use = index in self._live and index not in self._ahead
+        self._left.discard(place)
+        self._start(index)
+        if not in_use:
+            self._release(index)
+
+    def _look_ahead(self, needed: int) -> None:
+        """Fetch the next places; units that were passed over give way."""
+        ahead = self.prefetch.get(self._purpose, 0)
+        for place in range(self._at, min(self._at + ahead, len(self._order))):
+            index = self._order[place]
+            if place in self._left and not self.ready(index) and index not in self._ahead:
+                self._fetch(place)
+                self._ahead[index] = place
+        passed = sorted(
+            (place, index)
+            for index, place in self._ahead.items()
+            if place < self._at and not (self._purpose == BACKWARD and self.saved[index])
+        )
+        for _, index in passed[: max(needed + len(self._ahead) - ahead - 2, 0)]:
+            self._release(index)
+
+    def _start(self, index: int, purpose: str | None = None) -> None:
+        purpose = purpose or self._purpose
+        self.trace.append((purpose, self._units[index].name))
         if self._watch:
             self._watch.started(index)
-        self._units[index].values.start_gather(self._purpose)
+        self._units[index].values.fetch(purpose)
         self._live.add(index)
 
-    def _release_passed(self, but: int) -> None:
-        ahead = set(self._order[self._needed : self._issued])
-        for index in sorted(self._live - ahead - {but}):
-            if index in self._unclaimed or (self._release_when_idle and not self._busy.get(index)):
-                self._release(index)
+    def _release_idle(self, but: Sequence[int]) -> None:
+        if self._release_when_idle:
+            for index in sorted(self._live - self._ahead.keys() - set(but)):
+                if not self._busy.get(index):
+                    self._release(index)
 
     def _release(self, index: int) -> None:
-        self._unclaimed.discard(index)
+        self._ahead.pop(index, None)
         values = self._units[index].values
         values.release()
         if values.presence is Presence.SHARDED:

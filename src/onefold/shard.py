@@ -68,6 +68,8 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     meter = Meter()
     comm, replicas, everyone = (Comm(axis, device, settings.timeout_s, meter) for axis in axes)
     agree(everyone, found.lines, error)
+    if settings.schedule == "negotiate" and not comm.any_order:
+        raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
     comm.salt = replicas.salt = everyone.salt = agree_on_salt(everyone)
 
     builder = Builder(model, device, settings.init, settings.seed) if found.meta else None
@@ -250,3 +252,19 @@ def accumulate(model: nn.Module, reduce: str | None = None) -> Iterator[None]:
     """
     with engine_of(model).accumulate(reduce):
         yield
+
+
+def catch_up(model: nn.Module) -> None:
+    """With schedule="negotiate": give other ranks the parameters they need until all ranks have come here.
+
+    For the end of a loop that is longer on some ranks than on others (generation), before collectives of your own.
+    Backward, step and `full_parameters` wait in the same way. Collective.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=3, schedule="negotiate")
+    >>> for _ in range(1 + torch.distributed.get_rank()):
+    ...     _ = model(torch.ones(1, 8))
+    >>> onefold.catch_up(model)
+    """
+    engine_of(model).passes.gathers.catch_up()

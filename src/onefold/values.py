@@ -2,11 +2,12 @@
 
 Whole: the parameters are views of one flat buffer for good. A gather after the optimizer's step writes the buffer.
 
-Sharded: SHARDED -> GATHERING -> WHOLE -> SHARDED. This rank keeps its shard; the flat buffer's storage is empty. A
-gather gives the storage its bytes back and fills them; the parameters become views of it. On release the storage is
-emptied again, so views that autograd saved lose their memory too and come back to life with the next gather. A
-released parameter reads as NaN: it is a placeholder of its true shape, one NaN of its own seen many times. Most writes
-to that raise in torch; those that do not change the NaN, and the next gather finds it.
+Sharded: SHARDED -> GATHERING -> WHOLE -> SHARDED. This rank keeps its shard, which it offers to its peers before a pass
+and which must not change before they have had it; the flat buffer's storage is empty. A fetch gives the storage its
+bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so views that
+autograd saved lose their memory too and come back to life with the next fetch. A released parameter reads as NaN: it is
+a placeholder of its true shape, one NaN of its own seen many times. Most writes to that raise in torch; those that do
+not change the NaN, and the next fetch finds it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Values:
         self.storage = storage_key(self.whole)
         self._flat_views = views.all(self.whole)
         self._arriving: Pending | None = None
+        self._offers: dict[str, list[Pending]] = {}  # of my shard, by purpose
         self.pins = 0  # while above zero, release does nothing
         self._shard: Tensor | None = None
         if scope is Scope.WHOLE:
@@ -83,8 +85,20 @@ class Values:
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
-    def start_gather(self, purpose: str) -> None:
-        """SHARDED -> GATHERING. On a unit that is whole already it runs all the same: peers may need my shard."""
+    def offer(self, purpose: str, to: Sequence[int] | None = None) -> None:
+        """Let peers, all or some, have my shard once more."""
+        assert self._shard is not None
+        offer = self._comm.offer(self._shard, Label(purpose, self._views.layout.name), to)
+        self._offers.setdefault(purpose, []).append(offer)
+
+    def finish_offers(self, purpose: str | None = None) -> None:
+        """Wait until the peers have had what was offered (for one purpose, or at all)."""
+        for known in list(self._offers) if purpose is None else [purpose]:
+            for offer in self._offers.pop(known, ()):
+                offer.wait()
+
+    def fetch(self, purpose: str) -> None:
+        """SHARDED -> GATHERING. What is whole already is fetched all the same: each offer is taken once."""
         assert self._shard is not None
         self.finish_gather()
         if self.presence is Presence.SHARDED:
@@ -92,7 +106,7 @@ class Values:
             storage.resize_(self._views.layout.numel * self.whole.itemsize)
             self.whole[self._mine.start : self._mine.stop].copy_(self._shard)
             self.presence = Presence.GATHERING
-        self._arriving = self._comm.gather(self.whole, Label(purpose, self._views.layout.name))
+        self._arriving = self._comm.fetch(self.whole, Label(purpose, self._views.layout.name))
 
     def finish_gather(self) -> None:
         """GATHERING -> WHOLE: wait, and let the parameters see their values."""
@@ -118,6 +132,7 @@ class Values:
         """Take what the whole parameters hold now as the truth."""
         if self._shard is not None:
             assert self.presence is Presence.WHOLE
+            self.finish_offers()
             self._shard.copy_(self.whole[self._mine.start : self._mine.stop])
 
     def _show(self) -> None:

@@ -103,7 +103,8 @@ def expected(seen: Seen, run: Run, ranks: int, rounds: int = 1) -> dict[str, int
     assert rest == 0, "shards are not equal"
     params = sum(len(sizes) for sizes, _ in seen.units)
     sent = {"reduce": rounds * once, GATHER[run.stage if ranks > 1 else 0]: once}
-    sent["used-flags"] = (params + len(seen.units)) * (ranks - 1)  # one byte each: used, and anything left to reduce
+    # one byte each: used, and, before every further backward too, anything left to reduce
+    sent["used-flags"] = (params + rounds * len(seen.units)) * (ranks - 1)
     if run.clip is not None:
         sent["norm"] = 8 * len(seen.units) * (ranks - 1)
     return sent

@@ -22,7 +22,7 @@ from onefold.engine import ATTRIBUTE
 from tests.harness import run_ranks
 from tests.parity.training import same_bits
 
-STAGES = (0, 1, 2)
+STAGES = (0, 1, 2, 3)
 DIM = 12
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from tests.parity.stage3.compare import Case, assert_equal, differences
 
-pytest.importorskip("transformers")
-
 VOCAB = 64
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 LLAMA: dict[str, Any] = {
