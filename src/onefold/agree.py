@@ -31,12 +31,12 @@ def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, w
     if error:
         raise error
     if any(errors):
-        rank = next(i for i, text in enumerate(errors) if text)
-        raise MismatchError(f"rank {rank} failed in {where}, so no rank goes on: {errors[rank]}")
+        row = next(i for i, text in enumerate(errors) if text)
+        raise MismatchError(f"rank {comm.world_rank(row)} failed in {where}, so no rank goes on: {errors[row]}")
     digests = comm.gather_bytes(digest(lines).encode(), AGREE)
     if len(set(digests)) > 1:
         everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
-        raise MismatchError(first_difference(everyone))
+        raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)]))
 
 
 def agree_on_salt(comm: Comm) -> int:
@@ -44,16 +44,16 @@ def agree_on_salt(comm: Comm) -> int:
     return int.from_bytes(comm.gather_bytes(os.urandom(4), AGREE)[0], "big")
 
 
-def first_difference(everyone: Sequence[Sequence[str]]) -> str:
-    """Name the first rank that differs from rank 0, and where."""
-    ours = everyone[0]
-    for rank, theirs in enumerate(everyone):
+def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    """Name the first rank that differs from the first of all, and where."""
+    ours, first = everyone[0], ranks[0]
+    for rank, theirs in zip(ranks, everyone, strict=True):
         for i in range(max(len(ours), len(theirs))):
             mine = ours[i] if i < len(ours) else "nothing more"
             other = theirs[i] if i < len(theirs) else "nothing more"
             if mine != other:
                 return (
-                    f"rank {rank} differs from rank 0: rank {rank} has [{other}], rank 0 has [{mine}]; "
+                    f"rank {rank} differs from rank {first}: rank {rank} has [{other}], rank {first} has [{mine}]; "
                     f"build the same model with the same settings on every rank"
                 )
     raise AssertionError("digests differ but lines do not")

@@ -33,8 +33,9 @@ class GatherSchedule:
         self, units: Sequence[Unit], prefetch: int | str, live_bytes: int | None, comm: Comm, *, negotiate: bool
     ) -> None:
         self._units, self._comm, self.negotiate = units, comm, negotiate
-        self._watch = Watch(units, live_bytes) if prefetch == AUTO else None
-        self.prefetch = dict.fromkeys((FORWARD, BACKWARD), 1 if isinstance(prefetch, str) else prefetch)
+        sizes = [unit.layout.numel * unit.layout.itemsize for unit in units]
+        self._watch = Watch(sizes, live_bytes) if prefetch == AUTO else None
+        self.prefetch = dict.fromkeys((FORWARD, BACKWARD), 0 if isinstance(prefetch, str) else prefetch)
         self.forward = list(range(len(units)))
         self.backward = [index for index in reversed(self.forward) if index != self.kept]
         self.seen: list[int] = []  # gathers this pass wanted, in order

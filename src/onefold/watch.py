@@ -1,13 +1,15 @@
-"""Times a few passes for prefetch="auto": how long gathers take, and the compute between needs."""
+"""Times a few passes for prefetch="auto": how long gathers take, and the compute between needs.
+
+While it watches nothing is gathered ahead: a gather that runs under compute is seen to end only when it is needed.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onefold.lookahead import choose
-from onefold.unit import Unit
 
 WATCHED_PASSES = 3  # of each kind, before it decides
 LOG = logging.getLogger("onefold")
@@ -16,9 +18,10 @@ LOG = logging.getLogger("onefold")
 class Watch:
     """Decides once for forward and once for backward, when it has seen enough of each."""
 
-    def __init__(self, units: Sequence[Unit], live_bytes: int | None) -> None:
-        self._bytes = [unit.layout.numel * unit.layout.itemsize for unit in units]
-        self._live_bytes = live_bytes
+    def __init__(
+        self, unit_bytes: Sequence[int], live_bytes: int | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._bytes, self._live_bytes, self._clock = unit_bytes, live_bytes, clock
         self._started: dict[int, float] = {}
         self._gather_s: dict[int, float] = {}  # in this pass
         self._compute_s: dict[int, float] = {}
@@ -28,17 +31,17 @@ class Watch:
         self._passes: dict[str, int] = {}
 
     def started(self, index: int) -> None:
-        self._started[index] = time.perf_counter()
+        self._started[index] = self._clock()
 
     def needed(self, index: int) -> None:
-        now = time.perf_counter()
+        now = self._clock()
         if self._order:
             self._compute_s[self._order[-1]] = self._compute_s.get(self._order[-1], 0.0) + now - self._since
         if index not in self._order:
             self._order.append(index)
 
     def arrived(self, index: int) -> None:
-        self._since = time.perf_counter()
+        self._since = self._clock()
         if index in self._started:
             self._gather_s[index] = self._since - self._started.pop(index)
 

@@ -209,3 +209,15 @@ def shard_with_an_expanded_buffer(sync: str) -> list[float]:
 @pytest.mark.parametrize("sync", ["rank0", "check"])
 def test_a_buffer_that_is_one_value_expanded_is_brought_in_line_too(sync: str) -> None:
     assert run_ranks(2, shard_with_an_expanded_buffer, sync) == [[1.0] * 4] * 2
+
+
+def shard_a_row_of_a_mesh() -> None:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    onefold.shard(Net(9 if dist.get_rank() == 3 else 8), stage=2, mesh=mesh["shard"])
+    raise RuntimeError("the other row is well")
+
+
+def test_ranks_of_a_part_of_the_world_are_called_by_their_number_in_the_world() -> None:
+    errors = run_ranks_raises(4, shard_a_row_of_a_mesh)
+    assert [error.type_name for error in errors] == ["RuntimeError"] * 2 + ["MismatchError"] * 2
+    assert all("rank 3 differs from rank 2" in error.message for error in errors[2:])

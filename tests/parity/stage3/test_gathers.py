@@ -165,6 +165,18 @@ def test_as_many_units_as_asked_for_are_gathered_before_a_block_computes(prefetc
                     assert gathered == order[: place + 1 + prefetch], f"{way} of {name}"
 
 
+def test_auto_measures_for_three_passes_of_a_kind_and_then_looks_ahead() -> None:
+    """Every pass follows the list; how far ahead it decided to look depends on the machine."""
+    for seen in run_ranks(2, watch, prefetch="auto", note=True):
+        for step, trace in enumerate(seen.traces[1:], start=1):
+            gathers = [entry for entry in trace if entry[0].startswith("gather")]
+            assert gathers == [("gather-forward", name) for name in [TOKENS, *BLOCKS, HEAD]] + [
+                ("gather-backward", name) for name in reversed(BLOCKS)
+            ]
+            ahead = trace.index(("gather-forward", "layers.1")) < trace.index(("forward", "layers.0"))
+            assert ahead == (step == 3), "it looked ahead while it measured, or not after"
+
+
 def sharing(ranks_differ: bool) -> dict[str, int]:
     """Bytes of three forwards inside full_parameters, which gathered everything on the way in."""
     model = onefold.shard(Language(), stage=3, bucket_bytes=ONE)
