@@ -8,12 +8,16 @@ from onefold.errors import (
     ModelError,
     OnefoldError,
     OptimizerError,
+    PrecisionError,
     StateError,
 )
 from onefold.full import full_parameters, full_state_dict
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
+from onefold.precision import Precision
 from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory, placement, track_memory, traffic
+from onefold.scaling import LossScale
+from onefold.scheduler import Scheduler
 from onefold.shard import accumulate, catch_up, shard
 
 __version__ = "0.1.0"
@@ -21,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CommError",
     "ConfigError",
+    "LossScale",
     "MemoryReport",
     "MismatchError",
     "ModelError",
@@ -28,6 +33,9 @@ __all__ = [
     "Optimizer",
     "OptimizerError",
     "PlacementReport",
+    "Precision",
+    "PrecisionError",
+    "Scheduler",
     "StateError",
     "TrafficReport",
     "Zero",

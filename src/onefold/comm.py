@@ -85,21 +85,32 @@ class Pending:
 
 
 class Reduction(Pending):
-    """A reduce on the way; after `wait`, `out` holds the sum over ranks (plus `plus`, where given)."""
+    """A reduce on the way; `finish` gives the sum over ranks."""
 
-    def __init__(
-        self, pending: Pending, parts: Sequence[Tensor] = (), out: Tensor | None = None, plus: Tensor | None = None
-    ) -> None:
+    def __init__(self, pending: Pending, parts: Sequence[Tensor]) -> None:
         super().__init__(pending._comm, pending._label, pending._works)
         pending._works = ()  # they are ours now
-        self._parts, self._out, self._plus = parts, out, plus
+        self._parts = parts  # what is to be summed here, in rank order; scratch
 
-    def wait(self) -> None:
-        super().wait()
-        parts, self._parts = self._parts, ()
-        if parts:
-            assert self._out is not None
-            sum_in_order(parts, self._out, self._plus)
+    def finish(self, out: Tensor, plus: Tensor | None, scale: float = 1.0, wide: Tensor | None = None) -> None:
+        """out = the sum [× scale] [+ plus], once it has arrived; with `wide`, an fp32 buffer, summed in fp32 there."""
+        self.wait()
+        if wide is None:
+            sum_in_order(self._parts, out, plus)
+        else:
+            sum_wide(self._parts, out, plus, scale, wide)
+
+
+def sum_wide(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None, scale: float, wide: Tensor) -> None:
+    """As `sum_in_order`, in fp32 and rounded once, times `scale`."""
+    wide.copy_(parts[0])
+    for part in parts[1:]:
+        wide.add_(part)
+    wide.mul_(scale)
+    if plus is not None:
+        wide.add_(plus)
+    if out.data_ptr() != wide.data_ptr():
+        out.copy_(wide)
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None) -> None:
@@ -161,10 +172,10 @@ class Comm:
         self._count(label, "all-gather", flat)
         return self._wire.gather(flat, label)
 
-    def reduce(self, flat: Tensor, scratch: Tensor, out: Tensor, plus: Tensor | None, label: Label) -> Reduction:
-        """out = the sum of this rank's slot over all ranks [+ plus]. `flat` and `scratch` are used up."""
+    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+        """The sum of this rank's slot over all ranks. `flat` and `scratch` are used up."""
         self._count(label, "reduce-scatter", flat)
-        return self._wire.reduce(flat, scratch, out, plus, label)
+        return self._wire.reduce(flat, scratch, label)
 
     def broadcast(self, tensors: Sequence[Tensor], label: Label) -> None:
         """Copy rank 0's values to all, in one message, whatever their dtypes."""
@@ -243,12 +254,12 @@ class PairwiseWire:
         mine = slots[self._comm.rank]
         return self._swap({peer: mine for peer in self._peers}, {peer: slots[peer] for peer in self._peers}, label)
 
-    def reduce(self, flat: Tensor, scratch: Tensor, out: Tensor, plus: Tensor | None, label: Label) -> Reduction:
+    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         slots = flat.view(self._comm.size, -1)
         wanted = slots.shape[1]
         received = {peer: scratch[i * wanted : (i + 1) * wanted] for i, peer in enumerate(self._peers)}
         parts = [received.get(rank, slots[rank]) for rank in range(self._comm.size)]
-        return Reduction(self._swap({peer: slots[peer] for peer in self._peers}, received, label), parts, out, plus)
+        return Reduction(self._swap({peer: slots[peer] for peer in self._peers}, received, label), parts)
 
     def _swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
         group, tag = self._comm._axis.group, _tag(label, self._comm.salt)
@@ -291,11 +302,10 @@ class CollectiveWire:
         mine = flat.view(self._comm.size, -1)[self._comm.rank]
         return Pending(self._comm, label, [(None, self._comm._axis.group._allgather_base(flat, mine))])
 
-    def reduce(self, flat: Tensor, scratch: Tensor, out: Tensor, plus: Tensor | None, label: Label) -> Reduction:
-        options = dist.ReduceScatterOptions()
-        target = out if plus is None else scratch[: out.numel()]
-        work = self._comm._axis.group._reduce_scatter_base(target, flat, options)
-        return Reduction(Pending(self._comm, label, [(None, work)]), () if plus is None else (target,), out, plus)
+    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+        target = scratch[: flat.numel() // self._comm.size]
+        work = self._comm._axis.group._reduce_scatter_base(target, flat, dist.ReduceScatterOptions())
+        return Reduction(Pending(self._comm, label, [(None, work)]), (target,))
 
 
 @lru_cache(maxsize=4096)

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from onefold.errors import ConfigError
 from onefold.placement import STAGES
+from onefold.precision import Precision
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +38,9 @@ class Zero:
 
     stage: int = 2
     """0: all whole on every rank. 1: optimizer state sharded. 2: gradients too. 3: parameters too."""
+
+    precision: str | Precision = "fp32"
+    """"fp32", "bf16" (16 bits compute, an fp32 master is updated), "fp16" (with a loss scale), or a Precision."""
 
     bucket_bytes: int = 32 << 20
     """Largest flat unit, in bytes of parameters; a parameter larger than this is a unit of its own."""
@@ -83,6 +87,7 @@ class Zero:
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in STAGES:
             raise ConfigError(f"stage={self.stage!r} is unknown; use one of {', '.join(map(str, STAGES))}")
+        Precision.of(self.precision)
         if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes!r} is not a positive number of bytes; try 32 << 20")
         if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
@@ -125,7 +130,7 @@ class Zero:
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
-        return [
+        return [f"precision: {' '.join(str(Precision.of(self.precision)).split())}"] + [
             f"{name}={getattr(self, name)!r}"
             for name in ("stage", "bucket_bytes", "prefetch", "schedule", "seed", "buffers", "sync")
         ]

@@ -25,6 +25,7 @@ from onefold.errors import ModelError, StateError
 from onefold.memory import Pool, storage_key
 from onefold.passes import Passes
 from onefold.placement import Placement, Scope
+from onefold.precision import Precision
 from onefold.rounds import IN_FLIGHT, WAITING, ReduceSchedule
 from onefold.shown import ShardedGradient, ShownGradients
 from onefold.tree import ParameterTree
@@ -55,11 +56,14 @@ class Engine:
         sharded: Sequence[Unit],
         frozen: Sequence[tuple[str, nn.Parameter]],
         digest: str,
+        precision: Precision,
     ) -> None:
         self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
         self.comm, self.everyone = comm, everyone  # the ranks that share state; those and their replicas
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
+        self.precision = precision
+        self.loss_scaled = False  # inside optimizer.backward()
         self.optimizer: Any = None  # the Optimizer that was made for this model
         self.device = pool.device
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
@@ -71,6 +75,7 @@ class Engine:
         negotiate = zero.schedule == "negotiate"
         self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward, comm, negotiate=negotiate)
         self.shown = ShownGradients(self.params, self.names)
+        self._versions = {unit.name: sum(p._version for p in unit.params) for unit in self.units}
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
@@ -113,6 +118,8 @@ class Engine:
         """Autograd is about to put a gradient into .grad, which must be free for it."""
         self.enter_backward()
         if not self._open:
+            if self.precision.compute is torch.float16 and not self.loss_scaled:
+                raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
             self._forget_dropped()  # may raise: nothing is open then
             self._begin_rounds()
             self._open, self._settled = True, False
@@ -224,9 +231,11 @@ class Engine:
         self._rounds_due = self._touched_nothing = False
 
     def pool_limit_bytes(self) -> int:
-        """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another."""
+        """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another. And
+        where 16 bits compute, fp32 vectors of what is summed or updated."""
         largest = max(unit.layout.numel * unit.layout.itemsize for unit in self.units)
-        return (2 * IN_FLIGHT + 1 + WAITING) * largest if self.everyone.size > 1 else 0
+        wide = max((4 * unit.master.owned.numel for unit in self.units if unit.dtypes.narrow), default=0)
+        return ((2 * IN_FLIGHT + 1 + WAITING) * largest if self.everyone.size > 1 else 0) + 2 * wide
 
     def _agree_on_order(self) -> None:
         """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
@@ -244,12 +253,21 @@ class Engine:
         self.schedule.finish(index)
         return self.units[index]
 
+    def take_edits(self) -> None:
+        """Whole 16-bit parameters that were edited in place since the last step tell their master."""
+        for unit in self.units:
+            if unit.dtypes.narrow and unit.placement.parameters is Scope.WHOLE:
+                versions = sum(param._version for param in unit.params)
+                if self._versions.setdefault(unit.name, versions) != versions:
+                    unit.master.absorb()
+
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
         torch.autograd.graph.increment_version([p for p, was in zip(self.params, self.kept, strict=True) if was])
         for index, unit in enumerate(self.units):
             first = self.first_param[index]
             self.schedule.step_over(index, used=any(self.kept[first : first + len(unit.params)]))
+        self._versions = {unit.name: sum(p._version for p in unit.params) for unit in self.units}
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
@@ -276,6 +294,8 @@ class Engine:
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
         self._accumulating = reduce or ("once" if self.placement.gradients is Scope.WHOLE else "each")
+        for unit in self.units:
+            unit.gradients.widen()
         try:
             yield
         finally:
@@ -286,6 +306,10 @@ class Engine:
     def _show_gradients(self) -> None:
         """Where gradients are sharded all get a placeholder: which of them some rank used is known at the step."""
         if self._whole_gradients:
+            for unit in self.units:
+                if unit.gradients.dtype is not unit.dtypes.compute:
+                    for param in unit.params:
+                        param.grad_dtype = None  # fp32 gradients of 16-bit parameters may be shown
             used = [index for index, kept in enumerate(self.kept) if kept]
             self.shown.show(used, self._whole_gradient)
         else:
@@ -328,7 +352,8 @@ class Engine:
             "buffers": list(self.model.buffers()),
             "communication": self.pool.buffers(),
             "gradients": [tensor for unit in self.units for tensor in unit.gradients.tensors()],
-            "optimizer": self.optimizer.state_tensors() if self.optimizer is not None else [],
+            "optimizer": [tensor for unit in self.units for tensor in unit.master.tensors()]
+            + (self.optimizer.state_tensors() if self.optimizer is not None else []),
             "parameters": [t for unit in self.all_units for t in unit.values.tensors()] + [p for _, p in self.frozen],
         }
 

@@ -24,6 +24,10 @@ class StateError(OnefoldError, RuntimeError):
     """A call came at the wrong moment, or touched state that is spread over ranks as if it were whole."""
 
 
+class PrecisionError(OnefoldError, ArithmeticError):
+    """Gradients are infinite or NaN, and lowering the loss scale no longer helps."""
+
+
 class MismatchError(OnefoldError, RuntimeError):
     """The ranks do not hold the same model, configuration or values."""
 

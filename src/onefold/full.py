@@ -22,20 +22,25 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     >>> with onefold.full_parameters(model, write=True), torch.no_grad():
     ...     _ = model.weight.fill_(0.5)
     """
-    passes = engine_of(model).passes
+    engine = engine_of(model)
+    passes, narrow = engine.passes, [unit for unit in engine.units if unit.dtypes.narrow]
     passes.pin_all()
+    before = [unit.values.part(unit.master.owned).clone() for unit in narrow] if write else []
     try:
         yield
         if write:
             for unit in passes.units:
                 unit.values.write_back()
+            for unit, values in zip(narrow, before, strict=True):
+                unit.master.absorb(values)
     finally:
         passes.unpin_all()
 
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state on rank 0's host memory, one unit at a time; empty on other ranks. Collective.
+    """The whole state on rank 0's host memory, one unit at a time; empty on other ranks. Where 16 bits compute, it is
+    the fp32 master's. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -47,7 +52,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     first = engine.everyone.rank == 0
     engine.passes.gathers.catch_up()
     copies: dict[int, Tensor] = {}
+    narrow = [unit for unit in engine.units if unit.dtypes.narrow]
+    for unit in narrow:
+        whole = unit.whole_master()
+        if first:
+            copies.update({id(p): view.to("cpu", copy=True) for p, view in zip(unit.params, whole, strict=True)})
     for index, unit in enumerate(engine.passes.units):
+        if unit in narrow:
+            continue
         engine.passes.gathers.need(index)
         if first:
             copies.update({id(param): param.detach().to("cpu", copy=True) for param in unit.params})

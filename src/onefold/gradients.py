@@ -1,9 +1,12 @@
 """The gradients of one unit: a local sum, rounds that reduce it over ranks, and what they leave.
 
-Each parameter's gradient is scaled by 1/N and written (or added) to a flat buffer of the unit's layout: the local sum.
-A *round* reduces that buffer over ranks and adds the result to what earlier rounds left. Where gradients are whole,
-the first round happens in the unit's own buffer; where they are sharded, and for every later round before the
-optimizer steps, the buffer is borrowed from the pool and returned when the round ends.
+Each parameter's gradient is written (or added) to a flat buffer of the unit's layout: the local sum. A *round* reduces
+that buffer over ranks and adds the result to what earlier rounds left. Where gradients are whole, the first round
+happens in the unit's own buffer; where they are sharded, and for every later round before the optimizer steps, the
+buffer is borrowed from the pool and returned when the round ends.
+
+In fp32 gradients are scaled by 1/N as they enter. In 16 bits that would round them: there the sum over ranks runs in
+fp32, is scaled, and is rounded once. Once gradients accumulate over micro-batches, sums are kept in fp32.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from onefold.errors import ModelError
 from onefold.layout import Span
 from onefold.memory import Pool
 from onefold.placement import Scope
+from onefold.precision import Dtypes
 from onefold.views import FlatViews
 
 
@@ -31,11 +35,14 @@ class Round(NamedTuple):
 
 
 class Gradients:
-    def __init__(self, views: FlatViews, scope: Scope, comm: Comm, replicas: Comm, pool: Pool) -> None:
+    def __init__(self, views: FlatViews, scope: Scope, comm: Comm, replicas: Comm, pool: Pool, dtypes: Dtypes) -> None:
         self._views, self._scope, self._comm, self._replicas, self._pool = views, scope, comm, replicas, pool
         self._layout = views.layout
         self._mine = views.layout.shard(comm.rank)
-        self._scale = 1.0 / (comm.size * replicas.size)
+        mean = 1.0 / (comm.size * replicas.size)
+        self._narrow, self._wire, self.dtype = dtypes.narrow, dtypes.wire, dtypes.grad
+        self._scale, self._sum_scale = (1.0, mean) if self._narrow else (mean, 1.0)
+        self._local_dtype = dtypes.wire
         self.reduced = False  # the gradient below is the sum of at least one round
         self._home: Tensor | None = None  # whole gradient, where gradients are whole
         self._shard: Tensor | None = None  # my shard of it, where they are sharded
@@ -48,6 +55,13 @@ class Gradients:
         """There is a local sum that no round has taken yet."""
         return self._local is not None
 
+    def widen(self) -> None:
+        """From now on gradients accumulate: keep sums in fp32."""
+        empty = not (self.reduced or self.waiting or self._rounds)
+        if empty and self._narrow and not (self.dtype is self._local_dtype is torch.float32):
+            self.dtype = self._local_dtype = torch.float32
+            self._home = self._shard = None
+
     def add(self, index: int, grad: Tensor) -> None:
         """Take one parameter's gradient into the local sum."""
         if grad.layout is not torch.strided:
@@ -59,7 +73,7 @@ class Gradients:
         if index in self._written:
             view.add_(grad, alpha=self._scale)
         else:
-            torch.mul(grad, self._scale, out=view)
+            view.copy_(grad) if self._narrow else torch.mul(grad, self._scale, out=view)
             self._written.add(index)
 
     def launch(self) -> None:
@@ -68,15 +82,12 @@ class Gradients:
         for index in range(len(self._layout.slots)):
             if index not in self._written:
                 self._views.view(flat, index).zero_()
-        sum_at, plus = self._own(), None
-        if self._replicas.size > 1:
-            sum_at = flat[self._mine.start : self._mine.stop]  # not yet the sum: replicas follow
-        elif self.reduced or self._rounds:
-            plus = sum_at
-        shard = self._layout.shard_numel
-        wanted = max(self._comm.scratch_numel(shard), self._replicas.scratch_numel(shard // self._replicas.size))
-        scratch = self._pool.take(wanted, self._views.dtype)
-        reduction = self._comm.reduce(flat, scratch, sum_at, plus, Label("reduce", self._layout.name))
+        if flat.dtype is not self._wire:
+            local, flat = flat, self._pool.take(self._layout.numel, self._wire)
+            flat.copy_(local)
+            self._let_go(local)
+        scratch = self._pool.take(self._comm.scratch_numel(self._layout.shard_numel), self._wire)
+        reduction = self._comm.reduce(flat, scratch, Label("reduce", self._layout.name))
         self._rounds.append(Round(reduction, flat, scratch))
         self._local = None
         self._written.clear()
@@ -84,24 +95,30 @@ class Gradients:
     def finish(self) -> None:
         """End the oldest round: its sum is in the gradient, its buffers are back in the pool."""
         reduction, flat, scratch = self._rounds.popleft()
-        reduction.wait()
-        if self._replicas.size > 1:
-            self._sum_across_replicas(flat[self._mine.start : self._mine.stop], scratch)
+        own = self._own()
+        plus = own if self.reduced else None
+        wide = self._pool.take(self._layout.shard_numel, torch.float32) if self._narrow else None
+        if self._replicas.size == 1:
+            reduction.finish(own, plus, self._sum_scale, wide)
+        else:
+            part = flat[self._mine.start : self._mine.stop] if wide is None else wide
+            reduction.finish(part, None, self._sum_scale, wide)
+            self._sum_across_replicas(part)
+            own.copy_(part) if plus is None else own.add_(part)
+        if wide is not None:
+            self._pool.give(wide)
         self._pool.give(scratch)
-        if flat is not self._home:
-            self._pool.give(flat)
+        self._let_go(flat)
         self.reduced = True
 
-    def _sum_across_replicas(self, shard: Tensor, scratch: Tensor) -> None:
+    def _sum_across_replicas(self, shard: Tensor) -> None:
         """All-reduce of one shard: each replica sums its part of it, then all gather the parts."""
+        scratch = self._pool.take(self._replicas.scratch_numel(shard.numel() // self._replicas.size), shard.dtype)
         part = shard.view(self._replicas.size, -1)[self._replicas.rank]
         label = Label("reduce-replica", self._layout.name)
-        self._replicas.reduce(shard, scratch, part, None, label).wait()
+        self._replicas.reduce(shard, scratch, label).finish(part, None)
         self._replicas.gather(shard, label).wait()
-        if self.reduced:
-            self._own().add_(shard)
-        elif shard.data_ptr() != self._own().data_ptr():
-            self._own().copy_(shard)
+        self._pool.give(scratch)
 
     def gather(self) -> Pending:
         """Make the reduced gradient whole, where the optimizer wants it whole."""
@@ -124,8 +141,8 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients."""
         assert not self._rounds
-        if self._local is not None and self._local is not self._home:
-            self._pool.give(self._local)
+        if self._local is not None:
+            self._let_go(self._local)
         self._local = None
         self._written.clear()
         self.reduced = False
@@ -148,22 +165,32 @@ class Gradients:
 
     def _open_local(self) -> Tensor:
         if self._local is None:
-            at_home = self._scope is Scope.WHOLE and not self.reduced and not self._rounds
-            self._local = self._hold_whole() if at_home else self._pool.take(self._layout.numel, self._views.dtype)
+            free = self._scope is Scope.WHOLE and not self.reduced and not self._rounds
+            if free and self._local_dtype is self.dtype:
+                self._local = self._hold_whole()
+            else:
+                self._local = self._pool.take(self._layout.numel, self._local_dtype)
             self._views.zero_gaps(self._local)
         return self._local
+
+    def _let_go(self, flat: Tensor) -> None:
+        if flat is not self._home:
+            self._pool.give(flat)
 
     def _own(self) -> Tensor:
         if self._scope is Scope.WHOLE:
             return self._hold_whole()[self._mine.start : self._mine.stop]
         if self._shard is None:
-            self._shard = self._views.empty(self._layout.shard_numel).zero_()
+            self._shard = self._empty(self._layout.shard_numel)
         return self._shard
 
     def _hold_whole(self) -> Tensor:
         if self._home is None:
-            self._home = self._views.empty(self._layout.numel).zero_()
+            self._home = self._empty(self._layout.numel)
         return self._home
+
+    def _empty(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.dtype, device=self._views.device)
 
     def tensors(self) -> list[Tensor]:
         """What holds gradients now: the unit's own, and a local sum that waits in a borrowed buffer."""

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from onefold.comm import Label
 from onefold.engine import ATTRIBUTE, Engine
 from onefold.errors import StateError
 from onefold.passes import watch_parameters
+from onefold.rounding import narrowed
 
 
 def attach(engine: Engine, blocks: Sequence[str]) -> None:
@@ -28,12 +30,54 @@ def attach(engine: Engine, blocks: Sequence[str]) -> None:
         _watch_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
     model.register_forward_hook(partial(_after_forward, engine))
+    if engine.precision.narrow:
+        _attach_casts(engine)
     if engine.passes.units:
         _attach_passes(engine, blocks)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
     model.__dict__["zero_grad"] = partial(_zero_grad, engine, model.zero_grad)
+
+
+def _attach_casts(engine: Engine) -> None:
+    """Inputs of the model are cast to what computes; modules kept in fp32 get fp32 and give back what they got."""
+    compute = engine.precision.compute
+    assert isinstance(compute, torch.dtype)
+    engine.model.register_forward_pre_hook(
+        lambda module, args, kwargs: (_cast(args, compute), _cast(kwargs, compute)), prepend=True, with_kwargs=True
+    )
+    for kept in engine.precision.kept(engine.model):
+        kept.register_forward_pre_hook(
+            lambda module, args, kwargs: (_cast(args, torch.float32), _cast(kwargs, torch.float32)), with_kwargs=True
+        )
+        kept.register_forward_hook(lambda module, args, output: _cast(output, compute))
+    modules = [m for m in engine.model.modules() if any(True for _ in m.parameters(recurse=False))]
+    places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
+    for module in modules:
+        module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, cast, tree)
+
+
+def _load_masters(
+    engine: Engine, places: dict[int, Any], module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
+) -> None:
+    """Whole values of a state dict go to the master in full, and to the parameters as the master rounds them."""
+    for name, param in module._parameters.items():
+        value, place = state.get(prefix + name), places.get(id(param))
+        if param is None or value is None or place is None or value.shape != param.shape:
+            continue
+        unit = engine.units[place.unit]
+        if unit.dtypes.narrow:
+            with torch.no_grad():
+                unit.load_master(place.slot, value.to(torch.float32))
+            state[prefix + name] = narrowed(value.to(device=param.device, dtype=torch.float32), unit.dtypes.compute)
 
 
 def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:

@@ -2,8 +2,8 @@
 
 The wrapped class never sees the model's parameters, only the slices of each unit that this rank updates.
 
-A step: 1 settle what was used  2 for each unit, in the order of reduction: finish its gradient, update, start its
-gather  3 wait for the gathers.
+A step: 1 settle what was used  2 if gradients are not finite, skip or raise, on every rank alike  3 for each unit, in
+the order of reduction: finish its gradient, update, start its gather  4 wait for the gathers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,11 @@ from onefold.agree import agree
 from onefold.comm import Label
 from onefold.elementwise import examine
 from onefold.engine import engine_of
-from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
+from onefold.errors import ConfigError, OnefoldError, OptimizerError, PrecisionError, StateError
 from onefold.placement import Scope
+from onefold.scaling import LossScale, Scaler
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
+from onefold.unit import Unit
 
 FORMAT = 1  # of state_dict()
 
@@ -40,19 +42,57 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, model: nn.Module, cls: type[torch.optim.Optimizer], *, groups: list[Any] | None = None, **kwargs: Any
+        self,
+        model: nn.Module,
+        cls: type[torch.optim.Optimizer],
+        *,
+        groups: list[Any] | None = None,
+        loss_scale: LossScale | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        **kwargs: Any,
     ) -> None:
+        """`cls` and `kwargs` are the torch class and its settings. `loss_scale` is for fp16. If a norm that
+        clip_grad_norm finds is not finite, the step raises, or is skipped."""
         engine = self._engine = engine_of(model)
         if engine.optimizer is not None:
             raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
+        self.stepped = False  # whether the last step() updated anything
+        self.skipped = 0  # steps, because gradients were not finite
+        self._norms: Tensor | None = None  # of each rank's shard of each unit, since clip_grad_norm
+        self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
+        self._scaler: Scaler | None = None
+        self._on_nonfinite = on_nonfinite
         self._agreed = False
         error: Exception | None = None
         try:
+            self._set_scale(loss_scale)
             self._build(cls, groups, kwargs)
         except Exception as mistake:  # whatever it is, the other ranks must hear of it
             error = mistake
         self._agree(error, "Optimizer()")
         engine.optimizer = self
+
+    def _set_scale(self, settings: LossScale | None) -> None:
+        if self._on_nonfinite not in ("raise", "skip"):
+            raise ConfigError(f"on_nonfinite={self._on_nonfinite!r} is unknown; use 'raise' or 'skip'")
+        half = self._engine.precision.compute is torch.float16
+        if settings is not None and not (half and isinstance(settings, LossScale)):
+            raise ConfigError(f"loss_scale={settings!r}: give a LossScale, and only with precision='fp16'")
+        self._scaler = Scaler(settings or LossScale()) if half else None
+
+    @property
+    def loss_scale(self) -> float:
+        """What backward() multiplies the loss by: 1 but for fp16."""
+        return self._scaler.scale if self._scaler else 1.0
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """loss.backward(), with the loss scaled where fp16 needs it."""
+        engine = self._engine
+        engine.loss_scaled = True
+        try:
+            (loss.float() * self.loss_scale if self._scaler else loss).backward(**kwargs)
+        finally:
+            engine.loss_scaled = False
 
     def _agree(self, error: Exception | None, where: str) -> None:
         """All ranks have the same groups with the same settings, or all raise."""
@@ -65,10 +105,10 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine
         _check_finite(kwargs, "the settings")
         self._costs = {}
-        for dtype in dict.fromkeys(param.dtype for param in engine.params):
+        for dtype in dict.fromkeys(_updated(unit) for unit in engine.units):
             defaults, self._costs[dtype] = examine(cls, kwargs, engine.device, dtype)
         self._index = {id(p): index for index, p in enumerate(engine.params)}
-        self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
+        self._by_unit = [UnitOptimizer(unit, cls, kwargs, engine.pool) for unit in engine.units]
         self._name = cls.__name__
         with _as_ours():
             super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
@@ -142,15 +182,60 @@ class Optimizer(torch.optim.Optimizer):
         engine.check_parameters()
         engine.settle()
         engine.passes.release_all()
+        bad = self._nonfinite_unit()
+        self.stepped = bad is None
+        if bad is not None:
+            self._skip(bad)
+            return
+        engine.take_edits()
+        unscale = 1.0 / self.loss_scale
         gathers = []
         for index in engine.schedule.order:
             unit = engine.finish(index)
-            self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index])
+            factor = self._clip * unscale if unit.dtypes.narrow else unscale
+            self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor)
             if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
                 gathers.append(unit.values.gather_updated())
         for pending in gathers:
             pending.wait()
+        if self._scaler:
+            self._scaler.good()
+        self._norms, self._clip = None, 1.0
         engine.after_step()
+
+    def _nonfinite_unit(self) -> str | None:
+        """The unit whose gradients first went non-finite in backward, on any rank: looked for where it may be known."""
+        engine = self._engine
+        if self._norms is not None:
+            finite = torch.isfinite(self._norms).all(dim=0).tolist()
+        elif self._scaler:
+            engine.schedule.drain()
+            mine = bytes(
+                unit.gradients.reduced and not bool(torch.isfinite(unit.gradients.mine()).all())
+                for unit in engine.units
+            )
+            rows = engine.everyone.gather_bytes(mine, Label("overflow", "step"))
+            finite = [not any(column) for column in zip(*rows, strict=True)]
+        else:
+            return None
+        return next((engine.units[index].name for index in engine.schedule.order if not finite[index]), None)
+
+    def _skip(self, bad: str) -> None:
+        """Leave everything as it is. Every rank does."""
+        self.skipped += 1
+        self._norms, self._clip = None, 1.0
+        self._engine.comm.meter.cut()
+        if self._scaler:
+            if not self._scaler.overflow():
+                raise PrecisionError(
+                    f"gradients overflow at the lowest loss scale ({self.loss_scale:g}), first in unit {bad}; look "
+                    f"there for an exploding loss, train in bf16, or keep that module in fp32 (Precision(keep_fp32=…))"
+                )
+        elif self._on_nonfinite == "raise":
+            raise PrecisionError(
+                f"gradients are infinite or NaN, first in unit {bad}; nothing was updated. Look there, or skip such "
+                f"steps with Optimizer(on_nonfinite='skip')"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, local sums included; set_to_none=False keeps them as zeros."""
@@ -176,13 +261,17 @@ class Optimizer(torch.optim.Optimizer):
                 if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped
                     unit.gradients.forget(slot)
             if unit.gradients.reduced:
-                mine = torch.linalg.vector_norm(unit.gradients.mine(), norm_type)
+                wide = torch.promote_types(unit.gradients.dtype, torch.float32)
+                mine = torch.linalg.vector_norm(unit.gradients.mine(), norm_type, dtype=wide)
                 partials[engine.comm.rank, index] = mine
         engine.comm.gather(partials.view(-1), Label("norm", "step")).wait()
-        norm = torch.linalg.vector_norm(partials.view(-1), norm_type).to(engine.params[0].dtype)
+        self._norms = partials
+        dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
+        norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / self.loss_scale).to(dtype)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._clip = self._clip * factor
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
-            for unit in engine.units:
+            for unit in (unit for unit in engine.units if not unit.dtypes.narrow):
                 whole = unit.placement.optimizer is Scope.WHOLE
                 unit.gradients.part(unit.layout.body if whole else unit.mine).mul_(factor)
         return norm
@@ -207,7 +296,7 @@ class Optimizer(torch.optim.Optimizer):
         return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
 
     def planned_bytes(self) -> int:
-        return sum(unit.planned_bytes(self._costs[unit.unit.params[0].dtype]) for unit in self._by_unit)
+        return sum(unit.planned_bytes(self._costs[_updated(unit.unit)]) for unit in self._by_unit)
 
     def _whoami(self) -> dict[str, Any]:
         everyone = self._engine.everyone
@@ -217,7 +306,11 @@ class Optimizer(torch.optim.Optimizer):
         """This rank's part, for this rank, at this number of ranks and stage."""
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         slices = [row for unit in self._by_unit for row in unit.state_dict()]
-        return {"onefold": self._whoami(), "param_groups": groups, "names": self._names(), "slices": slices}
+        scale = self._scaler.state() if self._scaler else None
+        return {
+            "onefold": self._whoami(), "param_groups": groups, "names": self._names(), "slices": slices,
+            "skipped": self.skipped, "loss_scale": scale,
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what state_dict() gave on this rank."""
@@ -231,6 +324,9 @@ class Optimizer(torch.optim.Optimizer):
             raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)  # the same objects: schedulers hold them
+        self.skipped = state_dict["skipped"]
+        if self._scaler:
+            self._scaler.load(state_dict["loss_scale"])
         for unit in self._by_unit:
             unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
 
@@ -243,7 +339,15 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> NoReturn:
         # torch.amp.GradScaler.step reads this first; its found-inf check sees one rank only
-        raise StateError("torch.amp.GradScaler sees the gradients of one rank only; train in fp32 or bf16 without it")
+        raise StateError(
+            "torch.amp.GradScaler sees the gradients of one rank only; with precision='fp16' call "
+            "optimizer.backward(loss), which scales by itself"
+        )
+
+
+def _updated(unit: Unit) -> torch.dtype:
+    """The dtype in which a unit is updated."""
+    return torch.float32 if unit.dtypes.narrow else unit.dtypes.compute
 
 
 def _check_finite(settings: dict[str, Any], where: str) -> None:

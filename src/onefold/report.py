@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from onefold.comm import Flow
@@ -13,6 +14,8 @@ from onefold.engine import Engine, engine_of
 from onefold.memory import CATEGORIES, Tracker, storage_bytes
 from onefold.placement import Scope
 from onefold.unit import Unit
+
+MASTER_BYTES = {None: 0, "fp32": 4, "split": 2}  # per element, beside the values
 
 
 @dataclass(frozen=True)
@@ -182,8 +185,9 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
 
 
 def _planned_memory(engine: Engine) -> dict[str, int | None]:
-    whole = sum(unit.layout.numel * unit.layout.itemsize for unit in engine.units)
-    shard = sum(unit.layout.shard_numel * unit.layout.itemsize for unit in engine.units)
+    whole = sum(unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units)
+    shard = sum(unit.layout.shard_numel * unit.gradients.dtype.itemsize for unit in engine.units)
+    masters = sum(MASTER_BYTES[unit.dtypes.master] * unit.master.owned.numel for unit in engine.units)
     values = sum(unit.values.resident_numel * unit.layout.itemsize for unit in engine.all_units)
     frozen = storage_bytes([param for _, param in engine.frozen])
     has_gradients = any(unit.gradients.tensors() for unit in engine.units)
@@ -191,7 +195,7 @@ def _planned_memory(engine: Engine) -> dict[str, int | None]:
     return {
         "parameters": values + frozen,
         "gradients": gradients if has_gradients else 0,
-        "optimizer": engine.optimizer.planned_bytes() if engine.optimizer is not None else 0,
+        "optimizer": masters + (engine.optimizer.planned_bytes() if engine.optimizer is not None else 0),
         "buffers": storage_bytes(engine.model.buffers()),
         "communication": engine.pool_limit_bytes(),  # at most
         "activations": None,
@@ -202,18 +206,20 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
     """One forward and backward per step: (N-1)/N of each unit sent each time it is reduced or gathered."""
     n, replicas = engine.comm.size, engine.everyone.size // engine.comm.size
 
-    def once(units: Iterable[Unit]) -> int:
-        return sum(unit.layout.shard_numel * unit.layout.itemsize for unit in units) * (n - 1)
+    def once(units: Iterable[Unit], dtype: Callable[[Unit], torch.dtype] = lambda unit: unit.dtypes.compute) -> int:
+        return sum(unit.layout.shard_numel * dtype(unit).itemsize for unit in units) * (n - 1)
 
     kept = [unit for unit in engine.units if unit.placement.parameters is Scope.WHOLE]
     updated = "gather-updated" if engine.placement.optimizer is Scope.SHARD else "gather-gradient"
     gathers, sharded = engine.passes.gathers, engine.passes.units
     planned = {
-        "reduce": once(engine.units),
+        "reduce": once(engine.units, lambda unit: unit.dtypes.wire),
         "used-flags": (len(engine.params) + len(engine.units)) * (engine.everyone.size - 1),
         "norm": 8 * len(engine.units) * (n - 1),
     }
-    if kept:
+    if kept and updated == "gather-gradient":
+        planned[updated] = once(kept, lambda unit: unit.gradients.dtype)
+    elif kept:
         planned[updated] = once(kept)
     if sharded:
         planned["gather-forward"] = once(sharded[index] for index in gathers.forward)
@@ -224,7 +230,7 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         planned["buffers"] = 0 if engine.everyone.rank else sum(b.nbytes for b in engine.model.buffers()) * others
     if replicas > 1:
         planned["reduce-replica"] = (
-            2 * sum(u.layout.shard_numel * u.layout.itemsize for u in engine.units) // replicas * (replicas - 1)
+            2 * sum(u.layout.shard_numel * max(4, u.layout.itemsize) for u in engine.units) // replicas * (replicas - 1)
         )
     return planned
 

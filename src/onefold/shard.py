@@ -25,6 +25,8 @@ from onefold.layout import ParamInfo, UnitLayout, plan_units
 from onefold.memory import Pool
 from onefold.mesh import Axes, axes_of
 from onefold.placement import STAGES, Placement, Scope
+from onefold.precision import Precision
+from onefold.rounding import narrowed
 from onefold.unit import Unit
 from onefold.views import dense_stride
 
@@ -40,6 +42,7 @@ class Survey(NamedTuple):
     trained: list[tuple[str, nn.Parameter]]
     frozen: list[tuple[str, nn.Parameter]]
     meta: bool  # built on the meta device, to be filled here
+    dtypes: dict[str, torch.dtype]  # what each parameter computes in
     layouts: list[UnitLayout]
     lines: list[str]  # what all ranks must agree on
 
@@ -56,7 +59,7 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     torch.Size([8, 8])
     """
     error: Exception | None = None
-    settings, found = Zero(), Survey([], [], False, [], [])
+    settings, found = Zero(), Survey([], [], False, {}, [], [])
     mesh = fields.get("mesh", getattr(zero, "mesh", None))
     axes = axes_of(mesh)
     device = _device(model, fields.get("device", getattr(zero, "device", None)))
@@ -72,6 +75,7 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
         raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
     comm.salt = replicas.salt = everyone.salt = agree_on_salt(everyone)
 
+    policy = Precision.of(settings.precision).decided(own_sum=comm.any_order, cuda=device.type == "cuda")
     builder = Builder(model, device, settings.init, settings.seed) if found.meta else None
     _synchronise(everyone, [*found.trained, *found.frozen, *model.named_buffers()], settings)
     pool = Pool(device)
@@ -82,12 +86,15 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
         members = [params[slot.name] for slot in layout.slots]
         if builder:
             builder.build(members)
-        if layout.kind.endswith(FROZEN) and placement.parameters is Scope.WHOLE:
-            continue  # nothing of it moves: it stays where it is
-        unit = Unit(layout, members, placement, comm, replicas, pool)
+        trained, dtype = not layout.kind.endswith(FROZEN), found.dtypes[layout.slots[0].name]
+        if not trained and placement.parameters is Scope.WHOLE:
+            for param in members:  # nothing of it moves: it stays where it is
+                param.data = param.data if param.dtype is dtype else narrowed(param.data, dtype)
+            continue
+        unit = Unit(layout, members, placement, comm, replicas, pool, policy.dtypes(dtype), trained=trained)
         for slot in layout.slots:
             del params[slot.name]
-        if not layout.kind.endswith(FROZEN):
+        if trained:
             units.append(unit)
         if placement.parameters is Scope.SHARD:
             sharded.append(unit)
@@ -104,6 +111,7 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
         sharded=sharded,
         frozen=[(name, param) for name, param in found.frozen if name in params],
         digest=digest(found.lines),
+        precision=policy,
     )
     attach(engine, find_blocks(model, settings.units))
     meter.cut()
@@ -137,26 +145,30 @@ def survey(model: nn.Module, settings: Zero, axes: Axes) -> Survey:
     meta = device.type == "meta"
     for name, tensor in [*named, *model.named_buffers()]:
         _check_values(name, tensor, meta)
+    policy = Precision.of(settings.precision)
+    kept = {id(param) for module in policy.kept(model) for param in module.parameters()}
+    dtypes = {name: _target(param, policy, id(param) in kept) for name, param in named}
     for name, param in named:
-        _check_parameter(name, param, device)
+        _check_parameter(name, param, device, policy)
     if not meta:
         _check_overlap([*named, *model.named_buffers()])
     if settings.init is not None and not meta:
         raise ConfigError("init= fills a model built on the meta device, and this one has values: build it on meta")
     blocks = find_blocks(model, settings.units)
     infos = [
-        ParamInfo(name, param.numel(), param.itemsize, _kind(param), block_of(name, blocks)) for name, param in named
+        ParamInfo(name, param.numel(), dtypes[name].itemsize, _kind(param, dtypes[name]), block_of(name, blocks))
+        for name, param in named
     ]
     ranks = axes.shard.size
     layouts = plan_units(infos, ranks, settings.bucket_bytes, axes.replica.size)
     lines = settings.describe() + [
-        f"parameter {name}: shape {tuple(param.shape)}, strides {dense_stride(param)}, {param.dtype}, "
+        f"parameter {name}: shape {tuple(param.shape)}, strides {dense_stride(param)}, {dtypes[name]}, "
         f"requires_grad={param.requires_grad}"
         for name, param in named
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.name}: {unit.numel} elements, {place(unit, settings, ranks)}" for unit in layouts]
-    return Survey(trained, frozen, meta, layouts, lines)
+    return Survey(trained, frozen, meta, dtypes, layouts, lines)
 
 
 def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
@@ -185,19 +197,25 @@ def _check_overlap(named: list[tuple[str, Tensor]]) -> None:
             seen[tensor.untyped_storage()._cdata].append((start, stop, name))
 
 
-def _check_parameter(name: str, param: nn.Parameter, device: torch.device) -> None:
+def _target(param: nn.Parameter, policy: Precision, kept: bool) -> torch.dtype:
+    """What a parameter computes in: fp32 ones in the policy's dtype unless they are kept, all others in their own."""
+    assert isinstance(policy.compute, torch.dtype)
+    return policy.compute if param.dtype is torch.float32 and not kept else param.dtype
+
+
+def _check_parameter(name: str, param: nn.Parameter, device: torch.device, policy: Precision) -> None:
     if param.device != device:
         raise ModelError(f"{name} is on {param.device}, others on {device}; move the model to one device first")
-    if param.requires_grad and param.dtype not in TRAINED_DTYPES:
+    if param.requires_grad and param.dtype not in TRAINED_DTYPES and param.dtype is not policy.compute:
         remedy = "keep it as two real ones (torch.view_as_real)" if param.is_complex() else "call model.float() first"
         raise ModelError(
-            f"{name} is {param.dtype}; trained parameters are float32 or float64: {remedy}, "
+            f"{name} is {param.dtype}; trained parameters are float32 or float64 (precision= casts them): {remedy}, "
             f"or freeze it with requires_grad_(False)"
         )
 
 
-def _kind(param: nn.Parameter) -> str:
-    return str(param.dtype) if param.requires_grad else f"{param.dtype} {FROZEN}"
+def _kind(param: nn.Parameter, dtype: torch.dtype) -> str:
+    return str(dtype) if param.requires_grad else f"{dtype} {FROZEN}"
 
 
 def _device(model: nn.Module, wanted: Any) -> torch.device:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from onefold.elementwise import StateCost, bare_step
 from onefold.errors import StateError
 from onefold.layout import Span
-from onefold.placement import Scope
+from onefold.memory import Pool
 from onefold.unit import Unit
 
 NOT_SETTINGS = ("params", "param_names")  # of a param group
@@ -36,11 +36,11 @@ class Slice(NamedTuple):
 class UnitOptimizer:
     """The wrapped class, on the part of one unit that this rank updates."""
 
-    def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
-        self.unit = unit
+    def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], pool: Pool) -> None:
+        self.unit, self._pool = unit, pool
         self._cls, self._kwargs = cls, kwargs
-        whole = unit.placement.optimizer is Scope.WHOLE
-        self._owned = unit.layout.body if whole else unit.layout.body.clip(unit.mine)
+        self._lent: list[Tensor] = []
+        self._nothing = torch.empty(0, device=pool.device)  # what a slice holds while no master is lent to it
         self.slices: dict[int, list[Slice]] = {}  # group -> slices, in order
         self.inner: torch.optim.Optimizer | None = None
         self._groups: list[int] = []  # of the inner optimizer's param groups
@@ -52,35 +52,63 @@ class UnitOptimizer:
         if not slices:
             return
         self.slices[group] = slices
+        if self.unit.dtypes.narrow:  # some classes make their state at once, in the shape of what they see
+            for piece in slices:
+                piece.tensor.data = self.unit.master.open(piece.span)
         inner_group = {"params": [piece.tensor for piece in slices]}
         if self.inner is None:
             self.inner = self._cls([inner_group], **self._kwargs)
         else:
             self.inner.add_param_group(inner_group)
         self._groups.append(group)
+        for piece in slices:
+            self._take_back(piece)
 
-    def update(self, groups: list[dict[str, Any]], kept: bytearray, first_param: int) -> None:
-        """Step the used slices with the hyperparameters of the outer groups."""
+    def update(self, groups: list[dict[str, Any]], kept: bytearray, first_param: int, factor: float | Tensor) -> None:
+        """Step the used slices with the hyperparameters of the outer groups; 16-bit gradients are times `factor`."""
         if self.inner is None:
             return
+        used = []
         for inner_group, group in zip(self.inner.param_groups, self._groups, strict=True):
             self._part(group, inner_group, kept, first_param)
             inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
             for piece in self.slices[group]:
-                used = kept[first_param + piece.slots[0]]
-                piece.tensor.grad = self.unit.gradients.part(piece.span) if used else None
+                if kept[first_param + piece.slots[0]]:
+                    used.append(piece)
+                    self._lend(piece, factor)
         bare_step(self.inner)
-        for piece in self._all_slices():
-            piece.tensor.grad = None
+        for piece in used:
+            self._take_back(piece)
+        while self._lent:
+            self._pool.give(self._lent.pop())
+
+    def _lend(self, piece: Slice, factor: float | Tensor) -> None:
+        """Let the inner optimizer see values and gradient of a slice, in the dtype it works in."""
+        grad, narrow = self.unit.gradients.part(piece.span), self.unit.dtypes.narrow
+        if narrow:
+            piece.tensor.data = self.unit.master.open(piece.span)
+        if narrow or factor != 1.0:  # in fp32: a product with a 16-bit vector would be rounded to 16 bits
+            wide = self._pool.take(piece.span.numel, torch.float32 if narrow else grad.dtype)
+            self._lent.append(wide)
+            grad = wide.copy_(grad) if isinstance(factor, float) and factor == 1.0 else wide.copy_(grad).mul_(factor)
+        piece.tensor.grad = grad
+
+    def _take_back(self, piece: Slice) -> None:
+        piece.tensor.grad = None
+        if self.unit.dtypes.narrow:
+            wide, piece.tensor.data = piece.tensor.data, self._nothing
+            self.unit.master.close(piece.span, wide)
 
     def _slice(self, slots: tuple[int, ...]) -> Slice | None:
         layout = self.unit.layout
-        inside = tuple(i for i in slots if layout.slots[i].padded_span.clip(self._owned).numel)
+        owned = self.unit.master.owned
+        inside = tuple(i for i in slots if layout.slots[i].padded_span.clip(owned).numel)
         if not inside:
             return None
         whole = Span(layout.slots[inside[0]].padded_span.start, layout.slots[inside[-1]].padded_span.stop)
-        span = whole.clip(self._owned)
-        return Slice(span, inside, nn.Parameter(self.unit.values.part(span)))
+        span = whole.clip(owned)
+        values = self._nothing if self.unit.dtypes.narrow else self.unit.values.part(span)
+        return Slice(span, inside, nn.Parameter(values))
 
     def _part(self, group: int, inner_group: dict[str, Any], kept: bytearray, first_param: int) -> None:
         """Cut slices whose parameters diverge, and their state with them."""
@@ -93,8 +121,8 @@ class UnitOptimizer:
             cuts = [piece] if len(runs) == 1 else [cut for run in runs if (cut := self._slice(run))]
             if len(runs) > 1 and (state := self.inner.state.pop(piece.tensor, None)):
                 for cut in cuts:
-                    at = cut.span.shift(-piece.span.start)
-                    self.inner.state[cut.tensor] = {key: _cut(value, piece.tensor, at) for key, value in state.items()}
+                    at, numel = cut.span.shift(-piece.span.start), piece.span.numel
+                    self.inner.state[cut.tensor] = {key: _cut(value, numel, at) for key, value in state.items()}
             parted += cuts
         self.slices[group] = parted
         inner_group["params"] = [piece.tensor for piece in parted]
@@ -152,10 +180,10 @@ def _runs(slots: list[int]) -> list[tuple[int, ...]]:
     return [tuple(slot for _, slot in run) for _, run in keyed]
 
 
-def _cut(state: Any, of: Tensor, at: Span) -> Any:
+def _cut(state: Any, numel: int, at: Span) -> Any:
     """The part of some state that belongs to these elements; counts are copied."""
 
     def cut(value: Tensor) -> Tensor:
-        return value[at.start : at.stop] if value.shape == of.shape else value.clone()
+        return value[at.start : at.stop] if value.shape == (numel,) else value.clone()
 
     return tree_map_only(Tensor, cut, state)

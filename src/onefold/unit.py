@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from onefold.comm import Comm
+from onefold.comm import Comm, Label
 from onefold.gradients import Gradients
 from onefold.layout import UnitLayout
+from onefold.master import master_of
 from onefold.memory import Pool
-from onefold.placement import Placement
+from onefold.placement import Placement, Scope
+from onefold.precision import Dtypes
 from onefold.values import Values
 from onefold.views import FlatViews
 
@@ -24,10 +27,33 @@ class Unit:
         comm: Comm,
         replicas: Comm,
         pool: Pool,
+        dtypes: Dtypes,
+        *,
+        trained: bool,
     ) -> None:
-        self.layout, self.params, self.placement = layout, list(params), placement
+        self.layout, self.params, self.placement, self.dtypes = layout, list(params), placement, dtypes
         self.name = layout.name
         self.mine = layout.shard(comm.rank)
-        views = FlatViews(layout, params)
+        views = FlatViews(layout, params, dtypes.compute)
+        owned = layout.body if placement.optimizer is Scope.WHOLE else layout.body.clip(self.mine)
+        wide = views.lay(params, owned, torch.float32) if trained and dtypes.narrow else None
         self.values = Values(views, params, placement.parameters, comm)
-        self.gradients = Gradients(views, placement.gradients, comm, replicas, pool)
+        self.master = master_of(self.values, owned, wide, dtypes.master, pool)
+        self._views, self._comm = views, comm
+        self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes)
+
+    def load_master(self, slot: int, value: Tensor) -> None:
+        """New fp32 values of one parameter, on every rank alike; each keeps what it owns."""
+        part = self.layout.slots[slot].span.clip(self.master.owned)
+        if part.numel:
+            flat = self._views.in_memory_order(value, slot)
+            at = part.shift(-self.layout.slots[slot].start)
+            self.master.poke(part, flat[at.start : at.stop].to(self._views.device))
+
+    def whole_master(self) -> list[Tensor]:
+        """Every parameter as the master has it, gathered from all ranks. Collective where the optimizer is sharded."""
+        flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self._views.device)
+        self.master.peek(self.master.owned, flat[self.master.owned.start : self.master.owned.stop])
+        if self.placement.optimizer is Scope.SHARD:
+            self._comm.gather(flat, Label("gather", self.name)).wait()
+        return self._views.all(flat)

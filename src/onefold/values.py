@@ -23,6 +23,7 @@ from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.memory import storage_key
 from onefold.placement import Scope
+from onefold.rounding import narrowed
 from onefold.views import FlatViews
 
 
@@ -48,22 +49,18 @@ class Values:
         if scope is Scope.WHOLE:
             self._lay_whole()
         else:
-            self._lay_shard(comm.rank)
+            self._lay_shard()
 
     def _lay_whole(self) -> None:
         self._views.zero_gaps(self.whole)
         for param, view in zip(self._params, self._flat_views, strict=True):
-            view.copy_(param.detach())
+            view.copy_(narrowed(param.detach(), view.dtype))
         self.presence = Presence.WHOLE
         self._show()
 
-    def _lay_shard(self, rank: int) -> None:
+    def _lay_shard(self) -> None:
         self.whole.untyped_storage().resize_(0)
-        self._shard = self._views.empty(self._views.layout.shard_numel).zero_()
-        index_of = {slot.name: index for index, slot in enumerate(self._views.layout.slots)}
-        for name, elements, offset in self._views.layout.pieces(rank):
-            source = self._views.in_memory_order(self._params[index_of[name]].detach(), index_of[name])
-            self._shard[offset : offset + elements.numel].copy_(source[elements.start : elements.stop])
+        self._shard = narrowed(self._views.lay(self._params, self._mine, self._params[0].dtype), self._views.dtype)
         dtype, device = self._views.dtype, self._views.device
         self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
         self._placeholders = [self._marks[i].expand(p.size()) for i, p in enumerate(self._params)]

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from onefold.layout import UnitLayout
+from onefold.layout import Span, UnitLayout
 
 
 class FlatViews:
     """The shapes behind a layout; gives a parameter's view of any flat buffer that has this layout."""
 
-    def __init__(self, layout: UnitLayout, params: Sequence[Tensor]) -> None:
-        self.layout = layout
-        self.dtype, self.device = params[0].dtype, params[0].device
+    def __init__(self, layout: UnitLayout, params: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.layout, self.dtype, self.device = layout, dtype, params[0].device
         self._shapes = [(p.size(), dense_stride(p)) for p in params]
 
     def empty(self, numel: int) -> Tensor:
@@ -34,6 +33,17 @@ class FlatViews:
         if tensor.stride() != stride:
             tensor = torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))
+
+    def lay(self, params: Sequence[Tensor], span: Span, dtype: torch.dtype) -> Tensor:
+        """These elements of the unit, from the parameters; zeros in the gaps."""
+        flat = torch.zeros(span.numel, dtype=dtype, device=self.device)
+        for index, slot in enumerate(self.layout.slots):
+            part = slot.span.clip(span)
+            if part.numel:
+                source = self.in_memory_order(params[index].detach(), index)
+                at = part.shift(-slot.start)
+                flat[part.start - span.start : part.stop - span.start].copy_(source[at.start : at.stop])
+        return flat
 
     def zero_gaps(self, flat: Tensor) -> None:
         for gap in self.layout.gaps:

@@ -113,18 +113,18 @@ def _loop(
     accumulating: Callable[[], Any],
 ) -> Trained:
     losses, norms = [], []
+    bare = getattr(model, "module", model)
     for step in range(run.steps):
         for micro in range(run.micro):
             last = micro == run.micro - 1
             torch.manual_seed(step)  # dropout
             with nullcontext() if last else accumulating():
                 loss = loss_of(model, batch_for(step, micro, dist.get_rank()), step) / run.micro
-                loss.backward()
+                optimizer.backward(loss) if isinstance(optimizer, onefold.Optimizer) else loss.backward()
                 losses.append(loss.item())
         norms += clip()
         optimizer.step()
         optimizer.zero_grad()
-    bare = getattr(model, "module", model)
     with onefold.full_parameters(model) if bare is model else nullcontext():
         params = {name: p.detach().clone() for name, p in bare.named_parameters()}
     return Trained(params, losses, norms, {})
@@ -157,7 +157,7 @@ def digest_of(trained: Trained) -> str:
     digest = hashlib.sha256()
     for name, value in trained.params.items():
         digest.update(name.encode())
-        digest.update(value.contiguous().numpy().tobytes())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -1,0 +1,119 @@
+"""What the optimizer updates of one unit: the values themselves, an fp32 master beside them, or their missing halves.
+
+The optimizer borrows fp32 vectors with `open` and gives them back with `close`, which rounds them into the values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onefold.layout import Span
+from onefold.memory import Pool
+from onefold.rounding import join, narrow, split
+from onefold.values import Values
+
+
+class Master:
+    """fp32 (or fp64) values: they are their own master."""
+
+    def __init__(self, values: Values, owned: Span) -> None:
+        self._values, self.owned = values, owned
+
+    def open(self, span: Span) -> Tensor:
+        """The master's values of these elements of the unit, to be updated in place."""
+        return self._values.part(span)
+
+    def close(self, span: Span, wide: Tensor) -> None:
+        """They have been updated."""
+
+    def peek(self, span: Span, out: Tensor) -> None:
+        """A copy of some master values."""
+        out.copy_(self._values.part(span))
+
+    def poke(self, span: Span, wide: Tensor) -> None:
+        """New master values, which the compute copy has already, rounded."""
+
+    def absorb(self, before: Tensor | None = None) -> None:
+        """The values were edited by hand: where they differ from what they were, they are the truth now."""
+
+    def tensors(self) -> list[Tensor]:
+        return []
+
+
+class WideMaster(Master):
+    """16-bit values, and an fp32 master beside them."""
+
+    def __init__(self, values: Values, owned: Span, wide: Tensor) -> None:
+        super().__init__(values, owned)
+        self._wide = wide
+
+    def open(self, span: Span) -> Tensor:
+        return self._at(span)
+
+    def close(self, span: Span, wide: Tensor) -> None:
+        narrow(wide, self._values.part(span))
+
+    def peek(self, span: Span, out: Tensor) -> None:
+        out.copy_(self._at(span))
+
+    def poke(self, span: Span, wide: Tensor) -> None:
+        self._at(span).copy_(wide)
+
+    def absorb(self, before: Tensor | None = None) -> None:
+        values = self._values.part(self.owned)
+        if before is None:
+            before = torch.empty_like(values)
+            narrow(self._wide, before)
+        edited = before.view(torch.int16) != values.view(torch.int16)
+        self._wide.copy_(torch.where(edited, values.float(), self._wide))
+
+    def tensors(self) -> list[Tensor]:
+        return [self._wide]
+
+    def _at(self, span: Span) -> Tensor:
+        return self._wide[span.start - self.owned.start : span.stop - self.owned.start]
+
+
+class SplitMaster(Master):
+    """bf16 values that are the upper halves of the master, and the remainders beside them."""
+
+    def __init__(self, values: Values, owned: Span, wide: Tensor, pool: Pool) -> None:
+        super().__init__(values, owned)
+        self._pool = pool
+        self._rest = torch.empty(owned.numel, dtype=torch.int16, device=wide.device)
+        split(wide, values.part(owned), self._rest)
+
+    def open(self, span: Span) -> Tensor:
+        wide = self._pool.take(span.numel, torch.float32)
+        self.peek(span, wide)
+        return wide
+
+    def close(self, span: Span, wide: Tensor) -> None:
+        self.poke(span, wide)
+        self._pool.give(wide)
+
+    def peek(self, span: Span, out: Tensor) -> None:
+        join(self._values.part(span), self._at(span), out)
+
+    def poke(self, span: Span, wide: Tensor) -> None:
+        split(wide, self._values.part(span), self._at(span))
+
+    def absorb(self, before: Tensor | None = None) -> None:
+        """Without `before` nobody knows what was edited: there the old remainder stays, less than half a bf16 step."""
+        if before is not None:
+            values = self._values.part(self.owned)
+            self._rest.masked_fill_(before.view(torch.int16) != values.view(torch.int16), 0)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._rest]
+
+    def _at(self, span: Span) -> Tensor:
+        return self._rest[span.start - self.owned.start : span.stop - self.owned.start]
+
+
+def master_of(values: Values, owned: Span, wide: Tensor | None, kind: str | None, pool: Pool) -> Master:
+    """The master of one unit; `wide` holds its fp32 values where 16 bits compute."""
+    if kind is None or wide is None:
+        return Master(values, owned)
+    return SplitMaster(values, owned, wide, pool) if kind == "split" else WideMaster(values, owned, wide)

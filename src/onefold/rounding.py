@@ -1,0 +1,82 @@
+"""From fp32 to 16 bit and back without loss: the bits behind the compute copy and its remainder.
+
+bf16 is the upper half of an fp32, so a master is its bf16 copy and what the copy lacks, a signed 16-bit *remainder*:
+
+    bits of the master = (bits of the copy << 16) + remainder
+
+The copy is rounded half away from zero: then the remainder always fits. (Rounded half to even, a tie that rounds down
+leaves +32768, one too many.) Adding 0x8000 to the fp32 bits does the rounding; the upper half of the sum is the copy,
+and the lower half with its top bit flipped is the remainder. NaNs would carry into the sign, so they get the canonical
+NaN and no remainder. fp16 has another exponent: there torch rounds, and no remainder exists.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF = 0x8000
+CHUNK = 1 << 17  # elements at a time, so that the sum stays in cache and needs no buffer of its own
+
+
+def narrow(wide: Tensor, out: Tensor) -> None:
+    """out = wide, rounded. Flat tensors; bf16 half away from zero."""
+    if out.dtype is not torch.bfloat16 or wide.dtype is not torch.float32:
+        out.copy_(wide)
+        return
+    copy = out.view(torch.int16)
+    for chunk, halves in _rounded(wide):
+        copy[chunk].copy_(halves[:, 1])
+    if _has_nan(wide):
+        out.masked_fill_(torch.isnan(wide), float("nan"))
+
+
+def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a tensor of any shape in another dtype, rounded as `narrow` does, its strides kept where dense."""
+    out = torch.empty_like(tensor, dtype=dtype)
+    source = tensor if tensor.stride() == out.stride() else torch.empty_like(out, dtype=tensor.dtype).copy_(tensor)
+    narrow(_flat(source), _flat(out))
+    return out
+
+
+def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
+    """An fp32 vector as its bf16 copy and the signed 16-bit rest."""
+    upper = copy.view(torch.int16)
+    for chunk, halves in _rounded(wide):
+        upper[chunk].copy_(halves[:, 1])
+        torch.bitwise_xor(halves[:, 0], -HALF, out=remainder[chunk])
+    if _has_nan(wide):
+        lost = torch.isnan(wide)
+        copy.masked_fill_(lost, float("nan"))
+        remainder.masked_fill_(lost, 0)
+
+
+def join(copy: Tensor, remainder: Tensor, out: Tensor) -> None:
+    """The fp32 vector that `split` took apart."""
+    upper, bits = copy.view(torch.int16), out.view(torch.int32)
+    for start in range(0, out.numel(), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        halves = bits[chunk].view(torch.int16).view(-1, 2)
+        halves[:, 1].copy_(upper[chunk])
+        halves[:, 0].copy_(remainder[chunk])
+        bits[chunk].bitwise_xor_(HALF).sub_(HALF)
+
+
+def _rounded(wide: Tensor):  # type: ignore[no-untyped-def]
+    """For each chunk of fp32 bits plus half a unit of bf16: where it is, and its lower and upper halves."""
+    bits = wide.view(torch.int32)
+    scratch = torch.empty(min(CHUNK, wide.numel()), dtype=torch.int32, device=wide.device)
+    for start in range(0, wide.numel(), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        part = bits[chunk]
+        rounded = torch.add(part, HALF, out=scratch[: part.numel()])
+        yield chunk, rounded.view(torch.int16).view(-1, 2)
+
+
+def _has_nan(wide: Tensor) -> bool:
+    """Perhaps: infinities of both signs say yes too."""
+    return bool(torch.isnan(wide.sum()))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))

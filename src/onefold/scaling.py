@@ -1,0 +1,78 @@
+"""The loss scale of fp16: numbers only.
+
+Small gradients vanish in fp16, so the loss is multiplied by a scale and the gradients are divided by it before the
+update. If they overflow anywhere the step is skipped and the scale falls; after a run of good steps it grows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from onefold.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How the scale moves.
+
+    >>> Scaler(LossScale(initial=8.0, hysteresis=2)).scale
+    8.0
+    """
+
+    initial: float = 2.0**16
+    growth_interval: int = 2000
+    """Good steps in a row after which the scale grows."""
+
+    factor: float = 2.0
+    hysteresis: int = 1
+    """Overflows that are borne before the scale falls; a growth restores them."""
+
+    floor: float = 1.0
+    """The scale falls no lower; an overflow there is an error."""
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "factor", "floor"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ConfigError(f"LossScale({name}={value!r}) is not a positive number")
+        if self.factor <= 1 or self.floor > self.initial:
+            raise ConfigError(f"{self}: factor must exceed 1 and initial be at least floor")
+        for name in ("growth_interval", "hysteresis"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"LossScale({name}={value!r}) is not a positive whole number")
+
+
+class Scaler:
+    """A scale in motion; the same on every rank, as all take the same decisions."""
+
+    def __init__(self, settings: LossScale) -> None:
+        self.settings = settings
+        self.scale = float(settings.initial)
+        self._good = 0
+        self._borne = 0
+
+    def good(self) -> None:
+        """A step was taken."""
+        self._good += 1
+        if self._good >= self.settings.growth_interval:
+            self.scale = min(self.scale * self.settings.factor, 2.0**127)
+            self._good = self._borne = 0
+
+    def overflow(self) -> bool:
+        """A step was skipped. False if the scale cannot fall any more."""
+        self._good = 0
+        self._borne += 1
+        if self._borne < self.settings.hysteresis:
+            return True
+        if self.scale <= self.settings.floor:
+            return False
+        self.scale = max(self.scale / self.settings.factor, self.settings.floor)
+        return True
+
+    def state(self) -> dict[str, float]:
+        return {"scale": self.scale, "good": self._good, "borne": self._borne}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.scale, self._good, self._borne = float(state["scale"]), int(state["good"]), int(state["borne"])
