@@ -15,7 +15,7 @@ order. On NCCL the library's collectives do the work. One rank moves nothing: N 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -205,14 +205,21 @@ class Comm:
 
     def gather_bytes(self, blob: bytes, label: Label) -> list[bytes]:
         """Every rank's bytes, in rank order, where all bring equally many."""
-        if not blob:
-            return [b""] * self.size
+        return self.start_bytes(blob, label)() if blob else [b""] * self.size
+
+    def start_bytes(self, blob: bytes, label: Label) -> Callable[[], list[bytes]]:
+        """As `gather_bytes`, on the way: call the result to have them."""
         table = torch.zeros(self.size, len(blob), dtype=torch.uint8)
         table[self.rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         table = table.to(self._wire.small_device)
-        self.gather(table.view(-1), label).wait()
-        flat = bytes(table.view(-1).tolist())
-        return [flat[i * len(blob) : (i + 1) * len(blob)] for i in range(self.size)]
+        pending = self.gather(table.view(-1), label)
+
+        def rows() -> list[bytes]:
+            pending.wait()
+            flat = bytes(table.view(-1).tolist())
+            return [flat[i * len(blob) : (i + 1) * len(blob)] for i in range(self.size)]
+
+        return rows
 
     def _count(self, label: Label, collective: str, flat: Tensor) -> None:
         self.meter.count(label.purpose, collective, flat.nbytes // self.size * (self.size - 1))

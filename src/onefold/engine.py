@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
@@ -64,6 +64,10 @@ class Engine:
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision = precision
         self.loss_scaled = False  # inside optimizer.backward()
+        self.update_inside: Callable[[int, bytes], None] | None = None  # a unit, as soon as its gradient is reduced
+        self._flags: dict[
+            int, Callable[[], list[bytes]]
+        ] = {}  # who used what of a unit that is updated inside backward
         self.optimizer: Any = None  # the Optimizer that was made for this model
         self.device = pool.device
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
@@ -71,7 +75,7 @@ class Engine:
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
         sizes = [len(unit.params) for unit in self.units]
         self.first_param = list(accumulate(sizes, initial=0))[:-1]
-        self.schedule = ReduceSchedule(self.units, self._reduced)
+        self.schedule = ReduceSchedule(self.units, self._starting, self._reduced)
         negotiate = zero.schedule == "negotiate"
         self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward, comm, negotiate=negotiate)
         self.shown = ShownGradients(self.params, self.names)
@@ -127,6 +131,10 @@ class Engine:
 
     def _begin_rounds(self) -> None:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
+        if self._unsettled and self.update_inside:
+            raise StateError(
+                "step_in_backward=True updates in every backward: call optimizer.step() before the next one"
+            )
         if self._unsettled and self.reducing:
             rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
             self._agree_on_order()
@@ -148,6 +156,12 @@ class Engine:
         if grad is None:
             return
         unit = self.units[place.unit]
+        if self.update_inside and self.schedule.started(place.unit):
+            raise StateError(
+                f"a gradient of {self.names[index]} came after its unit was updated: with step_in_backward=True every "
+                f"parameter must get its gradient once in one backward (no reentrant checkpoints that share blocks, no "
+                f"second backward before step())"
+            )
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             unit.gradients.add(place.slot, grad)
             self.used[index] = USED
@@ -160,7 +174,7 @@ class Engine:
         if self._in_backward:  # else an error cut it short and it has been tidied
             with torch.no_grad():
                 closed = self._close()
-                if closed and self._accumulating is None:
+                if closed and self._accumulating is None and not self.update_inside:
                     if self._whole_gradients:
                         self.settle()
                     self._show_gradients()
@@ -182,8 +196,22 @@ class Engine:
         if self._in_backward and ours and torch._C._current_graph_task_id() == -1:
             self._close()
 
+    def _starting(self, index: int) -> None:
+        """A round starts. Where its unit is to be updated at once, ranks tell each other what they used of it."""
+        if self.update_inside:
+            first = self.first_param[index]
+            used = bytes(self.used[first : first + len(self.units[index].params)])
+            self._flags[index] = self.everyone.start_bytes(used, Label("used-flags", self.units[index].name))
+
     def _reduced(self, index: int, final: bool) -> None:
-        if self._whole_gradients:
+        if self.update_inside:
+            unit, rows = self.units[index], self._flags.pop(index)()
+            if self._whole_gradients:
+                unit.gradients.gather().wait()
+            unit.values.finish_offers()  # whoever has sent its gradients has had the values
+            self.update_inside(index, bytes(map(max, zip(*rows, strict=True))))
+            unit.gradients.consume()
+        elif self._whole_gradients:
             self._ungathered.add(index)
             if final:
                 self._gather_gradient(index)
@@ -221,6 +249,18 @@ class Engine:
             self._wait_for_gathers()
         self._settled, self._unsettled = True, False
 
+    def settle_inside(self) -> None:
+        """Where backward updates units: end the rounds, and with them the updates, that are still on the way."""
+        self.tidy_after_error()
+        if self._rounds_due and (self._touched_nothing or not any(self.used)):
+            self._bring_zeros()
+        elif not any(self.used):
+            raise StateError("no gradients: call loss.backward() before optimizer.step()")
+        self._agree_on_order()
+        self.schedule.drain()
+        self.used = bytearray(len(self.params))
+        self._unsettled = False
+
     def _bring_zeros(self) -> None:
         """This rank's backward touched no parameter, or never came: its peers wait for its shards and its zeros."""
         if not self._touched_nothing:
@@ -253,13 +293,12 @@ class Engine:
         self.schedule.finish(index)
         return self.units[index]
 
-    def take_edits(self) -> None:
+    def take_edits(self, unit: Unit) -> None:
         """Whole 16-bit parameters that were edited in place since the last step tell their master."""
-        for unit in self.units:
-            if unit.dtypes.narrow and unit.placement.parameters is Scope.WHOLE:
-                versions = sum(param._version for param in unit.params)
-                if self._versions.setdefault(unit.name, versions) != versions:
-                    unit.master.absorb()
+        if unit.dtypes.narrow and unit.placement.parameters is Scope.WHOLE:
+            versions = sum(param._version for param in unit.params)
+            if versions != self._versions[unit.name]:
+                unit.master.absorb()
 
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
@@ -291,6 +330,8 @@ class Engine:
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:
         check_reduce(reduce)
+        if self.update_inside:
+            raise StateError("step_in_backward=True updates in every backward, so nothing can accumulate; leave it out")
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
         self._accumulating = reduce or ("once" if self.placement.gradients is Scope.WHOLE else "each")

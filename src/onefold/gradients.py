@@ -47,6 +47,7 @@ class Gradients:
         self._home: Tensor | None = None  # whole gradient, where gradients are whole
         self._shard: Tensor | None = None  # my shard of it, where they are sharded
         self._local: Tensor | None = None  # the local sum being built
+        self.transient = False  # the gradient is used up by an update inside backward: its buffer is the pool's
         self._written: set[int] = set()
         self._rounds: deque[Round] = deque()
 
@@ -147,6 +148,14 @@ class Gradients:
         self._written.clear()
         self.reduced = False
 
+    def consume(self) -> None:
+        """The gradient has been used: its buffers go back to the pool."""
+        self.reduced = False
+        for held in (self._home, self._shard):
+            if held is not None:
+                self._pool.give(held)
+        self._home = self._shard = None
+
     def zero(self) -> None:
         """Keep the gradient, as zeros."""
         had_any = self.reduced or self.waiting
@@ -190,6 +199,8 @@ class Gradients:
         return self._home
 
     def _empty(self, numel: int) -> Tensor:
+        if self.transient:
+            return self._pool.take(numel, self.dtype)
         return torch.zeros(numel, dtype=self.dtype, device=self._views.device)
 
     def tensors(self) -> list[Tensor]:

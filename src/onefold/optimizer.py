@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.agree import agree
-from onefold.comm import Label
+from onefold.comm import Label, Pending
 from onefold.elementwise import examine
 from onefold.engine import engine_of
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, PrecisionError, StateError
@@ -49,10 +49,12 @@ class Optimizer(torch.optim.Optimizer):
         groups: list[Any] | None = None,
         loss_scale: LossScale | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
+        step_in_backward: bool = False,
         **kwargs: Any,
     ) -> None:
         """`cls` and `kwargs` are the torch class and its settings. `loss_scale` is for fp16. If a norm that
-        clip_grad_norm finds is not finite, the step raises, or is skipped."""
+        clip_grad_norm finds is not finite, the step raises, or is skipped. `step_in_backward` updates each unit as soon
+        as its gradient is reduced and keeps no gradients: for runs without clipping, accumulation or fp16."""
         engine = self._engine = engine_of(model)
         if engine.optimizer is not None:
             raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
@@ -61,16 +63,24 @@ class Optimizer(torch.optim.Optimizer):
         self._norms: Tensor | None = None  # of each rank's shard of each unit, since clip_grad_norm
         self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
         self._scaler: Scaler | None = None
+        self._gathers: list[Pending] = []  # of units that backward has updated
         self._on_nonfinite = on_nonfinite
         self._agreed = False
         error: Exception | None = None
         try:
             self._set_scale(loss_scale)
+            if step_in_backward and self._scaler:
+                raise ConfigError("step_in_backward=True cannot skip a step, which fp16 needs; train in bf16")
             self._build(cls, groups, kwargs)
         except Exception as mistake:  # whatever it is, the other ranks must hear of it
             error = mistake
         self._agree(error, "Optimizer()")
         engine.optimizer = self
+        self._inside = step_in_backward
+        if step_in_backward:
+            engine.update_inside, engine.schedule.patient = self._update_inside, True
+            for unit in engine.units:
+                unit.gradients.transient = True
 
     def _set_scale(self, settings: LossScale | None) -> None:
         if self._on_nonfinite not in ("raise", "skip"):
@@ -180,6 +190,9 @@ class Optimizer(torch.optim.Optimizer):
         self._check_hyperparameters()
         engine = self._engine
         engine.check_parameters()
+        if self._inside:
+            self._end_inside()
+            return
         engine.settle()
         engine.passes.release_all()
         bad = self._nonfinite_unit()
@@ -187,11 +200,11 @@ class Optimizer(torch.optim.Optimizer):
         if bad is not None:
             self._skip(bad)
             return
-        engine.take_edits()
         unscale = 1.0 / self.loss_scale
         gathers = []
         for index in engine.schedule.order:
             unit = engine.finish(index)
+            engine.take_edits(unit)
             factor = self._clip * unscale if unit.dtypes.narrow else unscale
             self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor)
             if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
@@ -201,6 +214,26 @@ class Optimizer(torch.optim.Optimizer):
         if self._scaler:
             self._scaler.good()
         self._norms, self._clip = None, 1.0
+        engine.after_step()
+
+    @torch.no_grad()
+    def _update_inside(self, index: int, used: bytes) -> None:
+        """Inside backward: a unit's gradient is there."""
+        engine, first = self._engine, self._engine.first_param[index]
+        unit = engine.units[index]
+        engine.kept[first : first + len(used)] = used
+        engine.take_edits(unit)
+        self._by_unit[index].update(self.param_groups, engine.kept, first, 1.0)
+        if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
+            self._gathers.append(unit.values.gather_updated())
+
+    def _end_inside(self) -> None:
+        engine = self._engine
+        engine.settle_inside()
+        engine.passes.release_all()
+        while self._gathers:
+            self._gathers.pop().wait()
+        self.stepped = True
         engine.after_step()
 
     def _nonfinite_unit(self) -> str | None:
@@ -253,6 +286,10 @@ class Optimizer(torch.optim.Optimizer):
         if not (isinstance(norm_type, int | float) and norm_type > 0):
             raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
         engine = self._engine
+        if self._inside:
+            raise StateError(
+                "step_in_backward=True has updated each unit by now, so nothing is left to clip; leave it out"
+            )
         engine.settle()
         engine.schedule.drain()
         partials = torch.zeros(engine.comm.size, len(engine.units), dtype=torch.float64, device=engine.device)

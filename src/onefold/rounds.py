@@ -22,8 +22,11 @@ REMEMBERED = 8  # backwards or steps; what is used now and then is expected for 
 
 
 class ReduceSchedule:
-    def __init__(self, units: Sequence[Unit], on_reduced: Callable[[int, bool], None]) -> None:
-        self._units, self._on_reduced = units, on_reduced
+    def __init__(
+        self, units: Sequence[Unit], on_start: Callable[[int], None], on_reduced: Callable[[int, bool], None]
+    ) -> None:
+        self._units, self._on_start, self._on_reduced = units, on_start, on_reduced
+        self.patient = False  # no unit counts as skipped before backward ends: its round must be its only one
         self.order = list(reversed(range(len(units))))
         self.agreed = False  # the order is one that a backward has shown
         self.completed: list[int] = []  # in this backward, by the time of their last gradient
@@ -48,6 +51,10 @@ class ReduceSchedule:
         while start and self._next < len(self.order) and self._may_start(self.order[self._next]):
             self._start_next()
         return self._arrived[index] >= self._expected(index)
+
+    def started(self, index: int) -> bool:
+        """Whether this backward has started a unit's round."""
+        return index in self._started
 
     def count(self, index: int) -> int:
         """Gradients that this backward has brought to a unit."""
@@ -85,11 +92,14 @@ class ReduceSchedule:
     def _may_start(self, index: int) -> bool:
         if self._complete(index):
             return True
+        if self.patient:
+            return False
         waiting = [other for other in self.completed if other not in self._started]
         return self.agreed and len(waiting) >= WAITING
 
     def _complete(self, index: int) -> bool:
-        return self._unused[index] >= REMEMBERED or self._arrived[index] >= self._expected(index)
+        skipped = self._unused[index] >= REMEMBERED and not self.patient
+        return skipped or self._arrived[index] >= self._expected(index)
 
     def _expected(self, index: int) -> int:
         """Gradients per backward: the most there were lately, counting one for each parameter as seen at first."""
@@ -103,6 +113,7 @@ class ReduceSchedule:
     def _start(self, index: int) -> None:
         while len(self._in_flight) >= IN_FLIGHT:
             self._retire()
+        self._on_start(index)
         self._units[index].gradients.launch()
         self._in_flight.append((index, self._final))
 
