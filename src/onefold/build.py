@@ -8,6 +8,7 @@ the same on every rank, at every number of ranks and every stage. What nobody fi
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ class Builder:
                 if param is not None:
                     self._owner.setdefault(id(param), (prefix, module))
         self._built: set[str] = set()
+        self._aliases: dict[int, list[str]] = {}  # all names of a parameter
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self._aliases.setdefault(id(param), []).append(name)
 
     def build(self, params: Iterable[nn.Parameter]) -> None:
         """Make the modules that own these parameters real."""
@@ -56,22 +60,24 @@ class Builder:
         fresh = {n: t for n, t in _own(module) if t.device.type == "meta"}
         if not fresh:
             return
-        for name, tensor in fresh.items():
-            real = torch.full_like(tensor, _unset(tensor.dtype), device=self._device)
-            if isinstance(tensor, nn.Parameter):
-                torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
-            else:
-                module._buffers[name] = real
+        with _without_weak_references(module):
+            for name, tensor in fresh.items():
+                real = torch.full_like(tensor, _unset(tensor.dtype), device=self._device)
+                if isinstance(tensor, nn.Parameter):
+                    torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
+                else:
+                    module._buffers[name] = real
+        empty = {name: (tensor, tensor._version) for name, tensor in _own(module) if name in fresh}
         if self._values is not None:
             self._fill_from_values(prefix, module, list(fresh))
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _spared(module, set(fresh)):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _spared(prefix, module, set(fresh)):
             torch.manual_seed(zlib.crc32(f"{self._seed}/{prefix}".encode()))
             reset: Any = getattr(module, "reset_parameters", None)
             if self._values is None and reset is not None:
                 reset()
             if self._init is not None:
                 self._init(module)
-        left = [f"{prefix}.{n}" if prefix else n for n in fresh if _is_unset(dict(_own(module))[n])]
+        left = [f"{prefix}.{n}" if prefix else n for n, t in _own(module) if n in fresh and _is_unset(t, *empty[n])]
         if left:
             raise ModelError(
                 f"{', '.join(left)} got no values: {type(module).__name__} was built on the meta device, and neither "
@@ -83,11 +89,12 @@ class Builder:
         own = dict(_own(module))
         for name in names:
             full = f"{prefix}.{name}" if prefix else name
-            if full not in self._values:
+            known = [alias for alias in self._aliases.get(id(own[name]), [full]) if alias in self._values]
+            if not known:
                 if name in module._non_persistent_buffers_set:
                     continue
                 raise ModelError(f"{full} is not in the state that init= names; it holds {len(self._values)} tensors")
-            value = self._values[full]
+            value = self._values[known[0]]
             if value.shape != own[name].shape:
                 raise ModelError(f"{full} has shape {tuple(own[name].shape)}, in the state it is {tuple(value.shape)}")
             with torch.no_grad():
@@ -101,7 +108,10 @@ class Safetensors(Mapping[str, Tensor]):
         if not Path(path).is_file():
             raise ConfigError(f"init={str(path)!r} is not a file; give a .safetensors file, a state dict or a function")
         self._file = safe_open(str(path), framework="pt", device="cpu")
-        self._keys = list(self._file.keys())
+        self._keys = dict.fromkeys(self._file.keys())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys
 
     def __getitem__(self, name: str) -> Tensor:
         return self._file.get_tensor(name)
@@ -118,16 +128,48 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _spared(module: nn.Module, fresh: set[str]) -> Iterator[None]:
-    """While a module fills itself, parameters it shares with a module built before stand aside."""
-    params: dict[str, Any] = module._parameters
-    aside = {n: p for n, p in params.items() if p is not None and n not in fresh}
-    for name, param in aside.items():
-        params[name] = nn.Parameter(torch.zeros(param.shape, dtype=param.dtype), requires_grad=False)
+def _spared(prefix: str, module: nn.Module, fresh: set[str]) -> Iterator[None]:
+    """While a module fills itself, parameters it shares with a module built before stand aside; and so do those of the
+    modules below it, which fill themselves: a write to them would be lost, so it is an error."""
+    below = [
+        (f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_modules() if child is not module
+    ]
+    aside: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
+    for _, owner in [("", module), *below]:
+        skip = fresh if owner is module else set()
+        aside.append(
+            (owner._parameters, {n: p for n, p in owner._parameters.items() if p is not None and n not in skip})
+        )
+    blanks: dict[int, nn.Parameter] = {}
+    for params, known in aside:
+        for name, param in known.items():
+            device = torch.device("cpu") if params is module._parameters else torch.device("meta")
+            blank = torch.zeros(param.shape, dtype=param.dtype, device=device)
+            params[name] = blanks.setdefault(id(param), nn.Parameter(blank, requires_grad=False))
     try:
         yield
     finally:
-        params.update(aside)
+        for params, known in aside:
+            params.update(known)
+    for name, child in below:
+        for key, param in child._parameters.items():
+            if param is not None and id(param) in blanks and blanks[id(param)].is_meta and blanks[id(param)]._version:
+                raise ModelError(
+                    f"filling {prefix or 'the model'} wrote {name}.{key}, which belongs to a module below it and is "
+                    f"filled on its own; let each module's reset_parameters, or `init`, fill its own parameters only"
+                )
+
+
+@contextmanager
+def _without_weak_references(module: nn.Module) -> Iterator[None]:
+    """nn.LSTM and its kin hold weak references to their parameters, which keep them from being swapped."""
+    own: dict[str, Any] = module.__dict__
+    weak = "_flat_weight_refs" in own
+    if weak:
+        own["_flat_weight_refs"] = []
+    yield
+    if weak:
+        own["_flat_weight_refs"] = [weakref.ref(w) if w is not None else None for w in own["_flat_weights"]]
 
 
 def _unset(dtype: torch.dtype) -> float | int | bool:
@@ -136,8 +178,11 @@ def _unset(dtype: torch.dtype) -> float | int | bool:
     return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _is_unset(tensor: Tensor) -> bool:
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
+    """NaN somewhere; of other numbers, which have no mark of their own: as they were, and never written."""
+    if tensor.numel() == 0:
         return False
     mark = _unset(tensor.dtype)
-    return bool((torch.isnan(tensor) if mark != mark else tensor == mark).any())
+    if mark != mark:
+        return bool(torch.isnan(tensor).any())
+    return tensor is before and tensor._version == version and bool((tensor == mark).all())

@@ -16,6 +16,7 @@ order. On NCCL the library's collectives do the work. One rank moves nothing: N 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -63,9 +64,17 @@ class Meter:
 
 
 HINTS = {
-    "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. '
+    "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. ',
+    "gather-backward": "If ranks use a unit again after others, each in its own way, give it its own unit (units=). ",
 }
 _ABANDONED: list[dist.Work] = []  # gloo stalls a connection whose message has lost its buffer: they stay
+
+
+def finish_abandoned(limit_s: float) -> None:
+    """Wait for messages of models that are gone, at the end of a process whose peers may still want them."""
+    with suppress(Exception):  # a peer has ended, or never will want them
+        for work in _ABANDONED:
+            work.wait(timedelta(seconds=limit_s))
 
 
 class Pending:

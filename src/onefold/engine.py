@@ -9,17 +9,20 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from onefold.comm import Comm, Label, Pending
+from onefold.comm import Comm, Label, Pending, finish_abandoned
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
 from onefold.memory import Pool, storage_key
@@ -32,7 +35,23 @@ from onefold.tree import ParameterTree
 from onefold.unit import Unit
 
 ATTRIBUTE = "_onefold"
+PATIENCE_S = 10.0  # at the end of a process, for peers that want shards of models it has let go of
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
+
+
+_LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _serve_peers() -> None:
+    """A rank that ends well, before others have run as far, lets them have its shards first."""
+    if hasattr(sys, "last_value"):  # it ends by an error: the others must hear of that at once
+        return
+    for engine in _LIVE:
+        with suppress(Exception):  # a peer has ended too, or the process group is gone
+            for unit in engine.passes.units:
+                unit.values.finish_offers()
+    finish_abandoned(PATIENCE_S)
 
 
 class Place(NamedTuple):
@@ -63,6 +82,7 @@ class Engine:
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision = precision
+        self.whole_for_now = 0  # full_parameters contexts that are open
         self.loss_scaled = False  # inside optimizer.backward()
         self.update_inside: Callable[[int, bytes], None] | None = None  # a unit, as soon as its gradient is reduced
         self._flags: dict[
@@ -96,6 +116,7 @@ class Engine:
         self._settled = False
         self._placeholders: list[Tensor] = []  # for .grad, made once
         self._gathers: list[Pending] = []
+        _LIVE.add(self)
         self._ungathered: set[int] = set()  # units reduced but not yet made whole
 
     # -- forward and backward --------------------------------------------------------------------------------------
@@ -225,6 +246,7 @@ class Engine:
     def settle(self) -> None:
         """Agree on what was used and reduce what is left. Collective; once per step."""
         self.tidy_after_error()
+        self.passes.gathers.catch_up()
         if self._settled:
             self._mark_dropped()
             return
@@ -252,6 +274,7 @@ class Engine:
     def settle_inside(self) -> None:
         """Where backward updates units: end the rounds, and with them the updates, that are still on the way."""
         self.tidy_after_error()
+        self.passes.gathers.catch_up()
         if self._rounds_due and (self._touched_nothing or not any(self.used)):
             self._bring_zeros()
         elif not any(self.used):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
 from onefold.engine import engine_of
 
@@ -25,6 +27,7 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     engine = engine_of(model)
     passes, narrow = engine.passes, [unit for unit in engine.units if unit.dtypes.narrow]
     passes.pin_all()
+    engine.whole_for_now += 1
     before = [unit.values.part(unit.master.owned).clone() for unit in narrow] if write else []
     try:
         yield
@@ -34,11 +37,12 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
             for unit, values in zip(narrow, before, strict=True):
                 unit.master.absorb(values)
     finally:
+        engine.whole_for_now -= 1
         passes.unpin_all()
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole state on rank 0's host memory, one unit at a time; empty on other ranks. Where 16 bits compute, it is
     the fp32 master's. Collective.
 
@@ -69,13 +73,22 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         state[name] = copies[id(param)] if id(param) in copies else param.detach().to("cpu", copy=True)
-    return state | persistent_buffers(model)
+    return state | persistent_buffers(model) | extra_states(model)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     found = {}
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
     return found
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules add to their state dict by get_extra_state."""
+    return {
+        f"{prefix}.{EXTRA}" if prefix else EXTRA: module.get_extra_state()
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }

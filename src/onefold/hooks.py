@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_map_only
 from onefold.comm import Label
 from onefold.engine import ATTRIBUTE, Engine
 from onefold.errors import StateError
-from onefold.passes import watch_parameters
+from onefold.passes import in_backward, watch_parameters
 from onefold.rounding import narrowed
+
+DEEPEST = 3  # levels of unknown objects that are searched for tensors
 
 
 def attach(engine: Engine, blocks: Sequence[str]) -> None:
@@ -96,10 +98,23 @@ def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
                 partial(_enter_module, engine, indices, sorted(frozen.intersection(indices))), with_kwargs=True
             )
             module.register_forward_hook(partial(_leave_module, engine, indices), always_call=True)
+            inside.update(id(part) for part in module.modules())
+    for module in modules.values():
+        if (
+            module is not model
+            and id(module) not in inside
+            and any(id(p) in unit_of for p in module._parameters.values())
+        ):
+            # its own parameters are gathered when it looks them up, which also works if it is called by itself
+            module.register_forward_pre_hook(lambda m, args: passes.enter(id(m), []))
+            module.register_forward_hook(
+                lambda m, args, output: passes.leave(id(m), [], list(_tensors(output))), always_call=True
+            )
     model.register_forward_pre_hook(lambda *_: _enter_root(engine))
     model.register_forward_hook(
-        lambda m, args, output: passes.leave([], list(_tensors(output)), root=True), always_call=True
+        lambda m, args, output: passes.leave(id(m), [], list(_tensors(output)), root=True), always_call=True
     )
+    passes.looked_up_only = _of_embeddings(model, unit_of)
     watch_parameters(model.modules(), unit_of, passes)
     for module in modules.values():
         indices = sorted({unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of})
@@ -115,7 +130,20 @@ def _enter_root(engine: Engine) -> None:
             "with stage 3, cast inputs instead or leave autocast around single modules",
             stacklevel=2,
         )
-    engine.passes.enter([], root=True)
+    engine.passes.enter(id(engine.model), [], root=True)
+
+
+def _of_embeddings(model: nn.Module, unit_of: dict[int, int]) -> set[int]:
+    """Units all of whose parameters belong to embeddings and to nothing else."""
+    plain = {
+        unit_of[id(p)]
+        for m in model.modules()
+        if isinstance(m, nn.Embedding)
+        for p in m.parameters()
+        if id(p) in unit_of
+    }
+    others = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
+    return plain - {unit_of[id(p)] for m in others for p in m._parameters.values() if id(p) in unit_of}
 
 
 def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None:
@@ -127,6 +155,12 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
             raise StateError("load_state_dict(assign=True) would replace sharded parameters; load without assign=True")
         passes.begin_load(indices)
 
+    def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Copies: the buffers behind the parameters are emptied when full_parameters ends."""
+        for name in module._parameters:
+            if prefix + name in state and not isinstance(state[prefix + name], nn.Parameter):
+                state[prefix + name] = state[prefix + name].clone()
+
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not all(passes.gathers.ready(index) for index in indices):
             raise StateError(
@@ -137,19 +171,26 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
     module.register_load_state_dict_pre_hook(before_load)
     module.register_load_state_dict_post_hook(lambda *_: passes.end_load(indices))
     module.register_state_dict_pre_hook(before_save)
+    module.register_state_dict_post_hook(after_save)
 
 
 def _enter_module(
     engine: Engine, indices: list[int], frozen: list[int], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
-    engine.passes.enter(indices)
-    inputs = [t for t in _tensors([*args, *kwargs.values()]) if t.requires_grad] if frozen else []
+    passes = engine.passes
+    passes.enter(id(module), indices)
+    counted = not in_backward()
+    inputs = [  # a leaf cannot tell under autograd.grad; those of a reentrant recomputation are never asked by it
+        t for t in _tensors([*args, *kwargs.values()]) if t.requires_grad and (t.grad_fn is not None or not counted)
+    ]
     if inputs and torch.is_grad_enabled():
-        torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: engine.passes.done(frozen))
+        if counted:
+            passes.ran(indices)
+        torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: passes.left(indices, frozen, counted=counted))
 
 
 def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
-    engine.passes.leave(indices, list(_tensors(output)))
+    engine.passes.leave(id(module), indices, list(_tensors(output)))
     if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
         for tensor in _tensors(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
@@ -174,7 +215,7 @@ def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
 
 
 def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
-    if torch._C._current_graph_task_id() != -1:  # a recomputation inside backward
+    if in_backward():  # a recomputation
         engine.enter_backward()
         return
     engine.before_forward()
@@ -190,7 +231,7 @@ def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) ->
                 tensor.register_hook(lambda _: engine.enter_backward())
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def _tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -202,6 +243,9 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for f in dataclasses.fields(output):
             yield from _tensors(getattr(output, f.name))
+    elif depth < DEEPEST and hasattr(output, "__dict__") and not isinstance(output, type | nn.Module):
+        for value in vars(output).values():  # an object of the user's own
+            yield from _tensors(value, depth + 1)
 
 
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:

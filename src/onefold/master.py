@@ -27,6 +27,10 @@ class Master:
     def close(self, span: Span, wide: Tensor) -> None:
         """They have been updated."""
 
+    def parts(self, span: Span) -> tuple[Tensor, Tensor]:
+        """Where 16 bits compute: the compute copy, and what is beside it (fp32, or the remainders)."""
+        raise NotImplementedError
+
     def peek(self, span: Span, out: Tensor) -> None:
         """A copy of some master values."""
         out.copy_(self._values.part(span))
@@ -53,6 +57,9 @@ class WideMaster(Master):
 
     def close(self, span: Span, wide: Tensor) -> None:
         narrow(wide, self._values.part(span))
+
+    def parts(self, span: Span) -> tuple[Tensor, Tensor]:
+        return self._values.part(span), self._at(span)
 
     def peek(self, span: Span, out: Tensor) -> None:
         out.copy_(self._at(span))
@@ -92,6 +99,9 @@ class SplitMaster(Master):
     def close(self, span: Span, wide: Tensor) -> None:
         self.poke(span, wide)
         self._pool.give(wide)
+
+    def parts(self, span: Span) -> tuple[Tensor, Tensor]:
+        return self._values.part(span), self._at(span)
 
     def peek(self, span: Span, out: Tensor) -> None:
         join(self._values.part(span), self._at(span), out)

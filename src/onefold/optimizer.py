@@ -9,7 +9,7 @@ the order of reduction: finish its gradient, update, start its gather  4 wait fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
@@ -62,6 +62,7 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped = 0  # steps, because gradients were not finite
         self._norms: Tensor | None = None  # of each rank's shard of each unit, since clip_grad_norm
         self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None  # what the device found in the last step
         self._scaler: Scaler | None = None
         self._gathers: list[Pending] = []  # of units that backward has updated
         self._on_nonfinite = on_nonfinite
@@ -189,15 +190,21 @@ class Optimizer(torch.optim.Optimizer):
             raise OptimizerError("step() takes no closure: run forward and backward before it, then call step()")
         self._check_hyperparameters()
         engine = self._engine
+        if engine.whole_for_now:
+            raise StateError("step() inside full_parameters would leave old values in it; leave full_parameters first")
         engine.check_parameters()
         if self._inside:
             self._end_inside()
             return
         engine.settle()
         engine.passes.release_all()
-        bad = self._nonfinite_unit()
+        self._hear_of_last_step()
+        flag = self._flag_on_device()
+        bad = self._nonfinite_unit() if flag is None else None
         self.stepped = bad is None
         if bad is not None:
+            self._norms, self._clip = None, 1.0
+            engine.comm.meter.cut()
             self._skip(bad)
             return
         unscale = 1.0 / self.loss_scale
@@ -206,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
             unit = engine.finish(index)
             engine.take_edits(unit)
             factor = self._clip * unscale if unit.dtypes.narrow else unscale
-            self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor)
+            self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor, flag)
             if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
                 gathers.append(unit.values.gather_updated())
         for pending in gathers:
@@ -236,6 +243,33 @@ class Optimizer(torch.optim.Optimizer):
         self.stepped = True
         engine.after_step()
 
+    def _flag_on_device(self) -> Tensor | None:
+        """Where every update is one kernel, it decides by this flag, and the host hears of it in the next step."""
+        if self._norms is None or not self._norms.is_cuda or self._scaler:
+            return None
+        if not all(unit.fused(group) for unit in self._by_unit for group in self.param_groups):
+            return None
+        finite = torch.isfinite(self._norms).all(dim=0)
+        self._told = finite.to("cpu", non_blocking=True), torch.cuda.Event()
+        self._told[1].record()
+        return 1.0 - finite.all().float()
+
+    def _hear_of_last_step(self) -> None:
+        if self._told is None:
+            return
+        (finite, event), self._told = self._told, None
+        event.synchronize()  # long past: it was recorded a step ago
+        bad = self._first_bad(finite.tolist())
+        if bad is not None:
+            for unit in self._by_unit:
+                unit.not_taken()
+            self._skip(bad)
+
+    def _first_bad(self, finite: Sequence[bool]) -> str | None:
+        """The unit that backward meets first among those whose gradients are not finite."""
+        engine = self._engine
+        return next((engine.units[index].name for index in engine.schedule.order if not finite[index]), None)
+
     def _nonfinite_unit(self) -> str | None:
         """The unit whose gradients first went non-finite in backward, on any rank: looked for where it may be known."""
         engine = self._engine
@@ -251,13 +285,11 @@ class Optimizer(torch.optim.Optimizer):
             finite = [not any(column) for column in zip(*rows, strict=True)]
         else:
             return None
-        return next((engine.units[index].name for index in engine.schedule.order if not finite[index]), None)
+        return self._first_bad(finite)
 
     def _skip(self, bad: str) -> None:
-        """Leave everything as it is. Every rank does."""
+        """Everything is as it was. Every rank does the same."""
         self.skipped += 1
-        self._norms, self._clip = None, 1.0
-        self._engine.comm.meter.cut()
         if self._scaler:
             if not self._scaler.overflow():
                 raise PrecisionError(

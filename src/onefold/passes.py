@@ -8,14 +8,15 @@ until the root's forward ends, since nobody knows what was made of it.
 Backward. Tensors that autograd saves during forward are remembered with their unit where they are parameters, or
 views of them; when autograd unpacks one, its unit is gathered first. A hook on a module's output gathers all its units
 (an embedding's values are not needed), for functions that keep a parameter without telling autograd. A unit is released
-when all its parameters have their gradients, or as many as usual and the graph holds none of its values any more;
-frozen units when backward has left their block, and the rest when backward ends.
+when all its parameters have their gradients, or as many as usual and the graph holds none of its values any more; what
+a recomputation saved is out of sight, so there, and where units are frozen, when the inputs of the module have their
+gradients. What is left is released when backward ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,13 @@ class SavedParameter:
         self._alive[self.unit] -= 1
 
 
+class SavedActivation(NamedTuple):
+    """Any other tensor in autograd's memory."""
+
+    tensor: Tensor
+    version: int
+
+
 class Passes:
     def __init__(
         self,
@@ -54,46 +62,52 @@ class Passes:
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
         self._by_storage = {unit.values.storage: index for index, unit in enumerate(units)}
         self._recomputed: set[int] = set()  # in this backward: what that saved is out of our sight
-        self._depth = 0  # of hooked modules that are running
+        self._running: list[int] = []  # hooked modules, the innermost last
         self._looked_up: set[int] = set()  # held until the root's forward ends
         self._pinned: set[int] = set()  # in the root's outputs, or in a graph that backward made: until backward ends
         self._backward = False
         self._graph_made = False
         self._loading = False
-        self._all_whole = False  # inside full_parameters
+        self._all_whole = 0  # full_parameters contexts that are open
+        self.looked_up_only: set[int] = set()  # units of embeddings: backward does without their values
+        self._calls = [0] * len(self.units)  # of modules that backward has not left yet
         self.forward_seen: list[int] = []
         self.backward_seen: list[int] = []
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def enter(self, indices: Sequence[int], *, root: bool = False) -> None:
+    def enter(self, module: int, indices: Sequence[int], *, root: bool = False) -> None:
         """A hooked module starts."""
-        if torch._C._current_graph_task_id() != -1:  # recomputed inside backward, which decides when to release
-            self.need_in_backward(indices)
+        if in_backward():  # a recomputation; backward decides when to release
+            self._on_backward()
+            self.open_backward()
             self._recomputed.update(indices)
+            self.gathers.need(*indices)
             return
-        if self._depth == 0:
+        if not self._running:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
             if root:
-                self._begin(FORWARD, self.gathers.forward, release_when_idle=True)
-        self._depth += 1
+                keep = self.gathers.kept if torch.is_grad_enabled() else None
+                self._begin(FORWARD, self.gathers.forward, release_when_idle=True, keep=keep)
+        self._running.append(module)
         self.gathers.hold(*indices)
 
-    def _begin(self, purpose: str, order: list[int], *, release_when_idle: bool) -> None:
-        self.gathers.begin(purpose, [] if self._all_whole else order, release_when_idle=release_when_idle)
+    def _begin(self, purpose: str, order: list[int], *, release_when_idle: bool, keep: int | None = None) -> None:
+        self.gathers.begin(purpose, [] if self._all_whole else order, release_when_idle=release_when_idle, keep=keep)
 
-    def leave(self, indices: Sequence[int], output: Any, *, root: bool = False) -> None:
-        """It has run."""
-        if torch._C._current_graph_task_id() != -1:
+    def leave(self, module: int, indices: Sequence[int], output: Sequence[Tensor], *, root: bool = False) -> None:
+        """It has run, or failed; one that failed before it was entered has not."""
+        if in_backward() or module not in self._running:
             return
-        self._depth -= 1
-        for tensor in output if self._depth > 0 else ():  # a parameter, or a part of one, handed on to other modules
-            handed_on = self._by_storage.get(tensor.untyped_storage()._cdata)
+        while self._running.pop() != module:
+            pass
+        for tensor in output if self._running else ():  # a parameter, or a part of one, handed on to other modules
+            handed_on = self._unit_of(tensor)
             if handed_on is not None:
                 self._hold_until_the_end(handed_on)
         for index in indices:
             self.gathers.idle(index)
-        if self._depth > 0:
+        if self._running:
             return
         torch._C._autograd._pop_saved_tensors_default_hooks()
         for index in self._looked_up:
@@ -102,14 +116,21 @@ class Passes:
         self._keep_returned(output)
         if root:
             self.forward_seen = self.gathers.seen
-        self.gathers.end(keep=self.gathers.kept if root and torch.is_grad_enabled() else None)
+        self.gathers.end()
 
     def _keep_returned(self, output: Sequence[Tensor]) -> None:
         """A parameter among the outputs stays whole until backward is over."""
         for tensor in output:
-            index = self._by_storage.get(tensor.untyped_storage()._cdata)
+            index = self._unit_of(tensor)
             if index is not None:
                 self._keep_whole(index)
+
+    def _unit_of(self, tensor: Tensor) -> int | None:
+        """The unit whose buffer a tensor lies in."""
+        try:
+            return self._by_storage.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # inside torch.func transforms
+            return None
 
     def _keep_whole(self, index: int) -> None:
         if index not in self._pinned:
@@ -125,28 +146,29 @@ class Passes:
     def look_up(self, index: int) -> None:
         """A parameter of this unit was asked for by name."""
         if self._backward:
+            self._recomputed.add(index)
             if not self.gathers.ready(index):
                 self.gathers.need(index)
-        elif self._depth > 0 and not self.gathers.busy(index):
+        elif self._running and not self.gathers.busy(index):
             self._hold_until_the_end(index)
 
     def _pack(self, tensor: Tensor) -> Any:
-        index = self._by_storage.get(tensor.untyped_storage()._cdata)
+        index = self._unit_of(tensor)
         if index is not None:
             return SavedParameter(index, tensor, self.gathers.saved)
         # an output that its own node saves would keep itself alive; autograd gives the detached one its history back
-        return tensor.detach() if tensor.grad_fn is not None else tensor
+        return SavedActivation(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
 
     def _unpack(self, saved: Any) -> Tensor:
+        if saved.tensor._version != saved.version:  # autograd leaves this check to whoever has the hooks
+            what = "a parameter was updated" if isinstance(saved, SavedParameter) else "an activation was changed"
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{what} after the forward that this backward belongs to"
+            )
         if isinstance(saved, SavedParameter):
-            if saved.tensor._version != saved.version:  # autograd leaves this check to us
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    "a parameter was updated after the forward that this backward belongs to"
-                )
             self.need_in_backward([saved.unit])
-            return saved.tensor
-        return saved
+        return saved.tensor
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -165,32 +187,41 @@ class Passes:
             for index in indices:
                 self._keep_whole(index)
 
-    def done(self, indices: Sequence[int]) -> None:
-        """Backward has what it wanted of these units."""
-        for index in indices:
-            self.gathers.done(index)
-
     def gradients_came(self, index: int, *, every: bool) -> None:
         """A unit has as many gradients as usual, or one for every parameter."""
-        if every or not (self.gathers.saved[index] or index in self._recomputed):
+        if index not in self._recomputed and (every or not self.gathers.saved[index]):
             self.gathers.done(index)
+
+    def ran(self, indices: Sequence[int]) -> None:
+        """A module was run whose inputs will tell when backward has left it."""
+        for index in indices:
+            self._calls[index] += 1
+
+    def left(self, indices: Sequence[int], frozen: Sequence[int], *, counted: bool) -> None:
+        """Backward has left a module. It may have others of its calls before it."""
+        for index in indices:
+            self._calls[index] -= counted
+            if self._calls[index] <= 0 and (index in frozen or index in self._recomputed):
+                self.gathers.done(index)
 
     def close_backward(self) -> None:
         if self._backward:
             self._recomputed.clear()
-            self.backward_seen = self.gathers.seen
+            self._calls = [0] * len(self.units)
+            self.backward_seen += self.gathers.seen
             if not self._graph_made:
                 self._unpin()
             self._graph_made = self._backward = False
             self.gathers.end()
 
     def learn(self, forwards: Sequence[list[int]], backwards: Sequence[list[int]]) -> None:
-        """Take the order rank 0 showed. Units it did not use keep a place, as any rank may use them later; in backward
-        only those that some rank used forward and none needed again (an embedding) are left out."""
+        """Take the order rank 0 showed. Units it did not use keep a place, as any rank may use them later. In backward
+        those are left out that no rank needed, if they are of embeddings, or frozen and used by some rank."""
         everything = range(len(self.units))
         self.gathers.forward = _with_missing(forwards[0], everything)
         forward, backward = set().union(*forwards), set().union(*backwards)
-        wanted = [index for index in everything if index in backward or index not in forward]
+        spared = self.looked_up_only | {i for i in everything if not self.units[i].trained and i in forward}
+        wanted = [index for index in everything if index in backward or index not in spared]
         order = list(dict.fromkeys(backwards[0]))
         self.gathers.backward = [i for i in _with_missing(order, reversed(wanted)) if i != self.gathers.kept]
 
@@ -208,12 +239,12 @@ class Passes:
         for index, unit in enumerate(self.units):
             self.gathers.need(index)
             unit.values.pins += 1
-        self._all_whole = True
+        self._all_whole += 1
 
     def unpin_all(self) -> None:
         for unit in self.units:
             unit.values.pins -= 1
-        self._all_whole = False
+        self._all_whole -= 1
         self.gathers.end()
 
     def begin_load(self, indices: Sequence[int]) -> None:
@@ -247,6 +278,10 @@ class GatheringDict(dict[str, "nn.Parameter | None"]):
         if index is not None:
             self._passes.look_up(index)
         return super().__getitem__(name)
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def watch_parameters(modules: Iterator[nn.Module], unit_of: dict[int, int], passes: Passes) -> None:

@@ -27,7 +27,7 @@ def narrow(wide: Tensor, out: Tensor) -> None:
     copy = out.view(torch.int16)
     for chunk, halves in _rounded(wide):
         copy[chunk].copy_(halves[:, 1])
-    if _has_nan(wide):
+    if wide.is_cuda or _has_nan(wide):
         out.masked_fill_(torch.isnan(wide), float("nan"))
 
 
@@ -45,7 +45,7 @@ def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
     for chunk, halves in _rounded(wide):
         upper[chunk].copy_(halves[:, 1])
         torch.bitwise_xor(halves[:, 0], -HALF, out=remainder[chunk])
-    if _has_nan(wide):
+    if wide.is_cuda or _has_nan(wide):
         lost = torch.isnan(wide)
         copy.masked_fill_(lost, float("nan"))
         remainder.masked_fill_(lost, 0)
@@ -74,7 +74,7 @@ def _rounded(wide: Tensor):  # type: ignore[no-untyped-def]
 
 
 def _has_nan(wide: Tensor) -> bool:
-    """Perhaps: infinities of both signs say yes too."""
+    """Perhaps: infinities of both signs say yes too. On CUDA to ask would wait for the device."""
     return bool(torch.isnan(wide.sum()))
 
 

@@ -12,11 +12,13 @@ before a rank gathers, all tell each other what they need, and each offers its s
 no more forwards to run answers until all are there (`catch_up`).
 
 In forward a unit is released when the next one is needed and it is idle; in backward when its gradients are complete.
-Units fetched ahead and passed over are released when others take their room, unless backward will come for them.
+A unit that was fetched ahead and passed over may still be wanted, so it stays; where several are, nothing more is
+fetched ahead, and the number of live units keeps its bound. In backward one that no graph holds is released instead.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from onefold.comm import Comm, Label
@@ -25,6 +27,7 @@ from onefold.values import Presence
 from onefold.watch import Watch
 
 AUTO = "auto"
+TRACED = 4096
 FORWARD, BACKWARD, LONE = "gather-forward", "gather-backward", "gather"  # what gathers are for
 
 
@@ -40,11 +43,12 @@ class GatherSchedule:
         self.backward = [index for index in reversed(self.forward) if index != self.kept]
         self.seen: list[int] = []  # gathers this pass wanted, in order
         self.saved = [0] * len(units)  # tensors of a unit that graphs hold, and backward will come for
-        self.trace: list[tuple[str, str]] = []  # every gather since the trace was last cleared: purpose, unit
+        self.trace: deque[tuple[str, str]] = deque(maxlen=TRACED)  # the latest gathers: purpose, unit
         self._purpose, self._order = LONE, list[int]()
         self._left: set[int] = set()  # places of the list that have not been fetched
         self._at = 0  # the place behind the last need
         self._release_when_idle = False
+        self._keep: int | None = None
         self._ahead: dict[int, int] = {}  # unit -> its place: fetched ahead of need and not needed yet
         self._busy: dict[int, int] = {}  # unit -> how many modules are computing with it
         self._live: set[int] = set()  # units that are not SHARDED
@@ -54,8 +58,9 @@ class GatherSchedule:
         """The unit that stays whole from forward to backward: the last one, where all ranks end with it."""
         return self.forward[-1] if self.forward and not self.negotiate else None
 
-    def begin(self, purpose: str, order: list[int], *, release_when_idle: bool) -> None:
-        """A pass starts: offer all that it will fetch."""
+    def begin(self, purpose: str, order: list[int], *, release_when_idle: bool, keep: int | None = None) -> None:
+        """A pass starts: offer all that it will fetch. One unit may be kept from its use to beyond the end."""
+        self._keep = keep
         if self.negotiate and purpose == FORWARD:
             order = []
         self._purpose, self._order, self._release_when_idle = purpose, order, release_when_idle
@@ -83,7 +88,7 @@ class GatherSchedule:
         if unlisted:
             self._gather_unlisted(unlisted)
         if wanted:
-            self._look_ahead(len(wanted))
+            self._look_ahead()
         for index in wanted:
             if self._watch:
                 self._watch.needed(index)
@@ -109,8 +114,9 @@ class GatherSchedule:
         if index not in self._ahead:
             self._release(index)
 
-    def end(self, *, keep: int | None = None) -> None:
+    def end(self) -> None:
         """The pass is over: fetch what is left of its list, and release all but the unit to keep."""
+        keep, self._keep = self._keep, None
         self._busy.clear()
         for place in sorted(self._left):
             self._fetch(place)
@@ -139,12 +145,15 @@ class GatherSchedule:
             self._negotiate(indices, here=False)
             return
         for index in indices:
-            self._units[index].values.offer(self._purpose)
+            values = self._units[index].values
+            if self._purpose == LONE:
+                values.finish_offers(LONE)  # all ranks are here again, so they have had the last one
+            values.offer(self._purpose)
             self._start(index)
 
     def catch_up(self) -> None:
         """Give peers what they need until all ranks are here."""
-        while self.negotiate and not self._negotiate((), here=True):
+        while self.negotiate and self._units and not self._negotiate((), here=True):
             pass
 
     def _negotiate(self, indices: Sequence[int], *, here: bool) -> bool:
@@ -175,21 +184,21 @@ class GatherSchedule:
         if not in_use:
             self._release(index)
 
-    def _look_ahead(self, needed: int) -> None:
-        """Fetch the next places; units that were passed over give way."""
+    def _look_ahead(self) -> None:
+        """Fetch the next places, as long as those passed over leave room."""
         ahead = self.prefetch.get(self._purpose, 0)
+        passed = [index for index, place in self._ahead.items() if place < self._at]
+        if self._purpose == BACKWARD:
+            for index in [index for index in passed if not self.saved[index]]:
+                passed.remove(index)
+                self._release(index)
         for place in range(self._at, min(self._at + ahead, len(self._order))):
             index = self._order[place]
             if place in self._left and not self.ready(index) and index not in self._ahead:
+                if len(self._ahead) > ahead:
+                    break
                 self._fetch(place)
                 self._ahead[index] = place
-        passed = sorted(
-            (place, index)
-            for index, place in self._ahead.items()
-            if place < self._at and not (self._purpose == BACKWARD and self.saved[index])
-        )
-        for _, index in passed[: max(needed + len(self._ahead) - ahead - 2, 0)]:
-            self._release(index)
 
     def _start(self, index: int, purpose: str | None = None) -> None:
         purpose = purpose or self._purpose
@@ -201,7 +210,7 @@ class GatherSchedule:
 
     def _release_idle(self, but: Sequence[int]) -> None:
         if self._release_when_idle:
-            for index in sorted(self._live - self._ahead.keys() - set(but)):
+            for index in sorted(self._live - self._ahead.keys() - {*but, self._keep}):
                 if not self._busy.get(index):
                     self._release(index)
 

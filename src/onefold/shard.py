@@ -76,30 +76,15 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     comm.salt = replicas.salt = everyone.salt = agree_on_salt(everyone)
 
     policy = Precision.of(settings.precision).decided(own_sum=comm.any_order, cuda=device.type == "cuda")
-    builder = Builder(model, device, settings.init, settings.seed) if found.meta else None
     _synchronise(everyone, [*found.trained, *found.frozen, *model.named_buffers()], settings)
     pool = Pool(device)
-    params = dict(found.trained + found.frozen)
-    units, sharded = [], []
-    for layout in found.layouts:
-        placement = place(layout, settings, comm.size)
-        members = [params[slot.name] for slot in layout.slots]
-        if builder:
-            builder.build(members)
-        trained, dtype = not layout.kind.endswith(FROZEN), found.dtypes[layout.slots[0].name]
-        if not trained and placement.parameters is Scope.WHOLE:
-            for param in members:  # nothing of it moves: it stays where it is
-                param.data = param.data if param.dtype is dtype else narrowed(param.data, dtype)
-            continue
-        unit = Unit(layout, members, placement, comm, replicas, pool, policy.dtypes(dtype), trained=trained)
-        for slot in layout.slots:
-            del params[slot.name]
-        if trained:
-            units.append(unit)
-        if placement.parameters is Scope.SHARD:
-            sharded.append(unit)
-    if builder:
-        builder.finish()
+    units: list[Unit] = []
+    try:
+        units = _build_units(model, found, settings, policy, comm, replicas, pool)
+    except Exception as mistake:  # a file that one rank lacks, say
+        error = mistake
+    agree(everyone, [], error)
+    placed = {slot.name for unit in units for slot in unit.layout.slots}
     engine = Engine(
         model=model,
         zero=settings,
@@ -107,15 +92,39 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
         comm=comm,
         everyone=everyone,
         pool=pool,
-        units=units,
-        sharded=sharded,
-        frozen=[(name, param) for name, param in found.frozen if name in params],
+        units=[unit for unit in units if unit.trained],
+        sharded=[unit for unit in units if unit.placement.parameters is Scope.SHARD],
+        frozen=[(name, param) for name, param in found.frozen if name not in placed],
         digest=digest(found.lines),
         precision=policy,
     )
     attach(engine, find_blocks(model, settings.units))
     meter.cut()
     return model
+
+
+def _build_units(
+    model: nn.Module, found: Survey, settings: Zero, policy: Precision, comm: Comm, replicas: Comm, pool: Pool
+) -> list[Unit]:
+    """Move the parameters into their units, one unit at a time; frozen ones that stay whole are left where they are."""
+    builder = Builder(model, pool.device, settings.init, settings.seed) if found.meta else None
+    params, units = dict(found.trained + found.frozen), []
+    for layout in found.layouts:
+        placement = place(layout, settings, comm.size)
+        members = [params.pop(slot.name) for slot in layout.slots]
+        if builder:
+            builder.build(members)
+        trained, dtype = not layout.kind.endswith(FROZEN), found.dtypes[layout.slots[0].name]
+        if trained or placement.parameters is Scope.SHARD:
+            dtypes = policy.dtypes(dtype)
+            units.append(Unit(layout, members, placement, comm, replicas, pool, dtypes, trained=trained))
+        else:
+            for param in members:
+                param.data = param.data if param.dtype is dtype else narrowed(param.data, dtype)
+        del members
+    if builder:
+        builder.finish()
+    return units
 
 
 def place(layout: UnitLayout, settings: Zero, ranks: int) -> Placement:

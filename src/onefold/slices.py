@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onefold.elementwise import StateCost, bare_step
 from onefold.errors import StateError
+from onefold.fused import fits, take_back_count, update_slice
 from onefold.layout import Span
 from onefold.memory import Pool
 from onefold.unit import Unit
@@ -40,6 +41,7 @@ class UnitOptimizer:
         self.unit, self._pool = unit, pool
         self._cls, self._kwargs = cls, kwargs
         self._lent: list[Tensor] = []
+        self._in_one_kernel: list[Slice] = []  # in the last update
         self._nothing = torch.empty(0, device=pool.device)  # what a slice holds while no master is lent to it
         self.slices: dict[int, list[Slice]] = {}  # group -> slices, in order
         self.inner: torch.optim.Optimizer | None = None
@@ -64,23 +66,54 @@ class UnitOptimizer:
         for piece in slices:
             self._take_back(piece)
 
-    def update(self, groups: list[dict[str, Any]], kept: bytearray, first_param: int, factor: float | Tensor) -> None:
-        """Step the used slices with the hyperparameters of the outer groups; 16-bit gradients are times `factor`."""
+    def update(
+        self,
+        groups: list[dict[str, Any]],
+        kept: bytearray,
+        first_param: int,
+        factor: float | Tensor,
+        bad: Tensor | None = None,
+    ) -> None:
+        """Step the used slices with the hyperparameters of the outer groups; 16-bit gradients are times `factor`. Where
+        one kernel does it all, `bad` on the device keeps it from writing anything."""
         if self.inner is None:
             return
-        used = []
+        used: list[Slice] = []
+        self._in_one_kernel = []
         for inner_group, group in zip(self.inner.param_groups, self._groups, strict=True):
             self._part(group, inner_group, kept, first_param)
             inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
             for piece in self.slices[group]:
-                if kept[first_param + piece.slots[0]]:
+                if kept[first_param + piece.slots[0]] and self.fused(inner_group):
+                    self._in_one_kernel.append(piece)
+                    self._update_fused(piece, inner_group, factor, bad)
+                elif kept[first_param + piece.slots[0]]:
                     used.append(piece)
                     self._lend(piece, factor)
-        bare_step(self.inner)
+        if used:
+            bare_step(self.inner)
         for piece in used:
             self._take_back(piece)
         while self._lent:
             self._pool.give(self._lent.pop())
+
+    def fused(self, group: dict[str, Any]) -> bool:
+        return self.unit.dtypes.narrow and fits(self._cls, group, self._pool.device)
+
+    def _update_fused(self, piece: Slice, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None) -> None:
+        assert self.inner is not None
+        device = self._pool.device
+        grad = self.unit.gradients.part(piece.span)
+        copy, master = self.unit.master.parts(piece.span)
+        factor = torch.as_tensor(factor, dtype=torch.float32, device=device)
+        bad = torch.zeros((), device=device) if bad is None else bad
+        update_slice(self._cls, group, self.inner.state[piece.tensor], grad, copy, master, factor, bad)
+
+    def not_taken(self) -> None:
+        """The device refused the last update: it does not count."""
+        assert self.inner is not None
+        for piece in self._in_one_kernel:
+            take_back_count(self.inner.state[piece.tensor])
 
     def _lend(self, piece: Slice, factor: float | Tensor) -> None:
         """Let the inner optimizer see values and gradient of a slice, in the dtype it works in."""

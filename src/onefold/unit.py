@@ -32,7 +32,7 @@ class Unit:
         trained: bool,
     ) -> None:
         self.layout, self.params, self.placement, self.dtypes = layout, list(params), placement, dtypes
-        self.name = layout.name
+        self.name, self.trained = layout.name, trained
         self.mine = layout.shard(comm.rank)
         views = FlatViews(layout, params, dtypes.compute)
         owned = layout.body if placement.optimizer is Scope.WHOLE else layout.body.clip(self.mine)

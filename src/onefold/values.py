@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +113,7 @@ class Values:
             arriving.wait()
         if self.presence is Presence.GATHERING:
             self._check_marks()
+            self._check_places(self._placeholders)
             self.presence = Presence.WHOLE
             self._show()
 
@@ -121,20 +123,25 @@ class Values:
             return
         self.finish_gather()
         if self.presence is Presence.WHOLE:
+            written = [i for i, param in enumerate(self._params) if param._version != self._versions[i]]
             self._hide()
             self.whole.untyped_storage().resize_(0)
             self.presence = Presence.SHARDED
+            if written:
+                self._refuse_write(written)
 
     def write_back(self) -> None:
         """Take what the whole parameters hold now as the truth."""
         if self._shard is not None:
             assert self.presence is Presence.WHOLE
             self.finish_offers()
+            self._versions = [param._version for param in self._params]
             self._shard.copy_(self.whole[self._mine.start : self._mine.stop])
 
     def _show(self) -> None:
         for param, view in zip(self._params, self._flat_views, strict=True):
             param.data = view
+        self._versions = [param._version for param in self._params]
 
     def _hide(self) -> None:
         for param, placeholder in zip(self._params, self._placeholders, strict=True):
@@ -144,7 +151,9 @@ class Values:
 
     def check(self) -> None:
         """Every parameter is still ours: a view of the flat buffer, or its placeholder."""
-        expected = self._flat_views if self.presence is Presence.WHOLE else self._placeholders
+        self._check_places(self._flat_views if self.presence is Presence.WHOLE else self._placeholders)
+
+    def _check_places(self, expected: Sequence[Tensor]) -> None:
         for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True):
             if (param.numel() and param.data_ptr() != ours.data_ptr()) or _form(param) != _form(ours):
                 raise StateError(
@@ -156,11 +165,14 @@ class Values:
         if self._marks.is_cuda or not self._marks.is_floating_point() or bool(torch.isnan(self._marks).all()):
             return
         written = torch.nonzero(~torch.isnan(self._marks)).flatten().tolist()
-        names = ", ".join(self._views.layout.slots[i].name for i in written)
         self._marks.fill_(_mark(self._marks.dtype))
+        self._refuse_write(written)
+
+    def _refuse_write(self, written: Sequence[int]) -> NoReturn:
+        names = ", ".join(self._views.layout.slots[i].name for i in written)
         raise StateError(
-            f"{names} was written while its values were spread over ranks, so the write is lost; write inside "
-            f"onefold.full_parameters(model, write=True)"
+            f"{names} was written while its values are spread over ranks, so the write is lost; write inside "
+            f"onefold.full_parameters(model, write=True), and not in forward (nn.Embedding(max_norm=…) does)"
         )
 
     @property

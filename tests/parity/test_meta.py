@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -142,3 +144,91 @@ def test_a_model_larger_than_the_memory_left_is_built_in_shards() -> None:
         whole, held = outcome.value
         assert whole >= 2.5 * CAP_BYTES
         assert held <= whole / 4 + (1 << 20)
+
+
+class Masked(nn.Module):
+    """Buffers whose dtypes have no value to spare that could mean: not filled."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.tril(torch.ones(3, 3)).to(dtype))
+
+
+def fill_masked(dtype: torch.dtype, how: str) -> list[Any]:
+    with torch.device("meta"):
+        model = Masked(dtype)
+    init = Masked(dtype).state_dict() if how == "state" else None
+    return onefold.shard(model, stage=3, init=init).mask.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32])
+def test_buffers_of_every_dtype_are_filled_or_named(dtype: torch.dtype) -> None:
+    assert run_ranks(2, fill_masked, dtype, "state") == [torch.tril(torch.ones(3, 3)).to(dtype).tolist()] * 2
+    for error in run_ranks_raises(2, fill_masked, dtype, "nothing"):
+        assert error.type_name == "ModelError" and "mask got no values" in error.message
+
+
+def recurrent(cls: type[nn.Module], stage: int) -> list[float]:
+    with torch.device("meta"):
+        model = cls(6, 6, num_layers=2)
+    model = onefold.shard(model, stage=stage, seed=3)
+    return [float(value.sum()) for value in onefold.full_state_dict(model).values()]
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_can_be_built_on_meta(cls: type[nn.Module]) -> None:
+    first, whole = run_ranks(2, recurrent, cls, 3)[0], run_ranks(2, recurrent, cls, 0)[0]
+    assert first == whole and len(first) == 8
+
+
+class Bossy(nn.Module):
+    """Fills what belongs to its child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.own = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.own)
+        nn.init.zeros_(self.child.weight)
+
+
+def fill_bossy(stage: int) -> None:
+    with torch.device("meta"):
+        model = Bossy()
+    onefold.shard(model, stage=stage)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_that_fills_its_child_is_refused_at_every_stage(stage: int) -> None:
+    for error in run_ranks_raises(2, fill_bossy, stage):
+        assert error.type_name == "ModelError" and "wrote child.weight" in error.message
+
+
+def fill_from_files(folder: str, case: str) -> list[float]:
+    whole = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    whole[1].weight = whole[0].weight
+    state = {name: torch.ones_like(value) for name, value in whole.state_dict().items()}
+    state.pop({"lacks a key": "1.bias", "second name": "0.weight"}.get(case, ""), None)
+    path = Path(folder) / f"{case}-{dist.get_rank()}.safetensors"
+    if not (case == "on one rank" and dist.get_rank() == 1):
+        save_file({name: value.contiguous() for name, value in state.items()}, path)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+    model = onefold.shard(model, stage=3, init=path)
+    with onefold.full_parameters(model):
+        return [float(param.mean()) for param in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("case", "word"), [("lacks a key", "ModelError 1.bias is not in the state"), ("on one rank", "is not a file")]
+)
+def test_a_file_that_lacks_something_is_an_error_on_every_rank(tmp_path: Path, case: str, word: str) -> None:
+    for error in run_ranks_raises(2, fill_from_files, str(tmp_path), case):
+        assert word in f"{error.type_name} {error.message}"
+
+
+def test_a_tied_weight_is_found_under_its_other_name(tmp_path: Path) -> None:
+    assert run_ranks(2, fill_from_files, str(tmp_path), "second name") == [[1.0, 1.0, 1.0]] * 2

@@ -12,8 +12,8 @@ import onefold
 ORDER = [
     "errors", "placement", "layout", "precision", "scaling", "rounding", "config", "mesh", "comm", "agree", "memory",
     "views", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule", "passes", "shown",
-    "tree", "engine", "hooks", "elementwise", "slices", "optimizer", "scheduler", "full", "report", "blocks", "build",
-    "shard", "__init__",
+    "tree", "engine", "hooks", "elementwise", "fused", "slices", "optimizer", "scheduler", "full", "report", "blocks",
+    "build", "shard", "__init__",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

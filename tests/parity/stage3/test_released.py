@@ -159,15 +159,20 @@ def test_training_goes_on_after_a_lost_write_was_reported() -> None:
 
 
 def write_whole() -> tuple[float, float, bool]:
-    """Inside full_parameters(write=True) a write is kept, outside write=True it is not."""
+    """Inside full_parameters(write=True) a write is kept; without write=True it is refused, and lost."""
     model, adam = started()
     with onefold.full_parameters(model, write=True), torch.no_grad():
         model.head.weight.fill_(0.25)
         model.layers[0].norm.weight.data[0] = 7.0
     train(model, adam, 0)
-    with onefold.full_parameters(model), torch.no_grad():
+    with onefold.full_parameters(model):
         kept = model.layers[0].norm.weight[0].item()
-        model.head.weight.fill_(9.0)
+    try:
+        with onefold.full_parameters(model), torch.no_grad():
+            model.head.weight.fill_(9.0)
+        raise AssertionError("a write without write=True was taken for good")
+    except onefold.StateError as error:
+        assert "head.weight" in str(error) and "write=True" in str(error)
     with onefold.full_parameters(model):
         return kept, model.head.weight.max().item(), bool(torch.isfinite(model(batch(1))).all())
 

@@ -108,3 +108,40 @@ def read_after_uneven() -> bool:
 
 def test_whole_parameters_wait_for_ranks_that_still_run() -> None:
     assert run_ranks(2, read_after_uneven) == [True, True]
+
+
+class Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.down, self.up = nn.Linear(DIM, 2), nn.Linear(2, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted() -> list[str]:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(DIM, DIM), Adapter(), Adapter(), Adapter(), nn.Linear(DIM, 2))
+
+    return differences(Case(build, several), **NEGOTIATED)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_uneven_forwards_work_with_frozen_layers(ranks: int) -> None:
+    assert_equal(ranks, adapted)
+
+
+def step_waits() -> bool:
+    model = onefold.shard(nn.Sequential(*blocks(3)), stage=3, timeout_s=8.0, **NEGOTIATED)
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
+    model(batch(0)).square().mean().backward()
+    generate(model, 2 - dist.get_rank())
+    adam.clip_grad_norm(1.0)
+    generate(model, 1 + dist.get_rank())
+    adam.step()
+    return adam.stepped
+
+
+def test_clipping_and_step_wait_for_ranks_that_still_run() -> None:
+    assert run_ranks(2, step_waits) == [True, True]

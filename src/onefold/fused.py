@@ -1,0 +1,133 @@
+"""One pass over memory per slice on CUDA: gradient, master, compute copy and moments are read once and written once.
+
+For Adam, AdamW and SGD where 16 bits compute. The kernel scales the 16-bit gradient (loss scale and clipping together),
+decays, updates in fp32, and writes master and compute copy; a plain master and a split one run the same arithmetic, so
+their bits agree. A flag on the device makes it write nothing: gradients that are not finite are found without waiting
+for the device. Other classes, and settings it does not know, take the general way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # a build of torch without CUDA
+    triton = None
+
+ADAM, SGD = 0, 1
+BLOCK = 1024
+PLAIN_SETTINGS = {"amsgrad", "maximize", "capturable", "differentiable", "dampening"}  # known when false or zero
+
+
+def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.device) -> bool:
+    """Whether the kernel knows this class with these settings."""
+    known = cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+    return triton is not None and device.type == "cuda" and known and not any(group.get(k) for k in PLAIN_SETTINGS)
+
+
+def update_slice(
+    cls: type[torch.optim.Optimizer],
+    group: dict[str, Any],
+    state: dict[str, Any],
+    grad: Tensor,
+    copy: Tensor,
+    master: Tensor,
+    factor: Tensor,
+    bad: Tensor,
+) -> None:
+    """Update one slice. `master` is fp32, or the int16 remainder of a bf16 `copy`. `state` is the class's own."""
+    numel, lr, decay = grad.numel(), float(group["lr"]), float(group["weight_decay"])
+    split = master.dtype is torch.int16
+    if cls is torch.optim.SGD:
+        momentum = float(group["momentum"])
+        if momentum and state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros(numel, dtype=torch.float32, device=grad.device)
+        first = state.get("momentum_buffer", grad)
+        second, kind, beta1, beta2, eps = first, SGD, momentum, 0.0, 0.0
+        size, root = lr, 1.0
+        variant = bool(group["nesterov"])
+    else:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros(numel, dtype=torch.float32, device=grad.device)
+        state["step"] += 1
+        count = float(state["step"])
+        first, second, kind = state["exp_avg"], state["exp_avg_sq"], ADAM
+        (beta1, beta2), eps = group["betas"], float(group["eps"])
+        size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
+        variant = cls is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+    bits = copy.view(torch.int16) if split else copy
+    _kernel[(triton.cdiv(numel, BLOCK),)](
+        grad, bits, master, first, second, factor, bad, numel, 1 - lr * decay, decay, size, root, beta1, 1 - beta1,
+        beta2, 1 - beta2, eps, KIND=kind, VARIANT=variant, SPLIT=split, MOMENTUM=beta1 != 0.0, DECAY=decay != 0.0,
+        BF16=copy.dtype is torch.bfloat16, BLOCK=BLOCK, enable_fp_fusion=False,  # else each variant fuses its own way
+    )  # fmt: skip
+
+
+def take_back_count(state: dict[str, Any]) -> None:
+    """A step that the device did not take does not count."""
+    if "step" in state:
+        state["step"] -= 1
+
+
+if triton is not None:
+
+    @triton.jit
+    def _kernel(  # type: ignore[no-untyped-def]
+        grad_ptr, copy_ptr, master_ptr, first_ptr, second_ptr, factor_ptr, bad_ptr, numel, shrink, decay, size, root,
+        beta1, rest1, beta2, rest2, eps, KIND: tl.constexpr, VARIANT: tl.constexpr, SPLIT: tl.constexpr,
+        MOMENTUM: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < numel
+        keep = inside & (tl.load(bad_ptr) == 0)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor_ptr)
+        if SPLIT:
+            upper = tl.load(copy_ptr + at, mask=inside, other=0).to(tl.int32)
+            lower = tl.load(master_ptr + at, mask=inside, other=0).to(tl.int32)
+            value = ((upper << 16) + lower).to(tl.float32, bitcast=True)
+        else:
+            value = tl.load(master_ptr + at, mask=inside, other=0.0)
+        if KIND == 0:  # Adam
+            if VARIANT:  # AdamW: the decay is apart from the moments
+                value *= shrink
+            elif DECAY:
+                grad += value * decay
+            first = tl.load(first_ptr + at, mask=inside, other=0.0)
+            second = tl.load(second_ptr + at, mask=inside, other=0.0)
+            first = first * beta1 + grad * rest1
+            second = second * beta2 + grad * grad * rest2
+            value -= size * (first / (tl.sqrt(second) / root + eps))
+            tl.store(first_ptr + at, first, mask=keep)
+            tl.store(second_ptr + at, second, mask=keep)
+        else:  # SGD
+            if DECAY:
+                grad += value * decay
+            if MOMENTUM:
+                first = tl.load(first_ptr + at, mask=inside, other=0.0) * beta1 + grad
+                tl.store(first_ptr + at, first, mask=keep)
+                if VARIANT:  # nesterov
+                    grad += first * beta1
+                else:
+                    grad = first
+            value -= size * grad
+        bits = value.to(tl.int32, bitcast=True)
+        upper = (bits + 0x8000) >> 16
+        lower = bits - (upper << 16)
+        lost = value != value
+        upper = tl.where(lost, 0x7FC0, upper)
+        if SPLIT:
+            tl.store(copy_ptr + at, upper.to(tl.int16), mask=keep)
+            tl.store(master_ptr + at, tl.where(lost, 0, lower).to(tl.int16), mask=keep)
+        else:
+            tl.store(master_ptr + at, value, mask=keep)
+            if BF16:
+                tl.store(copy_ptr + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=keep)
+            else:
+                tl.store(copy_ptr + at, value.to(tl.float16), mask=keep)

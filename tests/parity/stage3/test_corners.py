@@ -1,0 +1,418 @@
+"""What users do at the edges of stage 3: it works, or an error names what went wrong; nothing is lost silently."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import onefold
+from onefold.engine import engine_of
+from tests.harness import fresh_ranks, run_ranks
+from tests.parity.stage3.compare import DIM, Block, Case, assert_equal, batch, blocks, differences
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.layers, self.head = nn.Parameter(torch.ones(DIM)), blocks(3), nn.Linear(DIM, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def sharded(model: nn.Module, **fields: Any) -> tuple[nn.Module, onefold.Optimizer]:
+    model = onefold.shard(model, **{"stage": 3, "bucket_bytes": 1 << 12, "timeout_s": 8.0, **fields})
+    return model, onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
+
+
+def learn(model: nn.Module, adam: onefold.Optimizer, step: int = 0) -> float:
+    loss = model(batch(step)).square().mean()
+    loss.backward()
+    adam.step()
+    adam.zero_grad()
+    return loss.item()
+
+
+def said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+# -- parameters ----------------------------------------------------------------------------------------------------
+
+
+def swap_data() -> list[str]:
+    def swap(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.data = torch.zeros(param.shape)
+
+    found = []
+    for use in (lambda m: m(batch(0)), onefold.full_state_dict, lambda m: onefold.full_parameters(m).__enter__()):
+        model, _ = sharded(Net())
+        swap(model)
+        with torch.no_grad():
+            found.append(said(lambda use=use, model=model: use(model)))
+    return found
+
+
+def test_data_put_in_place_of_a_released_parameter_is_refused_by_whoever_uses_it_first() -> None:
+    for outcome in fresh_ranks(2, swap_data):
+        assert all("StateError" in text and "left the flat buffer" in text for text in outcome.value), outcome.value
+
+
+class Clamping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = blocks(2), nn.Linear(DIM, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layers[0].up.weight.clamp_(-0.01, 0.01)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def write_in_forward() -> list[str]:
+    tokens = torch.arange(10)
+    shrinking = nn.Sequential(nn.Embedding(20, DIM, max_norm=0.1), nn.Linear(DIM, 3), nn.Linear(3, 3))
+    model, _ = sharded(Clamping())
+    words, _ = sharded(shrinking, bucket_bytes=1)
+    return [said(lambda: model(batch(0))), said(lambda: words(tokens))]
+
+
+def test_a_write_to_a_gathered_parameter_is_an_error_that_names_it() -> None:
+    for outcome in fresh_ranks(2, write_in_forward):
+        assert "layers.0.up.weight was written" in outcome.value[0]
+        assert "0.weight was written" in outcome.value[1] and "max_norm" in outcome.value[1]
+
+
+def keep_state() -> float:
+    model, _ = sharded(Net())
+    with onefold.full_parameters(model):
+        state = model.state_dict()
+    return sum(float(value.sum()) for value in state.values())
+
+
+def test_a_state_dict_taken_inside_full_parameters_outlives_it() -> None:
+    first, second = fresh_ranks(2, keep_state)
+    assert first.exitcode == second.exitcode == 0 and first.value == second.value, first.error
+
+
+def step_inside() -> str:
+    model, adam = sharded(Net())
+
+    def inside() -> None:
+        with onefold.full_parameters(model):
+            learn(model, adam)
+
+    return said(inside)
+
+
+def test_a_step_inside_full_parameters_is_refused() -> None:
+    assert all("StateError" in text and "full_parameters" in text for text in run_ranks(2, step_inside))
+
+
+class Shared(nn.Module):
+    """A module under two names, and one with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.BatchNorm1d(DIM)
+        self.b, self.counting, self.head = self.a, Counting(), nn.Linear(DIM, 2)
+
+
+class Counting(nn.Module):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"seen": 3}
+
+
+def save_all() -> str:
+    model, _ = sharded(Shared())
+    state = onefold.full_state_dict(model)
+    return said(lambda: Shared().load_state_dict(state)) if dist.get_rank() == 0 else "nothing"
+
+
+def test_a_full_state_dict_has_every_key() -> None:
+    assert run_ranks(2, save_all) == ["nothing", "nothing"]
+
+
+# -- parts, objects, errors ----------------------------------------------------------------------------------------
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Net(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x))
+
+
+def by_part(model: nn.Module, step: int) -> Tensor:
+    loss = model.inner(batch(step)).square().mean()
+    loss.backward()
+    return loss
+
+
+class Box:
+    def __init__(self, part: Tensor) -> None:
+        self.part = part
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, DIM))
+
+    def forward(self, count: int) -> Box:
+        return Box(self.table[:count])
+
+
+class Boxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.first, self.layers = Positions(), nn.Linear(DIM, DIM), blocks(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = self.positions(3)
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x + box.part
+
+
+def part_with_a_parameter() -> list[str]:
+    return differences(Case(Outer, by_part))
+
+
+def boxed() -> list[str]:
+    return differences(Case(Boxing), bucket_bytes=1 << 10)
+
+
+@pytest.mark.parametrize("case", [part_with_a_parameter, boxed])
+def test_parts_by_themselves_and_views_in_unknown_objects_train_to_the_same_bits(case: Any) -> None:
+    assert_equal(2, case)
+
+
+def go_on_after_errors() -> list[str]:
+    """The model is as good as before after errors in forward that came before it began."""
+    model, adam = sharded(Net())
+    old, model.head.weight = model.head.weight, nn.Parameter(torch.ones(2, DIM))
+    found = [said(lambda: model(batch(0)))]
+    model.head.weight = old
+    handle = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0, prepend=True)
+    found.append(said(lambda: model(batch(0))))
+    handle.remove()
+    learn(model, adam)
+    return found
+
+
+def test_training_goes_on_after_a_forward_that_never_began() -> None:
+    for first, second in run_ranks(2, go_on_after_errors):
+        assert "StateError: head.weight was added" in first and "ZeroDivisionError" in second
+
+
+def change_saved(stage: int) -> str:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sigmoid(self.first(x))
+            z = self.last(y)
+            y.mul_(0)
+            return z
+
+    model, adam = sharded(Changing(), stage=stage)
+    return said(lambda: learn(model, adam))
+
+
+def test_a_saved_activation_that_was_changed_is_found_at_every_stage() -> None:
+    for stage in (0, 3):
+        for outcome in fresh_ranks(2, change_saved, stage):
+            assert "modified by an inplace operation" in outcome.value
+
+
+# -- orders, penalties, memory -------------------------------------------------------------------------------------
+
+
+class Reordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.step = blocks(8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(7 * self.step + dist.get_rank())
+        for index in torch.randperm(8, generator=generator).tolist():
+            x = self.layers[index](x)
+        return x
+
+
+def reorder(model: nn.Module, step: int) -> Tensor:
+    model.step = step
+    loss = model(batch(step)).square().mean()
+    loss.backward()
+    return loss
+
+
+def reordered(prefetch: int) -> list[str]:
+    return differences(Case(Reordered, reorder), bucket_bytes=1 << 20, prefetch=prefetch)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_every_rank_may_take_blocks_in_an_order_of_its_own(prefetch: int) -> None:
+    assert_equal(2, reordered, prefetch)
+
+
+class Skipping(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if index != dist.get_rank():
+                x = layer(x)
+        return self.head(x)
+
+
+def penalise(model: nn.Module, step: int) -> Tensor:
+    x = batch(step).requires_grad_()
+    y = model(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    loss = y.square().mean() + slope.square().sum()
+    loss.backward()
+    return loss
+
+
+def warm_up(model: nn.Module, step: int) -> Tensor:
+    """The blocks learn from the second step on."""
+    with torch.no_grad() if step == 0 else torch.enable_grad():
+        x = batch(step)
+    model.frozen_now = step == 0
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+class Warming(Skipping):
+    frozen_now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not self.frozen_now):
+            for index, layer in enumerate(self.layers):
+                if index != dist.get_rank() or self.frozen_now:
+                    x = layer(x)
+        return self.head(x)
+
+
+def skipped(which: str) -> list[str]:
+    return differences(Case(Skipping, penalise) if which == "penalty" else Case(Warming, warm_up))
+
+
+@pytest.mark.parametrize("which", ["penalty", "warm-up"])
+def test_skips_that_differ_by_rank_work_with_penalties_and_warm_ups(which: str) -> None:
+    assert_equal(2, skipped, which)
+
+
+class Deep(nn.Module):
+    def __init__(self, mode: bool | None) -> None:
+        super().__init__()
+        self.mode, self.layers = mode, nn.ModuleList(Block(64) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.mode is None else checkpoint(layer, x, use_reentrant=self.mode)
+        return x
+
+
+def peak(mode: bool | None) -> tuple[float, int]:
+    """Whole parameters at the fullest instant, in units; and what is left of them after backward."""
+    model, adam = sharded(Deep(mode), bucket_bytes=1 << 20)
+    unit = max(u.layout.numel * 4 for u in engine_of(model).units)
+    for _ in range(3):
+        with onefold.track_memory(model) as tracker:
+            model(torch.randn(2, 64, requires_grad=True)).sum().backward()
+            report = onefold.memory(model).parameters
+            adam.step()
+            adam.zero_grad()
+    return (tracker.peak()["parameters"] - report.planned) / unit, report.measured - report.planned
+
+
+@pytest.mark.parametrize("mode", [None, False, True])
+def test_recomputed_units_are_released_as_backward_leaves_them(mode: bool | None) -> None:
+    for units, left in run_ranks(2, peak, mode):
+        assert units <= 3 and left == 0
+
+
+SLOW_PEER = """
+import sys, torch, torch.distributed as dist, onefold
+from torch import nn
+onefold.init()
+def run():
+    model = onefold.shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), stage=3, bucket_bytes=1, prefetch=0)
+    if dist.get_rank() == 1:  # does not go on before its peer has come to the end of its script
+        model[1].register_forward_pre_hook(lambda *_: sys.stdin.readline() and None)
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+    return model if "hold" in sys.argv else None
+model = run()
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("argument", ["hold", "drop"])
+def test_a_rank_may_end_before_its_peers_have_run_their_last_forward(argument: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command, pipe = [sys.executable, "-c", SLOW_PEER, argument], subprocess.PIPE
+        ranks.append(subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+    try:
+        assert ranks[0].stdout.readline() == "done\n"
+        out, err = ranks[1].communicate("go on\n", timeout=60)
+        assert (ranks[1].returncode, out) == (0, "done\n"), err
+        assert ranks[0].wait(timeout=60) == 0
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+def grow() -> list[int]:
+    model, adam = sharded(Net())
+    counts = []
+    for step in range(3):
+        for _ in range(20):
+            model.layers[0](batch(0))
+            with onefold.full_parameters(model):
+                pass
+        learn(model, adam, step) if step == 0 else None
+        offers = sum(len(o) for unit in engine_of(model).all_units for o in unit.values._offers.values())
+        counts.append(offers)
+    return counts
+
+
+def test_offers_do_not_pile_up_between_steps() -> None:
+    for counts in run_ranks(2, grow):
+        assert max(counts) <= 2 * 6, counts
