@@ -62,7 +62,7 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     settings, found = Zero(), Survey([], [], False, {}, [], [])
     mesh = fields.get("mesh", getattr(zero, "mesh", None))
     axes = axes_of(mesh)
-    device = _device(model, fields.get("device", getattr(zero, "device", None)))
+    device = _device(model, fields.get("device", getattr(zero, "device", None)), axes)
     try:
         settings = Zero.of(zero, fields)
         found = survey(model, settings, axes)
@@ -227,15 +227,17 @@ def _kind(param: nn.Parameter, dtype: torch.dtype) -> str:
     return str(dtype) if param.requires_grad else f"{dtype} {FROZEN}"
 
 
-def _device(model: nn.Module, wanted: Any) -> torch.device:
-    """Where the model is, or where a model on the meta device will be."""
+def _device(model: nn.Module, wanted: Any, axes: Axes) -> torch.device:
+    """Where the model is, or where a model on the meta device will be: on this rank's GPU if NCCL serves it."""
     if isinstance(model, nn.Module):
         for param in model.parameters():
             if param.device.type != "meta":
                 return param.device
     if isinstance(wanted, str):
         return torch.device(wanted)
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if torch.cuda.is_available() and axes.shard.backend(torch.device("cuda")) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _synchronise(comm: Comm, named: list[tuple[str, Tensor]], settings: Zero) -> None:
