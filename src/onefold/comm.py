@@ -15,6 +15,7 @@ order. On NCCL the library's collectives do the work. One rank moves nothing: N 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -67,18 +68,43 @@ HINTS = {
     "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. ',
     "gather-backward": "If ranks use a unit again after others, each in its own way, give it its own unit (units=). ",
 }
-_ABANDONED: list[dist.Work] = []  # gloo stalls a connection whose message has lost its buffer: they stay
+
+
+class Abandoned(NamedTuple):
+    """A message of a model that is gone. gloo stalls a connection whose message has lost its buffer, so it stays."""
+
+    comm: Comm
+    work: dist.Work
+    offered: bool  # a shard: it may go once every rank has fetched what was offered
+
+
+_ABANDONED: list[Abandoned] = []
 
 
 def finish_abandoned(limit_s: float) -> None:
-    """Wait for messages of models that are gone, at the end of a process whose peers may still want them."""
+    """At the end of a process whose peers may still want them: wait for messages of models that are gone."""
     with suppress(Exception):  # a peer has ended, or never will want them
-        for work in _ABANDONED:
-            work.wait(timedelta(seconds=limit_s))
+        for message in _ABANDONED:
+            message.work.wait(timedelta(seconds=limit_s))
+
+
+def reap_abandoned(everyone: Comm) -> None:
+    """Let go of shards of models that are gone, where every rank has fetched all that was offered. Collective."""
+    mine = {str(message.comm.salt): [message.comm.offered, message.comm.fetched] for message in _ABANDONED}
+    blobs = everyone.exchange(json.dumps(mine).encode(), Label("agree", "what is left over"))
+    rows = [json.loads(blob) for blob in blobs]
+    taken = {salt for salt, (offered, fetched) in mine.items() if offered == fetched}
+    taken = {salt for salt in taken if all(row.get(salt) == mine[salt] for row in rows)}
+    for message in list(_ABANDONED):
+        if message.offered and str(message.comm.salt) in taken:
+            message.comm._finish(message.work, Label("offer", "a model that is gone"), None)
+            _ABANDONED.remove(message)
 
 
 class Pending:
     """Messages on the way. `wait` returns once they have arrived, and may be called again."""
+
+    offered = False  # a shard that peers fetch when they like
 
     def __init__(self, comm: Comm, label: Label, works: Sequence[tuple[int | None, dist.Work]]) -> None:
         self._comm, self._label, self._works = comm, label, works
@@ -90,7 +116,8 @@ class Pending:
 
     def __del__(self) -> None:
         """A model was let go of, after an error say, with messages on the way."""
-        _ABANDONED.extend(work for _, work in self._works)
+        if self._works:
+            _ABANDONED.extend(Abandoned(self._comm, work, self.offered) for _, work in self._works)
 
 
 class Reduction(Pending):
@@ -142,6 +169,7 @@ class Comm:
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter) -> None:
         self.rank, self.size = axis.rank, axis.size
         self.meter = meter
+        self.offered = self.fetched = 0
         self.salt = 0  # tells this model's messages from another's; agreed by all ranks
         self._axis = axis
         self._timeout = timedelta(seconds=timeout_s)
@@ -169,11 +197,15 @@ class Comm:
     def offer(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
         peers = [peer for peer in (range(self.size) if to is None else to) if peer != self.rank]
+        self.offered += to is None
         self.meter.count(label.purpose, "all-gather", shard.nbytes * len(peers))
-        return self._wire.offer(shard, label, peers)
+        pending = self._wire.offer(shard, label, peers)
+        pending.offered = to is None
+        return pending
 
     def fetch(self, flat: Tensor, label: Label) -> Pending:
         """Fill the slots of the others with what they offer; my own is filled."""
+        self.fetched += 1
         return self._wire.fetch(flat, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:

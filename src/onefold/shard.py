@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest
 from onefold.blocks import block_of, find_blocks
 from onefold.build import Builder
-from onefold.comm import Comm, Meter
+from onefold.comm import Comm, Meter, reap_abandoned
 from onefold.config import Zero
 from onefold.engine import ATTRIBUTE, Engine, engine_of
 from onefold.errors import ConfigError, ModelError
@@ -74,6 +74,7 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     if settings.schedule == "negotiate" and not comm.any_order:
         raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
     comm.salt = replicas.salt = everyone.salt = agree_on_salt(everyone)
+    reap_abandoned(everyone)
 
     policy = Precision.of(settings.precision).decided(own_sum=comm.any_order, cuda=device.type == "cuda")
     _synchronise(everyone, [*found.trained, *found.frozen, *model.named_buffers()], settings)

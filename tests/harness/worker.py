@@ -1,5 +1,6 @@
 """Inside a rank process: join the group, run what the test sends, say what came of it."""
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -154,6 +155,7 @@ def serve_once(setup: Setup, line: Line) -> None:
             group.join(0)
         restore_defaults(dict(os.environ), os.getcwd())
         line.send(Returned(*perform(line.inbox.get()), left_groups=False))
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
         if group is not None:
             group.leave()
     except SystemExit as error:

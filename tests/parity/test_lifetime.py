@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold import comm
 from onefold.agree import _fingerprint
 from tests.harness import run_ranks
 
@@ -32,6 +33,22 @@ def train_and_drop(stage: int) -> bool:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_that_nobody_holds_is_freed(stage: int) -> None:
     assert run_ranks(2, train_and_drop, stage) == [True, True]
+
+
+def evaluate_and_drop() -> int:
+    """Messages that are left of six models whose last pass was a forward, after a seventh was made."""
+    for _ in range(6):
+        model = onefold.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), stage=3, bucket_bytes=256)
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        del model
+        gc.collect()
+    onefold.shard(nn.Linear(8, 8), stage=3)
+    return len(comm._ABANDONED)
+
+
+def test_shards_of_models_that_are_gone_do_not_pile_up() -> None:
+    assert run_ranks(2, evaluate_and_drop) == [0, 0]
 
 
 def train_beside_a_reader(with_reader: bool) -> torch.Tensor:
