@@ -54,6 +54,19 @@ def _serve_peers() -> None:
     finish_abandoned(PATIENCE_S)
 
 
+_scales: list[float] = []  # of the backwards that optimizer.backward() runs
+
+
+@contextmanager
+def scaled_backward(scale: float) -> Iterator[None]:
+    """Inside, gradients of every model that backward reaches are multiplied by `scale`."""
+    _scales.append(scale)
+    try:
+        yield
+    finally:
+        _scales.pop()
+
+
 class Place(NamedTuple):
     """A trained parameter's place: its unit, and which of the unit's slots."""
 
@@ -83,7 +96,7 @@ class Engine:
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision = precision
         self.whole_for_now = 0  # full_parameters contexts that are open
-        self.loss_scaled = False  # inside optimizer.backward()
+        self.grad_scale = 1.0  # what the gradients of this step are multiplied by
         self.update_inside: Callable[[int, bytes], None] | None = None  # a unit, as soon as its gradient is reduced
         self._flags: dict[
             int, Callable[[], list[bytes]]
@@ -99,7 +112,7 @@ class Engine:
         negotiate = zero.schedule == "negotiate"
         self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward, comm, negotiate=negotiate)
         self.shown = ShownGradients(self.params, self.names)
-        self._versions = {unit.name: sum(p._version for p in unit.params) for unit in self.units}
+        self._versions = {unit.name: [p._version for p in unit.params] for unit in self.units}
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
@@ -112,6 +125,7 @@ class Engine:
         self._open = False  # it has brought gradients
         self._rounds_due = False  # a training forward ran, and no round since
         self._touched_nothing = False  # the last backward through our model brought no gradient
+        self._sums_kept = False  # gradients have accumulated: buffers of local sums stay
         self._unsettled = False  # rounds have run since the ranks last agreed on what was used
         self._settled = False
         self._placeholders: list[Tensor] = []  # for .grad, made once
@@ -126,6 +140,8 @@ class Engine:
         return self._accumulating != "once"
 
     def before_forward(self) -> None:
+        if self.update_inside:
+            self.optimizer.finish_inside()
         if torch.is_grad_enabled():
             self._training_thread = threading.get_ident()
             self.tidy_after_error()
@@ -143,12 +159,22 @@ class Engine:
         """Autograd is about to put a gradient into .grad, which must be free for it."""
         self.enter_backward()
         if not self._open:
-            if self.precision.compute is torch.float16 and not self.loss_scaled:
-                raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
+            self._check_scale()
             self._forget_dropped()  # may raise: nothing is open then
             self._begin_rounds()
             self._open, self._settled = True, False
             self.shown.hide()
+
+    def _check_scale(self) -> None:
+        """All backwards of a step have one scale, and fp16 has one at all. Clipping comes after them."""
+        scale = _scales[-1] if _scales else None
+        if self.precision.compute is torch.float16 and scale is None:
+            raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
+        if any(self.used) and self.grad_scale != (scale or 1.0):
+            raise StateError(f"gradients scaled by {self.grad_scale:g} and {scale or 1.0:g} would add up in one step")
+        if self.optimizer is not None and any(self.used):
+            self.optimizer.gradients_change()
+        self.grad_scale = scale or 1.0
 
     def _begin_rounds(self) -> None:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
@@ -156,10 +182,11 @@ class Engine:
             raise StateError(
                 "step_in_backward=True updates in every backward: call optimizer.step() before the next one"
             )
-        if self._unsettled and self.reducing:
+        if self._unsettled:
             rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
             self._agree_on_order()
             self._reduce_late(bytes(map(max, zip(*rows, strict=True))))
+            self._unsettled = False
         self.schedule.begin(final=self._accumulating is None)
 
     def _waiting(self) -> bytes:
@@ -296,9 +323,11 @@ class Engine:
     def pool_limit_bytes(self) -> int:
         """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another. And
         where 16 bits compute, fp32 vectors of what is summed or updated."""
-        largest = max(unit.layout.numel * unit.layout.itemsize for unit in self.units)
+        sizes = [unit.layout.numel * unit.gradients.local_itemsize for unit in self.units]
         wide = max((4 * unit.master.owned.numel for unit in self.units if unit.dtypes.narrow), default=0)
-        return ((2 * IN_FLIGHT + 1 + WAITING) * largest if self.everyone.size > 1 else 0) + 2 * wide
+        rounds = 2 * IN_FLIGHT + 1 + WAITING if self.everyone.size > 1 else 3
+        kept = sum(sizes) if self._sums_kept and self.placement.gradients is Scope.SHARD else 0
+        return (rounds * max(sizes) if self.everyone.size > 1 or self._sums_kept or wide else 0) + 2 * wide + kept
 
     def _agree_on_order(self) -> None:
         """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
@@ -319,9 +348,14 @@ class Engine:
     def take_edits(self, unit: Unit) -> None:
         """Whole 16-bit parameters that were edited in place since the last step tell their master."""
         if unit.dtypes.narrow and unit.placement.parameters is Scope.WHOLE:
-            versions = sum(param._version for param in unit.params)
-            if versions != self._versions[unit.name]:
-                unit.master.absorb()
+            for slot, param in enumerate(unit.params):
+                if param._version != self._versions[unit.name][slot]:
+                    unit.master.adopt(unit.layout.slots[slot].span)
+            self.know_edits(unit)
+
+    def know_edits(self, unit: Unit) -> None:
+        """Whatever was edited in a unit by now has reached its master."""
+        self._versions[unit.name] = [param._version for param in unit.params]
 
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
@@ -329,17 +363,21 @@ class Engine:
         for index, unit in enumerate(self.units):
             first = self.first_param[index]
             self.schedule.step_over(index, used=any(self.kept[first : first + len(unit.params)]))
-        self._versions = {unit.name: sum(p._version for p in unit.params) for unit in self.units}
+        self._versions = {unit.name: [p._version for p in unit.params] for unit in self.units}
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self.tidy_after_error()
+        if self.update_inside and self._unsettled:
+            raise StateError("step_in_backward=True has updated parameters in backward: call step() before zero_grad()")
         self.schedule.drain()
         self._wait_for_gathers()
         self._ungathered.clear()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
         self._settled = self._unsettled = False
+        if self.optimizer is not None:
+            self.optimizer.forget_clipping()
         if not keep_as_zeros:
             self._rounds_due = self._touched_nothing = False
             self.shown.hide()
@@ -358,6 +396,7 @@ class Engine:
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
         self._accumulating = reduce or ("once" if self.placement.gradients is Scope.WHOLE else "each")
+        self._sums_kept = True
         for unit in self.units:
             unit.gradients.widen()
         try:

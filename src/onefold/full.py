@@ -28,14 +28,17 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     passes, narrow = engine.passes, [unit for unit in engine.units if unit.dtypes.narrow]
     passes.pin_all()
     engine.whole_for_now += 1
-    before = [unit.values.part(unit.master.owned).clone() for unit in narrow] if write else []
+    for unit in narrow if write else ():
+        engine.take_edits(unit)
+        unit.master.watch()
     try:
         yield
         if write:
             for unit in passes.units:
                 unit.values.write_back()
-            for unit, values in zip(narrow, before, strict=True):
-                unit.master.absorb(values)
+            for unit in narrow:
+                unit.master.absorb()
+                engine.know_edits(unit)
     finally:
         engine.whole_for_now -= 1
         passes.unpin_all()
@@ -58,6 +61,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     copies: dict[int, Tensor] = {}
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
+        engine.take_edits(unit)
         whole = unit.whole_master()
         if first:
             copies.update({id(p): view.to("cpu", copy=True) for p, view in zip(unit.params, whole, strict=True)})

@@ -56,6 +56,11 @@ class Gradients:
         """There is a local sum that no round has taken yet."""
         return self._local is not None
 
+    @property
+    def local_itemsize(self) -> int:
+        """Bytes per element of what rounds borrow from the pool, at most."""
+        return max(self._wire.itemsize, self._local_dtype.itemsize)
+
     def widen(self) -> None:
         """From now on gradients accumulate: keep sums in fp32."""
         empty = not (self.reduced or self.waiting or self._rounds)

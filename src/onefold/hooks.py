@@ -6,6 +6,7 @@ Backward: each parameter's gradient goes to its unit as soon as autograd has mad
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 import weakref
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from onefold.comm import Label
 from onefold.engine import ATTRIBUTE, Engine
@@ -43,7 +43,7 @@ def attach(engine: Engine, blocks: Sequence[str]) -> None:
 
 
 def _attach_casts(engine: Engine) -> None:
-    """Inputs of the model are cast to what computes; modules kept in fp32 get fp32 and give back what they got."""
+    """Inputs of the model are cast to what computes; modules kept in fp32 get fp32 and give back what computes."""
     compute = engine.precision.compute
     assert isinstance(compute, torch.dtype)
     engine.model.register_forward_pre_hook(
@@ -58,13 +58,40 @@ def _attach_casts(engine: Engine) -> None:
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
     for module in modules:
         module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
+        module.register_load_state_dict_post_hook(partial(_know_loaded, engine, places))
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    """Floating tensors in containers, cast; what holds none that changes stays the same object."""
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.is_floating_point() else tree
+    if isinstance(tree, Mapping):
+        changed = {key: cast for key, value in tree.items() if (cast := _cast(value, dtype)) is not value}
+        if not changed:
+            return tree
+        fresh = copy.copy(tree)
+        fresh.update(changed)  # type: ignore[attr-defined]
+        return fresh
+    if isinstance(tree, list | tuple):
+        cast_all = [_cast(value, dtype) for value in tree]
+        if all(new is old for new, old in zip(cast_all, tree)):
+            return tree
+        return type(tree)(*cast_all) if hasattr(tree, "_fields") else type(tree)(cast_all)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+        changed = {name: cast for name, value in fields.items() if (cast := _cast(value, dtype)) is not value}
+        if not changed:
+            return tree
+        other = copy.copy(tree)
+        for name, value in changed.items():
+            object.__setattr__(other, name, value)
+        return other
+    return tree
 
-    return tree_map_only(Tensor, cast, tree)
+
+def _know_loaded(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
+    for index in {places[id(p)].unit for p in module._parameters.values() if id(p) in places}:
+        engine.know_edits(engine.units[index])
 
 
 def _load_masters(
@@ -77,6 +104,7 @@ def _load_masters(
             continue
         unit = engine.units[place.unit]
         if unit.dtypes.narrow:
+            engine.take_edits(unit)
             with torch.no_grad():
                 unit.load_master(place.slot, value.to(torch.float32))
             state[prefix + name] = narrowed(value.to(device=param.device, dtype=torch.float32), unit.dtypes.compute)

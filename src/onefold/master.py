@@ -38,14 +38,39 @@ class Master:
     def poke(self, span: Span, wide: Tensor) -> None:
         """New master values, which the compute copy has already, rounded."""
 
-    def absorb(self, before: Tensor | None = None) -> None:
-        """The values were edited by hand: where they differ from what they were, they are the truth now."""
+    def adopt(self, span: Span) -> None:
+        """The values of a parameter were edited in place: they are the truth now."""
+
+    def watch(self) -> None:
+        """The values may be edited by hand from here to `absorb`."""
+
+    def absorb(self) -> None:
+        """Where values differ from what they were at `watch`, they are the truth now."""
 
     def tensors(self) -> list[Tensor]:
         return []
 
 
-class WideMaster(Master):
+class NarrowMaster(Master):
+    """16 bits compute: knows what was edited by hand."""
+
+    _before: Tensor | None = None
+
+    def watch(self) -> None:
+        self._before = self._values.part(self.owned).clone()
+
+    def _remember(self, span: Span, wide: Tensor) -> None:
+        """New values that are no edit."""
+        if self._before is not None:
+            narrow(wide, self._before[span.start - self.owned.start : span.stop - self.owned.start])
+
+    def _edited(self, values: Tensor) -> Tensor:
+        assert self._before is not None
+        before, self._before = self._before, None
+        return before.view(torch.int16) != values.view(torch.int16)
+
+
+class WideMaster(NarrowMaster):
     """16-bit values, and an fp32 master beside them."""
 
     def __init__(self, values: Values, owned: Span, wide: Tensor) -> None:
@@ -66,14 +91,15 @@ class WideMaster(Master):
 
     def poke(self, span: Span, wide: Tensor) -> None:
         self._at(span).copy_(wide)
+        self._remember(span, wide)
 
-    def absorb(self, before: Tensor | None = None) -> None:
+    def adopt(self, span: Span) -> None:
+        part = span.clip(self.owned)
+        self._at(part).copy_(self._values.part(part))
+
+    def absorb(self) -> None:
         values = self._values.part(self.owned)
-        if before is None:
-            before = torch.empty_like(values)
-            narrow(self._wide, before)
-        edited = before.view(torch.int16) != values.view(torch.int16)
-        self._wide.copy_(torch.where(edited, values.float(), self._wide))
+        self._wide.copy_(torch.where(self._edited(values), values.float(), self._wide))
 
     def tensors(self) -> list[Tensor]:
         return [self._wide]
@@ -82,7 +108,7 @@ class WideMaster(Master):
         return self._wide[span.start - self.owned.start : span.stop - self.owned.start]
 
 
-class SplitMaster(Master):
+class SplitMaster(NarrowMaster):
     """bf16 values that are the upper halves of the master, and the remainders beside them."""
 
     def __init__(self, values: Values, owned: Span, wide: Tensor, pool: Pool) -> None:
@@ -104,16 +130,20 @@ class SplitMaster(Master):
         return self._values.part(span), self._at(span)
 
     def peek(self, span: Span, out: Tensor) -> None:
-        join(self._values.part(span), self._at(span), out)
+        copy = self._values.part(span)
+        join(copy, self._at(span), out)
+        broken = torch.isnan(out) & ~torch.isnan(copy)  # zeroed through .data, where the remainder means nothing
+        out.copy_(torch.where(broken, copy.float(), out)) if out.is_cuda or broken.any() else None
 
     def poke(self, span: Span, wide: Tensor) -> None:
         split(wide, self._values.part(span), self._at(span))
+        self._remember(span, wide)
 
-    def absorb(self, before: Tensor | None = None) -> None:
-        """Without `before` nobody knows what was edited: there the old remainder stays, less than half a bf16 step."""
-        if before is not None:
-            values = self._values.part(self.owned)
-            self._rest.masked_fill_(before.view(torch.int16) != values.view(torch.int16), 0)
+    def adopt(self, span: Span) -> None:
+        self._at(span.clip(self.owned)).zero_()
+
+    def absorb(self) -> None:
+        self._rest.masked_fill_(self._edited(self._values.part(self.owned)), 0)
 
     def tensors(self) -> list[Tensor]:
         return [self._rest]

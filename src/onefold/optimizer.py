@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from onefold.agree import agree
 from onefold.comm import Label, Pending
 from onefold.elementwise import examine
-from onefold.engine import engine_of
+from onefold.engine import engine_of, scaled_backward
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, PrecisionError, StateError
 from onefold.placement import Scope
 from onefold.scaling import LossScale, Scaler
@@ -66,12 +66,17 @@ class Optimizer(torch.optim.Optimizer):
         self._scaler: Scaler | None = None
         self._gathers: list[Pending] = []  # of units that backward has updated
         self._on_nonfinite = on_nonfinite
+        self._inside = False
         self._agreed = False
         error: Exception | None = None
         try:
             self._set_scale(loss_scale)
+            if type(step_in_backward) is not bool:
+                raise ConfigError(f"step_in_backward={step_in_backward!r} is neither True nor False")
             if step_in_backward and self._scaler:
                 raise ConfigError("step_in_backward=True cannot skip a step, which fp16 needs; train in bf16")
+            if step_in_backward and on_nonfinite == "skip":
+                raise ConfigError("step_in_backward=True cannot skip a step: it looks at no norm before it updates")
             self._build(cls, groups, kwargs)
         except Exception as mistake:  # whatever it is, the other ranks must hear of it
             error = mistake
@@ -98,12 +103,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """loss.backward(), with the loss scaled where fp16 needs it."""
-        engine = self._engine
-        engine.loss_scaled = True
-        try:
+        with scaled_backward(self.loss_scale):
             (loss.float() * self.loss_scale if self._scaler else loss).backward(**kwargs)
-        finally:
-            engine.loss_scaled = False
 
     def _agree(self, error: Exception | None, where: str) -> None:
         """All ranks have the same groups with the same settings, or all raise."""
@@ -207,7 +208,7 @@ class Optimizer(torch.optim.Optimizer):
             engine.comm.meter.cut()
             self._skip(bad)
             return
-        unscale = 1.0 / self.loss_scale
+        unscale = 1.0 / engine.grad_scale
         gathers = []
         for index in engine.schedule.order:
             unit = engine.finish(index)
@@ -231,6 +232,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.kept[first : first + len(used)] = used
         engine.take_edits(unit)
         self._by_unit[index].update(self.param_groups, engine.kept, first, 1.0)
+        torch.autograd.graph.increment_version(unit.params)  # whoever still needs the old values must hear of it
         if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
             self._gathers.append(unit.values.gather_updated())
 
@@ -238,8 +240,7 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine
         engine.settle_inside()
         engine.passes.release_all()
-        while self._gathers:
-            self._gathers.pop().wait()
+        self.finish_inside()
         self.stepped = True
         engine.after_step()
 
@@ -306,6 +307,23 @@ class Optimizer(torch.optim.Optimizer):
         """Drop all gradients, local sums included; set_to_none=False keeps them as zeros."""
         self._engine.drop_gradients(keep_as_zeros=not set_to_none)
 
+    def gradients_change(self) -> None:
+        """Another backward of the step begins."""
+        if self._norms is not None and self._engine.precision.narrow:
+            raise StateError("16-bit gradients are clipped when step() reads them: clip after all backwards of a step")
+        self._norms = None
+
+    def forget_clipping(self) -> None:
+        """The gradients that were clipped are gone."""
+        self._norms, self._clip = None, 1.0
+
+    def finish_inside(self) -> None:
+        """With step_in_backward: end the updates that are still on the way, so that all ranks hold the same values."""
+        if self._inside:
+            self._engine.schedule.drain()
+            while self._gathers:
+                self._gathers.pop().wait()
+
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; the norm. Collective.
@@ -332,11 +350,12 @@ class Optimizer(torch.optim.Optimizer):
             if unit.gradients.reduced:
                 wide = torch.promote_types(unit.gradients.dtype, torch.float32)
                 mine = torch.linalg.vector_norm(unit.gradients.mine(), norm_type, dtype=wide)
+                mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
                 partials[engine.comm.rank, index] = mine
         engine.comm.gather(partials.view(-1), Label("norm", "step")).wait()
         self._norms = partials
         dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
-        norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / self.loss_scale).to(dtype)
+        norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / engine.grad_scale).to(dtype)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self._clip = self._clip * factor
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
@@ -373,6 +392,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for this rank, at this number of ranks and stage."""
+        self._hear_of_last_step()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         slices = [row for unit in self._by_unit for row in unit.state_dict()]
         scale = self._scaler.state() if self._scaler else None
@@ -393,6 +413,7 @@ class Optimizer(torch.optim.Optimizer):
             raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)  # the same objects: schedulers hold them
+        self._told = None
         self.skipped = state_dict["skipped"]
         if self._scaler:
             self._scaler.load(state_dict["loss_scale"])

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from onefold.errors import ConfigError
 
@@ -91,7 +92,7 @@ class Precision:
         """From the setting of `shard`: a name, or a policy."""
         if isinstance(value, Precision):
             return value
-        if value not in DTYPES:
+        if not (isinstance(value, str) and value in DTYPES) and not (isinstance(value, torch.dtype) and value in NAMES):
             raise ConfigError(f"precision={value!r} is unknown; use 'fp32', 'bf16', 'fp16' or a Precision object")
         return cls(compute=value)
 
@@ -119,20 +120,26 @@ class Precision:
         return Dtypes(dtype, dtype, dtype)
 
     def kept(self, model: nn.Module) -> list[nn.Module]:
-        """The outermost modules that stay in fp32."""
-        if self.keep_fp32 is None:
+        """The outermost modules that stay in fp32: those asked for, and BatchNorm, whose buffers are fp32."""
+        if not self.narrow:
             return []
         chosen: list[nn.Module] = []
         inside: set[int] = set()
+        asked = False
         for name, module in model.named_modules():
-            listed = isinstance(self.keep_fp32, type | tuple)
-            wanted = isinstance(module, self.keep_fp32) if listed else self.keep_fp32(name, module)  # type: ignore
-            if wanted and id(module) not in inside:
+            wanted = self._keeps(name, module)
+            asked = asked or wanted
+            if (wanted or isinstance(module, _BatchNorm)) and id(module) not in inside:
                 chosen.append(module)
                 inside.update(id(child) for child in module.modules())
-        if not chosen:
+        if self.keep_fp32 is not None and not asked:
             raise ConfigError(f"keep_fp32={self.keep_fp32!r} matches no module of the model")
         return chosen
+
+    def _keeps(self, name: str, module: nn.Module) -> bool:
+        if self.keep_fp32 is None or isinstance(self.keep_fp32, type | tuple):
+            return isinstance(module, self.keep_fp32 or ())
+        return bool(self.keep_fp32(name, module))
 
     def __str__(self) -> str:
         def name(dtype: Any) -> str:
@@ -157,7 +164,7 @@ class Precision:
 def _dtype(field: str, value: Any) -> torch.dtype | None:
     if value is None and field != "compute":
         return None
-    dtype = DTYPES.get(value, value) if isinstance(value, str) else value
-    if dtype not in NAMES:
+    dtype = DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
         raise ConfigError(f"{field}={value!r} is not a precision; use 'fp32', 'bf16' or 'fp16'")
     return dtype

@@ -103,7 +103,7 @@ class ReduceSchedule:
 
     def _expected(self, index: int) -> int:
         """Gradients per backward: the most there were lately, counting one for each parameter as seen at first."""
-        return max(self._counts[index])
+        return max(max(self._counts[index]), len(self._units[index].params) if self.patient else 0)
 
     def _start_next(self) -> None:
         self._started.add(self.order[self._next])

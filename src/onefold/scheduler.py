@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from onefold.errors import ConfigError
 from onefold.optimizer import Optimizer
 
 
@@ -23,12 +24,19 @@ class Scheduler:
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: type[LRScheduler] | LRScheduler, **kwargs: Any) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(f"Scheduler wants a onefold.Optimizer, found {type(optimizer).__name__}")
+        by_class = isinstance(scheduler, type) and issubclass(scheduler, LRScheduler)
+        if not (by_class or (isinstance(scheduler, LRScheduler) and not kwargs)):
+            raise ConfigError(f"{scheduler!r} is neither a torch scheduler class, with its settings, nor a scheduler")
         self._optimizer = optimizer
-        self.inner = scheduler(optimizer, **kwargs) if isinstance(scheduler, type) else scheduler
+        self.inner: Any = scheduler(optimizer, **kwargs) if isinstance(scheduler, type) else scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if self._optimizer.stepped:
             self.inner.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not made yet, or being copied
+            raise AttributeError(name)
         return getattr(self.inner, name)

@@ -28,8 +28,8 @@ class ParameterTree:
         changed = [name for name in {**self._before, **after} if self._before.get(name) is not after.get(name)]
         raise StateError(
             f"{', '.join(changed[:5]) or 'a parameter'} was added, replaced or removed after shard() (or swapped by "
-            f"torch.func.functional_call, which works under no_grad only); change values in place (param.data.copy_), "
-            f"or change the model before shard()"
+            f"torch.func.functional_call, which works under no_grad only); change values in place (param.copy_ under "
+            f"no_grad), or change the model before shard()"
         )
 
 

@@ -45,6 +45,7 @@ class Unit:
     def load_master(self, slot: int, value: Tensor) -> None:
         """New fp32 values of one parameter, on every rank alike; each keeps what it owns."""
         part = self.layout.slots[slot].span.clip(self.master.owned)
+        self.values.finish_offers()  # peers have had the old ones
         if part.numel:
             flat = self._views.in_memory_order(value, slot)
             at = part.shift(-self.layout.slots[slot].start)

@@ -61,7 +61,9 @@ class Values:
 
     def _lay_shard(self) -> None:
         self.whole.untyped_storage().resize_(0)
-        self._shard = narrowed(self._views.lay(self._params, self._mine, self._params[0].dtype), self._views.dtype)
+        dtypes = {param.dtype for param in self._params}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self._shard = narrowed(self._views.lay(self._params, self._mine, dtype), self._views.dtype)
         dtype, device = self._views.dtype, self._views.device
         self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
         self._placeholders = [self._marks[i].expand(p.size()) for i, p in enumerate(self._params)]

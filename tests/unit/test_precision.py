@@ -27,7 +27,7 @@ def test_policies_that_make_no_sense_are_refused(fields: dict[str, Any], word: s
         Precision(**fields)
 
 
-@pytest.mark.parametrize("value", ["half", None, 16, torch.bfloat16])
+@pytest.mark.parametrize("value", ["half", None, 16, ["bf16"], {"compute": "bf16"}, torch.int8])
 def test_an_unknown_precision_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match="fp32"):
         Zero(precision=value)
