@@ -22,6 +22,7 @@ from onefold.elementwise import examine
 from onefold.engine import engine_of, scaled_backward
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, PrecisionError, StateError
 from onefold.placement import Scope
+from onefold.precision import Precision
 from onefold.scaling import LossScale, Scaler
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 from onefold.unit import Unit
@@ -95,6 +96,11 @@ class Optimizer(torch.optim.Optimizer):
         if settings is not None and not (half and isinstance(settings, LossScale)):
             raise ConfigError(f"loss_scale={settings!r}: give a LossScale, and only with precision='fp16'")
         self._scaler = Scaler(settings or LossScale()) if half else None
+
+    @property
+    def precision(self) -> Precision:
+        """What computes, travels, is kept and is updated, as it was decided for this model; print it."""
+        return self._engine.precision
 
     @property
     def loss_scale(self) -> float:

@@ -27,6 +27,8 @@ from tests.harness.wire import Call, Raised, Ready, Reset, Returned, Setup, Told
 STACKS_SIGNAL = signal.SIGUSR1
 JOIN_TIMEOUT = timedelta(seconds=60)
 
+LONG_S = 0.03  # for a garbage collection
+
 
 class Line:
     """The rank's end of the pipe: any thread may send, one thread listens."""
@@ -141,8 +143,16 @@ def serve(setup: Setup, line: Line) -> None:
             reply = Returned(*perform(message), left_groups=group.changed())
         except BaseException as error:  # SystemExit too: the pool outlives the call
             reply = caught(error, started_s)
-        gc.collect()  # before the answer, so that a destructor that hangs is this call's hang
+        collect_garbage()  # before the answer, so that a destructor that hangs is this call's hang
         line.send(reply)
+
+
+def collect_garbage() -> None:
+    """Collect what a call leaves. If that takes long the call has imported much, which is then left out for good."""
+    started_s = time.monotonic()
+    gc.collect()
+    if time.monotonic() - started_s > LONG_S:
+        gc.freeze()
 
 
 def serve_once(setup: Setup, line: Line) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import onefold
 from onefold import comm
 from onefold.agree import _fingerprint
-from tests.harness import run_ranks
+from tests.harness import fresh_ranks, run_ranks
 
 STAGES = (0, 1, 2, 3)
 
@@ -48,7 +48,8 @@ def evaluate_and_drop() -> int:
 
 
 def test_shards_of_models_that_are_gone_do_not_pile_up() -> None:
-    assert run_ranks(2, evaluate_and_drop) == [0, 0]
+    for outcome in fresh_ranks(2, evaluate_and_drop):
+        assert outcome.value == 0, outcome.error
 
 
 def train_beside_a_reader(with_reader: bool) -> torch.Tensor:

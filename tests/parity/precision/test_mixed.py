@@ -92,6 +92,10 @@ def kept_norm() -> tuple[list[torch.dtype], bool]:
     before = model[1].weight.detach().clone()
     model(batch(0)).float().square().sum().backward()
     adam.step()
+    assert str(adam.precision).splitlines()[-2:] == [
+        "optimizer state     fp32    as the master",
+        "kept modules        fp32    their own master",
+    ]
     return seen, bool((model[1].weight != before).all())
 
 

