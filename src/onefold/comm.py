@@ -15,9 +15,7 @@ order. On NCCL the library's collectives do the work. One rank moves nothing: N 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -29,7 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.errors import CommError, ConfigError
+from onefold.leftovers import Offers, keep
 from onefold.mesh import Axis
+from onefold.sums import sum_in_order, sum_wide
 
 
 class Label(NamedTuple):
@@ -70,37 +70,6 @@ HINTS = {
 }
 
 
-class Abandoned(NamedTuple):
-    """A message of a model that is gone. gloo stalls a connection whose message has lost its buffer, so it stays."""
-
-    comm: Comm
-    work: dist.Work
-    offered: bool  # a shard: it may go once every rank has fetched what was offered
-
-
-_ABANDONED: list[Abandoned] = []
-
-
-def finish_abandoned(limit_s: float) -> None:
-    """At the end of a process whose peers may still want them: wait for messages of models that are gone."""
-    with suppress(Exception):  # a peer has ended, or never will want them
-        for message in _ABANDONED:
-            message.work.wait(timedelta(seconds=limit_s))
-
-
-def reap_abandoned(everyone: Comm) -> None:
-    """Let go of shards of models that are gone, where every rank has fetched all that was offered. Collective."""
-    mine = {str(message.comm.salt): [message.comm.offered, message.comm.fetched] for message in _ABANDONED}
-    blobs = everyone.exchange(json.dumps(mine).encode(), Label("agree", "what is left over"))
-    rows = [json.loads(blob) for blob in blobs]
-    taken = {salt for salt, (offered, fetched) in mine.items() if offered == fetched}
-    taken = {salt for salt in taken if all(row.get(salt) == mine[salt] for row in rows)}
-    for message in list(_ABANDONED):
-        if message.offered and str(message.comm.salt) in taken:
-            message.comm._finish(message.work, Label("offer", "a model that is gone"), None)
-            _ABANDONED.remove(message)
-
-
 class Pending:
     """Messages on the way. `wait` returns once they have arrived, and may be called again."""
 
@@ -117,7 +86,7 @@ class Pending:
     def __del__(self) -> None:
         """A model was let go of, after an error say, with messages on the way."""
         if self._works:
-            _ABANDONED.extend(Abandoned(self._comm, work, self.offered) for _, work in self._works)
+            keep(self._comm.offers if self.offered else None, [work for _, work in self._works])
 
 
 class Reduction(Pending):
@@ -137,39 +106,13 @@ class Reduction(Pending):
             sum_wide(self._parts, out, plus, scale, wide)
 
 
-def sum_wide(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None, scale: float, wide: Tensor) -> None:
-    """As `sum_in_order`, in fp32 and rounded once, times `scale`."""
-    wide.copy_(parts[0])
-    for part in parts[1:]:
-        wide.add_(part)
-    wide.mul_(scale)
-    if plus is not None:
-        wide.add_(plus)
-    if out.data_ptr() != wide.data_ptr():
-        out.copy_(wide)
-
-
-def sum_in_order(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None) -> None:
-    """out = ((parts[0] + parts[1]) + …) [+ plus]. The parts are scratch; `out` may be one of them, or `plus`."""
-    *head, last = parts
-    total = head[0] if head else last
-    for part in head[1:]:
-        total.add_(part)
-    if plus is not None:
-        torch.add(plus, total.add_(last) if head else last, out=out)
-    elif head:
-        torch.add(total, last, out=out)
-    elif out.data_ptr() != last.data_ptr():
-        out.copy_(last)
-
-
 class Comm:
     """Collectives over one axis of ranks."""
 
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter) -> None:
         self.rank, self.size = axis.rank, axis.size
         self.meter = meter
-        self.offered = self.fetched = 0
+        self.offers = Offers()
         self.salt = 0  # tells this model's messages from another's; agreed by all ranks
         self._axis = axis
         self._timeout = timedelta(seconds=timeout_s)
@@ -197,7 +140,7 @@ class Comm:
     def offer(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
         peers = [peer for peer in (range(self.size) if to is None else to) if peer != self.rank]
-        self.offered += to is None
+        self.offers.made += to is None
         self.meter.count(label.purpose, "all-gather", shard.nbytes * len(peers))
         pending = self._wire.offer(shard, label, peers)
         pending.offered = to is None
@@ -205,7 +148,7 @@ class Comm:
 
     def fetch(self, flat: Tensor, label: Label) -> Pending:
         """Fill the slots of the others with what they offer; my own is filled."""
-        self.fetched += 1
+        self.offers.taken += 1
         return self._wire.fetch(flat, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:

@@ -9,62 +9,31 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from onefold.comm import Comm, Label, Pending, finish_abandoned
+from onefold.comm import Comm, Label, Pending
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
-from onefold.memory import Pool, storage_key
+from onefold.memory import Pool
 from onefold.passes import Passes
 from onefold.placement import Placement, Scope
 from onefold.precision import Precision
-from onefold.rounds import IN_FLIGHT, WAITING, ReduceSchedule
+from onefold.rounds import ReduceSchedule
+from onefold.scaling import running_scale
 from onefold.shown import ShardedGradient, ShownGradients
 from onefold.tree import ParameterTree
 from onefold.unit import Unit
 
 ATTRIBUTE = "_onefold"
-PATIENCE_S = 10.0  # at the end of a process, for peers that want shards of models it has let go of
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
-
-
-_LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-@atexit.register
-def _serve_peers() -> None:
-    """A rank that ends well, before others have run as far, lets them have its shards first."""
-    if hasattr(sys, "last_value"):  # it ends by an error: the others must hear of that at once
-        return
-    for engine in _LIVE:
-        with suppress(Exception):  # a peer has ended too, or the process group is gone
-            for unit in engine.passes.units:
-                unit.values.finish_offers()
-    finish_abandoned(PATIENCE_S)
-
-
-_scales: list[float] = []  # of the backwards that optimizer.backward() runs
-
-
-@contextmanager
-def scaled_backward(scale: float) -> Iterator[None]:
-    """Inside, gradients of every model that backward reaches are multiplied by `scale`."""
-    _scales.append(scale)
-    try:
-        yield
-    finally:
-        _scales.pop()
 
 
 class Place(NamedTuple):
@@ -97,10 +66,7 @@ class Engine:
         self.precision = precision
         self.whole_for_now = 0  # full_parameters contexts that are open
         self.grad_scale = 1.0  # what the gradients of this step are multiplied by
-        self.update_inside: Callable[[int, bytes], None] | None = None  # a unit, as soon as its gradient is reduced
-        self._flags: dict[
-            int, Callable[[], list[bytes]]
-        ] = {}  # who used what of a unit that is updated inside backward
+        self.inside: Any = None  # InsideUpdates, where units are updated inside backward
         self.optimizer: Any = None  # the Optimizer that was made for this model
         self.device = pool.device
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
@@ -112,7 +78,6 @@ class Engine:
         negotiate = zero.schedule == "negotiate"
         self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward, comm, negotiate=negotiate)
         self.shown = ShownGradients(self.params, self.names)
-        self._versions = {unit.name: [p._version for p in unit.params] for unit in self.units}
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
@@ -125,12 +90,11 @@ class Engine:
         self._open = False  # it has brought gradients
         self._rounds_due = False  # a training forward ran, and no round since
         self._touched_nothing = False  # the last backward through our model brought no gradient
-        self._sums_kept = False  # gradients have accumulated: buffers of local sums stay
-        self._unsettled = False  # rounds have run since the ranks last agreed on what was used
+        self.sums_kept = False  # gradients have accumulated: buffers of local sums stay
+        self.unsettled = False  # rounds have run since the ranks last agreed on what was used
         self._settled = False
         self._placeholders: list[Tensor] = []  # for .grad, made once
         self._gathers: list[Pending] = []
-        _LIVE.add(self)
         self._ungathered: set[int] = set()  # units reduced but not yet made whole
 
     # -- forward and backward --------------------------------------------------------------------------------------
@@ -140,8 +104,8 @@ class Engine:
         return self._accumulating != "once"
 
     def before_forward(self) -> None:
-        if self.update_inside:
-            self.optimizer.finish_inside()
+        if self.inside:
+            self.inside.finish()
         if torch.is_grad_enabled():
             self._training_thread = threading.get_ident()
             self.tidy_after_error()
@@ -167,7 +131,7 @@ class Engine:
 
     def _check_scale(self) -> None:
         """All backwards of a step have one scale, and fp16 has one at all. Clipping comes after them."""
-        scale = _scales[-1] if _scales else None
+        scale = running_scale()
         if self.precision.compute is torch.float16 and scale is None:
             raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
         if any(self.used) and self.grad_scale != (scale or 1.0):
@@ -178,15 +142,13 @@ class Engine:
 
     def _begin_rounds(self) -> None:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
-        if self._unsettled and self.update_inside:
-            raise StateError(
-                "step_in_backward=True updates in every backward: call optimizer.step() before the next one"
-            )
-        if self._unsettled:
+        if self.unsettled and self.inside:
+            self.inside.refuse_backward()
+        if self.unsettled:
             rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
-            self._agree_on_order()
+            self.agree_on_order()
             self._reduce_late(bytes(map(max, zip(*rows, strict=True))))
-            self._unsettled = False
+            self.unsettled = False
         self.schedule.begin(final=self._accumulating is None)
 
     def _waiting(self) -> bytes:
@@ -204,12 +166,8 @@ class Engine:
         if grad is None:
             return
         unit = self.units[place.unit]
-        if self.update_inside and self.schedule.started(place.unit):
-            raise StateError(
-                f"a gradient of {self.names[index]} came after its unit was updated: with step_in_backward=True every "
-                f"parameter must get its gradient once in one backward (no reentrant checkpoints that share blocks, no "
-                f"second backward before step())"
-            )
+        if self.inside and self.schedule.started(place.unit):
+            self.inside.refuse_late(self.names[index])
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             unit.gradients.add(place.slot, grad)
             self.used[index] = USED
@@ -222,7 +180,7 @@ class Engine:
         if self._in_backward:  # else an error cut it short and it has been tidied
             with torch.no_grad():
                 closed = self._close()
-                if closed and self._accumulating is None and not self.update_inside:
+                if closed and self._accumulating is None and not self.inside:
                     if self._whole_gradients:
                         self.settle()
                     self._show_gradients()
@@ -235,7 +193,7 @@ class Engine:
         if was_open:
             self.schedule.flush(start=self.reducing)
             self._rounds_due = self._rounds_due and not self.reducing
-            self._unsettled = self._unsettled or self.reducing
+            self.unsettled = self.unsettled or self.reducing
         return was_open
 
     def tidy_after_error(self) -> None:
@@ -245,20 +203,12 @@ class Engine:
             self._close()
 
     def _starting(self, index: int) -> None:
-        """A round starts. Where its unit is to be updated at once, ranks tell each other what they used of it."""
-        if self.update_inside:
-            first = self.first_param[index]
-            used = bytes(self.used[first : first + len(self.units[index].params)])
-            self._flags[index] = self.everyone.start_bytes(used, Label("used-flags", self.units[index].name))
+        if self.inside:
+            self.inside.starting(index)
 
     def _reduced(self, index: int, final: bool) -> None:
-        if self.update_inside:
-            unit, rows = self.units[index], self._flags.pop(index)()
-            if self._whole_gradients:
-                unit.gradients.gather().wait()
-            unit.values.finish_offers()  # whoever has sent its gradients has had the values
-            self.update_inside(index, bytes(map(max, zip(*rows, strict=True))))
-            unit.gradients.consume()
+        if self.inside:
+            self.inside.reduced(index)
         elif self._whole_gradients:
             self._ungathered.add(index)
             if final:
@@ -277,10 +227,7 @@ class Engine:
         if self._settled:
             self._mark_dropped()
             return
-        if self._rounds_due and (self._touched_nothing or not any(self.used)):
-            self._bring_zeros()
-        elif not any(self.used):
-            raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
+        self.bring_what_is_due()
         said = bytearray(self.used)
         for index in self.shown.dropped():
             said[index] = DROPPED
@@ -289,30 +236,21 @@ class Engine:
         self.kept = bytearray(word == USED for word in words[: len(said)])
         if not any(words[: len(said)]):
             raise StateError("no rank has gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
-        self._agree_on_order()
+        self.agree_on_order()
         self._reduce_late(bytes(words[len(said) :]))
         if self._whole_gradients:
             self.schedule.drain()
             for index in sorted(self._ungathered):
                 self._gather_gradient(index)
             self._wait_for_gathers()
-        self._settled, self._unsettled = True, False
+        self._settled, self.unsettled = True, False
 
-    def settle_inside(self) -> None:
-        """Where backward updates units: end the rounds, and with them the updates, that are still on the way."""
-        self.tidy_after_error()
-        self.passes.gathers.catch_up()
-        if self._rounds_due and (self._touched_nothing or not any(self.used)):
-            self._bring_zeros()
-        elif not any(self.used):
-            raise StateError("no gradients: call loss.backward() before optimizer.step()")
-        self._agree_on_order()
-        self.schedule.drain()
-        self.used = bytearray(len(self.params))
-        self._unsettled = False
-
-    def _bring_zeros(self) -> None:
-        """This rank's backward touched no parameter, or never came: its peers wait for its shards and its zeros."""
+    def bring_what_is_due(self) -> None:
+        """If this rank's backward touched no parameter, or never came, its peers wait for its shards and its zeros."""
+        if not self._rounds_due or (any(self.used) and not self._touched_nothing):
+            if not any(self.used):
+                raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
+            return
         if not self._touched_nothing:
             self.passes.open_backward()
             self.passes.close_backward()
@@ -320,16 +258,7 @@ class Engine:
         self.schedule.flush(start=True)
         self._rounds_due = self._touched_nothing = False
 
-    def pool_limit_bytes(self) -> int:
-        """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another. And
-        where 16 bits compute, fp32 vectors of what is summed or updated."""
-        sizes = [unit.layout.numel * unit.gradients.local_itemsize for unit in self.units]
-        wide = max((4 * unit.master.owned.numel for unit in self.units if unit.dtypes.narrow), default=0)
-        rounds = 2 * IN_FLIGHT + 1 + WAITING if self.everyone.size > 1 else 3
-        kept = sum(sizes) if self._sums_kept and self.placement.gradients is Scope.SHARD else 0
-        return (rounds * max(sizes) if self.everyone.size > 1 or self._sums_kept or wide else 0) + 2 * wide + kept
-
-    def _agree_on_order(self) -> None:
+    def agree_on_order(self) -> None:
         """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
         if self.schedule.agreed:
             return
@@ -345,37 +274,25 @@ class Engine:
         self.schedule.finish(index)
         return self.units[index]
 
-    def take_edits(self, unit: Unit) -> None:
-        """Whole 16-bit parameters that were edited in place since the last step tell their master."""
-        if unit.dtypes.narrow and unit.placement.parameters is Scope.WHOLE:
-            for slot, param in enumerate(unit.params):
-                if param._version != self._versions[unit.name][slot]:
-                    unit.master.adopt(unit.layout.slots[slot].span)
-            self.know_edits(unit)
-
-    def know_edits(self, unit: Unit) -> None:
-        """Whatever was edited in a unit by now has reached its master."""
-        self._versions[unit.name] = [param._version for param in unit.params]
-
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
         torch.autograd.graph.increment_version([p for p, was in zip(self.params, self.kept, strict=True) if was])
         for index, unit in enumerate(self.units):
             first = self.first_param[index]
             self.schedule.step_over(index, used=any(self.kept[first : first + len(unit.params)]))
-        self._versions = {unit.name: [p._version for p in unit.params] for unit in self.units}
+            unit.know_edits()
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self.tidy_after_error()
-        if self.update_inside and self._unsettled:
-            raise StateError("step_in_backward=True has updated parameters in backward: call step() before zero_grad()")
+        if self.inside and self.unsettled:
+            self.inside.refuse_zero_grad()
         self.schedule.drain()
         self._wait_for_gathers()
         self._ungathered.clear()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
-        self._settled = self._unsettled = False
+        self._settled = self.unsettled = False
         if self.optimizer is not None:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
@@ -391,12 +308,12 @@ class Engine:
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:
         check_reduce(reduce)
-        if self.update_inside:
-            raise StateError("step_in_backward=True updates in every backward, so nothing can accumulate; leave it out")
+        if self.inside:
+            self.inside.refuse_accumulation()
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
         self._accumulating = reduce or ("once" if self.placement.gradients is Scope.WHOLE else "each")
-        self._sums_kept = True
+        self.sums_kept = True
         for unit in self.units:
             unit.gradients.widen()
         try:
@@ -448,21 +365,6 @@ class Engine:
         for name, param in self.frozen + sharded:
             if param.requires_grad:
                 raise StateError(f"{name} was frozen when shard() was called and is not now; unfreeze before shard()")
-
-    def held(self) -> dict[str, list[Tensor]]:
-        """All training state this rank holds, by category."""
-        return {
-            "buffers": list(self.model.buffers()),
-            "communication": self.pool.buffers(),
-            "gradients": [tensor for unit in self.units for tensor in unit.gradients.tensors()],
-            "optimizer": [tensor for unit in self.units for tensor in unit.master.tensors()]
-            + (self.optimizer.state_tensors() if self.optimizer is not None else []),
-            "parameters": [t for unit in self.all_units for t in unit.values.tensors()] + [p for _, p in self.frozen],
-        }
-
-    def storages(self) -> dict[int, tuple[str, Tensor]]:
-        """Storage -> its category and a tensor of it. A borrowed buffer that holds a local sum counts as gradients."""
-        return {storage_key(tensor): (category, tensor) for category, held in self.held().items() for tensor in held}
 
     def refuse_copy(self, *_: Any) -> NoReturn:
         raise StateError(

@@ -29,7 +29,7 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     passes.pin_all()
     engine.whole_for_now += 1
     for unit in narrow if write else ():
-        engine.take_edits(unit)
+        unit.take_edits()
         unit.master.watch()
     try:
         yield
@@ -38,7 +38,7 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
                 unit.values.write_back()
             for unit in narrow:
                 unit.master.absorb()
-                engine.know_edits(unit)
+                unit.know_edits()
     finally:
         engine.whole_for_now -= 1
         passes.unpin_all()
@@ -61,7 +61,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     copies: dict[int, Tensor] = {}
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
-        engine.take_edits(unit)
+        unit.take_edits()
         whole = unit.whole_master()
         if first:
             copies.update({id(p): view.to("cpu", copy=True) for p, view in zip(unit.params, whole, strict=True)})

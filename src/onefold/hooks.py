@@ -6,24 +6,21 @@ Backward: each parameter's gradient goes to its unit as soon as autograd has mad
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from onefold.casts import attach_casts
 from onefold.comm import Label
+from onefold.containers import tensors_in
 from onefold.engine import ATTRIBUTE, Engine
 from onefold.errors import StateError
 from onefold.passes import in_backward, watch_parameters
-from onefold.rounding import narrowed
-
-DEEPEST = 3  # levels of unknown objects that are searched for tensors
 
 
 def attach(engine: Engine, blocks: Sequence[str]) -> None:
@@ -33,81 +30,13 @@ def attach(engine: Engine, blocks: Sequence[str]) -> None:
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
     model.register_forward_hook(partial(_after_forward, engine))
     if engine.precision.narrow:
-        _attach_casts(engine)
+        attach_casts(engine)
     if engine.passes.units:
         _attach_passes(engine, blocks)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
     model.__dict__["zero_grad"] = partial(_zero_grad, engine, model.zero_grad)
-
-
-def _attach_casts(engine: Engine) -> None:
-    """Inputs of the model are cast to what computes; modules kept in fp32 get fp32 and give back what computes."""
-    compute = engine.precision.compute
-    assert isinstance(compute, torch.dtype)
-    engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: (_cast(args, compute), _cast(kwargs, compute)), prepend=True, with_kwargs=True
-    )
-    for kept in engine.precision.kept(engine.model):
-        kept.register_forward_pre_hook(
-            lambda module, args, kwargs: (_cast(args, torch.float32), _cast(kwargs, torch.float32)), with_kwargs=True
-        )
-        kept.register_forward_hook(lambda module, args, output: _cast(output, compute))
-    modules = [m for m in engine.model.modules() if any(True for _ in m.parameters(recurse=False))]
-    places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
-    for module in modules:
-        module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
-        module.register_load_state_dict_post_hook(partial(_know_loaded, engine, places))
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in containers, cast; what holds none that changes stays the same object."""
-    if isinstance(tree, Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, Mapping):
-        changed = {key: cast for key, value in tree.items() if (cast := _cast(value, dtype)) is not value}
-        if not changed:
-            return tree
-        fresh = copy.copy(tree)
-        fresh.update(changed)  # type: ignore[attr-defined]
-        return fresh
-    if isinstance(tree, list | tuple):
-        cast_all = [_cast(value, dtype) for value in tree]
-        if all(new is old for new, old in zip(cast_all, tree)):
-            return tree
-        return type(tree)(*cast_all) if hasattr(tree, "_fields") else type(tree)(cast_all)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-        changed = {name: cast for name, value in fields.items() if (cast := _cast(value, dtype)) is not value}
-        if not changed:
-            return tree
-        other = copy.copy(tree)
-        for name, value in changed.items():
-            object.__setattr__(other, name, value)
-        return other
-    return tree
-
-
-def _know_loaded(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
-    for index in {places[id(p)].unit for p in module._parameters.values() if id(p) in places}:
-        engine.know_edits(engine.units[index])
-
-
-def _load_masters(
-    engine: Engine, places: dict[int, Any], module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
-) -> None:
-    """Whole values of a state dict go to the master in full, and to the parameters as the master rounds them."""
-    for name, param in module._parameters.items():
-        value, place = state.get(prefix + name), places.get(id(param))
-        if param is None or value is None or place is None or value.shape != param.shape:
-            continue
-        unit = engine.units[place.unit]
-        if unit.dtypes.narrow:
-            engine.take_edits(unit)
-            with torch.no_grad():
-                unit.load_master(place.slot, value.to(torch.float32))
-            state[prefix + name] = narrowed(value.to(device=param.device, dtype=torch.float32), unit.dtypes.compute)
 
 
 def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
@@ -136,11 +65,11 @@ def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
             # its own parameters are gathered when it looks them up, which also works if it is called by itself
             module.register_forward_pre_hook(lambda m, args: passes.enter(id(m), []))
             module.register_forward_hook(
-                lambda m, args, output: passes.leave(id(m), [], list(_tensors(output))), always_call=True
+                lambda m, args, output: passes.leave(id(m), [], list(tensors_in(output))), always_call=True
             )
     model.register_forward_pre_hook(lambda *_: _enter_root(engine))
     model.register_forward_hook(
-        lambda m, args, output: passes.leave(id(m), [], list(_tensors(output)), root=True), always_call=True
+        lambda m, args, output: passes.leave(id(m), [], list(tensors_in(output)), root=True), always_call=True
     )
     passes.looked_up_only = _of_embeddings(model, unit_of)
     watch_parameters(model.modules(), unit_of, passes)
@@ -209,7 +138,7 @@ def _enter_module(
     passes.enter(id(module), indices)
     counted = not in_backward()
     inputs = [  # a leaf cannot tell under autograd.grad; those of a reentrant recomputation are never asked by it
-        t for t in _tensors([*args, *kwargs.values()]) if t.requires_grad and (t.grad_fn is not None or not counted)
+        t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad and (t.grad_fn is not None or not counted)
     ]
     if inputs and torch.is_grad_enabled():
         if counted:
@@ -218,9 +147,9 @@ def _enter_module(
 
 
 def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
-    engine.passes.leave(id(module), indices, list(_tensors(output)))
+    engine.passes.leave(id(module), indices, list(tensors_in(output)))
     if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: engine.passes.need_in_backward(indices))
 
@@ -254,26 +183,9 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
 
 def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:
     if torch.is_grad_enabled():
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: engine.enter_backward())
-
-
-def _tensors(output: Any, depth: int = 0) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for f in dataclasses.fields(output):
-            yield from _tensors(getattr(output, f.name))
-    elif depth < DEEPEST and hasattr(output, "__dict__") and not isinstance(output, type | nn.Module):
-        for value in vars(output).values():  # an object of the user's own
-            yield from _tensors(value, depth + 1)
 
 
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:

@@ -27,10 +27,6 @@ class Master:
     def close(self, span: Span, wide: Tensor) -> None:
         """They have been updated."""
 
-    def parts(self, span: Span) -> tuple[Tensor, Tensor]:
-        """Where 16 bits compute: the compute copy, and what is beside it (fp32, or the remainders)."""
-        raise NotImplementedError
-
     def peek(self, span: Span, out: Tensor) -> None:
         """A copy of some master values."""
         out.copy_(self._values.part(span))
@@ -52,9 +48,23 @@ class Master:
 
 
 class NarrowMaster(Master):
-    """16 bits compute: knows what was edited by hand."""
+    """16 bits compute, and `beside` them is what makes them a master: fp32 values, or remainders."""
 
     _before: Tensor | None = None
+
+    def __init__(self, values: Values, owned: Span, beside: Tensor) -> None:
+        super().__init__(values, owned)
+        self._beside = beside
+
+    def parts(self, span: Span) -> tuple[Tensor, Tensor]:
+        """The compute copy, and what is beside it."""
+        return self._values.part(span), self._at(span)
+
+    def tensors(self) -> list[Tensor]:
+        return [self._beside]
+
+    def _at(self, span: Span) -> Tensor:
+        return self._beside[span.start - self.owned.start : span.stop - self.owned.start]
 
     def watch(self) -> None:
         self._before = self._values.part(self.owned).clone()
@@ -73,18 +83,11 @@ class NarrowMaster(Master):
 class WideMaster(NarrowMaster):
     """16-bit values, and an fp32 master beside them."""
 
-    def __init__(self, values: Values, owned: Span, wide: Tensor) -> None:
-        super().__init__(values, owned)
-        self._wide = wide
-
     def open(self, span: Span) -> Tensor:
         return self._at(span)
 
     def close(self, span: Span, wide: Tensor) -> None:
         narrow(wide, self._values.part(span))
-
-    def parts(self, span: Span) -> tuple[Tensor, Tensor]:
-        return self._values.part(span), self._at(span)
 
     def peek(self, span: Span, out: Tensor) -> None:
         out.copy_(self._at(span))
@@ -99,23 +102,16 @@ class WideMaster(NarrowMaster):
 
     def absorb(self) -> None:
         values = self._values.part(self.owned)
-        self._wide.copy_(torch.where(self._edited(values), values.float(), self._wide))
-
-    def tensors(self) -> list[Tensor]:
-        return [self._wide]
-
-    def _at(self, span: Span) -> Tensor:
-        return self._wide[span.start - self.owned.start : span.stop - self.owned.start]
+        self._beside.copy_(torch.where(self._edited(values), values.float(), self._beside))
 
 
 class SplitMaster(NarrowMaster):
     """bf16 values that are the upper halves of the master, and the remainders beside them."""
 
     def __init__(self, values: Values, owned: Span, wide: Tensor, pool: Pool) -> None:
-        super().__init__(values, owned)
+        super().__init__(values, owned, torch.empty(owned.numel, dtype=torch.int16, device=wide.device))
         self._pool = pool
-        self._rest = torch.empty(owned.numel, dtype=torch.int16, device=wide.device)
-        split(wide, values.part(owned), self._rest)
+        split(wide, values.part(owned), self._beside)
 
     def open(self, span: Span) -> Tensor:
         wide = self._pool.take(span.numel, torch.float32)
@@ -126,14 +122,12 @@ class SplitMaster(NarrowMaster):
         self.poke(span, wide)
         self._pool.give(wide)
 
-    def parts(self, span: Span) -> tuple[Tensor, Tensor]:
-        return self._values.part(span), self._at(span)
-
     def peek(self, span: Span, out: Tensor) -> None:
         copy = self._values.part(span)
         join(copy, self._at(span), out)
         broken = torch.isnan(out) & ~torch.isnan(copy)  # zeroed through .data, where the remainder means nothing
-        out.copy_(torch.where(broken, copy.float(), out)) if out.is_cuda or broken.any() else None
+        if out.is_cuda or broken.any():
+            out.copy_(torch.where(broken, copy.float(), out))
 
     def poke(self, span: Span, wide: Tensor) -> None:
         split(wide, self._values.part(span), self._at(span))
@@ -143,13 +137,7 @@ class SplitMaster(NarrowMaster):
         self._at(span.clip(self.owned)).zero_()
 
     def absorb(self) -> None:
-        self._rest.masked_fill_(self._edited(self._values.part(self.owned)), 0)
-
-    def tensors(self) -> list[Tensor]:
-        return [self._rest]
-
-    def _at(self, span: Span) -> Tensor:
-        return self._rest[span.start - self.owned.start : span.stop - self.owned.start]
+        self._beside.masked_fill_(self._edited(self._values.part(self.owned)), 0)
 
 
 def master_of(values: Values, owned: Span, wide: Tensor | None, kind: str | None, pool: Pool) -> Master:

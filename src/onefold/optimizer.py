@@ -9,7 +9,7 @@ the order of reduction: finish its gradient, update, start its gather  4 wait fo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn
 
@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from onefold.agree import agree
-from onefold.comm import Label, Pending
+from onefold.comm import Label
 from onefold.elementwise import examine
-from onefold.engine import engine_of, scaled_backward
-from onefold.errors import ConfigError, OnefoldError, OptimizerError, PrecisionError, StateError
+from onefold.engine import engine_of
+from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
+from onefold.finite import FiniteCheck
+from onefold.inside import InsideUpdates
 from onefold.placement import Scope
 from onefold.precision import Precision
-from onefold.scaling import LossScale, Scaler
+from onefold.scaling import LossScale, Scaler, scaled_backward
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 from onefold.unit import Unit
 
@@ -60,47 +62,32 @@ class Optimizer(torch.optim.Optimizer):
         if engine.optimizer is not None:
             raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
         self.stepped = False  # whether the last step() updated anything
-        self.skipped = 0  # steps, because gradients were not finite
-        self._norms: Tensor | None = None  # of each rank's shard of each unit, since clip_grad_norm
         self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
-        self._told: tuple[Tensor, torch.cuda.Event] | None = None  # what the device found in the last step
-        self._scaler: Scaler | None = None
-        self._gathers: list[Pending] = []  # of units that backward has updated
-        self._on_nonfinite = on_nonfinite
-        self._inside = False
+        self._inside: InsideUpdates | None = None
         self._agreed = False
         error: Exception | None = None
         try:
-            self._set_scale(loss_scale)
-            if type(step_in_backward) is not bool:
-                raise ConfigError(f"step_in_backward={step_in_backward!r} is neither True nor False")
-            if step_in_backward and self._scaler:
-                raise ConfigError("step_in_backward=True cannot skip a step, which fp16 needs; train in bf16")
-            if step_in_backward and on_nonfinite == "skip":
-                raise ConfigError("step_in_backward=True cannot skip a step: it looks at no norm before it updates")
+            half = engine.precision.compute is torch.float16
+            _check_policies(half, loss_scale, on_nonfinite, step_in_backward)
+            self._scaler = Scaler(loss_scale or LossScale()) if half else None
             self._build(cls, groups, kwargs)
+            self._finite = FiniteCheck(engine, self._by_unit, self._scaler, on_nonfinite)
         except Exception as mistake:  # whatever it is, the other ranks must hear of it
             error = mistake
         self._agree(error, "Optimizer()")
         engine.optimizer = self
-        self._inside = step_in_backward
         if step_in_backward:
-            engine.update_inside, engine.schedule.patient = self._update_inside, True
-            for unit in engine.units:
-                unit.gradients.transient = True
-
-    def _set_scale(self, settings: LossScale | None) -> None:
-        if self._on_nonfinite not in ("raise", "skip"):
-            raise ConfigError(f"on_nonfinite={self._on_nonfinite!r} is unknown; use 'raise' or 'skip'")
-        half = self._engine.precision.compute is torch.float16
-        if settings is not None and not (half and isinstance(settings, LossScale)):
-            raise ConfigError(f"loss_scale={settings!r}: give a LossScale, and only with precision='fp16'")
-        self._scaler = Scaler(settings or LossScale()) if half else None
+            self._inside = InsideUpdates(engine, self._by_unit, lambda: self.param_groups)
 
     @property
     def precision(self) -> Precision:
         """What computes, travels, is kept and is updated, as it was decided for this model; print it."""
         return self._engine.precision
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were not taken, because gradients were not finite."""
+        return self._finite.skipped
 
     @property
     def loss_scale(self) -> float:
@@ -201,24 +188,25 @@ class Optimizer(torch.optim.Optimizer):
             raise StateError("step() inside full_parameters would leave old values in it; leave full_parameters first")
         engine.check_parameters()
         if self._inside:
-            self._end_inside()
+            self._inside.end_step()
+            self.stepped = True
             return
         engine.settle()
         engine.passes.release_all()
-        self._hear_of_last_step()
-        flag = self._flag_on_device()
-        bad = self._nonfinite_unit() if flag is None else None
+        self._finite.hear_of_last_step()
+        flag = self._finite.flag_on_device(self.param_groups)
+        bad = self._finite.bad_unit() if flag is None else None
         self.stepped = bad is None
         if bad is not None:
-            self._norms, self._clip = None, 1.0
+            self.forget_clipping()
             engine.comm.meter.cut()
-            self._skip(bad)
+            self._finite.skip(bad)
             return
         unscale = 1.0 / engine.grad_scale
         gathers = []
         for index in engine.schedule.order:
             unit = engine.finish(index)
-            engine.take_edits(unit)
+            unit.take_edits()
             factor = self._clip * unscale if unit.dtypes.narrow else unscale
             self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor, flag)
             if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
@@ -227,87 +215,8 @@ class Optimizer(torch.optim.Optimizer):
             pending.wait()
         if self._scaler:
             self._scaler.good()
-        self._norms, self._clip = None, 1.0
+        self.forget_clipping()
         engine.after_step()
-
-    @torch.no_grad()
-    def _update_inside(self, index: int, used: bytes) -> None:
-        """Inside backward: a unit's gradient is there."""
-        engine, first = self._engine, self._engine.first_param[index]
-        unit = engine.units[index]
-        engine.kept[first : first + len(used)] = used
-        engine.take_edits(unit)
-        self._by_unit[index].update(self.param_groups, engine.kept, first, 1.0)
-        torch.autograd.graph.increment_version(unit.params)  # whoever still needs the old values must hear of it
-        if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
-            self._gathers.append(unit.values.gather_updated())
-
-    def _end_inside(self) -> None:
-        engine = self._engine
-        engine.settle_inside()
-        engine.passes.release_all()
-        self.finish_inside()
-        self.stepped = True
-        engine.after_step()
-
-    def _flag_on_device(self) -> Tensor | None:
-        """Where every update is one kernel, it decides by this flag, and the host hears of it in the next step."""
-        if self._norms is None or not self._norms.is_cuda or self._scaler:
-            return None
-        if not all(unit.fused(group) for unit in self._by_unit for group in self.param_groups):
-            return None
-        finite = torch.isfinite(self._norms).all(dim=0)
-        self._told = finite.to("cpu", non_blocking=True), torch.cuda.Event()
-        self._told[1].record()
-        return 1.0 - finite.all().float()
-
-    def _hear_of_last_step(self) -> None:
-        if self._told is None:
-            return
-        (finite, event), self._told = self._told, None
-        event.synchronize()  # long past: it was recorded a step ago
-        bad = self._first_bad(finite.tolist())
-        if bad is not None:
-            for unit in self._by_unit:
-                unit.not_taken()
-            self._skip(bad)
-
-    def _first_bad(self, finite: Sequence[bool]) -> str | None:
-        """The unit that backward meets first among those whose gradients are not finite."""
-        engine = self._engine
-        return next((engine.units[index].name for index in engine.schedule.order if not finite[index]), None)
-
-    def _nonfinite_unit(self) -> str | None:
-        """The unit whose gradients first went non-finite in backward, on any rank: looked for where it may be known."""
-        engine = self._engine
-        if self._norms is not None:
-            finite = torch.isfinite(self._norms).all(dim=0).tolist()
-        elif self._scaler:
-            engine.schedule.drain()
-            mine = bytes(
-                unit.gradients.reduced and not bool(torch.isfinite(unit.gradients.mine()).all())
-                for unit in engine.units
-            )
-            rows = engine.everyone.gather_bytes(mine, Label("overflow", "step"))
-            finite = [not any(column) for column in zip(*rows, strict=True)]
-        else:
-            return None
-        return self._first_bad(finite)
-
-    def _skip(self, bad: str) -> None:
-        """Everything is as it was. Every rank does the same."""
-        self.skipped += 1
-        if self._scaler:
-            if not self._scaler.overflow():
-                raise PrecisionError(
-                    f"gradients overflow at the lowest loss scale ({self.loss_scale:g}), first in unit {bad}; look "
-                    f"there for an exploding loss, train in bf16, or keep that module in fp32 (Precision(keep_fp32=…))"
-                )
-        elif self._on_nonfinite == "raise":
-            raise PrecisionError(
-                f"gradients are infinite or NaN, first in unit {bad}; nothing was updated. Look there, or skip such "
-                f"steps with Optimizer(on_nonfinite='skip')"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, local sums included; set_to_none=False keeps them as zeros."""
@@ -315,20 +224,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def gradients_change(self) -> None:
         """Another backward of the step begins."""
-        if self._norms is not None and self._engine.precision.narrow:
+        if self._finite.norms is not None and self._engine.precision.narrow:
             raise StateError("16-bit gradients are clipped when step() reads them: clip after all backwards of a step")
-        self._norms = None
+        self._finite.norms = None
 
     def forget_clipping(self) -> None:
         """The gradients that were clipped are gone."""
-        self._norms, self._clip = None, 1.0
-
-    def finish_inside(self) -> None:
-        """With step_in_backward: end the updates that are still on the way, so that all ranks hold the same values."""
-        if self._inside:
-            self._engine.schedule.drain()
-            while self._gathers:
-                self._gathers.pop().wait()
+        self._finite.norms, self._clip = None, 1.0
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -343,9 +245,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
         engine = self._engine
         if self._inside:
-            raise StateError(
-                "step_in_backward=True has updated each unit by now, so nothing is left to clip; leave it out"
-            )
+            self._inside.refuse_clipping()
         engine.settle()
         engine.schedule.drain()
         partials = torch.zeros(engine.comm.size, len(engine.units), dtype=torch.float64, device=engine.device)
@@ -359,7 +259,7 @@ class Optimizer(torch.optim.Optimizer):
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
                 partials[engine.comm.rank, index] = mine
         engine.comm.gather(partials.view(-1), Label("norm", "step")).wait()
-        self._norms = partials
+        self._finite.norms = partials
         dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
         norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / engine.grad_scale).to(dtype)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -398,7 +298,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for this rank, at this number of ranks and stage."""
-        self._hear_of_last_step()
+        self._finite.hear_of_last_step()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         slices = [row for unit in self._by_unit for row in unit.state_dict()]
         scale = self._scaler.state() if self._scaler else None
@@ -419,8 +319,7 @@ class Optimizer(torch.optim.Optimizer):
             raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)  # the same objects: schedulers hold them
-        self._told = None
-        self.skipped = state_dict["skipped"]
+        self._finite.start_anew(state_dict["skipped"])
         if self._scaler:
             self._scaler.load(state_dict["loss_scale"])
         for unit in self._by_unit:
@@ -439,6 +338,19 @@ class Optimizer(torch.optim.Optimizer):
             "torch.amp.GradScaler sees the gradients of one rank only; with precision='fp16' call "
             "optimizer.backward(loss), which scales by itself"
         )
+
+
+def _check_policies(half: bool, loss_scale: Any, on_nonfinite: Any, step_in_backward: Any) -> None:
+    if on_nonfinite not in ("raise", "skip"):
+        raise ConfigError(f"on_nonfinite={on_nonfinite!r} is unknown; use 'raise' or 'skip'")
+    if loss_scale is not None and not (half and isinstance(loss_scale, LossScale)):
+        raise ConfigError(f"loss_scale={loss_scale!r}: give a LossScale, and only with precision='fp16'")
+    if type(step_in_backward) is not bool:
+        raise ConfigError(f"step_in_backward={step_in_backward!r} is neither True nor False")
+    if step_in_backward and half:
+        raise ConfigError("step_in_backward=True cannot skip a step, which fp16 needs; train in bf16")
+    if step_in_backward and on_nonfinite == "skip":
+        raise ConfigError("step_in_backward=True cannot skip a step: it looks at no norm before it updates")
 
 
 def _updated(unit: Unit) -> torch.dtype:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm import Comm
+from onefold.leftovers import serve_at_the_end
 from onefold.schedule import BACKWARD, FORWARD, GatherSchedule
 from onefold.unit import Unit
 
@@ -58,6 +59,7 @@ class Passes:
         negotiate: bool,
     ) -> None:
         self._on_backward = on_backward
+        serve_at_the_end(self)
         self.units = list(units)
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
         self._by_storage = {unit.values.storage: index for index, unit in enumerate(units)}
@@ -230,6 +232,9 @@ class Passes:
         self._unpin()
         self._loading = False
         self.gathers.end()
+        self.finish_offers()
+
+    def finish_offers(self) -> None:
         for unit in self.units:
             unit.values.finish_offers()
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.comm import Flow
 from onefold.engine import Engine, engine_of
-from onefold.memory import CATEGORIES, Tracker, storage_bytes
+from onefold.memory import CATEGORIES, Tracker, storage_bytes, storage_key
 from onefold.placement import Scope
+from onefold.rounds import IN_FLIGHT, WAITING
 from onefold.unit import Unit
 
 MASTER_BYTES = {None: 0, "fp32": 4, "split": 2}  # per element, beside the values
@@ -147,7 +149,7 @@ def memory(model: nn.Module) -> MemoryReport:
     """
     engine = engine_of(model)
     measured = dict.fromkeys(CATEGORIES, 0)
-    for category, tensor in engine.storages().values():
+    for category, tensor in storages(engine).values():
         measured[category] += tensor.untyped_storage().nbytes()
     plans = _planned_memory(engine)
     return MemoryReport(**{name: Bytes(measured[name], plans[name]) for name in CATEGORIES[:-1]})
@@ -178,10 +180,37 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
     True
     """
     engine = engine_of(model)
-    tracker = Tracker(engine.storages, [unit.values.whole for unit in engine.passes.units])
-    tracker.watch(tensor for _, tensor in engine.storages().values())
+    tracker = Tracker(partial(storages, engine), [unit.values.whole for unit in engine.passes.units])
+    tracker.watch(tensor for _, tensor in storages(engine).values())
     with tracker:
         yield tracker
+
+
+def held(engine: Engine) -> dict[str, list[Tensor]]:
+    """All training state this rank holds, by category."""
+    return {
+        "buffers": list(engine.model.buffers()),
+        "communication": engine.pool.buffers(),
+        "gradients": [tensor for unit in engine.units for tensor in unit.gradients.tensors()],
+        "optimizer": [tensor for unit in engine.units for tensor in unit.master.tensors()]
+        + (engine.optimizer.state_tensors() if engine.optimizer is not None else []),
+        "parameters": [t for unit in engine.all_units for t in unit.values.tensors()] + [p for _, p in engine.frozen],
+    }
+
+
+def storages(engine: Engine) -> dict[int, tuple[str, Tensor]]:
+    """Storage -> its category and a tensor of it. A borrowed buffer that holds a local sum counts as gradients."""
+    return {storage_key(tensor): (category, tensor) for category, tensors in held(engine).items() for tensor in tensors}
+
+
+def _pool_limit_bytes(engine: Engine) -> int:
+    """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another. And
+    where 16 bits compute, fp32 vectors of what is summed or updated."""
+    sizes = [unit.layout.numel * unit.gradients.local_itemsize for unit in engine.units]
+    wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
+    rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
+    kept = sum(sizes) if engine.sums_kept and engine.placement.gradients is Scope.SHARD else 0
+    return (rounds * max(sizes) if engine.everyone.size > 1 or engine.sums_kept or wide else 0) + 2 * wide + kept
 
 
 def _planned_memory(engine: Engine) -> dict[str, int | None]:
@@ -197,7 +226,7 @@ def _planned_memory(engine: Engine) -> dict[str, int | None]:
         "gradients": gradients if has_gradients else 0,
         "optimizer": masters + (engine.optimizer.planned_bytes() if engine.optimizer is not None else 0),
         "buffers": storage_bytes(engine.model.buffers()),
-        "communication": engine.pool_limit_bytes(),  # at most
+        "communication": _pool_limit_bytes(engine),  # at most
         "activations": None,
     }
 

@@ -1,12 +1,15 @@
 """The loss scale of fp16: numbers only.
 
 Small gradients vanish in fp16, so the loss is multiplied by a scale and the gradients are divided by it before the
-update. If they overflow anywhere the step is skipped and the scale falls; after a run of good steps it grows.
+update. If they overflow anywhere the step is skipped and the scale falls; after a run of good steps it grows. A scaled
+backward scales the gradients of every model it reaches, so they all can ask for its scale.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onefold.errors import ConfigError
@@ -76,3 +79,21 @@ class Scaler:
 
     def load(self, state: dict[str, float]) -> None:
         self.scale, self._good, self._borne = float(state["scale"]), int(state["good"]), int(state["borne"])
+
+
+_running: list[float] = []  # the scales of scaled backwards, the innermost last
+
+
+@contextmanager
+def scaled_backward(scale: float) -> Iterator[None]:
+    """Inside, gradients are multiplied by `scale`."""
+    _running.append(scale)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def running_scale() -> float | None:
+    """Of the backward that runs now; None if nobody scaled it."""
+    return _running[-1] if _running else None

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest
 from onefold.blocks import block_of, find_blocks
 from onefold.build import Builder
-from onefold.comm import Comm, Meter, reap_abandoned
+from onefold.comm import Comm, Label, Meter
 from onefold.config import Zero
 from onefold.engine import ATTRIBUTE, Engine, engine_of
 from onefold.errors import ConfigError, ModelError
 from onefold.hooks import attach
 from onefold.layout import ParamInfo, UnitLayout, plan_units
+from onefold.leftovers import let_go
 from onefold.memory import Pool
 from onefold.mesh import Axes, axes_of
 from onefold.placement import STAGES, Placement, Scope
@@ -74,7 +75,8 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     if settings.schedule == "negotiate" and not comm.any_order:
         raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
     comm.salt = replicas.salt = everyone.salt = agree_on_salt(everyone)
-    reap_abandoned(everyone)
+    comm.offers.model = str(comm.salt)
+    let_go(lambda blob: everyone.exchange(blob, Label("agree", "what is left over")))
 
     policy = Precision.of(settings.precision).decided(own_sum=comm.any_order, cuda=device.type == "cuda")
     _synchronise(everyone, [*found.trained, *found.frozen, *model.named_buffers()], settings)

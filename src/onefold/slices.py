@@ -20,6 +20,7 @@ from onefold.elementwise import StateCost, bare_step
 from onefold.errors import StateError
 from onefold.fused import fits, take_back_count, update_slice
 from onefold.layout import Span
+from onefold.master import NarrowMaster
 from onefold.memory import Pool
 from onefold.unit import Unit
 
@@ -104,6 +105,7 @@ class UnitOptimizer:
         assert self.inner is not None
         device = self._pool.device
         grad = self.unit.gradients.part(piece.span)
+        assert isinstance(self.unit.master, NarrowMaster)
         copy, master = self.unit.master.parts(piece.span)
         factor = torch.as_tensor(factor, dtype=torch.float32, device=device)
         bad = torch.zeros((), device=device) if bad is None else bad

@@ -41,6 +41,20 @@ class Unit:
         self.master = master_of(self.values, owned, wide, dtypes.master, pool)
         self._views, self._comm = views, comm
         self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes)
+        self._versions: list[int] = []
+        self.know_edits()
+
+    def take_edits(self) -> None:
+        """Whole 16-bit parameters that were edited in place tell their master."""
+        if self.dtypes.narrow and self.placement.parameters is Scope.WHOLE:
+            for slot, param, version in zip(self.layout.slots, self.params, self._versions, strict=True):
+                if param._version != version:
+                    self.master.adopt(slot.span)
+            self.know_edits()
+
+    def know_edits(self) -> None:
+        """Whatever was edited by now has reached the master."""
+        self._versions = [param._version for param in self.params]
 
     def load_master(self, slot: int, value: Tensor) -> None:
         """New fp32 values of one parameter, on every rank alike; each keeps what it owns."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold import comm
+from onefold import leftovers
 from onefold.agree import _fingerprint
 from tests.harness import fresh_ranks, run_ranks
 
@@ -44,7 +44,7 @@ def evaluate_and_drop() -> int:
         del model
         gc.collect()
     onefold.shard(nn.Linear(8, 8), stage=3)
-    return len(comm._ABANDONED)
+    return leftovers.count()
 
 
 def test_shards_of_models_that_are_gone_do_not_pile_up() -> None:

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import onefold
 from onefold.engine import engine_of
 from onefold.memory import CATEGORIES
+from onefold.report import storages
 from tests.harness import run_ranks
 from tests.parity.models import GPT, Case, token_loss
 from tests.parity.test_traffic import CASES, padded_bytes, started
@@ -233,9 +234,9 @@ def storages_by_step(run: Run) -> list[list[tuple[int, str, int]]]:
     step()
     kept, rows = [], []  # kept: a storage freed and made anew cannot come back under its old address
     for _ in range(4):
-        storages = engine_of(model).storages()
-        kept.append([tensor for _, tensor in storages.values()])
-        rows.append(sorted((key, kind, t.untyped_storage().nbytes()) for key, (kind, t) in storages.items()))
+        found = storages(engine_of(model))
+        kept.append([tensor for _, tensor in found.values()])
+        rows.append(sorted((key, kind, t.untyped_storage().nbytes()) for key, (kind, t) in found.items()))
         step()
     return rows
 

@@ -10,10 +10,10 @@ import onefold
 
 # Each module imports only modules before it.
 ORDER = [
-    "errors", "placement", "layout", "precision", "scaling", "rounding", "config", "mesh", "comm", "agree", "memory",
-    "views", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule", "passes", "shown",
-    "tree", "engine", "hooks", "elementwise", "fused", "slices", "optimizer", "scheduler", "full", "report", "blocks",
-    "build", "shard", "__init__",
+    "errors", "placement", "layout", "precision", "scaling", "rounding", "sums", "leftovers", "config", "mesh", "comm",
+    "agree", "memory", "views", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule",
+    "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite",
+    "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard", "__init__",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

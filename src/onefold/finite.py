@@ -1,0 +1,90 @@
+"""Are the gradients finite? If not, every rank skips the step alike, or raises.
+
+Norms tell it for free, where clipping has found them. fp16 always looks, and its loss scale falls. Where every update
+is one CUDA kernel, a flag on the device decides, and the host hears of it one step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onefold.comm import Label
+from onefold.engine import Engine
+from onefold.errors import PrecisionError
+from onefold.scaling import Scaler
+from onefold.slices import UnitOptimizer
+
+
+class FiniteCheck:
+    def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str) -> None:
+        self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
+        self.norms: Tensor | None = None  # of each rank's shard of each unit, if clipping has found them
+        self.skipped = 0
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None  # what the device found in the last step
+
+    def start_anew(self, skipped: int) -> None:
+        """Other state was loaded."""
+        self._told, self.skipped = None, skipped
+
+    def flag_on_device(self, groups: list[dict[str, Any]]) -> Tensor | None:
+        """Where every update is one kernel, it decides by this flag, and the host hears of it in the next step."""
+        if self.norms is None or not self.norms.is_cuda or self._scaler:
+            return None
+        if not all(unit.fused(group) for unit in self._by_unit for group in groups):
+            return None
+        finite = torch.isfinite(self.norms).all(dim=0)
+        self._told = finite.to("cpu", non_blocking=True), torch.cuda.Event()
+        self._told[1].record()
+        return 1.0 - finite.all().float()
+
+    def hear_of_last_step(self) -> None:
+        if self._told is None:
+            return
+        (finite, event), self._told = self._told, None
+        event.synchronize()  # long past: it was recorded a step ago
+        bad = self._first_bad(finite.tolist())
+        if bad is not None:
+            for unit in self._by_unit:
+                unit.not_taken()
+            self.skip(bad)
+
+    def _first_bad(self, finite: Sequence[bool]) -> str | None:
+        """The unit that backward meets first among those whose gradients are not finite."""
+        engine = self._engine
+        return next((engine.units[index].name for index in engine.schedule.order if not finite[index]), None)
+
+    def bad_unit(self) -> str | None:
+        """The unit whose gradients first went non-finite in backward, on any rank: looked for where it may be known."""
+        engine = self._engine
+        if self.norms is not None:
+            finite = torch.isfinite(self.norms).all(dim=0).tolist()
+        elif self._scaler:
+            engine.schedule.drain()
+            mine = bytes(
+                unit.gradients.reduced and not bool(torch.isfinite(unit.gradients.mine()).all())
+                for unit in engine.units
+            )
+            rows = engine.everyone.gather_bytes(mine, Label("overflow", "step"))
+            finite = [not any(column) for column in zip(*rows, strict=True)]
+        else:
+            return None
+        return self._first_bad(finite)
+
+    def skip(self, bad: str) -> None:
+        """Everything is as it was. Every rank does the same."""
+        self.skipped += 1
+        if self._scaler:
+            if not self._scaler.overflow():
+                raise PrecisionError(
+                    f"gradients overflow at the lowest loss scale ({self._scaler.scale:g}), first in unit {bad}; look "
+                    f"there for an exploding loss, train in bf16, or keep that module in fp32 (Precision(keep_fp32=…))"
+                )
+        elif self._policy == "raise":
+            raise PrecisionError(
+                f"gradients are infinite or NaN, first in unit {bad}; nothing was updated. Look there, or skip such "
+                f"steps with Optimizer(on_nonfinite='skip')"
+            )
