@@ -13,12 +13,13 @@ ORDER = [
     "errors", "placement", "layout", "precision", "scaling", "rounding", "sums", "leftovers", "config", "mesh", "comm",
     "agree", "memory", "views", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule",
     "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite",
-    "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard", "__init__",
+    "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard", "__init__", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
-MODULES = sorted(path.stem for path in SOURCE.glob("*.py"))
-TREES = {name: ast.parse((SOURCE / f"{name}.py").read_text()) for name in MODULES}
+FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in sorted(SOURCE.rglob("*.py"))}
+MODULES = [name for name in FILES if not name.endswith(".__init__")]  # of packages only ours says anything
+TREES = {name: ast.parse(FILES[name].read_text()) for name in MODULES}
 
 TALKERS = ("comm", "mesh")
 COLLECTIVES = {
@@ -63,11 +64,16 @@ def inside(name: str, package: str) -> bool:
 
 def test_every_module_has_its_place_in_the_order():
     assert [name for name in MODULES if name not in ORDER] == []
+    assert [name for name in ORDER if name not in MODULES] == []
+
+
+def test_packages_hold_nothing_but_their_modules():
+    assert [name for name, path in FILES.items() if name.endswith(".__init__") and path.read_text().strip()] == []
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_imports_only_modules_before_it(name):
-    inner = {full.split(".")[1] for full in imports(TREES[name]) if full.startswith("onefold.")} & set(MODULES)
+    inner = {full.removeprefix("onefold.") for full in imports(TREES[name])} & set(MODULES)
     assert [other for other in sorted(inner) if ORDER.index(other) >= ORDER.index(name)] == []
     assert "onefold" not in imports(TREES[name]), "the package imports its modules, not the other way round"
 

@@ -1,0 +1,64 @@
+"""`onefold COMMAND …`: finds the command, reads its settings, runs it. A user's mistake is one line and exit code 2.
+
+A command is a frozen dataclass: its fields are the settings, its `run()` does the work and returns the exit code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from onefold.errors import OnefoldError
+
+
+class Command(NamedTuple):
+    """Where a command lives; loaded when it is called, so that none waits for the libraries of another."""
+
+    module: str
+    name: str
+    summary: str
+
+
+COMMANDS = {
+    "plan": Command("onefold.cli.plan", "Plan", "what fits, what it costs, what to choose"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0 if given else 2
+    command = COMMANDS.get(given[0])
+    if command is None:
+        return _refuse(f"{given[0]!r} is no command; use one of {', '.join(COMMANDS)}")
+    try:
+        import tyro
+    except ImportError:
+        return _refuse("the command line needs two more packages: pip install 'onefold[cli]'")
+    try:
+        settings = tyro.cli(
+            getattr(importlib.import_module(command.module), command.name),
+            prog=f"onefold {given[0]}",
+            args=given[1:],
+            config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
+        )
+        return int(settings.run())
+    except OnefoldError as error:
+        return _refuse(str(error))
+
+
+def usage() -> str:
+    rows = "".join(f"  {name:<18} {command.summary}\n" for name, command in COMMANDS.items())
+    return f"usage: onefold COMMAND [settings]\n\n{rows}\nonefold COMMAND --help lists a command's settings.\n"
+
+
+def _refuse(message: str) -> int:
+    sys.stderr.write(f"onefold: {message}\n")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
