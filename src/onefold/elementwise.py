@@ -9,7 +9,7 @@ The same run shows how many bytes of state the class keeps.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.errors import OptimizerError
 from onefold.layout import ALIGN
+from onefold.planner.states import StateCost
 
 STEPS = 3
 REMEDY = "Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
-
-
-class StateCost(NamedTuple):
-    """Bytes of optimizer state, which is per element, and per tensor (step counts)."""
-
-    per_element: int
-    per_tensor: int
 
 
 def examine(

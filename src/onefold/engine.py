@@ -29,10 +29,10 @@ from onefold.precision import Precision
 from onefold.rounds import ReduceSchedule
 from onefold.scaling import running_scale
 from onefold.shown import ShardedGradient, ShownGradients
+from onefold.survey import ATTRIBUTE
 from onefold.tree import ParameterTree
 from onefold.unit import Unit
 
-ATTRIBUTE = "_onefold"
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
 
 

@@ -18,9 +18,10 @@ from torch import nn
 from onefold.casts import attach_casts
 from onefold.comm import Label
 from onefold.containers import tensors_in
-from onefold.engine import ATTRIBUTE, Engine
+from onefold.engine import Engine
 from onefold.errors import StateError
 from onefold.passes import in_backward, watch_parameters
+from onefold.survey import ATTRIBUTE
 
 
 def attach(engine: Engine, blocks: Sequence[str]) -> None:

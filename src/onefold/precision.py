@@ -17,10 +17,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from onefold.errors import ConfigError
+from onefold.planner.sizes import Widths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MASTERS = ("fp32", "split")
+MASTER_BYTES = {None: 0, "fp32": 4, "split": 2}  # per element, beside the values
 Dtype: TypeAlias = "torch.dtype | str | None"
 Modules: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None"
 
@@ -36,6 +38,11 @@ class Dtypes(NamedTuple):
     @property
     def narrow(self) -> bool:
         return self.master is not None
+
+    @property
+    def widths(self) -> Widths:
+        """In bytes."""
+        return Widths(self.compute.itemsize, self.wire.itemsize, self.grad.itemsize, MASTER_BYTES[self.master])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from onefold.comm import Flow
 from onefold.engine import Engine, engine_of
 from onefold.memory import CATEGORIES, Tracker, storage_bytes, storage_key
 from onefold.placement import Scope
+from onefold.planner.sizes import Sizes, of_layout
+from onefold.planner.states import StateCost, state_bytes
+from onefold.planner.traffic import step_traffic
 from onefold.rounds import IN_FLIGHT, WAITING
-from onefold.unit import Unit
-
-MASTER_BYTES = {None: 0, "fp32": 4, "split": 2}  # per element, beside the values
 
 
 @dataclass(frozen=True)
@@ -213,18 +212,24 @@ def _pool_limit_bytes(engine: Engine) -> int:
     return (rounds * max(sizes) if engine.everyone.size > 1 or engine.sums_kept or wide else 0) + 2 * wide + kept
 
 
+def _sizes(engine: Engine) -> Sizes:
+    """All units as the planner sees them, at the widths they have now."""
+    rank, units = engine.comm.rank, []
+    for unit in engine.all_units:
+        widths = unit.dtypes.widths._replace(grad=unit.gradients.dtype.itemsize)
+        units.append(of_layout(unit.layout, rank, widths, trained=unit.trained))
+    return Sizes(tuple(units), engine.comm.size, flags=len(engine.params))
+
+
 def _planned_memory(engine: Engine) -> dict[str, int | None]:
-    whole = sum(unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units)
-    shard = sum(unit.layout.shard_numel * unit.gradients.dtype.itemsize for unit in engine.units)
-    masters = sum(MASTER_BYTES[unit.dtypes.master] * unit.master.owned.numel for unit in engine.units)
-    values = sum(unit.values.resident_numel * unit.layout.itemsize for unit in engine.all_units)
+    placements = [unit.placement for unit in engine.all_units]
+    states = state_bytes(_sizes(engine).units, placements, StateCost(0))
     frozen = storage_bytes([param for _, param in engine.frozen])
     has_gradients = any(unit.gradients.tensors() for unit in engine.units)
-    gradients = whole if engine.placement.gradients is Scope.WHOLE else shard
     return {
-        "parameters": values + frozen,
-        "gradients": gradients if has_gradients else 0,
-        "optimizer": masters + (engine.optimizer.planned_bytes() if engine.optimizer is not None else 0),
+        "parameters": states.parameters + frozen,
+        "gradients": states.gradients if has_gradients else 0,
+        "optimizer": states.optimizer + (engine.optimizer.planned_bytes() if engine.optimizer is not None else 0),
         "buffers": storage_bytes(engine.model.buffers()),
         "communication": _pool_limit_bytes(engine),  # at most
         "activations": None,
@@ -232,35 +237,21 @@ def _planned_memory(engine: Engine) -> dict[str, int | None]:
 
 
 def _planned_traffic(engine: Engine) -> dict[str, int]:
-    """One forward and backward per step: (N-1)/N of each unit sent each time it is reduced or gathered."""
-    n, replicas = engine.comm.size, engine.everyone.size // engine.comm.size
-
-    def once(units: Iterable[Unit], dtype: Callable[[Unit], torch.dtype] = lambda unit: unit.dtypes.compute) -> int:
-        return sum(unit.layout.shard_numel * dtype(unit).itemsize for unit in units) * (n - 1)
-
-    kept = [unit for unit in engine.units if unit.placement.parameters is Scope.WHOLE]
-    updated = "gather-updated" if engine.placement.optimizer is Scope.SHARD else "gather-gradient"
-    gathers, sharded = engine.passes.gathers, engine.passes.units
-    planned = {
-        "reduce": once(engine.units, lambda unit: unit.dtypes.wire),
-        "used-flags": (len(engine.params) + len(engine.units)) * (engine.everyone.size - 1),
-        "norm": 8 * len(engine.units) * (n - 1),
-    }
-    if kept and updated == "gather-gradient":
-        planned[updated] = once(kept, lambda unit: unit.gradients.dtype)
-    elif kept:
-        planned[updated] = once(kept)
-    if sharded:
-        planned["gather-forward"] = once(sharded[index] for index in gathers.forward)
-    if gathers.backward:
-        planned["gather-backward"] = once(sharded[index] for index in gathers.backward)
+    """One forward and backward per step, over the units that the passes gather."""
+    index = {id(unit): i for i, unit in enumerate(engine.all_units)}
+    places = [index[id(unit)] for unit in engine.passes.units]
+    others = engine.everyone.size - 1
+    sent = step_traffic(
+        _sizes(engine),
+        [unit.placement for unit in engine.all_units],
+        forward=[places[i] for i in engine.passes.gathers.forward],
+        backward=[places[i] for i in engine.passes.gathers.backward],
+        replicas=engine.everyone.size // engine.comm.size,
+        clip=True,
+    )
+    planned = {purpose: row.bytes for purpose, row in sent.items()}
     if engine.zero.buffers == "rank0":
-        others = engine.everyone.size - 1
         planned["buffers"] = 0 if engine.everyone.rank else sum(b.nbytes for b in engine.model.buffers()) * others
-    if replicas > 1:
-        planned["reduce-replica"] = (
-            2 * sum(u.layout.shard_numel * max(4, u.layout.itemsize) for u in engine.units) // replicas * (replicas - 1)
-        )
     return planned
 
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from onefold.elementwise import StateCost, bare_step
+from onefold.elementwise import bare_step
 from onefold.errors import StateError
 from onefold.fused import fits, take_back_count, update_slice
 from onefold.layout import Span
 from onefold.master import NarrowMaster
 from onefold.memory import Pool
+from onefold.planner.states import StateCost
 from onefold.unit import Unit
 
 NOT_SETTINGS = ("params", "param_names")  # of a param group

@@ -10,10 +10,11 @@ import onefold
 
 # Each module imports only modules before it.
 ORDER = [
-    "errors", "placement", "layout", "precision", "scaling", "rounding", "sums", "leftovers", "config", "mesh", "comm",
-    "agree", "memory", "views", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule",
-    "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite",
-    "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard", "__init__", "cli.main",
+    "errors", "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
+    "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "views", "survey", "mesh", "comm",
+    "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule", "passes",
+    "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite", "inside",
+    "optimizer", "scheduler", "full", "report", "build", "shard", "__init__", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

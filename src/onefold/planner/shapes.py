@@ -1,0 +1,160 @@
+"""GPT-like models by their shape: the parameters each rank of a tensor- and pipeline-parallel grid holds.
+
+The sizes are GPT-2's: a token and a position embedding, blocks of attention and MLP with biases and two norms, a last
+norm, and an output layer tied to the token embedding. Tensor parallelism cuts the large matrices (and the vocabulary)
+`tp` ways and leaves norms and the biases behind a sum whole; pipeline parallelism gives each of `pp` stages its share
+of the blocks, the first one the embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from onefold.errors import ConfigError
+
+VOCAB = 50257
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A GPT's shape.
+
+    >>> Shape(layers=48, hidden=1600, heads=16).numel // 10**6
+    1557
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int = 1024
+    vocab: int = VOCAB
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "seq", "vocab"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name}={value!r} is not a positive whole number")
+        if self.hidden % self.heads:
+            raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}; choose a divisor of it")
+
+    @property
+    def numel(self) -> int:
+        return sum(part.numel for part in self.parts())
+
+    def parts(self, tp: int = 1, pp: int = 1) -> Iterator[Part]:
+        """What one rank of the fullest pipeline stage holds: the first, with the embeddings.
+
+        The position embedding is as long as `seq`.
+        """
+        self.check(tp, pp)
+        h = self.hidden
+        yield Part("wte.weight", -(-self.vocab // tp) * h)
+        yield Part("wpe.weight", self.seq * h)
+        for layer in range(-(-self.layers // pp)):
+            at = f"blocks.{layer}"
+            for name, numel in (
+                ("norm1.weight", h), ("norm1.bias", h),
+                ("attention.qkv.weight", 3 * h * h // tp), ("attention.qkv.bias", 3 * h // tp),
+                ("attention.out.weight", h * h // tp), ("attention.out.bias", h),
+                ("norm2.weight", h), ("norm2.bias", h),
+                ("mlp.up.weight", 4 * h * h // tp), ("mlp.up.bias", 4 * h // tp),
+                ("mlp.down.weight", 4 * h * h // tp), ("mlp.down.bias", h),
+            ):  # fmt: skip
+                yield Part(f"{at}.{name}", numel, at)
+        yield Part("norm.weight", h)
+        yield Part("norm.bias", h)
+
+    def check(self, tp: int, pp: int) -> None:
+        """Raise unless a grid can cut this model."""
+        for name, size in (("heads", self.heads), ("hidden", self.hidden)):
+            if size % tp:
+                raise ConfigError(f"{name}={size} cannot be cut over tp={tp} ranks; use a tp that divides it")
+        if pp > self.layers:
+            raise ConfigError(f"pp={pp} stages for {self.layers} layers leaves some empty; use at most {self.layers}")
+
+
+class Part(NamedTuple):
+    """One parameter."""
+
+    name: str
+    numel: int
+    block: str = ""
+
+
+class Run(NamedTuple):
+    """A model of the ZeRO paper's evaluation, as it was trained there: V100s of 32 GB, 16 to a node."""
+
+    shape: Shape
+    ranks: int
+    tp: int
+    batch: int  # per replica
+    zero: bool = True  # else the baseline: model and data parallelism without ZeRO
+
+
+def _run(layers: int, hidden: int, heads: int, ranks: int, tp: int, batch: int, zero: bool = True) -> Run:
+    return Run(Shape(layers=layers, hidden=hidden, heads=heads), ranks, tp, batch, zero)
+
+
+# Sizes that appear with two shapes have two names; "-dp" was trained without model parallelism on 128 devices, "-wide"
+# is the shape whose speed-up with the number of devices was measured, "-mp" the baseline.
+PAPER: dict[str, Run] = {
+    "1.5b": _run(48, 1600, 16, 400, 1, 24),
+    "8b": _run(72, 3072, 24, 400, 4, 64),
+    "40b": _run(88, 6144, 32, 400, 4, 12),
+    "60b": _run(132, 6144, 32, 400, 16, 64),
+    "80b": _run(100, 8192, 64, 400, 16, 32),
+    "100b": _run(125, 8192, 64, 400, 16, 32),
+    "120b": _run(150, 8192, 64, 400, 16, 24),
+    "140b": _run(175, 8192, 64, 400, 16, 16),
+    "170b": _run(212, 8192, 64, 400, 16, 12),
+    "1.5b-mp": _run(48, 1600, 16, 400, 2, 16, False),
+    "8b-mp": _run(72, 3072, 24, 400, 8, 8, False),
+    "40b-mp": _run(88, 6144, 64, 384, 32, 4, False),
+    "60b-mp": _run(132, 6144, 64, 384, 64, 4, False),
+    "80b-mp": _run(100, 8192, 128, 384, 128, 4, False),
+    "100b-mp": _run(125, 8192, 128, 384, 128, 4, False),
+    "120b-mp": _run(150, 8192, 128, 384, 128, 2, False),
+    "140b-mp": _run(175, 8192, 128, 384, 128, 2, False),
+    "170b-mp": _run(212, 8192, 256, 256, 256, 2, False),
+    "60b-wide-64": _run(75, 8192, 32, 64, 16, 16),
+    "60b-wide-128": _run(75, 8192, 32, 128, 16, 48),
+    "60b-wide-256": _run(75, 8192, 32, 256, 16, 48),
+    "60b-wide": _run(75, 8192, 32, 400, 16, 64),
+    "1.5b-dp": _run(34, 1920, 16, 128, 1, 24),
+    "2.5b-dp": _run(54, 1920, 16, 128, 1, 24),
+    "4b-dp": _run(64, 2304, 24, 128, 1, 16),
+    "6b-dp": _run(52, 3072, 24, 128, 1, 12),
+    "8b-dp": _run(72, 3072, 24, 128, 1, 8),
+    "10b-dp": _run(50, 4096, 32, 128, 1, 6),
+    "11b-dp": _run(54, 4096, 32, 128, 1, 4),
+    "12b-dp": _run(58, 4096, 32, 128, 1, 4),
+    "13b-dp": _run(62, 4096, 32, 128, 1, 2),
+    "1.16b-ddp": _run(24, 1920, 16, 128, 1, 8, False),
+    "1.38b-ddp": _run(40, 1536, 16, 128, 1, 1, False),  # the paper's name; the shape gives 1.21B
+}
+
+SHAPES: dict[str, Shape] = {
+    **{name: run.shape for name, run in PAPER.items()},
+    "gpt2-1.5b": PAPER["1.5b"].shape,
+    "128b": Shape(layers=159, hidden=8192, heads=64),  # no text gives shapes for these two
+    "1t": Shape(layers=128, hidden=25600, heads=128),
+    "gpt-tiny": Shape(layers=4, hidden=128, heads=4, seq=128, vocab=256),
+    "gpt-small": Shape(layers=8, hidden=512, heads=8, seq=256, vocab=256),
+    "gpt2": Shape(layers=12, hidden=768, heads=12),
+    "gpt2-medium": Shape(layers=24, hidden=1024, heads=16),
+    "gpt2-large": Shape(layers=36, hidden=1280, heads=20),
+}
+
+
+def named(name: str) -> Shape:
+    """A shape by name, however it is written.
+
+    >>> named("GPT2-1.5B").layers
+    48
+    """
+    found = SHAPES.get(name.lower()) or SHAPES.get(name.lower().removeprefix("gpt2-"))
+    if found is None:
+        raise ConfigError(f"model {name!r} is unknown; use one of {', '.join(SHAPES)}")
+    return found
