@@ -14,6 +14,7 @@ from onefold.errors import (
 from onefold.full import full_parameters, full_state_dict
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
+from onefold.planner.plan import Plan, plan
 from onefold.precision import Precision
 from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory, placement, track_memory, traffic
 from onefold.scaling import LossScale
@@ -33,6 +34,7 @@ __all__ = [
     "Optimizer",
     "OptimizerError",
     "PlacementReport",
+    "Plan",
     "Precision",
     "PrecisionError",
     "Scheduler",
@@ -46,6 +48,7 @@ __all__ = [
     "init",
     "memory",
     "placement",
+    "plan",
     "shard",
     "track_memory",
     "traffic",

@@ -36,8 +36,9 @@ class Zero:
     1
     """
 
-    stage: int = 2
-    """0: all whole on every rank. 1: optimizer state sharded. 2: gradients too. 3: parameters too."""
+    stage: int | Literal["auto"] = 2
+    """0: all whole on every rank. 1: optimizer state sharded. 2: gradients too. 3: parameters too. "auto": the first of
+    1, 2 and 3 whose states leave room for activations on the smallest device; placement() says which, and why."""
 
     precision: str | Precision = "fp32"
     """"fp32", "bf16" (16 bits compute, an fp32 master is updated), "fp16" (with a loss scale), or a Precision."""
@@ -85,8 +86,8 @@ class Zero:
     """How long one collective may wait for its peers before it raises, naming them."""
 
     def __post_init__(self) -> None:
-        if type(self.stage) is not int or self.stage not in STAGES:
-            raise ConfigError(f"stage={self.stage!r} is unknown; use one of {', '.join(map(str, STAGES))}")
+        if self.stage != "auto" and (type(self.stage) is not int or self.stage not in STAGES):
+            raise ConfigError(f"stage={self.stage!r} is unknown; use one of {', '.join(map(str, STAGES))} or 'auto'")
         Precision.of(self.precision)
         if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
             raise ConfigError(f"bucket_bytes={self.bucket_bytes!r} is not a positive number of bytes; try 32 << 20")

@@ -58,7 +58,9 @@ class Engine:
         frozen: Sequence[tuple[str, nn.Parameter]],
         digest: str,
         precision: Precision,
+        why: str = "",
     ) -> None:
+        self.why = why  # stage="auto": what was chosen, and the reason
         self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
         self.comm, self.everyone = comm, everyone  # the ranks that share state; those and their replicas
         self.units, self.frozen, self.digest = list(units), list(frozen), digest

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -99,7 +100,7 @@ class Tracker(TorchDispatchMode):
         self._classify()
 
     def _note(self, tensor: Tensor) -> None:
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
+        if type(tensor) not in (Tensor, torch.nn.Parameter, FakeTensor):
             return
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
 from torch.distributed.device_mesh import DeviceMesh
 
 from onefold.errors import ConfigError, StateError
@@ -46,9 +47,12 @@ class Axis:
     rank: int
     size: int
     world_ranks: tuple[int, ...]
+    plays: str | None = None  # there are no peers, and this backend is only played: what is sent goes nowhere
 
     def backend(self, device: torch.device) -> str:
         """The name of the backend that moves tensors of this device."""
+        if self.plays:
+            return self.plays
         return str(self.group._get_backend(device).name())
 
 
@@ -84,6 +88,28 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
     everyone = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
     assert everyone is not None
     return Axes(_axis(mesh.get_group("shard")), _axis(mesh.get_group("replica")), _axis(everyone))
+
+
+class Nobody:
+    """A group whose messages cost nothing and go nowhere: for tensors that have no values."""
+
+    def _sent(self, *_: Any) -> Any:
+        return FakeWork()
+
+    send = recv = broadcast = _allgather_base = _reduce_scatter_base = _sent
+
+
+def simulated_axes(ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, values: bool = True) -> Axes:
+    """The axes of one rank that has no peers, as if it were of a world of ranks × replicas that talk over a backend.
+
+    With `values`, what is gathered is filled with copies of what this rank has.
+    """
+
+    def axis(size: int, at: int) -> Axis:
+        group: Any = FakeProcessGroup._create_internal(at, size) if values else Nobody()
+        return Axis(group, at, size, tuple(range(size)), plays)
+
+    return Axes(axis(ranks, rank), axis(replicas, 0), axis(ranks * replicas, rank))
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:

@@ -99,6 +99,7 @@ class PlacementReport:
     """The placement table of a model, as it was decided."""
 
     rows: tuple[PlacementRow, ...]
+    why: str = ""  # stage="auto": what was chosen, and the reason
 
     def __str__(self) -> str:
         def line(unit: str, elements: str, optimizer: str, gradients: str, parameters: str, held: str) -> str:
@@ -109,7 +110,7 @@ class PlacementReport:
             line(r.unit, f"{r.elements:,}", r.optimizer, r.gradients, r.parameters, f"{r.parameter_bytes:,}")
             for r in self.rows
         ]
-        return "\n".join([head, *body])
+        return "\n".join([self.why] * bool(self.why) + [head, *body])
 
 
 def placement(model: nn.Module) -> PlacementReport:
@@ -134,7 +135,7 @@ def placement(model: nn.Module) -> PlacementReport:
                 parameter_bytes=unit.values.resident_numel * unit.layout.itemsize,
             )
         )
-    return PlacementReport(tuple(rows))
+    return PlacementReport(tuple(rows), engine.why)
 
 
 def memory(model: nn.Module) -> MemoryReport:

@@ -6,6 +6,8 @@ line with rank 0, or compared. 4 Parameters move into their units' flat buffers,
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -24,12 +26,15 @@ from onefold.hooks import attach
 from onefold.leftovers import let_go
 from onefold.memory import Pool
 from onefold.mesh import Axes, axes_of
-from onefold.placement import STAGES, Scope
+from onefold.placement import Scope
+from onefold.planner.auto import choose_stage
+from onefold.planner.here import here
 from onefold.precision import Precision
 from onefold.rounding import narrowed
-from onefold.survey import FROZEN, Survey, place, survey
+from onefold.survey import FROZEN, Survey, place, place_all, survey
 from onefold.unit import Unit
 
+LOG = logging.getLogger("onefold")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -44,10 +49,13 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     >>> model.weight.shape
     torch.Size([8, 8])
     """
+    return shard_over(axes_of(fields.get("mesh", getattr(zero, "mesh", None))), model, zero, fields)
+
+
+def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, Any]) -> ModelT:
+    """shard(), over axes that need not be real."""
     error: Exception | None = None
-    settings, found = Zero(), Survey([], [], False, {}, [], [])
-    mesh = fields.get("mesh", getattr(zero, "mesh", None))
-    axes = axes_of(mesh)
+    settings, found = Zero(), Survey([], [], False, {}, [], [], [])
     device = _device(model, fields.get("device", getattr(zero, "device", None)), axes)
     try:
         settings = Zero.of(zero, fields)
@@ -63,7 +71,10 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     comm.offers.model = str(comm.salt)
     let_go(lambda blob: everyone.exchange(blob, Label("agree", "what is left over")))
 
-    policy = Precision.of(settings.precision).decided(own_sum=comm.any_order, cuda=device.type == "cuda")
+    policy = Precision.of(settings.precision).decided(own_sum=comm.any_order, cuda=not comm.any_order)
+    why = ""
+    if settings.stage == "auto":
+        settings, why = _decide_stage(settings, found, policy, device, everyone, axes)
     _synchronise(everyone, [*found.trained, *found.frozen, *model.named_buffers()], settings)
     pool = Pool(device)
     units: list[Unit] = []
@@ -76,7 +87,7 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     engine = Engine(
         model=model,
         zero=settings,
-        placement=STAGES[settings.stage].over(comm.size),
+        placement=place_all(settings).over(comm.size),
         comm=comm,
         everyone=everyone,
         pool=pool,
@@ -85,10 +96,32 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
         frozen=[(name, param) for name, param in found.frozen if name not in placed],
         digest=digest(found.lines),
         precision=policy,
+        why=why,
     )
     attach(engine, find_blocks(model, settings.units))
     meter.cut()
     return model
+
+
+def _decide_stage(
+    settings: Zero, found: Survey, policy: Precision, device: torch.device, everyone: Comm, axes: Axes
+) -> tuple[Zero, str]:
+    """stage="auto": by the smallest device of all ranks, so that all decide alike."""
+    machine = here(device)
+    memories = everyone.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
+    kinds = {info.kind: policy.dtypes(found.dtypes[info.name]).widths for info in found.infos}
+    stage, why = choose_stage(
+        found.infos,
+        kinds,
+        frozenset(kind for kind in kinds if kind.endswith(FROZEN)),
+        ranks=axes.shard.size,
+        replicas=axes.replica.size,
+        bucket_bytes=settings.bucket_bytes,
+        machine=dataclasses.replace(machine, memory_bytes=min(int(row) for row in memories)),
+    )
+    if everyone.rank == 0:
+        LOG.info('stage="auto" chose stage %d: %s', stage, why)
+    return dataclasses.replace(settings, stage=stage), f"stage {stage}: {why}"
 
 
 def _build_units(

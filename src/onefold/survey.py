@@ -27,13 +27,19 @@ class Survey(NamedTuple):
     frozen: list[tuple[str, nn.Parameter]]
     meta: bool  # built on the meta device, to be filled here
     dtypes: dict[str, torch.dtype]  # what each parameter computes in
+    infos: list[ParamInfo]
     layouts: list[UnitLayout]
     lines: list[str]  # what all ranks must agree on
 
 
+def place_all(settings: Zero) -> Placement:
+    """The row of the table for most units. As long as "auto" is undecided, any will do to compare ranks."""
+    return STAGES[3 if settings.stage == "auto" else settings.stage]
+
+
 def place(layout: UnitLayout, settings: Zero, ranks: int) -> Placement:
     """The row of the placement table for one unit: small ones may keep their parameters whole."""
-    placement = STAGES[settings.stage].over(ranks)
+    placement = place_all(settings).over(ranks)
     keep = settings.keep_whole
     small = keep(layout.name, layout.used_numel) if callable(keep) else layout.used_numel <= keep
     return placement._replace(parameters=Scope.WHOLE) if small else placement
@@ -80,7 +86,7 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1) -> S
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.name}: {unit.numel} elements, {place(unit, settings, ranks)}" for unit in layouts]
-    return Survey(trained, frozen, meta, dtypes, layouts, lines)
+    return Survey(trained, frozen, meta, dtypes, infos, layouts, lines)
 
 
 def _check_values(name: str, tensor: Tensor, meta: bool) -> None:

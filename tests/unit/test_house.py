@@ -14,7 +14,10 @@ ORDER = [
     "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "views", "survey", "mesh", "comm",
     "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule", "passes",
     "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite", "inside",
-    "optimizer", "scheduler", "full", "report", "build", "shard", "__init__", "cli.main",
+    "optimizer", "scheduler", "full", "report", "build", "planner.activations", "planner.hardware", "planner.here",
+    "planner.seconds", "planner.peak", "planner.work", "planner.estimate", "planner.search", "planner.auto", "shard",
+    "planner.dry", "planner.plan", "planner.measure", "train.model", "simulate", "__init__", "cli.subject", "cli.tables",
+    "cli.plots", "cli.launch", "cli.plan", "cli.verify", "cli.simulate", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

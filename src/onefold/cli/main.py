@@ -22,7 +22,9 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "plan": Command("onefold.cli.plan", "Plan", "what fits, what it costs, what to choose"),
+    "plan": Command("onefold.cli.plan", "PlanCommand", "what fits, what it costs, what to choose"),
+    "verify": Command("onefold.cli.verify", "VerifyCommand", "run two real steps and compare them with the plan"),
+    "simulate": Command("onefold.cli.simulate", "SimulateCommand", "one rank of many, with real memory and no peers"),
 }
 
 
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             getattr(importlib.import_module(command.module), command.name),
             prog=f"onefold {given[0]}",
             args=given[1:],
-            config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
         )
         return int(settings.run())
     except OnefoldError as error:

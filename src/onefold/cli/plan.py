@@ -1,0 +1,156 @@
+"""`onefold plan`: what fits, what it costs, what to choose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from onefold.cli.plots import draw
+from onefold.cli.subject import Compute, Master, Subject, policy
+from onefold.cli.tables import show_plan
+from onefold.errors import ConfigError
+from onefold.planner.hardware import Hardware, hardware
+from onefold.planner.measure import measured
+from onefold.planner.plan import Plan, answer, cost_of, plan
+from onefold.planner.search import Question
+from onefold.planner.work import Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(Subject):
+    """What fits, what it costs, what to choose. Try: onefold plan --params 7.5e9 --ranks 64"""
+
+    params: float | None = None
+    """A bare number of parameters."""
+
+    ranks: int = 1
+    """Devices in all."""
+
+    tp: int = 1
+    """Tensor-parallel ranks; 0 lets the plan choose, never beyond a node."""
+
+    pp: int = 1
+    """Pipeline stages."""
+
+    replica: int = 1
+    """Replicas of the sharded state (hybrid sharding)."""
+
+    batch: int | None = None
+    """Sequences per replica and micro-batch; the largest that fits if left out."""
+
+    micro_batches: int = 1
+    """Per step."""
+
+    max_global_batch: int | None = None
+    """Sequences per step, over all replicas, that the training tolerates."""
+
+    precision: Compute = "bf16"
+    """What computes."""
+
+    master: Master = "fp32"
+    """What the optimizer updates where 16 bits compute; split saves 2 bytes per parameter."""
+
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, momentum, adagrad or rmsprop."""
+
+    activations: Literal["auto", "keep", "checkpoint", "checkpoint+host", "partition", "partition+host"] | None = None
+    """What becomes of activations; by default blocks are computed again."""
+
+    hardware: str = "a100-80"
+    """v100-32, a100-80, h100-80, h200, ethernet, laptop, or measure."""
+
+    memory_gb: float | None = None
+    """Memory of a device, if it is another."""
+
+    bucket_mb: float = 32.0
+    """Largest flat unit, in MiB."""
+
+    prefetch: int = 1
+    """Units gathered ahead at stage 3."""
+
+    tokens: float | None = None
+    """Tokens to train on, to have days."""
+
+    json: bool = False
+    """Print JSON."""
+
+    plot: Path | None = None
+    """Draw into a .png or .html file."""
+
+    def run(self) -> int:
+        found = self.answer()
+        if self.json:
+            sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n")
+        else:
+            show_plan(found)
+        if self.plot is not None:
+            draw(self.plot, found, self.question() if self.config is None else None)
+        return 0
+
+    def answer(self) -> Plan:
+        if self.config is not None:
+            return self._of_module()
+        name = self.name if self.params is None else f"{self.params:.4g} parameters"
+        precision = self.precision if self.precision == "fp32" else f"{self.precision}, {self.master} master"
+        return answer(self.question(), name, precision, self.tokens)
+
+    def question(self) -> Question:
+        shape = self.shape()
+        if (shape is None) == (self.params is None):
+            raise ConfigError("which model? give one of --params, --model, --layers with --hidden, or --config")
+        if self.params is not None and not 1 <= self.params < 1e16:
+            raise ConfigError(f"--params {self.params:g} is not a positive number of parameters")
+        chosen = policy(self.precision, self.master).decided(own_sum=False, cuda=True)
+        widths = chosen.dtypes(torch.float32 if self.precision == "fp32" else chosen.compute).widths  # type: ignore[arg-type]
+        if self.micro_batches > 1 and widths.narrow:
+            widths = widths._replace(grad=4)
+        return Question(
+            work=Work(
+                widths=widths,
+                numel=None if self.params is None else int(self.params),
+                shape=shape,
+                bucket_bytes=self._bucket_bytes(),
+            ),
+            ranks=self.ranks,
+            hardware=self.machine(),
+            cost=cost_of(self.optimizer),
+            tp=self.tp or None,
+            pp=self.pp,
+            replica=self.replica,
+            batch=self.batch,
+            micro_batches=self.micro_batches,
+            max_global_batch=self.max_global_batch,
+            activations=self.activations,
+            prefetch=self.prefetch,
+        )
+
+    def machine(self) -> Hardware:
+        memory = None if self.memory_gb is None else int(self.memory_gb * 1e9)
+        if self.hardware != "measure":
+            return hardware(self.hardware, memory)
+        found = measured()
+        return found if memory is None else dataclasses.replace(found, memory_bytes=memory)
+
+    def _bucket_bytes(self) -> int:
+        if self.bucket_mb <= 0:
+            raise ConfigError(f"--bucket-mb {self.bucket_mb:g} is not a positive size")
+        return int(self.bucket_mb * (1 << 20))
+
+    def _of_module(self) -> Plan:
+        if self.tp != 1 or self.pp != 1:
+            raise ConfigError("--tp and --pp need a shape: a config.json is planned for data parallelism alone")
+        if self.ranks < 1:
+            raise ConfigError(f"ranks={self.ranks} is not a positive whole number")
+        with torch.device("meta"):
+            model = self.build()
+        return plan(
+            model, self.sample(self.batch or 1), ranks=self.ranks, hardware=self.machine(), optimizer=self.optimizer,
+            tokens=self.tokens, max_global_batch=self.max_global_batch,
+            precision=policy(self.precision, self.master), bucket_bytes=self._bucket_bytes(), prefetch=self.prefetch,
+        )  # fmt: skip

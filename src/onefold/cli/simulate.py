@@ -1,0 +1,105 @@
+"""`onefold simulate`: one rank of many on this machine, with real memory and compute and no peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from onefold.cli.subject import Compute, Master, Subject, policy
+from onefold.cli.tables import console, seconds, table
+from onefold.config import Zero
+from onefold.errors import ConfigError
+from onefold.planner.search import text_of
+from onefold.simulate import Simulation, simulate
+from onefold.train.model import initialise
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateCommand(Subject):
+    """One rank of many, with real memory and compute and no peers. Try: onefold simulate --model gpt-tiny --ranks 64"""
+
+    ranks: int = 8
+    """How many ranks there would be."""
+
+    stage: int = 3
+    """0, 1, 2 or 3."""
+
+    batch: int = 1
+    """Sequences per rank."""
+
+    steps: int = 2
+    """Steps to take; the first one is slower."""
+
+    precision: Compute = "bf16"
+    """What computes."""
+
+    master: Master | None = None
+    """What the optimizer updates where 16 bits compute."""
+
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, momentum, adagrad or rmsprop."""
+
+    activations: Literal["keep", "checkpoint"] = "keep"
+    """Keep them, or compute blocks again."""
+
+    bucket_mb: float = 32.0
+    """Largest flat unit, in MiB."""
+
+    prefetch: int = 1
+    """Units gathered ahead at stage 3."""
+
+    device: str | None = None
+    """cuda if there is one, else cpu."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        for name in ("ranks", "batch", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not a positive whole number")
+        zero = Zero(
+            stage=self.stage, precision=policy(self.precision, self.master),
+            bucket_bytes=max(1, int(self.bucket_mb * (1 << 20))), prefetch=self.prefetch,
+        )  # fmt: skip
+        shape = self.shape()
+        found = simulate(
+            self.build, self.sample(self.batch), zero, ranks=self.ranks, steps=self.steps, device=self.device,
+            init=partial(initialise, layers=shape.layers) if shape else None, optimizer=self.optimizer,
+            checkpointed=self.activations == "checkpoint",
+        )  # fmt: skip
+        if self.json:
+            sys.stdout.write(json.dumps(as_dict(found), indent=1) + "\n")
+        else:
+            show(self.name, found)
+        return 0
+
+
+def as_dict(found: Simulation) -> dict[str, object]:
+    fields = dataclasses.asdict(found)
+    plan = found.planned
+    fields["planned"] = {"states_bytes": plan.states.total, "peak_bytes": plan.peak_bytes, **plan.states._asdict()}
+    fields["states"] = {"states_bytes": found.states.total, **found.states._asdict()}
+    return fields | {"states_off": found.states_off, "peak_off": found.peak_off}
+
+
+def show(name: str, found: Simulation) -> None:
+    plan = found.planned
+    rows = [
+        [what, text_of(getattr(plan.states, what)), text_of(getattr(found.states, what))]
+        for what in ("parameters", "gradients", "optimizer")
+    ]
+    rows.append(["states", text_of(plan.states.total), text_of(found.states.total), f"{found.states_off:+.2%}"])
+    rows.append(["peak", text_of(plan.peak_bytes), text_of(found.peak_bytes), f"{found.peak_off:+.2%}"])
+    if found.reserved_bytes:
+        rows.append(["reserved by the allocator", "", text_of(found.reserved_bytes)])
+    title = f"{name} ({found.parameters:,} parameters): rank 0 of {found.ranks} at stage {found.stage}, {found.device}"
+    screen = console()
+    screen.print(
+        table(title, ("per rank", "planned", "measured", "off by"), [row + [""] * (4 - len(row)) for row in rows])
+    )
+    screen.print(f"steps: {', '.join(seconds(step) for step in found.steps_s)}; would send {text_of(found.sent_bytes)}")

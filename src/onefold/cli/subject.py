@@ -1,0 +1,115 @@
+"""What the commands are about: a model by name, by shape or by its config.json, and how it is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from onefold.errors import ConfigError
+from onefold.planner.shapes import Shape, named
+from onefold.precision import Precision
+from onefold.train.model import GPT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """Which model."""
+
+    model: str | None = None
+    """A GPT by name: gpt2-1.5b, 8b, 40b, 60b, 100b, 170b, 128b, 1t, gpt-tiny …"""
+
+    config: Path | None = None
+    """A Hugging Face config.json, or the folder that holds it (needs transformers)."""
+
+    layers: int | None = None
+    """A GPT by shape: blocks, with --hidden and --heads."""
+
+    hidden: int | None = None
+    """Its width."""
+
+    heads: int | None = None
+    """Its attention heads."""
+
+    seq: int | None = None
+    """Tokens per sequence."""
+
+    vocab: int | None = None
+    """Its vocabulary."""
+
+    def shape(self) -> Shape | None:
+        """The shape of a GPT, if it is one."""
+        sizes = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "seq", "vocab")}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        if self.model is not None:
+            return dataclasses.replace(named(self.model), **given)
+        if self.config is not None or not given.keys() & {"layers", "hidden", "heads"}:
+            return None
+        missing = [name for name in ("layers", "hidden", "heads") if name not in given]
+        if missing:
+            raise ConfigError(f"a shape needs --layers, --hidden and --heads; missing: {', '.join(missing)}")
+        return Shape(**given)
+
+    @property
+    def name(self) -> str:
+        if self.config is not None:
+            return str(self.config)
+        if self.model is not None:
+            return self.model
+        return f"GPT {self.layers}×{self.hidden}"
+
+    def build(self) -> nn.Module:
+        """The module, on whatever device torch makes things now."""
+        shape = self.shape()
+        if shape is not None:
+            return GPT(shape)
+        if self.config is not None:
+            return hugging_face(self.config)
+        raise ConfigError("which model? give --model NAME, --layers with --hidden and --heads, or --config FILE")
+
+    def sample(self, batch: int) -> Any:
+        """What it is called with."""
+        shape = self.shape()
+        if shape is not None:
+            tokens = torch.zeros(batch, shape.seq, dtype=torch.long)
+            return tokens, tokens
+        length = self.seq or 512
+        tokens = torch.zeros(batch, length, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def hugging_face(path: Path) -> nn.Module:
+    """A model of transformers from its configuration alone, with no weights."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"{file} is not there; give a config.json or the folder that holds it")
+    try:
+        fields = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{file} is not JSON: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigError(f"{file} names no model_type; is it a Hugging Face config.json?")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ConfigError("a Hugging Face config needs transformers: pip install transformers") from error
+    kind = fields.pop("model_type")
+    try:
+        config = AutoConfig.for_model(kind, **fields)
+        return AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"{file}: model_type {kind!r} cannot be built as a language model: {reason}") from error
+
+
+Master = Literal["fp32", "split"]
+Compute = Literal["fp32", "bf16", "fp16"]
+
+
+def policy(precision: Compute, master: Master | None) -> Precision:
+    return Precision(compute=precision, master=master if precision != "fp32" else None)

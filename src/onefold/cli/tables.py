@@ -1,0 +1,96 @@
+"""Plans and comparisons as tables in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from onefold.planner.plan import Plan, Row
+from onefold.planner.search import text_of
+
+
+def console() -> Console:
+    """Wide enough for our tables where the output is no terminal."""
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=180)
+
+
+def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for number, head in enumerate(heads):
+        made.add_column(head, justify="left" if number == 0 else "right", no_wrap=number == 0)
+    for row in rows:
+        made.add_row(*[str(cell) for cell in row])
+    return made
+
+
+def seconds(value: float) -> str:
+    if not value:
+        return ""
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def amount(nbytes: int) -> str:
+    return text_of(nbytes) if nbytes else ""
+
+
+def show_plan(plan: Plan) -> None:
+    screen = console()
+    screen.print(
+        f"[bold]{plan.model}[/]: {plan.parameters:,} parameters, {plan.precision}, on {plan.ranks} × "
+        f"{plan.hardware.name} ({plan.grid}), {text_of(plan.hardware.memory_bytes)} each"
+    )
+    rows = [*plan.stages, *plan.variants]
+    screen.print(_memory(rows))
+    screen.print(_traffic(rows))
+    if any(row.compute_s for row in rows):
+        screen.print(_time(rows))
+    screen.print("[bold]what to choose[/]")
+    for number, choice in enumerate(plan.recommendations[:6], 1):
+        known = rows[0].activations != "unknown"
+        what = f"{choice.label}, batch {choice.batch}, {choice.activations}" if known else choice.label
+        mark = "[green]fits[/]" if choice.fits else "[red]does not fit[/]"
+        tp = f", tp {choice.tp}" if choice.tp > 1 else ""
+        screen.print(f"  {number}. [bold]{what}{tp}[/] ({mark}, {text_of(choice.peak_bytes)}): {choice.reason}")
+    for note in plan.notes:
+        screen.print(f"note: {note}")
+
+
+def _memory(rows: Sequence[Row]) -> Table:
+    heads = ("on each rank", "params", "grads", "optimizer", "states", "buffers", "gathered", "activ.",
+             "margin", "peak", "host", "disk", "fits", "max batch", "min ranks")  # fmt: skip
+    body = []
+    for row in rows:
+        cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.buffers_bytes,
+                 row.gathered_bytes, row.activations_bytes, row.margin_bytes, row.peak_bytes)  # fmt: skip
+        away = [amount(nbytes) for nbytes in (row.host_bytes, row.disk_bytes)]
+        most = "" if row.largest_batch is None else row.largest_batch or "none"
+        fits = "[green]yes[/]" if row.fits else "[red]no[/]"
+        body.append([row.label, *map(amount, cells), *away, fits, most, row.fewest_ranks or "none"])
+    batch = f", batch {rows[0].batch}, activations: {rows[0].activations}" if rows[0].activations != "unknown" else ""
+    return table(f"memory{batch}", heads, body)
+
+
+def _traffic(rows: Sequence[Row]) -> Table:
+    purposes = list(dict.fromkeys(m.purpose for row in rows for m in row.messages if m.elements))
+    body = []
+    for row in rows:
+        sent = {m.purpose: m for m in row.messages}
+        cells = [text_of(sent[p].bytes) if p in sent and sent[p].bytes else "" for p in purposes]
+        body.append([row.label, f"{row.traffic_elements:,}", text_of(row.traffic_bytes), *cells])
+    return table("sent by one rank in a step", ("", "elements", "bytes", *purposes), body)
+
+
+def _time(rows: Sequence[Row]) -> Table:
+    heads = ("a step", "seconds", "compute", "waits for links", "tensor parallel", "update", "transfers", "bubble",
+             "look-ahead", "tokens/s", "days")  # fmt: skip
+    body = []
+    for row in rows:
+        ahead = f"{row.look_ahead}{' (link bound)' if row.bandwidth_bound else ''}" if row.look_ahead else ""
+        parts = (row.compute_s, row.exposed_s, row.tensor_s, row.update_s, row.transfer_s, row.bubble_s)
+        rest = [ahead, f"{row.tokens_per_s:,.0f}", "" if row.days is None else f"{row.days:,.1f}"]
+        body.append([row.label, seconds(row.step_s), *map(seconds, parts), *rest])
+    return table("time", heads, body)

@@ -1,0 +1,158 @@
+"""`onefold verify`: real steps on real processes, beside what was planned for them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from onefold.cli.launch import is_rank, leave, run_ranks
+from onefold.cli.subject import Compute, Master, Subject, policy
+from onefold.cli.tables import console, table
+from onefold.config import Zero
+from onefold.errors import ConfigError, OnefoldError
+from onefold.mesh import init
+from onefold.optimizer import Optimizer
+from onefold.planner.dry import Rehearsal, rehearse
+from onefold.planner.plan import OPTIMIZERS, cost_of
+from onefold.planner.search import text_of
+from onefold.report import memory, traffic
+from onefold.shard import shard
+from onefold.simulate import train_step
+
+STATES, PEAK, EXACT = 0.02, 0.10, 0.0  # how far off a figure may be
+WARM_UP = 2  # steps until buffers and orders are settled
+
+
+class Check(NamedTuple):
+    """One figure, planned and measured."""
+
+    what: str
+    planned: int
+    measured: int
+    tolerance: float
+
+    @property
+    def off(self) -> float:
+        return abs(self.measured - self.planned) / max(self.planned, 1)
+
+    @property
+    def good(self) -> bool:
+        return self.off <= self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyCommand(Subject):
+    """Run two real steps and compare memory, traffic and calls with the plan; exit code 1 if the plan was wrong."""
+
+    ranks: int = 2
+    """Local processes."""
+
+    stage: int = 3
+    """0, 1, 2 or 3."""
+
+    batch: int = 2
+    """Sequences per rank."""
+
+    precision: Compute = "fp32"
+    """What computes."""
+
+    master: Master | None = None
+    """What the optimizer updates where 16 bits compute."""
+
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, momentum, adagrad or rmsprop."""
+
+    bucket_mb: float = 32.0
+    """Largest flat unit, in MiB."""
+
+    prefetch: int = 1
+    """Units gathered ahead at stage 3."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        if self.ranks < 1:
+            raise ConfigError(f"ranks={self.ranks} is not a positive whole number")
+        zero = self._zero()
+        with torch.device("meta"):
+            self.build()  # a mistake in the model is one line here, not one from every rank
+        if is_rank():
+            leave([check._asdict() | {"good": check.good} for check in self._measure(zero)])
+            return 0
+        rows = run_ranks(self.ranks, ["verify", *sys.argv[2:]])
+        if rows is None:
+            raise OnefoldError("the ranks ended without a result; what they said stands above")
+        self._show(rows)
+        return 0 if all(row["good"] for row in rows) else 1
+
+    def _zero(self) -> Zero:
+        if self.bucket_mb <= 0:
+            raise ConfigError(f"--bucket-mb {self.bucket_mb:g} is not a positive size")
+        if self.batch < 1:
+            raise ConfigError(f"batch={self.batch} is not a positive whole number")
+        chosen = policy(self.precision, self.master)
+        return Zero(
+            stage=self.stage, precision=chosen, bucket_bytes=int(self.bucket_mb * (1 << 20)), prefetch=self.prefetch
+        )
+
+    def _measure(self, zero: Zero) -> list[Check]:
+        init()
+        torch.manual_seed(0)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        plays = "nccl" if device.type == "cuda" else "gloo"
+        sample = self.sample(self.batch)
+        with torch.device("meta"):
+            blank = self.build()
+        cls, settings = OPTIMIZERS[self.optimizer]
+        planned = rehearse(blank, sample, zero, cost_of(self.optimizer), ranks=self.ranks, plays=plays)
+        model = shard(self.build().to(device), zero)
+        optimizer = Optimizer(model, cls, **settings)
+        inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
+        peak = 0
+        for step in range(WARM_UP + 1):
+            if device.type == "cuda" and step == WARM_UP:
+                torch.cuda.reset_peak_memory_stats()
+            peak = train_step(model, optimizer, inputs)
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        return compare(planned, model, peak)
+
+    def _show(self, rows: list[dict[str, Any]]) -> None:
+        if self.json:
+            sys.stdout.write(json.dumps({"checks": rows, "good": all(row["good"] for row in rows)}, indent=1) + "\n")
+            return
+        body = []
+        for row in rows:
+            nbytes = "calls" not in row["what"]
+            planned, measured = (text_of(row[k]) if nbytes else row[k] for k in ("planned", "measured"))
+            off = abs(row["measured"] - row["planned"]) / max(row["planned"], 1)
+            verdict = "[green]yes[/]" if row["good"] else "[red]no[/]"
+            body.append([row["what"], planned, measured, f"{off:.2%}", f"{row['tolerance']:.0%}", verdict])
+        title = f"{self.name} at stage {self.stage} on {self.ranks} ranks: rank 0 in a steady step"
+        console().print(table(title, ("", "planned", "measured", "off by", "allowed", "good"), body))
+
+
+def compare(planned: Rehearsal, model: torch.nn.Module, peak: int) -> list[Check]:
+    """Every category of memory, every purpose of traffic and its calls."""
+    now, sent = memory(model), traffic(model).flows
+    checks = [
+        Check("parameters", planned.states.parameters, now.parameters.measured, STATES),
+        Check("gradients", planned.states.gradients, now.gradients.measured, STATES),
+        Check("optimizer", planned.states.optimizer, now.optimizer.measured, STATES),
+        Check("states", planned.states.total, now.states, STATES),
+        Check("constant buffers", planned.communication, now.communication.measured, PEAK),
+        Check("peak", planned.peak_bytes, peak, PEAK),
+    ]
+    for key in sorted(planned.sent.keys() | sent.keys()):
+        wanted, found = planned.sent.get(key), sent.get(key)
+        name = f"{key[0]} ({key[1]})"
+        checks.append(Check(name, wanted.sent_bytes if wanted else 0, found.sent_bytes if found else 0, STATES))
+        checks.append(Check(f"{name} calls", wanted.calls if wanted else 0, found.calls if found else 0, EXACT))
+    return checks

@@ -1,0 +1,225 @@
+"""A rehearsal: the runtime itself takes two steps of a model on tensors without values, among peers that are not there.
+
+torch's FakeTensorMode gives tensors with shapes, dtypes and storages but no memory, so what is measured here is what a
+rank of N would measure: which units are whole when, what autograd keeps, which buffers are reused, what is sent. Only
+the optimizer's own arithmetic is left out; its state is counted from what the class keeps per element.
+
+A model that decides by values (routing, early exit) cannot be rehearsed without them: `values=True` then takes the
+steps on real tensors of this machine, with the parameters whole, and adds what stage 3 would gather.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from onefold.blocks import find_blocks
+from onefold.comm import Flow
+from onefold.config import Zero
+from onefold.containers import tensors_in
+from onefold.engine import Engine, engine_of
+from onefold.errors import ModelError
+from onefold.mesh import simulated_axes
+from onefold.placement import Scope
+from onefold.planner.states import StateBytes, StateCost
+from onefold.report import memory, track_memory, traffic
+from onefold.shard import shard_over
+
+Loss = Callable[[nn.Module, Any], Tensor]
+BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class Rehearsal(NamedTuple):
+    """What one rank of N would measure in a steady step."""
+
+    states: StateBytes
+    module_buffers: int
+    communication: int
+    peak: dict[str, int]  # bytes by category at the fullest instant
+    sent: dict[tuple[str, str], Flow]
+    flops: int  # of one forward and backward
+    padding: int  # elements
+    block_inputs: tuple[int, ...] = ()  # bytes that checkpointing keeps of each block
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+
+def rehearse(
+    model: nn.Module,
+    sample: Any,
+    zero: Zero,
+    cost: StateCost,
+    *,
+    ranks: int,
+    rank: int = 0,
+    plays: str = "gloo",
+    loss: Loss | None = None,
+    checkpointed: bool = False,
+    values: bool = False,
+    count_flops: bool = False,
+) -> Rehearsal:
+    """`sample` is what the model is called with: a tensor, a tuple of arguments, or a dict of keywords."""
+    mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
+    assert zero.stage != "auto"
+    wanted = zero.stage
+    if values and wanted == 3:  # peers would have to send values
+        zero = Zero.of(zero, {"stage": 2})
+    with mode, warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        try:
+            twin = _twin(model, values)
+            inputs_seen: dict[int, int] = {}
+            if checkpointed:
+                checkpoint_blocks(twin, zero, inputs_seen)
+            axes = simulated_axes(ranks, rank, plays=plays, values=values)
+            shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
+            inputs = sample if values else tree_map_only(Tensor, _blank, sample)
+            found = _two_steps(twin, inputs, loss or default_loss, cost, wanted, count_flops)
+            return found._replace(block_inputs=tuple(inputs_seen.values()))
+        except BY_VALUES as error:
+            raise ModelError(
+                f"{type(model).__name__} decides by values ({str(error).splitlines()[0]}), so a plan needs a real "
+                f"model and a real sample: call plan(..., values=True), which takes one step here"
+            ) from error
+
+
+def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage: int, count_flops: bool) -> Rehearsal:
+    engine = engine_of(model)
+    _step(engine, inputs, loss)  # the order of units is learnt, buffers grow
+    flops = 0
+    if count_flops:
+        with FlopCounterMode(display=False) as counter:
+            _step(engine, inputs, loss)
+        flops = counter.get_total_flops()
+    with track_memory(model) as tracker:
+        _step(engine, inputs, loss)
+    now = memory(model)
+    moments = sum(
+        unit.master.owned.numel * cost.per_element + (cost.per_tensor if unit.master.owned.numel else 0)
+        for unit in engine.units
+    )
+    states = StateBytes(now.parameters.measured, now.gradients.measured, now.optimizer.measured + moments)
+    peak = tracker.peak()
+    peak["optimizer"] = states.optimizer
+    updating = {**dict.fromkeys(peak, 0), **states._asdict(), "communication": now.communication.measured}
+    updating |= {"buffers": now.buffers.measured, "activations": _update_temporaries(engine)}
+    peak = max(peak, updating, key=lambda rows: sum(rows.values()))
+    sent = dict(traffic(model).flows)
+    if stage == 3 and engine.zero.stage != 3:
+        states, peak, sent = _as_stage_3(engine, states, peak, sent)
+    padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
+    return Rehearsal(states, now.buffers.measured, now.communication.measured, peak, sent, flops, padding)
+
+
+def _step(engine: Engine, inputs: Any, loss: Loss) -> None:
+    """Everything of a step but the arithmetic of the update."""
+    loss(engine.model, inputs).backward()
+    with torch.no_grad():
+        engine.settle()
+        engine.passes.release_all()
+        for index, unit in enumerate(engine.units):
+            engine.finish(index)
+            if unit.dtypes.narrow and engine.comm.any_order:  # what the update borrows on a CPU, see slices.py
+                vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
+                lent = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
+                for wide in lent:
+                    engine.pool.give(wide)
+        for unit in engine.units:
+            if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
+                unit.values.gather_updated().wait()
+    engine.after_step()
+    engine.drop_gradients()
+
+
+def _update_temporaries(engine: Engine) -> int:
+    """torch's Adam on a CPU makes two vectors of each one it updates; on CUDA one kernel does it all."""
+    if not engine.comm.any_order:
+        return 0
+    return max((2 * 4 * unit.master.owned.numel for unit in engine.units), default=0)
+
+
+def _as_stage_3(
+    engine: Engine, states: StateBytes, peak: dict[str, int], sent: dict[tuple[str, str], Flow]
+) -> tuple[StateBytes, dict[str, int], dict[tuple[str, str], Flow]]:
+    """From a rehearsal with whole parameters: shards instead, and the largest two units gathered."""
+    width = {unit.name: unit.layout.itemsize for unit in engine.units}
+    shards = sum((u.layout.shard_numel + len(u.params)) * width[u.name] for u in engine.units)
+    largest = sorted((u.layout.numel * width[u.name] for u in engine.units), reverse=True)[:2]
+    gathered = sent.pop(("gather-updated", "all-gather"), Flow())
+    sent[("gather-forward", "all-gather")] = sent[("gather-backward", "all-gather")] = gathered
+    states = states._replace(parameters=shards)
+    return states, {**peak, "parameters": shards + sum(largest)}, sent
+
+
+def _twin(model: nn.Module, values: bool) -> nn.Module:
+    """The same model, with parameters and buffers of its own."""
+    memo: dict[int, Any] = {}
+    device = torch.device("cpu")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type != "meta":
+            device = tensor.device
+    for tensor in () if values else [*model.parameters(), *model.buffers()]:
+        blank = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        param = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if param else blank
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied to rehearse it ({error}); a plan needs a model that was not "
+            f"sharded yet and that copy.deepcopy accepts"
+        ) from error
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def checkpoint_blocks(model: nn.Module, zero: Zero, seen: dict[int, int]) -> None:
+    """Let blocks be computed again in backward, and see how many bytes come into each."""
+    modules = dict(model.named_modules())
+    for name in find_blocks(model, zero.units):
+        block = modules[name]
+
+        def again(*args: Any, forward: Any = block.forward, **kwargs: Any) -> Any:
+            seen[id(forward)] = sum(tensor.nbytes for tensor in tensors_in([*args, *kwargs.values()]))
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        block.forward = again
+
+
+def default_loss(model: nn.Module, sample: Any) -> Tensor:
+    """The model's own loss if it returns one, else the sum of what it returns."""
+    if isinstance(sample, dict):
+        output = model(**sample)
+    elif isinstance(sample, tuple | list):
+        output = model(*sample)
+    else:
+        output = model(sample)
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
+    if not floats:
+        raise ModelError(
+            f"{type(model).__name__} returned no tensor with a gradient; give loss=(model, sample) -> loss"
+        )
+    return floats[0] if floats[0].ndim == 0 else torch.stack([tensor.float().sum() for tensor in floats]).sum()

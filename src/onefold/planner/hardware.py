@@ -1,0 +1,101 @@
+"""What devices, nodes and links can do. Figures are the vendors', one way and per device unless said otherwise.
+
+`efficiency` is the share of the peak flop rate that large matrix products of a transformer reach in training; with it a
+plan's seconds are realistic, not optimal. Give your own with `--hardware measure`, or by replacing a field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from onefold.errors import ConfigError
+
+GB = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of device, and the nodes and links it comes with."""
+
+    name: str
+    device: str = "cuda"
+    memory_bytes: int
+    flops: float
+    """Per second, dense, in 16 bits (fp32 on a CPU)."""
+    efficiency: float
+    memory_rate: float
+    """Bytes per second between a device and its own memory."""
+    node_ranks: int
+    node_link: float
+    """Bytes per second from one device to others of its node."""
+    nics: int
+    nic_rate: float
+    """Bytes per second of one network interface of a node."""
+    latency_s: float = 10e-6
+    host_bytes: int
+    """Of a node."""
+    pcie_rate: float
+    host_rate: float = 100 * GB
+    """Bytes per second between a node's processors and their memory, which is what a CPU optimizer is bound by."""
+    disk_bytes: int = 0
+    disk_rate: float = 0.0
+    """Of a node."""
+
+    def link(self, ranks: int, per_node: int) -> float:
+        """Bytes per second each rank sends in a ring over `ranks`, of which a node holds `per_node`.
+
+        A ring leaves a node once, however many of the node's ranks are in it; rings of neighbours share the interfaces.
+        """
+        if ranks <= per_node:
+            return self.node_link
+        share = self.nics * self.nic_rate * min(per_node, self.node_ranks) / self.node_ranks
+        return min(self.node_link, share)
+
+
+TABLE: dict[str, Hardware] = {
+    "v100-32": Hardware(  # DGX-2
+        name="V100 32 GB, DGX-2", memory_bytes=32 * GB, flops=125e12, efficiency=0.33, memory_rate=900e9,
+        node_ranks=16, node_link=150e9, nics=8, nic_rate=12.5e9, host_bytes=1500 * GB, pcie_rate=12e9,
+        host_rate=200e9, disk_bytes=30_000 * GB, disk_rate=20e9,
+    ),
+    "a100-80": Hardware(  # DGX A100
+        name="A100 80 GB, DGX", memory_bytes=80 * GB, flops=312e12, efficiency=0.5, memory_rate=2000e9,
+        node_ranks=8, node_link=300e9, nics=8, nic_rate=25e9, host_bytes=2000 * GB, pcie_rate=25e9,
+        host_rate=350e9, disk_bytes=28_000 * GB, disk_rate=25e9,
+    ),
+    "h100-80": Hardware(  # DGX H100
+        name="H100 80 GB, DGX", memory_bytes=80 * GB, flops=989e12, efficiency=0.45, memory_rate=3350e9,
+        node_ranks=8, node_link=450e9, nics=8, nic_rate=50e9, host_bytes=2000 * GB, pcie_rate=50e9,
+        host_rate=500e9, disk_bytes=28_000 * GB, disk_rate=40e9,
+    ),
+    "h200": Hardware(
+        name="H200 141 GB, HGX", memory_bytes=141 * GB, flops=989e12, efficiency=0.45, memory_rate=4800e9,
+        node_ranks=8, node_link=450e9, nics=8, nic_rate=50e9, host_bytes=2000 * GB, pcie_rate=50e9,
+        host_rate=500e9, disk_bytes=28_000 * GB, disk_rate=40e9,
+    ),
+    "ethernet": Hardware(
+        name="workstations, one 24 GB GPU each, 1 Gbit/s Ethernet", memory_bytes=24 * GB, flops=71e12, efficiency=0.4,
+        memory_rate=936e9, node_ranks=1, node_link=12e9, nics=1, nic_rate=0.125e9, latency_s=100e-6,
+        host_bytes=64 * GB, pcie_rate=12e9, host_rate=40e9, disk_bytes=1000 * GB, disk_rate=3e9,
+    ),
+    "laptop": Hardware(
+        name="laptop, CPU only", device="cpu", memory_bytes=16 * GB, flops=0.4e12, efficiency=0.6, memory_rate=60e9,
+        node_ranks=2, node_link=4e9, nics=1, nic_rate=0.125e9, latency_s=50e-6,
+        host_bytes=16 * GB, pcie_rate=60e9, host_rate=60e9, disk_bytes=500 * GB, disk_rate=2e9,
+    ),
+}  # fmt: skip
+
+
+def hardware(name: str, memory_bytes: int | None = None) -> Hardware:
+    """A row of the table, with another amount of memory if wanted.
+
+    >>> hardware("v100-32").node_ranks
+    16
+    """
+    found = TABLE.get(name.lower())
+    if found is None:
+        raise ConfigError(f"hardware {name!r} is unknown; use one of {', '.join(TABLE)}, or measure")
+    if memory_bytes is not None and memory_bytes <= 0:
+        raise ConfigError(f"{memory_bytes} bytes of device memory is not a positive number")
+    return found if memory_bytes is None else dataclasses.replace(found, memory_bytes=memory_bytes)

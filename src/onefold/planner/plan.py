@@ -1,0 +1,393 @@
+"""A plan: every stage priced, the choices beyond them, and what to choose. `plan()` makes one for any module."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from onefold.blocks import block_of, find_blocks
+from onefold.config import Zero
+from onefold.elementwise import examine
+from onefold.errors import ConfigError
+from onefold.layout import ParamInfo
+from onefold.planner.dry import Loss, Rehearsal, rehearse
+from onefold.planner.estimate import Estimate
+from onefold.planner.hardware import Hardware, hardware
+from onefold.planner.here import here
+from onefold.planner.search import (
+    CHOICES,
+    Question,
+    Ranked,
+    check_question,
+    days,
+    fewest_ranks,
+    fits,
+    largest_batch,
+    recommend,
+    text_of,
+)
+from onefold.planner.states import StateCost
+from onefold.planner.traffic import Sent
+from onefold.planner.work import Module, Work
+from onefold.precision import NAMES, Precision
+from onefold.survey import FROZEN, survey
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends for one purpose in a step."""
+
+    purpose: str
+    collective: str
+    axis: str
+    elements: int
+    bytes: int
+    calls: int
+    link_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one choice costs one rank. Bytes are on the device unless a name says otherwise."""
+
+    label: str
+    stage: int
+    activations: str
+    batch: int
+    params_bytes: int
+    grads_bytes: int
+    optimizer_bytes: int
+    states_bytes: int
+    buffers_bytes: int
+    gathered_bytes: int
+    activations_bytes: int
+    margin_bytes: int
+    persistent_bytes: int
+    peak_bytes: int
+    peak_at: str
+    padding_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    fits: bool
+    traffic_elements: int
+    traffic_bytes: int
+    messages: tuple[Message, ...]
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    tensor_s: float
+    update_s: float
+    transfer_s: float
+    bubble_s: float
+    look_ahead: int
+    bandwidth_bound: bool
+    largest_batch: int | None
+    fewest_ranks: int | None
+    tokens_per_s: float
+    days: float | None
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """One choice and the reason for its place."""
+
+    label: str
+    stage: int
+    tp: int
+    batch: int
+    activations: str
+    optimizer: str
+    parameters: str
+    fits: bool
+    peak_bytes: int
+    step_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every stage costs one rank of many, and which to choose; the best recommendation is the first.
+
+    >>> import torch, onefold
+    >>> found = onefold.plan(torch.nn.Linear(512, 512), torch.zeros(4, 512), ranks=8, hardware="laptop")
+    >>> found.recommendation.stage
+    1
+    """
+
+    model: str
+    parameters: int
+    ranks: int
+    grid: str
+    hardware: Hardware
+    precision: str
+    stages: tuple[Row, ...]
+    variants: tuple[Row, ...]
+    recommendations: tuple[Recommendation, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def recommendation(self) -> Recommendation:
+        return self.recommendations[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {**dataclasses.asdict(self), "recommendation": dataclasses.asdict(self.recommendation)}
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.parameters:,} parameters on {self.ranks} × {self.hardware.name} ({self.grid})"]
+        lines.append(f"{'':<10}{'params':>10}{'grads':>10}{'optim':>10}{'states':>10}{'peak':>10}{'step':>10}  fits")
+        for row in self.stages:
+            cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.peak_bytes)
+            numbers = "".join(f"{text_of(cell):>10}" for cell in cells)
+            lines.append(f"{row.label:<10}{numbers}{row.step_s:>9.3g}s  {'yes' if row.fits else 'no'}")
+        chosen = self.recommendation
+        lines.append(f"choose {chosen.label}, batch {chosen.batch}: {chosen.reason}")
+        return "\n".join([*lines, *self.notes])
+
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adam": (torch.optim.Adam, {}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-3}),
+    "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+}
+
+
+def cost_of(optimizer: str | type[torch.optim.Optimizer], settings: dict[str, Any] | None = None) -> StateCost:
+    """What an optimizer class keeps, asked of the class itself.
+
+    >>> cost_of("adamw").per_element
+    8
+    """
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in OPTIMIZERS:
+            raise ConfigError(f"optimizer {optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}, or a class")
+        optimizer, defaults = OPTIMIZERS[optimizer.lower()]
+        settings = {**defaults, **(settings or {})}
+    return examine(optimizer, settings or {}, torch.device("cpu"))[1]
+
+
+def answer(question: Question, model: str, precision: str, tokens: float | None = None) -> Plan:
+    """The plan for a number of parameters or a shape."""
+    check_question(question)
+    notes = []
+    if not question.work.knows_activations:
+        notes.append("activations are not counted: give a shape, a config.json or a module to have them")
+    if question.micro_batches > 1 and question.work.widths.narrow:
+        notes.append("gradients that add up over micro-batches are kept in fp32")
+    grid = question.grid()
+    if grid.tp > question.hardware.node_ranks:
+        notes.append(
+            f"tp={grid.tp} reaches beyond a node of {question.hardware.node_ranks}: its sums cross the network"
+        )
+    ranked = recommend(question)
+    policy = ranked[0].estimate.choice.activations
+    if policy.startswith("partition") and grid.tp == 1:
+        policy = "checkpoint"
+    batch = question.batch or 1
+    priced = [
+        question.price(c._replace(activations=policy), grid, batch)
+        for c in sorted(CHOICES, key=lambda c: (CHOICES.index(c) > 3, c.stage))
+    ]
+    hybrids = [r.estimate.choice._replace(activations=policy) for r in ranked if r.estimate.choice.keep_whole]
+    rows = [_row(question, estimate, tokens) for estimate in priced]
+    plain = [row for row, e in zip(rows, priced) if e.choice.optimizer == "device"]
+    moved = [row for row, e in zip(rows, priced) if e.choice.optimizer != "device"]
+    if any(e.choice.optimizer != "device" for e in [r.estimate for r in ranked[:1]]):
+        notes.append("host and disk tiers are priced here; shard() does not move states there yet")
+    return Plan(
+        model=model,
+        parameters=question.work.parameters,
+        ranks=question.ranks,
+        grid=str(grid),
+        hardware=question.hardware,
+        precision=precision,
+        stages=tuple(plain),
+        variants=(*(_row(question, question.price(c, grid, batch), tokens) for c in hybrids[:1]), *moved),
+        recommendations=tuple(_recommendation(r) for r in ranked),
+        notes=tuple(notes),
+    )
+
+
+def plan(
+    model: nn.Module,
+    sample: Any,
+    *,
+    ranks: int,
+    hardware: str | Hardware | None = None,
+    optimizer: str | type[torch.optim.Optimizer] = "adamw",
+    optimizer_settings: dict[str, Any] | None = None,
+    loss: Loss | None = None,
+    values: bool = False,
+    tokens: float | None = None,
+    max_global_batch: int | None = None,
+    **fields: Any,
+) -> Plan:
+    """What stages 0–3 would cost each of `ranks` ranks to train this model on a batch like `sample`, before it is
+    sharded: the runtime rehearses two steps of each on tensors without memory.
+
+    `sample` is what the model is called with (a tensor, a tuple, or a dict of keywords), rows first. `loss` is
+    (model, sample) -> loss; by default the model's own, or the sum of what it returns. `fields` are those of `shard`.
+    `values=True` takes the steps on real tensors, for models that decide by values.
+
+    >>> import torch, onefold
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
+    >>> found = onefold.plan(model, torch.zeros(8, 64), ranks=4, hardware="laptop")
+    >>> [row.states_bytes for row in found.stages]
+    [529412, 331268, 231428, 132116]
+    """
+    machine = _machine(hardware, model)
+    zero = Zero.of(None, {**fields, "stage": 2})
+    cost = cost_of(optimizer, optimizer_settings)
+    plays = "nccl" if machine.device == "cuda" else "gloo"
+    policy = Precision.of(zero.precision).decided(own_sum=plays == "gloo", cuda=plays == "nccl")
+
+    def rehearsed(stage: int, checkpointed: bool, at: int, *, count: bool = False) -> Rehearsal:
+        return rehearse(
+            model, sample, dataclasses.replace(zero, stage=stage), cost, ranks=at, plays=plays, loss=loss,
+            checkpointed=checkpointed, values=values, count_flops=count,
+        )  # fmt: skip
+
+    kept, again = (rehearsed(0, checkpointed, 1, count=True) for checkpointed in (False, True))
+    work = _module_work(model, sample, zero, policy, kept, again)
+    question = Question(
+        work=work, ranks=ranks, hardware=machine, cost=cost, batch=work.module.batch if work.module else 1,
+        max_global_batch=max_global_batch, activations="keep",
+        prefetch=zero.prefetch if isinstance(zero.prefetch, int) else 1,
+    )  # fmt: skip
+    found = answer(question, type(model).__name__, _name(policy), tokens)
+    exact = tuple(_exact(row, rehearsed(row.stage, False, ranks), found.hardware) for row in found.stages)
+    return dataclasses.replace(found, stages=exact)
+
+
+def _machine(named: str | Hardware | None, model: nn.Module) -> Hardware:
+    if isinstance(named, Hardware):
+        return named
+    if named is None:
+        return here(next((p.device for p in model.parameters() if p.is_cuda), torch.device("cpu")))
+    return hardware(named)
+
+
+def _module_work(
+    model: nn.Module, sample: Any, zero: Zero, policy: Precision, kept: Rehearsal, again: Rehearsal
+) -> Work:
+    seen = survey(model, dataclasses.replace(zero, init=None), 1)
+    blocks = find_blocks(model, zero.units)
+    infos, widths = [], {}
+    for name, param in [*model.named_parameters()]:
+        dtype = seen.dtypes[name]
+        kind = str(dtype) if param.requires_grad else f"{dtype} {FROZEN}"
+        widths[kind] = policy.dtypes(dtype).widths
+        infos.append(ParamInfo(name, param.numel(), dtype.itemsize, kind, block_of(name, blocks)))
+    first = next((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.ndim), None)
+    if first is None:
+        raise ConfigError("the sample holds no tensor with rows; give what the model is called with")
+    module = Module(
+        infos=tuple(infos),
+        widths=widths,
+        batch=first.shape[0],
+        tokens=first.shape[1] if first.ndim > 1 and not first.is_floating_point() else 1,
+        activations={"keep": kept.peak["activations"], "checkpoint": again.peak["activations"]},
+        block_inputs=again.block_inputs,
+        flops={"keep": kept.flops, "checkpoint": again.flops},
+        frozen=frozenset(kind for kind in widths if kind.endswith(FROZEN)),
+        buffers_bytes=kept.module_buffers,
+    )
+    compute = policy.dtypes(policy.compute if isinstance(policy.compute, torch.dtype) else torch.float32)
+    return Work(widths=compute.widths, module=module, bucket_bytes=zero.bucket_bytes)
+
+
+def _exact(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
+    """The formula's row with what the rehearsal measured."""
+    elements = {message.purpose: message.elements for message in row.messages}
+    rates = {message.axis: message.link_bytes_per_s for message in row.messages}
+    messages = tuple(
+        Message(purpose, collective, "shard", elements.get(purpose, 0), flow.sent_bytes, flow.calls,
+                rates.get("shard", machine.node_link))
+        for (purpose, collective), flow in seen.sent.items()
+    )  # fmt: skip
+    states = seen.states
+    gathered = max(0, seen.peak["parameters"] - states.parameters)
+    peak = seen.peak_bytes + row.margin_bytes
+    return dataclasses.replace(
+        row,
+        params_bytes=states.parameters,
+        grads_bytes=states.gradients,
+        optimizer_bytes=states.optimizer,
+        states_bytes=states.total,
+        buffers_bytes=seen.communication + seen.module_buffers,
+        gathered_bytes=gathered,
+        activations_bytes=seen.peak["activations"],
+        persistent_bytes=states.total + seen.communication + seen.module_buffers,
+        peak_bytes=peak,
+        fits=peak <= machine.memory_bytes,
+        traffic_bytes=sum(message.bytes for message in messages),
+        messages=messages,
+    )
+
+
+def _row(question: Question, e: Estimate, tokens: float | None) -> Row:
+    states, step, ahead = e.states, e.step, e.look_ahead
+    messages = tuple(_message(purpose, sent, e) for purpose, sent in e.traffic.items())
+    known = question.work.knows_activations
+    return Row(
+        label=str(e.choice),
+        stage=e.choice.stage,
+        activations=e.choice.activations if known else "unknown",
+        batch=e.batch,
+        params_bytes=states.parameters,
+        grads_bytes=states.gradients,
+        optimizer_bytes=states.optimizer,
+        states_bytes=states.total,
+        buffers_bytes=e.buffers,
+        gathered_bytes=e.fullest.gathered,
+        activations_bytes=e.fullest.activations,
+        margin_bytes=e.margin,
+        persistent_bytes=e.persistent_bytes,
+        peak_bytes=e.peak_bytes,
+        peak_at=e.fullest.where,
+        padding_bytes=e.padding_bytes,
+        host_bytes=e.host_bytes,
+        disk_bytes=e.disk_bytes,
+        fits=fits(e),
+        traffic_elements=e.traffic_elements,
+        traffic_bytes=sum(message.bytes for message in messages),
+        messages=messages,
+        step_s=step.total,
+        compute_s=step.compute,
+        exposed_s=step.exposed,
+        tensor_s=step.tensor,
+        update_s=step.update,
+        transfer_s=step.transfer,
+        bubble_s=step.bubble,
+        look_ahead=ahead[0],
+        bandwidth_bound=ahead[1],
+        largest_batch=largest_batch(question, e.choice, e.grid) if known else None,
+        fewest_ranks=fewest_ranks(question, e.choice),
+        tokens_per_s=e.tokens_per_s,
+        days=days(tokens, e.tokens_per_s) if tokens and e.tokens_per_s else None,
+    )
+
+
+def _message(purpose: str, sent: Sent, e: Estimate) -> Message:
+    return Message(purpose, sent.collective, sent.axis, sent.elements, sent.bytes, sent.calls, e.link(sent.axis))
+
+
+def _recommendation(ranked: Ranked) -> Recommendation:
+    e = ranked.estimate
+    return Recommendation(
+        str(e.choice), e.choice.stage, e.grid.tp, e.batch, e.choice.activations, e.choice.optimizer,
+        e.choice.parameters, ranked.fits, e.peak_bytes, e.step_s, ranked.reason,
+    )  # fmt: skip
+
+
+def _name(policy: Precision) -> str:
+    compute = NAMES[policy.compute] if isinstance(policy.compute, torch.dtype) else str(policy.compute)
+    return compute if policy.master is None else f"{compute}, {policy.master} master"

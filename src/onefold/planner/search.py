@@ -1,0 +1,315 @@
+"""What to choose: the largest batch, the fewest ranks, the largest model, and a ranking of choices with reasons.
+
+1 Every choice is priced at the batch asked for, or at the largest that fits. 2 Those that fit are ranked by samples per
+second; those within a few per cent of the best count as equal. 3 Among equals the simplest wins: nothing is sharded,
+moved to the host or computed again that need not be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from onefold.errors import ConfigError
+from onefold.placement import STAGES
+from onefold.planner.activations import check_policy
+from onefold.planner.estimate import Choice, Estimate
+from onefold.planner.hardware import Hardware
+from onefold.planner.sizes import Widths
+from onefold.planner.states import StateCost, state_bytes
+from onefold.planner.work import Grid, Work, grid_of
+
+EQUAL = 0.05  # choices whose speeds differ by less are as fast as each other
+ROOM = 0.7  # of a device's memory that states may take where nothing is known of activations
+LARGEST_BATCH = 1 << 14
+
+# From the simplest on. Sharding optimizer state costs nothing, so stage 0 comes after it.
+CHOICES = (
+    Choice(1), Choice(0), Choice(2), Choice(3), Choice(2, optimizer="host"), Choice(3, optimizer="host"),
+    Choice(3, optimizer="host", parameters="host"), Choice(3, optimizer="disk", parameters="disk"),
+)  # fmt: skip
+POLICIES = {False: ("checkpoint", "checkpoint+host"), True: ("partition", "partition+host")}  # with tp or without
+AUTO = "auto"  # also consider to keep all activations: faster, if the memory that a higher stage frees is used for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be trained on what, with what is still open left None."""
+
+    work: Work
+    ranks: int
+    hardware: Hardware
+    cost: StateCost
+    tp: int | None = 1
+    pp: int = 1
+    replica: int = 1
+    batch: int | None = None
+    micro_batches: int = 1
+    max_global_batch: int | None = None
+    activations: str | None = None
+    prefetch: int = 1
+
+    def grid(self, tp: int | None = None) -> Grid:
+        return grid_of(self.ranks, tp=tp or self.tp or 1, pp=self.pp, replica=self.replica)
+
+    def price(self, choice: Choice, grid: Grid, batch: int) -> Estimate:
+        return Estimate(
+            work=self.work, choice=choice, grid=grid, hardware=self.hardware, cost=self.cost, batch=batch,
+            micro_batches=self.micro_batches, prefetch=self.prefetch,
+        )  # fmt: skip
+
+
+class Ranked(NamedTuple):
+    """A choice that was considered, and why it stands where it stands."""
+
+    estimate: Estimate
+    fits: bool
+    reason: str
+
+
+def fits(estimate: Estimate) -> bool:
+    """Whether a choice fits, with room left for activations where nothing is known of them."""
+    known = estimate.work.knows_activations
+    return estimate.fits and (known or estimate.peak_bytes <= ROOM * estimate.hardware.memory_bytes)
+
+
+def most(accept: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` that is accepted, if all smaller ones are; 0 if 1 is not."""
+    if not accept(1):
+        return 0
+    low, high = 1, 2
+    while high <= limit and accept(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if accept(middle) else (low, middle)
+    return low
+
+
+def largest_batch(question: Question, choice: Choice, grid: Grid) -> int:
+    """Sequences per replica and micro-batch; 0 if not even one fits."""
+    limit = LARGEST_BATCH
+    if question.max_global_batch is not None:
+        limit = question.max_global_batch // (grid.data * question.micro_batches)
+    if not question.work.knows_activations:
+        return int(fits(question.price(choice, grid, 1)))
+    return most(lambda batch: fits(question.price(choice, grid, batch)), limit) if limit else 0
+
+
+def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> int | None:
+    """The smallest number of ranks, in steps of the grid's other axes, on which a choice fits."""
+    step = (question.tp or 1) * question.pp * question.replica
+    numbers = [step]
+    while numbers[-1] < limit:
+        numbers.append(numbers[-1] * 2)
+
+    def enough(ranks: int) -> bool:
+        smaller = dataclasses.replace(question, ranks=ranks)
+        return fits(smaller.price(choice, smaller.grid(), question.batch or 1))
+
+    found = next((ranks for ranks in numbers if enough(ranks)), None)
+    if found is None or found == step:
+        return found
+    low, high = found // 2 // step, found // step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle * step) else (middle, high)
+    return high * step
+
+
+def largest_model(
+    memory_bytes: float, ranks: int, stage: int, widths: Widths, cost: StateCost, *, tp: int = 1
+) -> float:
+    """Parameters whose states fill a device: the paper's theory, an upper bound. `ranks` share them, `tp` ways cut.
+
+    >>> largest_model(32e9, 64, 0, Widths(2, 2, 2, 4), StateCost(8)) / 1e9
+    2.0
+    """
+    sample = Work(widths=widths, numel=1 << 32)
+    sizes = sample.sizes(Grid(shard=ranks))
+    row = STAGES[stage].over(ranks)
+    per_parameter = state_bytes(sizes.units, [row] * len(sizes.units), cost).total / (1 << 32)
+    return memory_bytes / per_parameter * tp
+
+
+def days(tokens: float, tokens_per_s: float) -> float:
+    return tokens / tokens_per_s / 86400
+
+
+# -- the ranking ------------------------------------------------------------------------------------------------------
+
+
+def recommend(question: Question) -> list[Ranked]:
+    """All choices, the best first."""
+    found = [_best_activations(question, choice, grid) for grid in _grids(question) for choice in _choices(question)]
+    good = [estimate for estimate in found if estimate.batch and fits(estimate)]
+    if not good:
+        closest = sorted(found, key=lambda e: (e.peak_bytes, e.host_bytes))
+        return [Ranked(e, False, _too_large(e)) for e in closest]
+    speeds = {id(e): _speed(e) for e in good}
+    best = max(speeds.values())
+    equal = [e for e in good if speeds[id(e)] >= (1 - EQUAL) * best]
+    rest = sorted((e for e in good if e not in equal), key=lambda e: -speeds[id(e)])
+    ranked = [Ranked(equal[0], True, _why(equal[0], equal[1:] + rest, found))]
+    ranked += [Ranked(e, True, _why_not(e, equal[0])) for e in equal[1:] + rest]
+    return ranked + [Ranked(e, False, _too_large(e)) for e in found if e not in good]
+
+
+def _speed(estimate: Estimate) -> float:
+    """Samples per second; where compute is unknown, steps per second."""
+    return estimate.samples_per_step / estimate.step_s if estimate.step_s else 1.0
+
+
+def _choices(question: Question) -> Iterator[Choice]:
+    """One rank has nothing to share."""
+    for choice in CHOICES:
+        if question.ranks == (question.tp or 1) * question.pp and choice.stage in (1, 2):
+            continue
+        if question.ranks == (question.tp or 1) * question.pp and choice == Choice(3):
+            continue
+        yield choice
+        if choice == Choice(3) and (threshold := _small(question)):
+            yield choice._replace(keep_whole=threshold)
+
+
+def _small(question: Question) -> int:
+    """Units that may stay whole at stage 3: those of norms and biases, if they are apart and few."""
+    if question.work.shape is None:
+        return 0
+    used = sorted(unit.used for unit in question.work.sizes(question.grid()).units)
+    threshold = max((size for size in used if size * 100 < used[-1]), default=0)
+    return threshold if sum(size for size in used if size <= threshold) * 20 < sum(used) else 0
+
+
+def _grids(question: Question) -> list[Grid]:
+    """The grid that was asked for; or tensor parallelism as far as it divides the model, never beyond a node."""
+    if question.tp is not None:
+        return [question.grid()]
+    degrees = [1]
+    shape = question.work.shape
+    while degrees[-1] * 2 <= question.hardware.node_ranks and question.ranks % (degrees[-1] * 2 * question.pp) == 0:
+        if shape is None or shape.heads % (degrees[-1] * 2) or shape.hidden % (degrees[-1] * 2):
+            break
+        degrees.append(degrees[-1] * 2)
+    return [question.grid(tp) for tp in degrees]
+
+
+def _best_activations(question: Question, choice: Choice, grid: Grid) -> Estimate:
+    """With block inputs kept as simply as the batch allows: recomputing and moving them costs time."""
+    if not question.work.knows_activations:
+        return question.price(choice, grid, int(fits(question.price(choice, grid, 1))))
+    policies = _policies(question, grid)
+    priced = []
+    for policy in policies:
+        chosen = choice._replace(activations=policy)
+        batch = question.batch or largest_batch(question, chosen, grid)
+        if question.max_global_batch is not None:
+            batch = min(batch, question.max_global_batch // (grid.data * question.micro_batches))
+        estimate = question.price(chosen, grid, max(batch, 1))
+        if batch and fits(estimate):
+            priced.append(estimate)
+    if not priced:
+        return question.price(choice._replace(activations=policies[-1]), grid, question.batch or 1)
+    best = max(_speed(estimate) for estimate in priced)
+    return next(estimate for estimate in priced if _speed(estimate) >= (1 - EQUAL) * best)
+
+
+def _policies(question: Question, grid: Grid) -> tuple[str, ...]:
+    """What may become of activations: unless told otherwise all choices recompute blocks, and are compared so."""
+    if question.activations not in (None, AUTO):
+        return (str(question.activations),)
+    return ("keep", *POLICIES[grid.tp > 1]) if question.activations == AUTO else POLICIES[grid.tp > 1]
+
+
+# -- reasons ----------------------------------------------------------------------------------------------------------
+
+
+def text_of(nbytes: float) -> str:
+    """Bytes for people: three digits or so."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        amount = nbytes / size
+        if amount >= 1 or unit == "kB":
+            return f"{amount:,.0f} {unit}" if amount >= 100 else f"{amount:.1f} {unit}"
+    raise AssertionError
+
+
+def _too_large(estimate: Estimate) -> str:
+    memory = estimate.hardware.memory_bytes
+    if estimate.peak_bytes > memory or (not estimate.fits and not estimate.host_bytes):
+        return f"needs {text_of(estimate.peak_bytes)} of {text_of(memory)}"
+    if estimate.peak_bytes > estimate.usable_bytes:
+        return f"needs {text_of(estimate.peak_bytes)} of {text_of(memory)}, too close to the edge"
+    if estimate.fits:
+        return f"needs {text_of(estimate.peak_bytes)} of {text_of(memory)} and leaves too little for activations"
+    node = min(estimate.grid.ranks, estimate.hardware.node_ranks)
+    host, disk = (text_of(nbytes * node) for nbytes in (estimate.host_bytes, estimate.disk_bytes))
+    return f"needs {host} of host memory and {disk} of disk per node"
+
+
+def _why(chosen: Estimate, others: list[Estimate], found: list[Estimate]) -> str:
+    """Beside the next simpler choice that does not do, and the next heavier one that need not be."""
+    parts = []
+    same = [e for e in found if e.grid == chosen.grid]
+    place = _place(chosen)
+    lighter = [e for e in same if _place(e) < place and e.choice.stage < chosen.choice.stage]
+    if lighter:
+        last = max(lighter, key=lambda e: e.choice.stage)
+        if not (last.batch and fits(last)):
+            parts.append(f"{last.choice} {_too_large(last)}")
+        else:
+            parts.append(f"{last.choice} would be {_percent(_speed(chosen) / _speed(last) - 1)} slower")
+    if (three := next((e for e in others if e.choice[:4] == Choice(3)[:4]), None)) and chosen.choice.stage < 3:
+        saved = chosen.states.total - three.states.total
+        traffic = three.traffic_elements / max(chosen.traffic_elements, 1) - 1
+        parts.append(f"stage 3 would save {text_of(saved)} you do not need and cost {_percent(traffic)} more traffic")
+    elif chosen.choice.stage < 3 and chosen.grid.shard > 1:
+        parts.append("it sends no more than plain data parallelism")
+    if chosen.choice.activations.startswith("partition"):
+        parts.append(_why_activations(chosen))
+    if not parts:
+        parts.append(f"{text_of(chosen.peak_bytes)} of {text_of(chosen.hardware.memory_bytes)} at the peak")
+    return "; ".join(parts)
+
+
+def _why_activations(chosen: Estimate) -> str:
+    if chosen.choice.activations == "partition":
+        return f"block inputs are shared {chosen.grid.tp} ways (P_a) for under 10% more tensor-parallel traffic"
+    return "block inputs go to host memory (P_a+cpu), since nothing else fits or the batch it allows pays for it"
+
+
+def _why_not(estimate: Estimate, chosen: Estimate) -> str:
+    slower = _speed(chosen) / _speed(estimate) - 1
+    if slower > EQUAL:
+        waits = estimate.step.exposed + estimate.step.transfer
+        waiting = (
+            f", waiting {waits:.2g} s of {estimate.step_s:.2g} s per step" if waits > 0.1 * estimate.step_s else ""
+        )
+        return f"{_percent(slower)} slower{waiting}"
+    if _place(estimate) > _place(chosen):
+        return f"no faster, and leaves {text_of(estimate.hardware.memory_bytes - estimate.peak_bytes)} unused"
+    return "no faster"
+
+
+def _place(estimate: Estimate) -> int:
+    plain = estimate.choice._replace(keep_whole=0, activations=Choice(0).activations)
+    return CHOICES.index(plain)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f}%" if fraction < 3 else f"{1 + fraction:.1f}×"
+
+
+def check_question(question: Question) -> None:
+    """Raise what makes a question senseless, before anything is priced."""
+    if question.activations not in (None, AUTO):
+        check_policy(str(question.activations), question.tp or 2)
+    for name in ("batch", "micro_batches", "max_global_batch", "prefetch"):
+        value = getattr(question, name)
+        if value is not None and (type(value) is not int or value < (0 if name == "prefetch" else 1)):
+            raise ConfigError(f"{name}={value!r} is not a positive whole number")
+    grid = question.grid()
+    if question.work.shape is not None:
+        question.work.shape.check(grid.tp, grid.pp)

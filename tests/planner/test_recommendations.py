@@ -1,0 +1,112 @@
+"""What the planner recommends in situations whose answer is known, and that it says why."""
+
+import pytest
+
+from onefold.planner.estimate import Choice
+from onefold.planner.hardware import hardware
+from onefold.planner.search import Question, fewest_ranks, largest_batch, recommend
+from onefold.planner.shapes import PAPER, Shape
+from onefold.planner.sizes import Widths
+from onefold.planner.states import StateCost
+from onefold.planner.work import Work
+
+MIXED, ADAM = Widths(2, 2, 2, 4), StateCost(8)
+
+
+def question(shape_or_count, ranks, device, **fields):
+    given = {"shape": shape_or_count} if isinstance(shape_or_count, Shape) else {"numel": int(shape_or_count)}
+    return Question(work=Work(widths=MIXED, **given), ranks=ranks, hardware=hardware(device), cost=ADAM, **fields)
+
+
+BERT = Shape(layers=24, hidden=1024, heads=16, seq=512, vocab=30522)
+GPT_1B = PAPER["1.5b"].shape
+GPT_10B = PAPER["10b-dp"].shape
+GPT_60B = PAPER["60b-wide"].shape
+GPT_200B = Shape(layers=96, hidden=13056, heads=96)
+
+
+def best(asked):
+    return recommend(asked)[0]
+
+
+@pytest.mark.parametrize("batch", [None, 8])
+def test_memory_comfortable_shards_the_optimizer_only(batch):
+    found = best(question(GPT_1B, 64, "a100-80", batch=batch))
+    assert found.fits and found.estimate.choice.stage == 1
+
+
+@pytest.mark.parametrize("batch", [None, 4])
+def test_memory_tight_and_a_fast_network_gives_stage_2(batch):
+    found = best(question(GPT_10B, 128, "v100-32", batch=batch))
+    assert found.estimate.choice[:4] == Choice(2)[:4]
+    assert "stage 1" in found.reason and "stage 3 would save" in found.reason
+
+
+def test_memory_critical_gives_stage_3():
+    found = best(question(GPT_60B, 64, "a100-80"))
+    assert found.estimate.choice.stage == 3 and found.estimate.choice.optimizer == "device"
+
+
+def test_huge_gives_stage_3_with_offload():
+    found = best(question(GPT_200B, 16, "a100-80"))
+    assert found.estimate.choice.stage == 3 and found.estimate.choice.optimizer in ("host", "disk")
+
+
+def test_bert_needs_little_or_nothing():
+    assert best(question(BERT, 8, "a100-80")).estimate.choice.stage in (0, 1)
+
+
+@pytest.mark.parametrize("batch", [None, 8])
+def test_slow_ethernet_never_gets_stage_3(batch):
+    assert best(question(GPT_1B, 8, "ethernet", batch=batch)).estimate.choice.stage < 3
+
+
+@pytest.mark.parametrize(
+    "count, ranks, device, stages",
+    [(1e9, 64, "a100-80", {1}), (7.5e9, 64, "v100-32", {2}), (60e9, 64, "v100-32", {3}), (1e9, 1, "a100-80", {0})],
+)
+def test_a_bare_count_is_judged_by_its_states(count, ranks, device, stages):
+    assert best(question(count, ranks, device)).estimate.choice.stage in stages
+
+
+def test_what_cannot_fit_says_what_it_would_need():
+    ranked = recommend(question(1e12, 2, "v100-32"))
+    assert not any(row.fits for row in ranked)
+    assert all("needs" in row.reason for row in ranked)
+
+
+def test_block_inputs_are_shared_at_60b_and_go_to_the_host_at_170b_only():
+    shared = best(question(GPT_60B, 128, "v100-32", tp=16, batch=32))
+    assert shared.estimate.choice.activations == "partition"
+    assert "P_a" in shared.reason
+    heavy = recommend(question(PAPER["170b"].shape, 400, "v100-32", tp=16, batch=12))
+    stage2 = next(row for row in heavy if row.fits and row.estimate.choice[:4] == Choice(2)[:4])
+    assert stage2.estimate.choice.activations == "partition+host"
+
+
+def test_tensor_parallelism_stays_inside_a_node():
+    ranked = recommend(question(GPT_60B, 400, "v100-32", tp=None, max_global_batch=1600))
+    assert {row.estimate.grid.tp for row in ranked} <= {1, 2, 4, 8, 16}
+    ranked = recommend(question(GPT_60B, 64, "a100-80", tp=None))
+    assert max(row.estimate.grid.tp for row in ranked) == 8
+
+
+def test_the_global_batch_is_respected():
+    for row in recommend(question(GPT_1B, 64, "a100-80", max_global_batch=256)):
+        assert row.estimate.samples_per_step <= 256
+
+
+def test_largest_batch_is_the_last_that_fits():
+    asked = question(GPT_10B, 128, "v100-32")
+    choice = Choice(2)
+    found = largest_batch(asked, choice, asked.grid())
+    assert found > 0
+    assert asked.price(choice, asked.grid(), found).fits
+    assert not asked.price(choice, asked.grid(), found + 1).fits
+
+
+def test_fewest_ranks_is_the_first_number_that_fits():
+    asked = question(60e9, 64, "v100-32")
+    found = fewest_ranks(asked, Choice(3))
+    assert 43 <= found <= 45  # 960 GB of states, 22.4 GB of each device
+    assert fewest_ranks(asked, Choice(0)) is None
