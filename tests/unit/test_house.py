@@ -13,7 +13,9 @@ ORDER = [
     "errors", "placement", "layout", "precision", "scaling", "rounding", "sums", "leftovers", "config", "mesh", "comm",
     "agree", "memory", "views", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule",
     "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite",
-    "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard", "__init__", "cli.main",
+    "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard",
+    "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading",
+    "checkpoint.verify", "__init__", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
