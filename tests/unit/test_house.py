@@ -15,7 +15,7 @@ ORDER = [
     "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite",
     "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard",
     "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading",
-    "checkpoint.verify", "__init__", "cli.main",
+    "checkpoint.verify", "checkpoint.importing", "__init__", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

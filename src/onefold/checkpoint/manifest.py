@@ -273,6 +273,16 @@ def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row by row, as safetensors has it."""
+    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def same_order(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two dense tensors of one shape lay their elements alike."""
+    return all(a == b for size, a, b in zip(shape, stride, other, strict=True) if size > 1)
+
+
 def _lines(value: Any) -> str:
     """JSON with one line per row, for people and for diff."""
     if isinstance(value, list) and value:

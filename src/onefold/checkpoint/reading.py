@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from onefold.checkpoint.commit import read_manifest
-from onefold.checkpoint.manifest import VALUE, Entry, FileRecord, ParamRecord, block_of
+from onefold.checkpoint.manifest import VALUE, Entry, FileRecord, ParamRecord, block_of, same_order
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.errors import CheckpointDamaged
 from onefold.layout import Span
+
+
+class Source(Protocol):
+    """Tensors by name and range: a Checkpoint, or weights that others wrote."""
+
+    records: Mapping[str, ParamRecord]
+
+    def read(self, name: str, span: Span, out: Tensor, state: str = VALUE) -> None: ...
 
 
 class Checkpoint:
@@ -22,7 +33,7 @@ class Checkpoint:
     def __init__(self, storage: Storage, folder: Path) -> None:
         self.folder, self._storage = folder, storage
         self.manifest = read_manifest(storage, folder)
-        self.records = {name: r for r in self.manifest.records for name in (r.name, *r.also)}
+        self.records: Mapping[str, ParamRecord] = {name: r for r in self.manifest.records for name in (r.name, *r.also)}
         self._records = {record.name: record for record in self.manifest.records}
         self._files = {file.name: file for file in self.manifest.files}
         self._open: dict[str, TensorFile] = {}
@@ -80,6 +91,20 @@ class Checkpoint:
                 f"{path} has a header that is not the one written (SHA-256 differs); it holds {odd or _some(entries)}"
             )
         return file
+
+
+def read_laid(source: Source, name: str, stride: Sequence[int], span: Span, out: Tensor, state: str = VALUE) -> None:
+    """Like `source.read`, but elements are counted as a tensor of these strides lays them. Where that is not how they
+    are stored, the whole tensor is read for it."""
+    record = source.records[name]
+    if same_order(record.shape, record.stride, stride):
+        source.read(name, span, out, state)
+        return
+    stored = torch.empty(record.numel, dtype=out.dtype)
+    source.read(name, Span(0, record.numel), stored, state)
+    laid = torch.empty_strided(record.shape, tuple(stride), dtype=out.dtype)
+    laid.copy_(stored.as_strided(record.shape, record.stride))
+    out.copy_(laid.as_strided((record.numel,), (1,))[span.start : span.stop])
 
 
 def _some(entries: list[Entry]) -> str:
