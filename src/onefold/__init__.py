@@ -1,7 +1,12 @@
 """Onefold: every byte of training state stored once across the cluster."""
 
+from onefold.checkpoint.background import finish_saves
+from onefold.checkpoint.load import load
+from onefold.checkpoint.save import save
 from onefold.config import Zero
 from onefold.errors import (
+    CheckpointDamaged,
+    CheckpointError,
     CommError,
     ConfigError,
     MismatchError,
@@ -23,6 +28,8 @@ from onefold.shard import accumulate, catch_up, shard
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointDamaged",
+    "CheckpointError",
     "CommError",
     "ConfigError",
     "LossScale",
@@ -41,11 +48,14 @@ __all__ = [
     "Zero",
     "accumulate",
     "catch_up",
+    "finish_saves",
     "full_parameters",
     "full_state_dict",
     "init",
+    "load",
     "memory",
     "placement",
+    "save",
     "shard",
     "track_memory",
     "traffic",

@@ -100,6 +100,8 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
         frozen=[(name, param) for name, param in found.frozen if name not in placed],
         digest=digest(found.lines),
         precision=policy,
+        layouts=found.layouts,
+        replica=replicas.rank,
     )
     attach(engine, find_blocks(model, settings.units))
     meter.cut()

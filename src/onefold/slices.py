@@ -8,7 +8,7 @@ Every slice starts and ends on a full vector, so cutting changes no bit of any u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from onefold.elementwise import StateCost, bare_step
+from onefold.elementwise import StateCost, bare_step, first_state
 from onefold.errors import StateError
 from onefold.fused import fits, take_back_count, update_slice
 from onefold.layout import Span
@@ -33,6 +33,27 @@ class Slice(NamedTuple):
     span: Span  # in the unit
     slots: tuple[int, ...]  # which of the unit's parameters it holds, wholly or in part
     tensor: nn.Parameter
+
+
+class SlotState(NamedTuple):
+    """What the wrapped class keeps of one parameter: vectors over some of its elements, and single values."""
+
+    slot: int
+    elements: Span  # of the parameter
+    vectors: dict[str, Tensor]
+    singles: dict[str, Any]  # counts; the same on all ranks
+
+
+class NewState(NamedTuple):
+    """State from elsewhere for one parameter."""
+
+    vectors: tuple[str, ...]
+    singles: dict[str, Any]
+    fill: Callable[[str, Span, Tensor], None]  # (vector, elements of the parameter, where to)
+
+    def form(self) -> str:
+        """Parameters of the same form may share a slice."""
+        return repr((sorted(self.vectors), sorted((key, _bare(value)) for key, value in self.singles.items())))
 
 
 class UnitOptimizer:
@@ -184,6 +205,75 @@ class UnitOptimizer:
             rows.append({"unit": self.unit.name, "slots": piece.slots, "span": tuple(piece.span), "state": state})
         return rows
 
+    def states(self, span: Span) -> Iterator[SlotState]:
+        """What is kept of each parameter that was updated, in these elements of the unit."""
+        for piece in self._all_slices():
+            state = self.inner.state.get(piece.tensor, {}) if self.inner is not None else {}
+            numel = piece.span.numel
+            for slot in piece.slots if state else ():
+                place = self.unit.layout.slots[slot]
+                part = place.span.clip(piece.span).clip(span)
+                at = part.shift(-piece.span.start)
+                vectors = {k: v[at.start : at.stop] for k, v in state.items() if _is_vector(v, numel)}
+                singles = {k: v for k, v in state.items() if not _is_vector(v, numel)}
+                if part.numel:
+                    yield SlotState(slot, part.shift(-place.start), vectors, singles)
+
+    def take_states(self, new: dict[int, NewState], groups: list[dict[str, Any]]) -> None:
+        """State from elsewhere for some slots; the others keep theirs. Slices are cut where counts differ."""
+        old = {state.slot: self._as_new(state) for state in self.states(self.unit.master.owned)}
+        states = {**old, **new}
+        blank = NewState((), {}, lambda *_: None)
+        for group, inner_group in zip(self._groups, self.inner.param_groups if self.inner else (), strict=True):
+            assert self.inner is not None
+            settings = {key: value for key, value in groups[group].items() if key not in NOT_SETTINGS}
+            like = first_state(self._cls, self._kwargs, settings, self._pool.device, self._dtype)
+            slots = sorted(slot for piece in self.slices[group] for slot in piece.slots)
+            cuts: list[Slice] = []
+            fresh: list[dict[str, Any]] = []
+            for run in _runs(slots):
+                for _, same in groupby(run, key=lambda slot: states.get(slot, blank).form()):
+                    cut = self._slice(tuple(same))
+                    assert cut is not None
+                    cuts.append(cut)
+                    fresh.append(self._filled(cut, [states.get(slot, blank) for slot in cut.slots], like, settings))
+            for piece in self.slices[group]:
+                self.inner.state.pop(piece.tensor, None)
+            self.inner.state.update((cut.tensor, state) for cut, state in zip(cuts, fresh, strict=True) if state)
+            self.slices[group] = cuts
+            inner_group["params"] = [cut.tensor for cut in cuts]
+
+    def _filled(
+        self, cut: Slice, states: list[NewState], like: dict[str, Any], group: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The state of one slice, from that of its parameters; padding is zero."""
+        made: dict[str, Any] = {}
+        for key in states[0].vectors:
+            dtype = like[key].dtype if isinstance(like.get(key), Tensor) else self._dtype
+            made[key] = torch.zeros(cut.span.numel, dtype=dtype, device=self._pool.device)
+            for slot, state in zip(cut.slots, states, strict=True):
+                place = self.unit.layout.slots[slot]
+                part = place.span.clip(cut.span)
+                at = part.shift(-cut.span.start)
+                state.fill(key, part.shift(-place.start), made[key][at.start : at.stop])
+        for key, value in states[0].singles.items():
+            if isinstance(value, Tensor):
+                there = isinstance(like.get(key), Tensor) and not self.fused(group)  # our kernel counts on the host
+                value = value.to(like[key].device if there else "cpu", copy=True)
+            made[key] = value
+        return made
+
+    def _as_new(self, state: SlotState) -> NewState:
+        def fill(key: str, elements: Span, out: Tensor) -> None:
+            at = elements.shift(-state.elements.start)
+            out.copy_(state.vectors[key][at.start : at.stop])
+
+        return NewState(tuple(state.vectors), state.singles, fill)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.unit.master.dtype
+
     def load(self, rows: list[dict[str, Any]]) -> None:
         """Take back slices and their state; the cuts are the saved ones."""
         for group, inner_group in zip(self._groups, self.inner.param_groups if self.inner else (), strict=True):
@@ -207,6 +297,14 @@ class UnitOptimizer:
                     }
             self.slices[group] = cuts
             inner_group["params"] = [cut.tensor for cut in cuts]
+
+
+def _is_vector(value: Any, numel: int) -> bool:
+    return isinstance(value, Tensor) and value.shape == (numel,)
+
+
+def _bare(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _runs(slots: list[int]) -> list[tuple[int, ...]]:
