@@ -240,7 +240,7 @@ class Check:
         self.that(record.kind in KINDS, f"says {who} is {record.kind!r}; wanted is one of {KINDS}")
         self.that(VALUE in record.states, f"has no value of {who}")
         for state, dtype in record.states.items():
-            self.that(dtype in DTYPES and state.isprintable(), f"says {state!r} of {who} is {dtype!r}")
+            self.that(str(dtype) in DTYPES and state.isprintable(), f"says {state!r} of {who} is {dtype!r}")
         for key, value in record.scalars.items():
             self.that(isinstance(value, str | int | float | None), f"has an odd {key!r} of {who}")
         self.that(dense(record.shape, record.stride), f"has {who} with shape {record.shape}, stride {record.stride}")

@@ -79,16 +79,18 @@ class Checkpoint:
         entries = self._of_file[record.name]
         if record.name not in self._storage.names(self.folder):
             raise CheckpointDamaged(f"{path} is missing; it holds {_some(entries)}")
-        file = TensorFile(self._storage, path)
+        try:
+            file = TensorFile(self._storage, path)
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{error}; it holds {_some(entries)}") from error
         if file.bytes != record.bytes:
             raise CheckpointDamaged(
                 f"{path} has {file.bytes:,} bytes, but {record.bytes:,} were written; it holds {_some(entries)}"
             )
         wanted = {entry.key: block_of(entry, self.record_of(entry)) for entry in entries}
         if file.blocks != wanted or file.header_sha256 != record.header_sha256:
-            odd = [key for key in sorted(wanted | file.blocks) if wanted.get(key) != file.blocks.get(key)]
             raise CheckpointDamaged(
-                f"{path} has a header that is not the one written (SHA-256 differs); it holds {odd or _some(entries)}"
+                f"{path} has a header that is not the one written (SHA-256 differs); it holds {_some(entries)}"
             )
         return file
 
