@@ -1,6 +1,7 @@
 """Onefold: every byte of training state stored once across the cluster."""
 
 from onefold.checkpoint.background import finish_saves
+from onefold.checkpoint.export import export
 from onefold.checkpoint.load import load
 from onefold.checkpoint.save import save
 from onefold.config import Zero
@@ -48,6 +49,7 @@ __all__ = [
     "Zero",
     "accumulate",
     "catch_up",
+    "export",
     "finish_saves",
     "full_parameters",
     "full_state_dict",

@@ -15,9 +15,9 @@ ORDER = [
     "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite",
     "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard",
     "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading",
-    "checkpoint.verify", "checkpoint.importing", "checkpoint.notes", "checkpoint.state", "checkpoint.own",
-    "checkpoint.together", "checkpoint.background", "checkpoint.save", "checkpoint.names", "checkpoint.restore",
-    "checkpoint.load", "__init__", "cli.main",
+    "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes", "checkpoint.state",
+    "checkpoint.own", "checkpoint.together", "checkpoint.background", "checkpoint.save", "checkpoint.names",
+    "checkpoint.restore", "checkpoint.load", "__init__", "cli.checkpoint", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

@@ -90,7 +90,7 @@ def retain(storage: Storage, run: Path, keep: int | None) -> None:
         hidden = run / f"{REMOVING}{step_name(step)}-{secrets.token_hex(4)}"
         storage.rename(run / step_name(step), hidden)
         storage.sync_folder(run)  # else power loss could leave a checkpoint with its name and without its files
-        _remove(storage, hidden)
+        remove_all(storage, hidden)
 
 
 def clean(storage: Storage, run: Path) -> None:
@@ -99,9 +99,9 @@ def clean(storage: Storage, run: Path) -> None:
         if name.startswith(WRITING):  # out of the way first: should its writer live after all, it cannot commit it now
             hidden = run / f"{REMOVING}{name.removeprefix('.')}"
             storage.rename(run / name, hidden)
-            _remove(storage, hidden)
+            remove_all(storage, hidden)
         elif name.startswith(REMOVING):
-            _remove(storage, run / name)
+            remove_all(storage, run / name)
 
 
 def set_aside(storage: Storage, run: Path, step: int) -> Path:
@@ -154,7 +154,7 @@ def _make_run_folder(storage: Storage, run: Path) -> None:
         storage.sync_folder(folder.parent)
 
 
-def _remove(storage: Storage, folder: Path) -> None:
+def remove_all(storage: Storage, folder: Path) -> None:
     for name in storage.names(folder):
         storage.remove(folder / name)
     storage.remove_folder(folder)

@@ -23,6 +23,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "plan": Command("onefold.cli.plan", "Plan", "what fits, what it costs, what to choose"),
+    "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint's weights as a Hugging Face folder"),
+    "inspect": Command("onefold.cli.checkpoint", "Inspect", "what is inside a checkpoint"),
+    "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "is every byte as it was written"),
 }
 
 
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             getattr(importlib.import_module(command.module), command.name),
             prog=f"onefold {given[0]}",
             args=given[1:],
-            config=(tyro.conf.FlagConversionOff, tyro.conf.OmitArgPrefixes),
+            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
         )
         return int(settings.run())
     except OnefoldError as error:
