@@ -123,8 +123,13 @@ class Trainer:
 def truth(trainer: Trainer) -> dict[str, Tensor]:
     """Every value and every optimizer state of the whole run, the same on all ranks. Collective."""
     engine = engine_of(trainer.model)
-    found = [onefold.full_state_dict(trainer.model)]
-    dist.broadcast_object_list(found, 0)
+    state = onefold.full_state_dict(trainer.model)
+    told = [{name: (bits(v), v.shape, v.dtype) for name, v in state.items() if isinstance(v, Tensor)}]
+    dist.broadcast_object_list(told, 0)
+    whole = {
+        name: (torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(shape)
+        for name, (raw, shape, dtype) in told[0].items()
+    }
     pieces: list[Any] = [None] * dist.get_world_size()
     mine = []
     for row in trainer.optimizer.state_dict()["slices"]:
@@ -133,18 +138,15 @@ def truth(trainer: Trainer) -> dict[str, Tensor]:
         for slot in (unit.layout.slots[index] for index in row["slots"]):
             part = slot.span.clip(span)
             for key, value in row["state"].items():
-                if value.ndim:
-                    at = part.shift(-span.start)
-                    mine.append(
-                        (slot.name, key, part.start - slot.start, slot.numel, value[at.start : at.stop].clone())
-                    )
+                if value.ndim and part.numel:
+                    values = value[part.start - span.start : part.stop - span.start]
+                    mine.append((slot.name, key, part.start - slot.start, slot.numel, bits(values)))
                 elif part.numel:
-                    mine.append((slot.name, key, 0, 1, value.reshape(1).clone()))
+                    mine.append((slot.name, key, 0, 1, bits(value)))
     dist.all_gather_object(pieces, mine)
-    whole = {name: value for name, value in found[0].items() if isinstance(value, Tensor)}
     for name, key, start, numel, value in (row for rows in pieces for row in rows):
         target = whole.setdefault(f"{name}|{key}", torch.full((numel,), float("nan")))
-        target[start : start + value.numel()] = value
+        target[start : start + len(value) // 4] = torch.frombuffer(bytearray(value), dtype=torch.float32)
     return whole
 
 
@@ -180,7 +182,7 @@ def fingerprint(trainer: Trainer) -> dict[str, Any]:
         "counts": (trainer.optimizer.steps, trainer.optimizer.skipped, trainer.optimizer.loss_scale),
         "place": (trainer.tried, trainer.epoch, trainer.position, trainer.model.calls),
         "schedule": trainer.schedule.last_epoch,
-        "losses": trainer.losses[-3:],
+        "losses": trainer.losses[-2:],
     }
 
 

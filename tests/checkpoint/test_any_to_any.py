@@ -37,8 +37,11 @@ def read(cases: list[tuple[Case, str]]) -> list[tuple[dict[str, str], list[str]]
     """On every rank: load each case from its folder; what the state is, and which parameters are not the truth's."""
     onefold.init()
     found = []
+    trainers: dict[Case, Trainer] = {}
     for case, folder in cases:
-        trainer = Trainer(case, seed=3).load(folder)
+        if case not in trainers:
+            trainers[case] = Trainer(case, seed=3)
+        trainer = trainers[case].load(folder)  # the next one over what the last one left
         whole = truth(trainer)
         found.append((digests(trained(whole)), compute_copies(trainer, whole)))
     return found

@@ -46,6 +46,8 @@ class Plan(NamedTuple):
     notes: dict[str, Any] | None  # the optimizer's
     settings: list[dict[str, Any] | None]  # of its groups
     modules: dict[str, Any]  # what set_extra_state will be given
+    random: dict[str, torch.Tensor]
+    extra: Any = None
 
 
 def load(
@@ -150,16 +152,12 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
         )
     found = plans[0]
     attempt(comm, engine.begin_load)
-    values: list[Any] = []
-
-    def fill() -> None:
-        values.append(_fill(engine, optimizer, found))
-
-    attempt(comm, fill)
+    attempt(comm, lambda: _fill(engine, optimizer, found))
     engine.end_load()
+    set_random_state(found.random, engine.device)
     if found.own is not None and optimizer is not None:
-        _restore_random_state(engine, found.own)
-    return values[0]
+        _warn_of_other_ranks(engine, found.own)
+    return found.extra
 
 
 def _plan(engine: Engine, optimizer: Optimizer | None, choice: Choice, source: Source) -> Plan:
@@ -170,7 +168,7 @@ def _plan(engine: Engine, optimizer: Optimizer | None, choice: Choice, source: S
             raise CheckpointError(
                 "these are weights without optimizer state; leave the optimizer out: load(path, model)"
             )
-        return Plan(source, found, None, None, [], {})
+        return Plan(source, found, None, None, [], {}, {})
     own = OwnNotes(source, engine.everyone.rank, engine.everyone.size)
     notes, settings = None, []
     if optimizer is not None:
@@ -179,7 +177,8 @@ def _plan(engine: Engine, optimizer: Optimizer | None, choice: Choice, source: S
             _settings(group["params"], found, notes, engine, i) for i, group in enumerate(optimizer.param_groups)
         ]
     modules = {} if choice.subset is not None else _module_notes(engine, own, choice)
-    return Plan(source, found, own, notes, settings, modules)
+    random = own.random_states(engine.device) if optimizer is not None else {}
+    return Plan(source, found, own, notes, settings, modules, random, own.get(EXTRA_NOTE))
 
 
 def _optimizer_notes(source: Checkpoint, own: OwnNotes, optimizer: Optimizer) -> dict[str, Any]:
@@ -227,7 +226,7 @@ def _module_notes(engine: Engine, own: OwnNotes, choice: Choice) -> dict[str, An
     return {name: saved[name] for name in wanted & saved.keys()}
 
 
-def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> Any:
+def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
     fill_values(engine, plan.source, plan.found)
     buffers = dict(_persistent(engine.model))
     fill_buffers(buffers, plan.source, plan.found, (plan.own.get(BUFFERS) if plan.own else None) or {})
@@ -240,7 +239,6 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> Any:
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
             engine.sums_were_kept()
-    return plan.own.get(EXTRA_NOTE) if plan.own else None
 
 
 def _persistent(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -248,18 +246,15 @@ def _persistent(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     return ((name, b) for name, b in model.named_buffers(remove_duplicate=False) if name in kept)
 
 
-def _restore_random_state(engine: Engine, own: OwnNotes) -> None:
-    states, derived = own.random_states(engine.device)
-    set_random_state(states, engine.device)
-    first = engine.everyone.rank == 0
-    if engine.everyone.size > own.ranks and first:
+def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:
+    """Once, on rank 0: what cannot be as it was with another number of ranks."""
+    ranks, first = engine.everyone.size, engine.everyone.rank == 0
+    if ranks > own.ranks and first:
         warnings.warn(
-            f"saved by {own.ranks} ranks and loaded by {engine.everyone.size}: the others get random states derived "
-            f"from rank 0's, so dropout differs from any run of {own.ranks} ranks",
+            f"saved by {own.ranks} ranks and loaded by {ranks}: the others get random states derived from rank 0's, so "
+            f"dropout differs from any run of {own.ranks} ranks",
             stacklevel=5,
         )
-    elif derived:
-        LOG.warning("rank %d had no saved random state for %s; it was derived", engine.everyone.rank, engine.device)
     if not own.same_ranks and own.parted and first:
         warnings.warn(
             f"{', '.join(own.parted)} differed between the {own.ranks} ranks that saved; all ranks now have rank 0's",

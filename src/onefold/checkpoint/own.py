@@ -110,12 +110,12 @@ class OwnNotes:
         mine = self._rank if self.same_ranks and name in self._saved[self._rank] else 0
         return self._decode(name, mine) if name in self._saved[mine] else None
 
-    def random_states(self, device: torch.device) -> tuple[dict[str, Tensor], bool]:
-        """The states of the generators of the host and of this device, and whether one had to be derived."""
-        saved = self._decode(RANDOM, self._rank) if self._rank < len(self._saved) else {}
+    def random_states(self, device: torch.device) -> dict[str, Tensor]:
+        """The states of the generators of the host and of this device; those that were not saved are derived."""
+        saved = self._decode(RANDOM, self._rank) if self._rank < self.ranks else {}
         missing = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind not in saved]
-        first: Tensor = self._decode(RANDOM, 0)["cpu"]
-        return saved | {kind: derived_state(kind, first, self._rank) for kind in missing}, bool(missing)
+        first = self._decode(RANDOM, 0)["cpu"] if missing else torch.empty(0)
+        return saved | {kind: derived_state(kind, first, self._rank) for kind in missing}
 
     def _decode(self, name: str, rank: int) -> Any:
         return self.decode(self._saved[rank].get(name), rank)
