@@ -85,6 +85,12 @@ def test_a_writer_that_was_believed_dead_cannot_commit_what_was_cleaned(tmp_path
     assert os.listdir(tmp_path) == ["step-00000002"]
 
 
+def test_leftovers_that_cannot_be_removed_do_not_stop_a_save(tmp_path, caplog):
+    (tmp_path / ".removing-step-00000001-0badcafe" / "in the way").mkdir(parents=True)
+    assert load(Storage(), save(Storage(), tmp_path, 2)) == 2
+    assert "leftovers stay" in caplog.text
+
+
 def test_ranks_that_write_to_different_disks_are_told_so(tmp_path):
     draft = begin(Storage(), tmp_path / "one", 1)
     parts = [write_rank(Storage(), draft, 0, 2)]

@@ -11,6 +11,7 @@ is the one with the highest step; no file points to it.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import NamedTuple
 from onefold.checkpoint.manifest import MANIFEST_BYTES_LIMIT, Manifest
 from onefold.checkpoint.storage import Storage
 from onefold.errors import CheckpointDamaged, CheckpointError
+
+LOG = logging.getLogger("onefold")
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-([0-9]{8,18})")
@@ -57,7 +60,10 @@ def begin(storage: Storage, run: Path, step: int) -> Draft:
             f"{run / step_name(newest)} is committed, and step {step} would overwrite it or stand behind it, so "
             f"that load({str(run)!r}) would not take it; save to another folder, or move that one away"
         )
-    clean(storage, run)
+    try:
+        clean(storage, run)
+    except CheckpointError as error:  # a file that someone keeps open on a network disk must not stop all saves
+        LOG.warning("leftovers stay: %s", error)
     draft = Draft(run, step, run / f"{WRITING}{step_name(step)}-{secrets.token_hex(4)}")
     storage.make_folder(draft.folder)
     return draft
