@@ -85,6 +85,44 @@ def test_a_writer_that_was_believed_dead_cannot_commit_what_was_cleaned(tmp_path
     assert os.listdir(tmp_path) == ["step-00000002"]
 
 
+def test_a_writer_that_is_cleaned_away_while_it_commits_leaves_nothing_half_there(tmp_path):
+    class Killed(Exception): ...
+
+    class Cleaner(Storage):
+        def at(self, operation: str, path: Path) -> None:
+            if operation == "remove" and path.name != "manifest.json":
+                raise Killed  # with some of the files gone
+
+    class Writer(Storage):
+        def at(self, operation: str, path: Path) -> None:
+            if operation == "rename" and path.name.startswith(".writing"):
+                with pytest.raises(Killed):
+                    begin(Cleaner(), tmp_path, 2)  # of a job that believes this one dead
+
+    draft = begin(Storage(), tmp_path, 1)
+    parts = [write_rank(Storage(), draft, rank, 2) for rank in range(2)]
+    with pytest.raises(CheckpointError, match="could not rename"):
+        finish(Writer(), draft, parts)
+    assert committed(Storage(), tmp_path) == []
+
+
+def test_a_file_that_is_there_is_never_written(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    with pytest.raises(CheckpointError, match=r"could not create .*mine: File exists"):
+        Storage().create(tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_reads_that_come_in_pieces_are_put_together():
+    symbols = Path("/proc/kallsyms")  # the kernel gives it some pages at a time
+    into = bytearray(1 << 16)
+    with open(symbols, "rb", buffering=0) as file:
+        if not 0 < len(file.read(len(into))) < len(into):
+            pytest.skip("this kernel gives it whole, or not at all")
+    Storage().read(symbols, 0, memoryview(into))
+    assert bytes(into) == symbols.read_bytes()[: len(into)]
+
+
 def test_leftovers_that_cannot_be_removed_do_not_stop_a_save(tmp_path, caplog):
     (tmp_path / ".removing-step-00000001-0badcafe" / "in the way").mkdir(parents=True)
     assert load(Storage(), save(Storage(), tmp_path, 2)) == 2

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from onefold.checkpoint.commit import begin, commit, committed, retain, step_name
+import onefold
+from onefold.checkpoint.commit import begin, commit, committed, read_manifest, retain, step_name
 from onefold.checkpoint.manifest import Manifest, put_together
+from onefold.checkpoint.save import save_on
+from onefold.checkpoint.verify import check
 from onefold.errors import CheckpointError
 from tests.checkpoint.disk import Disk, Folder, Op, Site, picture, without_power
 from tests.checkpoint.drive import load, save, write_rank
+from tests.harness import run_ranks
 
 RUN = Path("/data/team/run")  # only /data is there at first
 RANKS, SAVES, KEEP = 3, 4, 2
@@ -77,7 +82,8 @@ def instants(phases: Sequence[Phase], rng: random.Random, skip: Site | None) -> 
 class Judge:
     """Says whether a disk is as it must be at the next start. Reads each checkpoint once."""
 
-    def __init__(self) -> None:
+    def __init__(self, load: Callable[[Disk, Path], int] = load) -> None:
+        self._read = load
         self._good: set[object] = set()
         self._seen: set[object] = set()
         self.states = 0  # all that may be found; of these each that differs from the others is judged once
@@ -100,7 +106,7 @@ class Judge:
     def _load(self, found: Disk, step: int) -> None:
         content = step, picture(found._folder(RUN / step_name(step)))
         if content not in self._good:
-            assert load(found, RUN / step_name(step)) == step
+            assert self._read(found, RUN / step_name(step)) == step
             self._good.add(content)
 
     @property
@@ -110,8 +116,12 @@ class Judge:
 
 def judge_every_state(seeds: Sequence[int], samples: int, skip: Site | None = None) -> Judge:
     """Kills and loses power after each operation, for several orders of the ranks' operations."""
-    judge = Judge()
-    phases = record(skip)
+    return judge_log(Judge(), record(skip), seeds, samples, skip)
+
+
+def judge_log(
+    judge: Judge, phases: Sequence[Phase], seeds: Sequence[int], samples: int, skip: Site | None = None
+) -> Judge:
     for rng in map(random.Random, seeds):
         for safe, disk in instants(phases, rng, skip):
             for found in without_power(disk, rng, samples):
@@ -149,3 +159,34 @@ def test_without_any_one_flush_or_rename_the_promise_breaks(site):
 
 def test_the_model_sees_every_flush_and_rename_of_a_save():
     assert len(sites()) == 9
+
+
+def save_for_real(wait: bool) -> tuple[int, int]:
+    """On one rank: onefold.save itself, several times, on a disk that forgets; then every instant of it is judged."""
+    onefold.init()
+    model = onefold.shard(torch.nn.Linear(6, 4), stage=3)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=0.1)
+    disk, phases, steps = empty_disk(), [], []
+    for step in range(1, SAVES + 1):
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save_on(disk, RUN, model, optimizer, extra={"step": step}, keep=KEEP, wait=wait)
+        onefold.finish_saves()
+        phases.append((set(steps[-KEEP + 1 :]), [disk.log]))  # while it saves, older ones may be removed
+        disk.log = []
+        steps.append(step)
+    phases.append((set(steps[-KEEP:]), [[]]))
+    judge = judge_log(Judge(whole), phases, [0], samples=10)
+    return judge.states, judge.different
+
+
+def whole(disk: Disk, folder: Path) -> int:
+    check(disk, folder)
+    return read_manifest(disk, folder).step
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["synchronous", "asynchronous"])
+def test_a_real_save_of_a_real_model_keeps_the_promise(wait):
+    ((states, different),) = run_ranks(1, save_for_real, wait)
+    assert states > 3_000 and different > 100, (states, different)
