@@ -166,6 +166,7 @@ class Check:
         return CheckpointDamaged(f"{self._where} {why}; the checkpoint is damaged or was not written by onefold")
 
     def that(self, right: bool, why: str) -> None:
+        """Where there may be a hundred thousand rows, ask first and then make the message: `if …: raise failed(…)`."""
         if not right:
             raise self.failed(why)
 
@@ -194,8 +195,9 @@ class Check:
 
     def entry(self, row: Any) -> Entry:
         self._row(row, str, str, int, int, str, list)
-        self.that(all(isinstance(digest, str) for digest in row[5]), f"has odd digests for {row[0]!r}")
         name, state, start, stop, file, sha256 = row
+        if set(map(type, sha256)) - {str}:
+            raise self.failed(f"has odd digests for {name!r}")
         return Entry(name, state, start, stop, file, tuple(sha256))
 
     def record(self, row: Any) -> ParamRecord:
@@ -208,8 +210,8 @@ class Check:
         return ParamRecord(**(row | lists))
 
     def _row(self, row: Any, *types: type) -> None:
-        right = isinstance(row, list) and [type(value) for value in row] == list(types)
-        self.that(right, f"has {str(row)[:200]} where {[kind.__name__ for kind in types]} belong")
+        if not isinstance(row, list) or tuple(map(type, row)) != types:
+            raise self.failed(f"has {str(row)[:200]} where {[kind.__name__ for kind in types]} belong")
 
     # -- what it says -----------------------------------------------------------------------------------------------
 
@@ -228,8 +230,10 @@ class Check:
                 records[name] = record
         spans: dict[tuple[str, str], list[Span]] = {(r.name, s): [] for r in manifest.records for s in r.states}
         for entry in manifest.entries:
-            self.that((entry.name, entry.state) in spans, f"has an entry {entry.key!r} without a record")
-            self.that(entry.file in files, f"finds {entry.key!r} in {entry.file!r}, which it does not list")
+            if (entry.name, entry.state) not in spans:
+                raise self.failed(f"has an entry {entry.key!r} without a record")
+            if entry.file not in files:
+                raise self.failed(f"finds {entry.key!r} in {entry.file!r}, which it does not list")
             self._check_digests(entry, records[entry.name])
             spans[entry.name, entry.state].append(entry.span)
         for (name, state), parts in spans.items():
@@ -246,17 +250,18 @@ class Check:
         self.that(dense(record.shape, record.stride), f"has {who} with shape {record.shape}, stride {record.stride}")
 
     def _check_digests(self, entry: Entry, record: ParamRecord) -> None:
-        self.that(0 <= entry.start < entry.stop <= record.numel, f"has {entry.key!r} outside {record.numel:,} elements")
-        chunks = -(-block_of(entry, record).bytes // CHUNK_BYTES)
-        right = len(entry.sha256) == chunks and all(map(HEX.fullmatch, entry.sha256))
-        self.that(right, f"has {len(entry.sha256)} digests of {entry.key!r}; wanted are {chunks}")
+        if not 0 <= entry.start < entry.stop <= record.numel:
+            raise self.failed(f"has {entry.key!r} outside {record.numel:,} elements")
+        chunks = -(-(entry.stop - entry.start) * record.dtype(entry.state).itemsize // CHUNK_BYTES)
+        if len(entry.sha256) != chunks or not all(map(HEX.fullmatch, entry.sha256)):
+            raise self.failed(f"has {len(entry.sha256)} digests of {entry.key!r}; wanted are {chunks}")
 
     def _check_cover(self, name: str, state: str, parts: list[Span], numel: int) -> None:
         end = 0
         for part in sorted(parts):
-            how = "twice" if part.start < end else "nowhere"
-            first = min(part.start, end)
-            self.that(part.start == end, f"has element {first:,} of {name!r} ({state}) {how}")
+            if part.start != end:
+                how = "twice" if part.start < end else "nowhere"
+                raise self.failed(f"has element {min(part.start, end):,} of {name!r} ({state}) {how}")
             end = part.stop
         self.that(end == numel, f"has {end:,} of {numel:,} elements of {name!r} ({state})")
 
