@@ -6,6 +6,7 @@ fails raises CheckpointError: what was tried, on which path, and what to do.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from onefold.errors import CheckpointDamaged, CheckpointError
+
+SYNC_FILE_RANGE_WRITE = 2
+WORTH_BYTES = 1 << 20
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -108,6 +112,7 @@ class Out:
             written = 0
             while written < len(data):
                 written += os.write(self._file, data[written:])
+            start_writeback(self._file, len(data))
 
     def finish(self) -> None:
         """All bytes are on disk for good; the name is not yet."""
@@ -124,6 +129,14 @@ class Out:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def start_writeback(file: int, size: int) -> None:
+    """Let the disk begin with what was written last, so that less is left for the flush. A hint: it may do nothing."""
+    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux; Python has no name for it
+    if begin is not None and size >= WORTH_BYTES:
+        end = os.lseek(file, 0, os.SEEK_CUR)
+        begin(file, ctypes.c_int64(end - size), ctypes.c_int64(size), ctypes.c_uint(SYNC_FILE_RANGE_WRITE))
 
 
 VERBS = {
