@@ -12,8 +12,8 @@ import onefold
 ORDER = [
     "errors", "placement", "layout", "precision", "scaling", "rounding", "sums", "leftovers", "config", "mesh", "comm",
     "agree", "memory", "views", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule",
-    "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "finite",
-    "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard",
+    "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "carried",
+    "finite", "inside", "optimizer", "scheduler", "full", "report", "blocks", "build", "shard",
     "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading",
     "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes", "checkpoint.state",
     "checkpoint.own", "checkpoint.together", "checkpoint.background", "checkpoint.save", "checkpoint.names",

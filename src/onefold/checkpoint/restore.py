@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from onefold.carried import NewState, take_states
 from onefold.checkpoint.manifest import VALUE, ParamRecord, same_order
 from onefold.checkpoint.notes import decode_single
 from onefold.checkpoint.reading import Source, read_laid
@@ -19,7 +20,6 @@ from onefold.engine import Engine
 from onefold.layout import Span
 from onefold.optimizer import Optimizer
 from onefold.rounding import narrow
-from onefold.slices import NewState
 from onefold.views import dense_stride
 
 CHUNK_BYTES = 64 << 20  # of host memory at a time; a range is read together with what shares its digests
@@ -81,7 +81,7 @@ def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: 
             for index, slot in enumerate(unit.layout.slots)
             if slot.name in found
         }
-        by_unit.take_states(new, optimizer.param_groups)
+        take_states(by_unit, new, optimizer.param_groups)
 
 
 def _new_state(source: Source, record: ParamRecord, stride: tuple[int, ...]) -> NewState:

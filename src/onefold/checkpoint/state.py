@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from onefold.carried import states_of
 from onefold.checkpoint.manifest import VALUE, Entry, ParamRecord, contiguous_stride
 from onefold.checkpoint.notes import encode_single
 from onefold.checkpoint.tensorfile import DTYPE_NAMES
@@ -85,7 +86,7 @@ def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
     if engine.replica == 0:
         held += _values(engine)
         for by_unit in optimizer.by_unit if optimizer is not None else ():
-            for state in by_unit.states(by_unit.unit.mine):
+            for state in states_of(by_unit, by_unit.unit.mine):
                 name = by_unit.unit.layout.slots[state.slot].name
                 scalars[name] = {key: encode_single(value, f"{name}: {key}") for key, value in state.singles.items()}
                 held += [vector(name, key, state.elements, flat) for key, flat in state.vectors.items()]
