@@ -93,7 +93,7 @@ def _filled(optimizer: UnitOptimizer, cut: Slice, states: list[NewState], like: 
         if isinstance(value, Tensor):
             value = value.to(like[key].device if isinstance(like.get(key), Tensor) else "cpu", copy=True)
         made[key] = value
-    return made
+    return {key: made[key] for key in sorted(made, key=list(like | made).index)}  # in the class's own order
 
 
 def _as_new(state: SlotState) -> NewState:
