@@ -29,6 +29,7 @@ from onefold.layout import Span
 
 CHUNK_BYTES = 4 << 20  # a multiple of every itemsize
 HEADER_BYTES_LIMIT = 64 << 20  # some 400,000 tensors; a header that claims more is not read
+WORTH_A_THREAD_BYTES = 1 << 18
 HASHERS = min(4, os.cpu_count() or 1)
 
 DTYPES = {
@@ -82,7 +83,12 @@ def write_tensors(storage: Storage, path: Path, blocks: Sequence[Block], chunks:
                 chunk = next(source)
                 assert chunk.dtype == block.dtype and chunk.dim() == 1 and chunk.numel() <= left, block
                 data = bytes_of(chunk)
-                hashing = [hashers.submit(sha.update, part) for sha, part in digests.cut(data)]
+                hashing = []
+                for sha, part in digests.cut(data):
+                    if len(part) < WORTH_A_THREAD_BYTES:
+                        sha.update(part)
+                    else:
+                        hashing.append(hashers.submit(sha.update, part))
                 out.write(data)  # beside the hashing: both let go of the interpreter
                 for done in hashing:
                     done.result()
