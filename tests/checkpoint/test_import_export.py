@@ -95,6 +95,8 @@ def test_export_overwrites_nothing_and_leaves_nothing_when_it_fails(run, tmp_pat
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(CheckpointError, match="out exists; name a folder that does not"):
         onefold.export(run, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="make the folder above it first"):
+        onefold.export(run, tmp_path / "no" / "such" / "folder")
     with pytest.raises(ConfigError, match="dtype='int8' is not one of fp32, bf16, fp16"):
         onefold.export(run, tmp_path / "new", dtype="int8")
     damaged = tmp_path / "damaged"

@@ -155,6 +155,8 @@ def explained(operation: str, path: Path, error: OSError) -> CheckpointError:
         remedy = "; choose a folder that this user may read and write"
     elif error.errno == errno.ENOENT and operation in ("create", "read", "size"):
         remedy = "; all ranks must see the same folder, and nobody may change it meanwhile"
+    elif error.errno == errno.ENOENT and operation == "make_folder":
+        remedy = "; make the folder above it first"
     else:
         remedy = ""
     return CheckpointError(f"could not {VERBS[operation]} {path}: {error.strerror or error}{remedy}")
