@@ -7,8 +7,8 @@
 Every CHUNK_BYTES of a tensor have a SHA-256 of their own, so a range is checked by reading little more than the range,
 and whoever finds damage can name the tensor.
 
-The safetensors library is not used here: it writes from memory that holds the whole file, and it reads by mapping, where
-a file that is cut short ends the process instead of raising. Tests compare the two.
+The safetensors library is not used here: it writes from memory that holds the whole file, and reads by mapping, where a
+file that is cut short ends the process instead of raising. Tests compare the two.
 """
 
 from __future__ import annotations
