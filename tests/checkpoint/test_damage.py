@@ -116,3 +116,12 @@ def test_a_rank_reads_no_file_that_it_does_not_need(tmp_path):
     Checkpoint(Watching(), folder).read("w", Span(30, 50), out)
     assert torch.equal(out, expected(1, "value")[30:50])
     assert set(read) == {"manifest.json", file_name(0), file_name(1)}
+
+
+def test_any_range_over_any_number_of_files_is_what_was_written(tmp_path):
+    checkpoint = Checkpoint(Storage(), save(Storage(), tmp_path, 1, ranks=5))
+    for start in range(0, 121, 6):
+        for stop in range(start, 121, 9):
+            out = torch.empty(stop - start)
+            checkpoint.read("w", Span(start, stop), out)
+            assert torch.equal(out, expected(1, "value")[start:stop])

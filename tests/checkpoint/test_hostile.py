@@ -159,6 +159,13 @@ def test_a_manifest_that_lies_is_refused_even_when_its_digest_is_right(good, tmp
         raise CheckpointDamaged(damages[0].what)
 
 
+def test_a_manifest_that_says_a_thing_twice_is_refused(good):
+    body = signed(good[1])[len(HEAD % "") + 64 :].replace(b'"step": 1,', b'"step": 1, "step": 1,', 1)
+    text = (HEAD % hashlib.sha256(body).hexdigest()).encode() + body
+    with pytest.raises(CheckpointDamaged, match="a key occurs twice"):
+        Manifest.from_json(text, "this")
+
+
 def test_a_manifest_changed_anywhere_at_random_is_refused_or_says_the_same_as_what_it_says(good):
     """No change makes it raise anything but the named error, and what is accepted is written again as it was read."""
     _, rows = good
@@ -188,6 +195,19 @@ def places(node: Any) -> Any:
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(CheckpointDamaged, match="wanted is a safetensors file beside it"):
+        open_weights(Storage(), tmp_path)
+
+
+def test_an_index_of_any_size_costs_little_memory(tmp_path):
+    with open(tmp_path / "model.safetensors.index.json", "wb") as file:
+        file.truncate(BIG)
+    assert in_little_memory(lambda: open_weights(Storage(), tmp_path), 1 << 20)
+
+
+def test_an_index_that_finds_a_tensor_where_it_is_not_is_refused(tmp_path):
+    tensor_file(tmp_path / "a.safetensors", {"a": row(0, 16)}, bytes(16))
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
+    with pytest.raises(CheckpointDamaged, match=r"a\.safetensors has no tensor 'w', which the index finds there"):
         open_weights(Storage(), tmp_path)
 
 

@@ -65,7 +65,11 @@ def once() -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    """Names, dtypes and values; torch.equal alone finds 1 in bf16 equal to 1 in fp32."""
+    alike = [
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one if name in other
+    ]
+    return one.keys() == other.keys() and all(alike)
 
 
 def test_export_gives_what_was_trained_and_tied_weights_once(run, tmp_path):

@@ -39,8 +39,6 @@ class Weights:
             for name in file.blocks if names is None else names:
                 if name not in file.blocks:
                     raise CheckpointDamaged(f"{path} has no tensor {name!r}, which the index finds there")
-                if name in self._homes:
-                    raise CheckpointDamaged(f"{name!r} is both in {self._homes[name].path} and in {path}")
                 block = file.blocks[name]
                 self._homes[name] = file
                 states = {VALUE: DTYPE_NAMES[block.dtype]}

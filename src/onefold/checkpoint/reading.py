@@ -50,10 +50,9 @@ class Checkpoint:
         first = max(bisect_right(entries, span.start, key=lambda entry: entry.start) - 1, 0)
         for entry in entries[first:]:
             part = entry.span.clip(span)
-            if entry.start >= span.stop:
+            if not part.numel:
                 break
-            if part.numel:
-                self.read_entry(entry, part, out[part.start - span.start : part.stop - span.start])
+            self.read_entry(entry, part, out[part.start - span.start : part.stop - span.start])
 
     def whole(self, name: str, out: Tensor, state: str = VALUE) -> None:
         self.read(name, Span(0, self.records[name].numel), out, state)
