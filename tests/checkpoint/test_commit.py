@@ -190,6 +190,14 @@ def test_a_read_only_folder_is_a_named_error_and_still_loads(tmp_path):
     assert load(Storage(), find(Storage(), tmp_path)[0]) == 1
 
 
+def test_a_folder_above_the_run_that_may_not_be_read_does_not_stop_a_save(tmp_path):
+    (tmp_path / "run").mkdir()
+    storage = Failing(errno.EACCES, 0, kinds=("sync_folder",))  # the first is of the folder above
+    assert load(storage, save(storage, tmp_path / "run", 1)) == 1 and storage.failed
+    with pytest.raises(CheckpointError, match="Permission denied"):  # but one that we made must last
+        save(Failing(errno.EACCES, 1, kinds=("sync_folder",)), tmp_path / "new", 1)
+
+
 # On a file system of 48 kB that nobody else sees; argument: its folder. Prints what each save says.
 REALLY_FULL = """
 import subprocess, sys
