@@ -33,7 +33,7 @@ class Stuck(Storage):
 
     def at(self, operation: str, path: Path) -> None:
         self.log.append((operation, path.name))
-        if operation == "finish":
+        if operation == "create":  # nothing has been read of the state yet
             self.reached.set()
             assert self.go_on.wait(60)
 
@@ -146,18 +146,20 @@ def test_host_memory_is_reused_between_saves(tmp_path):
 
 
 SCRIPT = """
-import sys, time, torch, onefold
+import sys, threading, time, torch, onefold
 from onefold.checkpoint.save import save_on
 from onefold.checkpoint.storage import Storage
 
 class Slow(Storage):
     def at(self, operation, path):
-        time.sleep(0.05)  # so that the end of the script comes first
+        while operation == "create" and not threading._SHUTTING_DOWN:  # the end of the script comes first
+            time.sleep(0.01)
+        time.sleep(0.05)
         if operation == sys.argv[2]:
             raise OSError(28, "No space left on device")
 
 onefold.init()
-model = onefold.shard(torch.nn.Linear(3, 3), stage=2)
+model = onefold.shard(torch.nn.Linear(1024, 1024), stage=2)  # large enough for threads that hash
 optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=0.1)
 save_on(Slow(), sys.argv[1], model, optimizer, wait=False)
 torch.distributed.destroy_process_group()

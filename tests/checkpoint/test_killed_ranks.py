@@ -34,7 +34,7 @@ def train_and_save(folder: str, sworn: str, wait: bool) -> None:
         optimizer.backward(model(torch.randn(4, 16)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        path = onefold.save(folder, model, optimizer, extra={"sum": checksum(model)}, keep=2, wait=wait)
+        path = onefold.save(folder, model, optimizer, extra={"sum": checksum(model)}, keep=1 + wait, wait=wait)
         done = path if wait else before  # the next save has waited for the one before
         if done and torch.distributed.get_rank() == 0:
             with open(sworn, "a") as out:

@@ -58,8 +58,8 @@ def said(call: Any, *args: Any, **kwargs: Any) -> str | None:
     return None
 
 
-def fill_the_disk(folder: str, full_rank: int, wait: bool) -> list[tuple[str, bool]]:
-    """For every operation of a save: what this rank raised, and whether what then loads is a whole checkpoint."""
+def fill_the_disk(folder: str, full_rank: int, wait: bool) -> list[tuple[str, bool, int]]:
+    """For every operation of a save: what this rank raised, whether what then loads is whole, and how much was left."""
     onefold.init()
     model, optimizer = small()
     step(model, optimizer)
@@ -78,7 +78,8 @@ def fill_the_disk(folder: str, full_rank: int, wait: bool) -> list[tuple[str, bo
         if error is None:
             break
         other, its = small(seed=1)
-        found.append((error, weights(other) != onefold.load(folder, other, its) == weights(other)))
+        right = weights(other) != onefold.load(folder, other, its) == weights(other)
+        found.append((error, right, sum(name.startswith(".") for name in os.listdir(folder))))
     return found
 
 
@@ -87,9 +88,10 @@ def test_a_full_disk_raises_the_same_error_on_every_rank_and_spares_the_last_che
     answers = run_ranks(2, fill_the_disk, str(tmp_path), full_rank, wait)
     assert answers[0] == answers[1]
     assert len(answers[0]) >= (8 if full_rank == 0 else 3)  # every operation was met
-    for error, loads in answers[0]:
+    for error, loads, leftovers in answers[0]:
         assert error.startswith(f"CheckpointError: rank {full_rank}: could not ") and "No space left" in error
         assert loads
+        assert leftovers == 0 or full_rank == 0  # whose own disk would not let it tidy up
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
