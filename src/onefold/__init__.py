@@ -1,7 +1,13 @@
 """Onefold: every byte of training state stored once across the cluster."""
 
+from onefold.checkpoint.background import finish_saves
+from onefold.checkpoint.export import export
+from onefold.checkpoint.load import load
+from onefold.checkpoint.save import save
 from onefold.config import Zero
 from onefold.errors import (
+    CheckpointDamaged,
+    CheckpointError,
     CommError,
     ConfigError,
     MismatchError,
@@ -24,6 +30,8 @@ from onefold.shard import accumulate, catch_up, shard
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointDamaged",
+    "CheckpointError",
     "CommError",
     "ConfigError",
     "LossScale",
@@ -43,12 +51,16 @@ __all__ = [
     "Zero",
     "accumulate",
     "catch_up",
+    "export",
+    "finish_saves",
     "full_parameters",
     "full_state_dict",
     "init",
+    "load",
     "memory",
     "placement",
     "plan",
+    "save",
     "shard",
     "track_memory",
     "traffic",

@@ -15,6 +15,7 @@ order. On NCCL the library's collectives do the work. One rank moves nothing: N 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from onefold.errors import CommError, ConfigError
 from onefold.leftovers import Offers, keep
-from onefold.mesh import Axis
+from onefold.mesh import Axis, beside
 from onefold.sums import sum_in_order, sum_wide
 
 
@@ -187,6 +188,23 @@ class Comm:
         lengths = [int.from_bytes(size, "big") for size in sizes]
         rows = self.gather_bytes(blob.ljust(max(lengths), b"\0"), label)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
+
+    def collect(self, blob: bytes, label: Label) -> list[bytes]:
+        """Every rank's bytes, in rank order, on rank 0; nothing elsewhere. For set-up, on gloo."""
+        assert isinstance(self._wire, PairwiseWire)
+        sizes = [int.from_bytes(size, "big") for size in self.gather_bytes(len(blob).to_bytes(8, "big"), label)]
+        boxes = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        boxes[self.rank].copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else boxes[self.rank])
+        filled = {peer: box for peer, box in enumerate(boxes) if peer and box.numel()}
+        mine = {0: filled[self.rank]} if self.rank in filled else {}
+        self.meter.count(label.purpose, "gather", len(blob) if self.rank else 0)
+        self._wire._swap(mine, {} if self.rank else filled, label).wait()
+        return [] if self.rank else [ctypes.string_at(box.data_ptr(), box.numel()) for box in boxes]
+
+    def beside(self, name: str, timeout_s: float) -> Comm:
+        """The same ranks over a gloo group of their own, for another thread. Collective."""
+        axis = beside(self._axis, f"{name}/{self.salt}", self._timeout.total_seconds())
+        return Comm(axis, torch.device("cpu"), timeout_s, Meter())
 
     def gather_bytes(self, blob: bytes, label: Label) -> list[bytes]:
         """Every rank's bytes, in rank order, where all bring equally many."""

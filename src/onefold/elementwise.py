@@ -67,6 +67,18 @@ def examine(
     return dict(optimizer.defaults), _cost(part, half)
 
 
+def first_state(
+    cls: Any, kwargs: dict[str, Any], settings: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What the class keeps of a vector that it has updated once: which names, dtypes and devices."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        param = nn.Parameter(torch.zeros(ALIGN, dtype=dtype, device=device))
+        optimizer = cls([param], **kwargs)
+        optimizer.param_groups[0].update(settings)
+        _train(optimizer, param, [torch.ones(ALIGN, dtype=dtype)])
+    return dict(optimizer.state[param])
+
+
 def _train(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]) -> None:
     for grad in grads:
         param.grad = grad.to(param.device, copy=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from onefold.comm import Comm, Label, Pending
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
+from onefold.layout import UnitLayout
 from onefold.memory import Pool
 from onefold.passes import Passes
 from onefold.placement import Placement, Scope
@@ -33,6 +34,7 @@ from onefold.survey import ATTRIBUTE
 from onefold.tree import ParameterTree
 from onefold.unit import Unit
 
+ASIDE_TIMEOUT_S = 24 * 3600.0  # a disk may be slow; a peer that has ended is noticed at once
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
 
 
@@ -58,19 +60,24 @@ class Engine:
         frozen: Sequence[tuple[str, nn.Parameter]],
         digest: str,
         precision: Precision,
+        layouts: Sequence[UnitLayout],
+        replica: int,
         why: str = "",
     ) -> None:
         self.why = why  # stage="auto": what was chosen, and the reason
         self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
         self.comm, self.everyone = comm, everyone  # the ranks that share state; those and their replicas
+        self.replica = replica  # which of the copies this rank's shard is
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
-        self.precision = precision
+        self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
         self.whole_for_now = 0  # full_parameters contexts that are open
         self.grad_scale = 1.0  # what the gradients of this step are multiplied by
         self.inside: Any = None  # InsideUpdates, where units are updated inside backward
         self.optimizer: Any = None  # the Optimizer that was made for this model
         self.device = pool.device
+        self._aside: Comm | None = None
+        self.spoilt = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
@@ -106,6 +113,8 @@ class Engine:
         return self._accumulating != "once"
 
     def before_forward(self) -> None:
+        if self.spoilt:
+            raise StateError(self.spoilt)
         if self.inside:
             self.inside.finish()
         if torch.is_grad_enabled():
@@ -302,6 +311,55 @@ class Engine:
             self.shown.hide()
             self.used = bytearray(len(self.params))
 
+    # -- saved and loaded ------------------------------------------------------------------------------------------
+
+    def quiet(self, where: str) -> None:
+        """Nothing is half done, so that all values may be read, or replaced, as one state."""
+        if self.spoilt and where == "save()":
+            raise StateError(self.spoilt)
+        if self.whole_for_now:
+            raise StateError(f"{where} inside full_parameters would miss what is written there; leave it first")
+        if torch._C._current_graph_task_id() != -1:
+            raise StateError(f"{where} inside backward would see some units before and some after it; call it later")
+        if self.inside:
+            if self.unsettled:
+                raise StateError(f"{where} between a backward that updates and its step(): call optimizer.step() first")
+            self.inside.finish()
+        for unit in self.units:
+            unit.take_edits()
+
+    @property
+    def aside(self) -> Comm:
+        """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
+        if self._aside is None:
+            self._aside = self.everyone.beside("aside", ASIDE_TIMEOUT_S)
+        return self._aside
+
+    def begin_load(self) -> None:
+        """Every value is about to be replaced: gradients of the old ones go, and so do whole copies."""
+        self.spoilt = "load() failed half way, so the model holds values of two states; load a checkpoint again"
+        self.drop_gradients()
+        self.passes.gathers.catch_up()
+        self.passes.release_all()
+
+    def end_load(self) -> None:
+        """Each rank has new values of what it owns: bring the others, and tell whoever remembers the old ones."""
+        owners = [u for u in self.units if u.placement.optimizer is Scope.SHARD]
+        gathers = [u.values.gather_updated() for u in owners if u.placement.parameters is Scope.WHOLE]
+        for pending in gathers:
+            pending.wait()
+        torch.autograd.graph.increment_version([param for unit in self.all_units for param in unit.params])
+        for unit in self.units:
+            unit.know_edits()
+        self.comm.meter.cut()
+        self.spoilt = ""
+
+    def sums_were_kept(self) -> None:
+        """Gradients have accumulated in this run: from then on sums are fp32."""
+        self.sums_kept = True
+        for unit in self.units:
+            unit.gradients.widen()
+
     def _wait_for_gathers(self) -> None:
         for pending in self._gathers:
             pending.wait()
@@ -315,9 +373,7 @@ class Engine:
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
         self._accumulating = reduce or ("once" if self.placement.gradients is Scope.WHOLE else "each")
-        self.sums_kept = True
-        for unit in self.units:
-            unit.gradients.widen()
+        self.sums_were_kept()
         try:
             yield
         finally:

@@ -34,3 +34,11 @@ class MismatchError(OnefoldError, RuntimeError):
 
 class CommError(OnefoldError, RuntimeError):
     """A collective failed or timed out; the message names it and the ranks that did not come."""
+
+
+class CheckpointError(OnefoldError, RuntimeError):
+    """A checkpoint could not be written, found or read."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint's bytes are not those that were written; the message names the file and the tensor."""

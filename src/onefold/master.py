@@ -27,9 +27,21 @@ class Master:
     def close(self, span: Span, wide: Tensor) -> None:
         """They have been updated."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._values.whole.dtype
+
     def peek(self, span: Span, out: Tensor) -> None:
         """A copy of some master values."""
         out.copy_(self._values.part(span))
+
+    def look(self, span: Span, scratch: Tensor) -> Tensor:
+        """Some master values to read: as they lie here, or put together in `scratch`."""
+        return self._values.part(span)
+
+    def take(self, span: Span, wide: Tensor) -> None:
+        """New master values; the compute copy follows."""
+        narrow(wide, self._values.part(span))
 
     def poke(self, span: Span, wide: Tensor) -> None:
         """New master values, which the compute copy has already, rounded."""
@@ -55,6 +67,8 @@ class NarrowMaster(Master):
     def __init__(self, values: Values, owned: Span, beside: Tensor) -> None:
         super().__init__(values, owned)
         self._beside = beside
+
+    dtype = torch.float32
 
     def parts(self, span: Span) -> tuple[Tensor, Tensor]:
         """The compute copy, and what is beside it."""
@@ -92,6 +106,13 @@ class WideMaster(NarrowMaster):
     def peek(self, span: Span, out: Tensor) -> None:
         out.copy_(self._at(span))
 
+    def look(self, span: Span, scratch: Tensor) -> Tensor:
+        return self._at(span)
+
+    def take(self, span: Span, wide: Tensor) -> None:
+        self._at(span).copy_(wide)
+        narrow(self._at(span), self._values.part(span))
+
     def poke(self, span: Span, wide: Tensor) -> None:
         self._at(span).copy_(wide)
         self._remember(span, wide)
@@ -128,6 +149,13 @@ class SplitMaster(NarrowMaster):
         broken = torch.isnan(out) & ~torch.isnan(copy)  # zeroed through .data, where the remainder means nothing
         if out.is_cuda or broken.any():
             out.copy_(torch.where(broken, copy.float(), out))
+
+    def look(self, span: Span, scratch: Tensor) -> Tensor:
+        self.peek(span, scratch[: span.numel])
+        return scratch[: span.numel]
+
+    def take(self, span: Span, wide: Tensor) -> None:
+        split(wide.float(), self._values.part(span), self._at(span))
 
     def poke(self, span: Span, wide: Tensor) -> None:
         split(wide, self._values.part(span), self._at(span))

@@ -112,6 +112,18 @@ def simulated_axes(ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, 
     return Axes(axis(ranks, rank), axis(replicas, 0), axis(ranks * replicas, rank))
 
 
+def beside(axis: Axis, name: str, timeout_s: float) -> Axis:
+    """A gloo group of the same ranks for other threads; `name` is the same on all of them and used once. Collective.
+
+    torch does not know of it, so destroy_process_group() in the main thread leaves what is on the way there alone.
+    """
+    store = dist.PrefixStore(f"onefold/{name}", dist.distributed_c10d._get_default_store())
+    gloo = dist.ProcessGroupGloo(store, axis.rank, axis.size, timedelta(seconds=timeout_s))
+    group = dist.ProcessGroup(store, axis.rank, axis.size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return Axis(group=group, rank=axis.rank, size=axis.size, world_ranks=axis.world_ranks)
+
+
 def _axis(group: dist.ProcessGroup) -> Axis:
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), world_ranks=ranks)

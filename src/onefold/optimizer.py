@@ -62,6 +62,7 @@ class Optimizer(torch.optim.Optimizer):
         if engine.optimizer is not None:
             raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
         self.stepped = False  # whether the last step() updated anything
+        self._tried = 0  # steps, taken or skipped
         self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
         self._inside: InsideUpdates | None = None
         self._agreed = False
@@ -88,6 +89,12 @@ class Optimizer(torch.optim.Optimizer):
     def skipped(self) -> int:
         """Steps that were not taken, because gradients were not finite."""
         return self._finite.skipped
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, also before the checkpoint that was loaded."""
+        self._finite.hear_of_last_step()
+        return self._tried - self.skipped
 
     @property
     def loss_scale(self) -> float:
@@ -190,6 +197,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._inside:
             self._inside.end_step()
             self.stepped = True
+            self._tried += 1
             return
         engine.settle()
         engine.passes.release_all()
@@ -197,6 +205,7 @@ class Optimizer(torch.optim.Optimizer):
         flag = self._finite.flag_on_device(self.param_groups)
         bad = self._finite.bad_unit() if flag is None else None
         self.stepped = bad is None
+        self._tried += 1
         if bad is not None:
             self.forget_clipping()
             engine.comm.meter.cut()
@@ -304,7 +313,7 @@ class Optimizer(torch.optim.Optimizer):
         scale = self._scaler.state() if self._scaler else None
         return {
             "onefold": self._whoami(), "param_groups": groups, "names": self._names(), "slices": slices,
-            "skipped": self.skipped, "loss_scale": scale,
+            "tried": self._tried, "skipped": self.skipped, "loss_scale": scale,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -320,10 +329,35 @@ class Optimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)  # the same objects: schedulers hold them
         self._finite.start_anew(state_dict["skipped"])
+        self._tried = state_dict["tried"]
         if self._scaler:
             self._scaler.load(state_dict["loss_scale"])
         for unit in self._by_unit:
             unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
+
+    @property
+    def by_unit(self) -> list[UnitOptimizer]:
+        """What updates each unit, in the order of the engine's units."""
+        return self._by_unit
+
+    def notes(self) -> dict[str, Any]:
+        """What it knows beside the state of parameters; the same on all ranks."""
+        rows = [
+            {"names": names, "settings": {key: value for key, value in group.items() if key not in NOT_SETTINGS}}
+            for names, group in zip(self._names(), self.param_groups, strict=True)
+        ]
+        scale = self._scaler.state() if self._scaler else None
+        steps = self.steps
+        return {"class": self._name, "steps": steps, "skipped": self.skipped, "loss_scale": scale, "groups": rows}
+
+    def take_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:
+        """Go on where another left off; `settings` are for each of our groups, None to keep them."""
+        for group, saved in zip(self.param_groups, settings, strict=True):
+            group.update(saved or {})  # the same objects: schedulers hold them
+        self._finite.start_anew(notes["skipped"])
+        self._tried = notes["steps"] + notes["skipped"]
+        if self._scaler and notes["loss_scale"]:
+            self._scaler.load(notes["loss_scale"])
 
     def __getstate__(self) -> NoReturn:
         raise StateError(

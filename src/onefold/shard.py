@@ -97,6 +97,8 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         digest=digest(found.lines),
         precision=policy,
         why=why,
+        layouts=found.layouts,
+        replica=replicas.rank,
     )
     attach(engine, find_blocks(model, settings.units))
     meter.cut()

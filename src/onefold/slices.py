@@ -41,18 +41,17 @@ class UnitOptimizer:
 
     def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], pool: Pool) -> None:
         self.unit, self._pool = unit, pool
-        self._cls, self._kwargs = cls, kwargs
+        self.cls, self.kwargs = cls, kwargs
         self._lent: list[Tensor] = []
         self._in_one_kernel: list[Slice] = []  # in the last update
         self._nothing = torch.empty(0, device=pool.device)  # what a slice holds while no master is lent to it
         self.slices: dict[int, list[Slice]] = {}  # group -> slices, in order
         self.inner: torch.optim.Optimizer | None = None
-        self._groups: list[int] = []  # of the inner optimizer's param groups
+        self.group_numbers: list[int] = []  # of the inner optimizer's param groups
 
     def add_group(self, group: int, slots: Iterable[int]) -> None:
         """Some of the unit's parameters belong to this group."""
-        runs = _runs(sorted(slots))
-        slices = [piece for run in runs if (piece := self._slice(run))]
+        slices = [piece for run in runs_of(sorted(slots)) if (piece := self._slice(run))]
         if not slices:
             return
         self.slices[group] = slices
@@ -61,10 +60,10 @@ class UnitOptimizer:
                 piece.tensor.data = self.unit.master.open(piece.span)
         inner_group = {"params": [piece.tensor for piece in slices]}
         if self.inner is None:
-            self.inner = self._cls([inner_group], **self._kwargs)
+            self.inner = self.cls([inner_group], **self.kwargs)
         else:
             self.inner.add_param_group(inner_group)
-        self._groups.append(group)
+        self.group_numbers.append(group)
         for piece in slices:
             self._take_back(piece)
 
@@ -82,7 +81,7 @@ class UnitOptimizer:
             return
         used: list[Slice] = []
         self._in_one_kernel = []
-        for inner_group, group in zip(self.inner.param_groups, self._groups, strict=True):
+        for inner_group, group in zip(self.inner.param_groups, self.group_numbers, strict=True):
             self._part(group, inner_group, kept, first_param)
             inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
             for piece in self.slices[group]:
@@ -99,8 +98,12 @@ class UnitOptimizer:
         while self._lent:
             self._pool.give(self._lent.pop())
 
+    @property
+    def device(self) -> torch.device:
+        return self._pool.device
+
     def fused(self, group: dict[str, Any]) -> bool:
-        return self.unit.dtypes.narrow and fits(self._cls, group, self._pool.device)
+        return self.unit.dtypes.narrow and fits(self.cls, group, self._pool.device)
 
     def _update_fused(self, piece: Slice, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None) -> None:
         assert self.inner is not None
@@ -110,7 +113,7 @@ class UnitOptimizer:
         copy, master = self.unit.master.parts(piece.span)
         factor = torch.as_tensor(factor, dtype=torch.float32, device=device)
         bad = torch.zeros((), device=device) if bad is None else bad
-        update_slice(self._cls, group, self.inner.state[piece.tensor], grad, copy, master, factor, bad)
+        update_slice(self.cls, group, self.inner.state[piece.tensor], grad, copy, master, factor, bad)
 
     def not_taken(self) -> None:
         """The device refused the last update: it does not count."""
@@ -163,8 +166,8 @@ class UnitOptimizer:
         self.slices[group] = parted
         inner_group["params"] = [piece.tensor for piece in parted]
 
-    def _all_slices(self) -> Iterator[Slice]:
-        for group in self._groups:
+    def all_slices(self) -> Iterator[Slice]:
+        for group in self.group_numbers:
             yield from self.slices[group]
 
     def state_tensors(self) -> list[Tensor]:
@@ -174,12 +177,12 @@ class UnitOptimizer:
     def planned_bytes(self, cost: StateCost) -> int:
         """State of the slices that have been updated at least once."""
         assert self.inner is not None or not self.slices
-        live = [piece for piece in self._all_slices() if self.inner is not None and self.inner.state.get(piece.tensor)]
+        live = [piece for piece in self.all_slices() if self.inner is not None and self.inner.state.get(piece.tensor)]
         return sum(piece.span.numel * cost.per_element + cost.per_tensor for piece in live)
 
     def state_dict(self) -> list[dict[str, Any]]:
         rows = []
-        for piece in self._all_slices():
+        for piece in self.all_slices():
             assert self.inner is not None
             state = dict(self.inner.state.get(piece.tensor, {}))
             rows.append({"unit": self.unit.name, "slots": piece.slots, "span": tuple(piece.span), "state": state})
@@ -187,30 +190,33 @@ class UnitOptimizer:
 
     def load(self, rows: list[dict[str, Any]]) -> None:
         """Take back slices and their state; the cuts are the saved ones."""
-        for group, inner_group in zip(self._groups, self.inner.param_groups if self.inner else (), strict=True):
-            assert self.inner is not None
+        for group in self.group_numbers:
             slots = [slot for piece in self.slices[group] for slot in piece.slots]
             mine = [row for row in rows if set(row["slots"]) <= set(slots)]
             if sorted(slot for row in mine for slot in row["slots"]) != sorted(slots):
                 raise StateError(
                     f"the saved optimizer state does not cover unit {self.unit.name}; is it of this model?"
                 )
-            for piece in self.slices[group]:
-                self.inner.state.pop(piece.tensor, None)
-            cuts = []
-            for row in mine:
-                cut = self._slice(tuple(row["slots"]))
-                assert cut is not None
-                cuts.append(cut)
-                if row["state"]:
-                    self.inner.state[cut.tensor] = {
-                        key: tree_map_only(Tensor, Tensor.clone, value) for key, value in row["state"].items()
-                    }
-            self.slices[group] = cuts
-            inner_group["params"] = [cut.tensor for cut in cuts]
+            copies = [{k: tree_map_only(Tensor, Tensor.clone, v) for k, v in row["state"].items()} for row in mine]
+            self.replace(group, [self.cut(tuple(row["slots"])) for row in mine], copies)
+
+    def replace(self, group: int, cuts: list[Slice], states: list[dict[str, Any]]) -> None:
+        """Other slices of the same parameters, with their state."""
+        assert self.inner is not None
+        for piece in self.slices[group]:
+            self.inner.state.pop(piece.tensor, None)
+        self.inner.state.update((cut.tensor, state) for cut, state in zip(cuts, states, strict=True) if state)
+        self.slices[group] = cuts
+        self.inner.param_groups[self.group_numbers.index(group)]["params"] = [cut.tensor for cut in cuts]
+
+    def cut(self, slots: tuple[int, ...]) -> Slice:
+        """A slice of neighbours of which this rank has something."""
+        piece = self._slice(slots)
+        assert piece is not None
+        return piece
 
 
-def _runs(slots: list[int]) -> list[tuple[int, ...]]:
+def runs_of(slots: list[int]) -> list[tuple[int, ...]]:
     """Neighbours together: [0, 1, 3] -> (0, 1), (3,)."""
     keyed = groupby(enumerate(slots), key=lambda pair: pair[1] - pair[0])
     return [tuple(slot for _, slot in run) for _, run in keyed]

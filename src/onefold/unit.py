@@ -56,6 +56,10 @@ class Unit:
         """Whatever was edited by now has reached the master."""
         self._versions = [param._version for param in self.params]
 
+    def stride(self, slot: int) -> tuple[int, ...]:
+        """In which order the elements of a parameter lie here, whole or not."""
+        return self._views.stride(slot)
+
     def load_master(self, slot: int, value: Tensor) -> None:
         """New fp32 values of one parameter, on every rank alike; each keeps what it owns."""
         part = self.layout.slots[slot].span.clip(self.master.owned)

@@ -24,6 +24,10 @@ class FlatViews:
         size, stride = self._shapes[index]
         return flat.as_strided(size, stride, flat.storage_offset() + self.layout.slots[index].start)
 
+    def stride(self, index: int) -> tuple[int, ...]:
+        """In which order a parameter's elements lie."""
+        return self._shapes[index][1]
+
     def all(self, flat: Tensor) -> list[Tensor]:
         return [self.view(flat, index) for index in range(len(self._shapes))]
 

@@ -86,8 +86,17 @@ class MyModel(nn.Module):
         return self.linear(batch).square().mean()
 
 
-def run_page(page: str) -> int:
-    """On a rank: all Python blocks of a page, one after the other, in one namespace."""
+def run_page(page: str, folder: str) -> int:
+    """On a rank: all Python blocks of a page, one after the other, in one namespace and an empty folder."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return run_blocks(page)
+    finally:
+        os.chdir(before)
+
+
+def run_blocks(page: str) -> int:
     text = (ROOT / page).read_text()
     names = {"MyModel": MyModel, "loader": [torch.ones(2, 8)] * 2}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
@@ -97,9 +106,9 @@ def run_page(page: str) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md"])
-def test_the_code_on_the_page_runs_on_two_ranks(page):
-    assert min(run_ranks(2, run_page, page)) > 0
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/checkpoints.md"])
+def test_the_code_on_the_page_runs_on_two_ranks(page, tmp_path):
+    assert min(run_ranks(2, run_page, page, str(tmp_path))) > 0
 
 
 def test_every_setting_and_every_public_name_is_in_the_documentation():

@@ -10,7 +10,7 @@ import pytest
 
 import onefold
 
-MODULES = ["onefold", *(f"onefold.{info.name}" for info in pkgutil.iter_modules(onefold.__path__))]
+MODULES = ["onefold", *(info.name for info in pkgutil.walk_packages(onefold.__path__, "onefold."))]
 
 # In a process of their own, because they call onefold.init(). Prints name -> number of examples as its last line.
 RUNNER = """

@@ -1,0 +1,152 @@
+"""What each rank has of its own: random states, and what of `extra`, buffers and module notes differs from rank 0's.
+
+At the same number of ranks each gets its own back, so that a run goes on bit for bit. At another number all get rank
+0's; random states go to the ranks that had them, and those beyond get one derived from rank 0's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from onefold.checkpoint.manifest import VALUE, ParamRecord, contiguous_stride
+from onefold.checkpoint.notes import decode, encode
+from onefold.checkpoint.reading import Checkpoint
+from onefold.checkpoint.state import Held, hold_tensor
+from onefold.checkpoint.tensorfile import DTYPE_NAMES, bytes_of
+from onefold.errors import CheckpointDamaged
+from onefold.full import EXTRA, extra_states, persistent_buffers
+
+EXTRA_NOTE, BUFFERS, MODULES, RANDOM = "extra", "buffers", "modules", "random"
+
+
+class Note(NamedTuple):
+    """A tree of values as JSON, and its tensors by path."""
+
+    json: Any
+    tensors: dict[str, Tensor]
+
+    def digest(self) -> str:
+        sha = hashlib.sha256(json.dumps([self.json, sorted(self.tensors)]).encode())
+        for _, tensor in sorted(self.tensors.items()):
+            sha.update(bytes_of(tensor.contiguous()))
+        return sha.hexdigest()
+
+    def held(self, rank: int) -> list[Held]:
+        return [hold_tensor(prefix(rank) + key, tensor) for key, tensor in self.tensors.items()]
+
+    def records(self, rank: int) -> list[ParamRecord]:
+        return [
+            ParamRecord(
+                prefix(rank) + key, "extra", tuple(t.shape), contiguous_stride(t.shape), {VALUE: DTYPE_NAMES[t.dtype]}
+            )
+            for key, t in self.tensors.items()
+        ]
+
+
+def prefix(rank: int) -> str:
+    return f"rank-{rank:05}/"
+
+
+def note(value: Any, where: str, *, copy: bool) -> Note:
+    """With `copy`, the tensors are as they are now whatever becomes of them."""
+    tensors: dict[str, Tensor] = {}
+    tree = encode(value, where, tensors)
+    return Note(tree, {key: tensor.to("cpu", copy=copy) for key, tensor in tensors.items()})
+
+
+def notes_of(model: nn.Module, extra: Any, device: torch.device, *, copy: bool) -> dict[str, Note]:
+    """All that this rank has of its own, whether it differs from others or not."""
+    modules = {key.removesuffix(EXTRA).removesuffix("."): value for key, value in extra_states(model).items()}
+    return {
+        EXTRA_NOTE: note(extra, EXTRA_NOTE, copy=copy),
+        BUFFERS: note(persistent_buffers(model), BUFFERS, copy=False),
+        MODULES: note(modules, MODULES, copy=copy),
+        RANDOM: note(random_state(device), RANDOM, copy=False),
+    }
+
+
+def differing(notes: Mapping[str, Note], rank: int, digests: list[dict[str, str]]) -> dict[str, Note]:
+    """What rank has to write: rank 0 all but its buffers, which are everyone's; others what is not as rank 0's."""
+    if rank == 0:
+        return {name: one for name, one in notes.items() if name != BUFFERS}
+    return {name: one for name, one in notes.items() if name == RANDOM or digests[rank][name] != digests[0][name]}
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """This rank's torch generators."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+class OwnNotes:
+    """Reads them back for one rank of now."""
+
+    def __init__(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
+        self._checkpoint = checkpoint
+        saved = checkpoint.manifest.about.get("own")
+        if not isinstance(saved, list) or len(saved) != checkpoint.manifest.ranks or not saved:
+            raise CheckpointDamaged(f"{checkpoint.folder}: the manifest does not say what each rank has of its own")
+        self._saved: list[dict[str, Any]] = [{**saved[0], EXTRA_NOTE: checkpoint.manifest.extra}, *saved[1:]]
+        self._rank, self.same_ranks = rank, ranks == len(saved)
+
+    @property
+    def ranks(self) -> int:
+        """That saved."""
+        return len(self._saved)
+
+    @property
+    def parted(self) -> list[str]:
+        """What was not the same on all ranks, random states aside."""
+        return sorted({name for row in self._saved[1:] for name in row if name != RANDOM})
+
+    def get(self, name: str) -> Any:
+        """This rank's own, or rank 0's."""
+        mine = self._rank if self.same_ranks and name in self._saved[self._rank] else 0
+        return self._decode(name, mine) if name in self._saved[mine] else None
+
+    def random_states(self, device: torch.device) -> dict[str, Tensor]:
+        """The states of the generators of the host and of this device; those that were not saved are derived."""
+        saved = self._decode(RANDOM, self._rank) if self._rank < self.ranks else {}
+        missing = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind not in saved]
+        first = self._decode(RANDOM, 0)["cpu"] if missing else torch.empty(0)
+        return saved | {kind: derived_state(kind, first, self._rank) for kind in missing}
+
+    def _decode(self, name: str, rank: int) -> Any:
+        return self.decode(self._saved[rank].get(name), rank)
+
+    def decode(self, note: Any, rank: int = 0) -> Any:
+        """A note whose tensors are in one rank's file."""
+
+        def read(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+            full = prefix(rank) + key
+            record = self._checkpoint.records.get(full)
+            if record is None or record.shape != shape or record.dtype() != dtype:
+                raise CheckpointDamaged(f"{self._checkpoint.folder}: {full} is not in the checkpoint as its note says")
+            out = torch.empty(shape, dtype=dtype)
+            self._checkpoint.whole(full, out.view(-1))
+            return out
+
+        return decode(note, read)
+
+
+def derived_state(kind: str, state: Tensor, rank: int) -> Tensor:
+    """A generator's state for a rank that had none: the same whenever it is asked for."""
+    seed = hashlib.sha256(bytes_of(state.contiguous()).tobytes() + rank.to_bytes(8, "big")).digest()
+    generator = torch.Generator(device=kind)
+    generator.manual_seed(int.from_bytes(seed[:8], "big") >> 1)
+    return generator.get_state()
+
+
+def set_random_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    setters: dict[str, Callable[[Tensor], None]] = {"cpu": torch.set_rng_state}
+    if device.type == "cuda":
+        setters["cuda"] = lambda state: torch.cuda.set_rng_state(state, device)
+    for kind, setter in setters.items():
+        if kind in states:
+            setter(states[kind])

@@ -1,0 +1,113 @@
+"""A committed checkpoint, open for reading: any elements of any state, from the files that hold them, each checked."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onefold.checkpoint.commit import read_manifest
+from onefold.checkpoint.manifest import VALUE, Entry, FileRecord, ParamRecord, block_of, same_order
+from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.tensorfile import TensorFile
+from onefold.errors import CheckpointDamaged
+from onefold.layout import Span
+
+
+class Source(Protocol):
+    """Tensors by name and range: a Checkpoint, or weights that others wrote."""
+
+    records: Mapping[str, ParamRecord]
+
+    def read(self, name: str, span: Span, out: Tensor, state: str = VALUE) -> None: ...
+
+
+class Checkpoint:
+    """Opens a file when the first of its elements is wanted, and reads no more of it than those."""
+
+    def __init__(self, storage: Storage, folder: Path) -> None:
+        self.folder, self._storage = folder, storage
+        self.manifest = read_manifest(storage, folder)
+        self.records: Mapping[str, ParamRecord] = {name: r for r in self.manifest.records for name in (r.name, *r.also)}
+        self._records = {record.name: record for record in self.manifest.records}
+        self._files = {file.name: file for file in self.manifest.files}
+        self._open: dict[str, TensorFile] = {}
+        self._entries: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+        self._of_file: dict[str, list[Entry]] = defaultdict(list)
+        for entry in sorted(self.manifest.entries, key=lambda entry: entry[:4]):
+            self._entries[entry.name, entry.state].append(entry)
+            self._of_file[entry.file].append(entry)
+
+    def read(self, name: str, span: Span, out: Tensor, state: str = VALUE) -> None:
+        """These elements of one state, in memory order, into a flat host tensor of the same dtype."""
+        entries = self._entries[self.records[name].name, state]
+        assert span.clip(Span(0, self.records[name].numel)) == span and out.numel() == span.numel
+        first = max(bisect_right(entries, span.start, key=lambda entry: entry.start) - 1, 0)
+        for entry in entries[first:]:
+            part = entry.span.clip(span)
+            if not part.numel:
+                break
+            self.read_entry(entry, part, out[part.start - span.start : part.stop - span.start])
+
+    def whole(self, name: str, out: Tensor, state: str = VALUE) -> None:
+        self.read(name, Span(0, self.records[name].numel), out, state)
+
+    def read_entry(self, entry: Entry, part: Span, out: Tensor) -> None:
+        """Some elements that one entry holds."""
+        self.file(entry.file).read(entry.key, part.shift(-entry.start), out, entry.sha256)
+
+    def entries_of(self, file: str) -> list[Entry]:
+        return self._of_file[file]
+
+    def record_of(self, entry: Entry) -> ParamRecord:
+        return self._records[entry.name]
+
+    def file(self, name: str) -> TensorFile:
+        """An open file; what its header says is what the manifest says."""
+        if name not in self._open:
+            self._open[name] = self._checked(self._files[name])
+        return self._open[name]
+
+    def _checked(self, record: FileRecord) -> TensorFile:
+        path = self.folder / record.name
+        entries = self._of_file[record.name]
+        if record.name not in self._storage.names(self.folder):
+            raise CheckpointDamaged(f"{path} is missing; it holds {_some(entries)}")
+        try:
+            file = TensorFile(self._storage, path)
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(f"{error}; it holds {_some(entries)}") from error
+        if file.bytes != record.bytes:
+            raise CheckpointDamaged(
+                f"{path} has {file.bytes:,} bytes, but {record.bytes:,} were written; it holds {_some(entries)}"
+            )
+        wanted = {entry.key: block_of(entry, self.record_of(entry)) for entry in entries}
+        if file.blocks != wanted or file.header_sha256 != record.header_sha256:
+            raise CheckpointDamaged(
+                f"{path} has a header that is not the one written (SHA-256 differs); it holds {_some(entries)}"
+            )
+        return file
+
+
+def read_laid(source: Source, name: str, stride: Sequence[int], span: Span, out: Tensor, state: str = VALUE) -> None:
+    """Like `source.read`, but elements are counted as a tensor of these strides lays them. Where that is not how they
+    are stored, the whole tensor is read for it."""
+    record = source.records[name]
+    if same_order(record.shape, record.stride, stride):
+        source.read(name, span, out, state)
+        return
+    stored = torch.empty(record.numel, dtype=out.dtype)
+    source.read(name, Span(0, record.numel), stored, state)
+    laid = torch.empty_strided(record.shape, tuple(stride), dtype=out.dtype)
+    laid.copy_(stored.as_strided(record.shape, record.stride))
+    out.copy_(laid.as_strided((record.numel,), (1,))[span.start : span.stop])
+
+
+def _some(entries: list[Entry]) -> str:
+    names = list(dict.fromkeys(entry.name for entry in entries))
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") or "nothing"

@@ -1,0 +1,94 @@
+"""Filling a sharded model and its optimizer, whatever its stage, precision and number of ranks, from named ranges.
+
+Each rank reads the elements that its master and its optimizer state hold, and no others; where values are whole and the
+optimizer is sharded, the rest arrives by the gather that follows every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from onefold.carried import NewState, take_states
+from onefold.checkpoint.manifest import VALUE, ParamRecord, same_order
+from onefold.checkpoint.notes import decode_single
+from onefold.checkpoint.reading import Source, read_laid
+from onefold.checkpoint.state import pieces
+from onefold.engine import Engine
+from onefold.layout import Span
+from onefold.optimizer import Optimizer
+from onefold.rounding import narrow
+from onefold.views import dense_stride
+
+CHUNK_BYTES = 64 << 20  # of host memory at a time; a range is read together with what shares its digests
+
+
+def chunks(
+    source: Source, name: str, state: str, stride: tuple[int, ...], elements: Span
+) -> Iterator[tuple[Span, Tensor]]:
+    """Elements of a parameter whose memory order is `stride`, some at a time, on the host, in their saved dtype."""
+    record = source.records[name]
+    dtype = record.dtype(state)
+    together = not same_order(record.shape, record.stride, stride)  # then each call would read all of it
+    scratch = torch.empty(0, dtype=dtype)
+    for span in [elements] if together else pieces(elements, CHUNK_BYTES // dtype.itemsize):
+        scratch = scratch if scratch.numel() >= span.numel else torch.empty(span.numel, dtype=dtype)
+        read_laid(source, name, stride, span, scratch[: span.numel], state)
+        yield span, scratch[: span.numel]
+
+
+def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> None:
+    """Parameters; `found` gives the saved name of each that is to be loaded."""
+    for unit in engine.all_units:
+        for index, slot in enumerate(unit.layout.slots):
+            part = slot.span.clip(unit.master.owned)
+            if slot.name in found and part.numel:
+                elements = part.shift(-slot.start)
+                for span, values in chunks(source, found[slot.name], VALUE, unit.stride(index), elements):
+                    unit.master.take(span.shift(slot.start), values.to(engine.device))
+    for name, param in engine.frozen:
+        if name in found and param.numel():
+            flat = torch.empty_strided(param.shape, dense_stride(param), dtype=param.dtype, device=param.device)
+            line = flat.as_strided((param.numel(),), (1,))
+            for span, values in chunks(source, found[name], VALUE, dense_stride(param), Span(0, param.numel())):
+                narrow(values.to(param.device), line[span.start : span.stop])
+            param.copy_(flat)
+
+
+def fill_buffers(
+    buffers: Mapping[str, Tensor], source: Source, found: Mapping[str, str], own: Mapping[str, Tensor]
+) -> None:
+    """This rank's own where it had its own."""
+    for name, buffer in buffers.items():
+        if name in found:
+            record = source.records[found[name]]
+            value = own.get(record.name)
+            if value is None or value.shape != buffer.shape:
+                flat = torch.empty(record.numel, dtype=record.dtype())
+                source.read(record.name, Span(0, record.numel), flat)
+                value = flat.as_strided(record.shape, record.stride)
+            buffer.copy_(value)
+
+
+def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: Mapping[str, str]) -> None:
+    """The state of every parameter that was loaded; one that had none has none."""
+    for by_unit in optimizer.by_unit:
+        unit = by_unit.unit
+        new = {
+            index: _new_state(source, source.records[found[slot.name]], unit.stride(index))
+            for index, slot in enumerate(unit.layout.slots)
+            if slot.name in found
+        }
+        take_states(by_unit, new, optimizer.param_groups)
+
+
+def _new_state(source: Source, record: ParamRecord, stride: tuple[int, ...]) -> NewState:
+    def fill(key: str, elements: Span, out: Tensor) -> None:
+        for span, values in chunks(source, record.name, key, stride, elements):
+            at = span.shift(-elements.start)
+            out[at.start : at.stop].copy_(values)
+
+    singles = {key: decode_single(word) for key, word in record.scalars.items()}
+    return NewState(tuple(state for state in record.states if state != VALUE), singles, fill)

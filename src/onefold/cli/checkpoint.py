@@ -1,0 +1,176 @@
+"""`onefold export`, `inspect` and `verify-checkpoint`: what can be done with a checkpoint without its model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from onefold.checkpoint.commit import committed, find, read_manifest
+from onefold.checkpoint.export import SHARD_BYTES, export
+from onefold.checkpoint.manifest import Manifest, ParamRecord
+from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.verify import verify
+
+
+@dataclass(frozen=True)
+class Export:
+    """Write a checkpoint's weights as a Hugging Face folder: safetensors shards and their index."""
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder (its newest checkpoint is taken), or one step-… in it."""
+    out: tyro.conf.Positional[Path]
+    """The folder to write; it must not exist."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Of the parameters; as they were trained if not given. Buffers stay as they are."""
+    shard_bytes: int = SHARD_BYTES
+    """The most bytes in one file."""
+    json: bool = False
+    """Say it as JSON."""
+
+    def run(self) -> int:
+        done = export(self.folder, self.out, self.dtype, self.shard_bytes)
+        if self.json:
+            _write_json({**done._asdict(), "folder": str(done.folder)})
+        else:
+            said = f"step {done.step}: {_many(done.tensors, 'tensor')}, {decimal(done.bytes)}"
+            said += f" in {_many(len(done.files), 'file')}"
+            sys.stdout.write(f"{said} → {done.folder}\n")
+        return 0
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Say what is inside a checkpoint. Reads the manifest only."""
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder (its newest checkpoint is taken), or one step-… in it."""
+    json: bool = False
+    """Say it as JSON."""
+
+    def run(self) -> int:
+        storage = Storage()
+        path = find(storage, self.folder)[0]
+        manifest = read_manifest(storage, path)
+        others = [] if path == self.folder else committed(storage, self.folder)
+        if self.json:
+            _write_json(contents(path, manifest, others))
+        else:
+            _show(path, manifest, others)
+        return 0
+
+
+@dataclass(frozen=True)
+class VerifyCheckpoint:
+    """Read every byte of a checkpoint, or of all of a run's, and check every digest. Exit code 1 at damage."""
+
+    folder: tyro.conf.Positional[Path]
+    """A run's folder, or one step-… in it."""
+    json: bool = False
+    """Say it as JSON."""
+
+    def run(self) -> int:
+        storage, found = Storage(), {}
+        with _progress(not self.json) as progress:
+            for path in find(storage, self.folder):
+                task = progress.add_task(path.name, total=_bytes(storage, path))
+                found[path] = verify(storage, path, partial(progress.advance, task))
+        if self.json:
+            _write_json({str(path): [damage._asdict() for damage in damages] for path, damages in found.items()})
+        else:
+            for path, damages in found.items():
+                said = "\n".join(f"DAMAGED  {damage.what}" for damage in damages) or f"ok       {path}"
+                sys.stdout.write(said + "\n")
+        return 1 if any(found.values()) else 0
+
+
+def contents(path: Path, manifest: Manifest, others: Sequence[int]) -> dict[str, Any]:
+    """What `inspect` says, as JSON."""
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "ranks": manifest.ranks,
+        "committed_steps": list(others) or [manifest.step],
+        "about": manifest.about,
+        "bytes": sum(file.bytes for file in manifest.files),
+        "bytes_by_state": _by_state(manifest),
+        "files": [file._asdict() for file in manifest.files],
+        "tensors": [
+            {
+                "name": record.name, "also": record.also, "kind": record.kind, "shape": record.shape,
+                "states": record.states, "scalars": record.scalars, "bytes": _record_bytes(record),
+            }
+            for record in manifest.records
+        ],
+        "extra": manifest.extra,
+    }  # fmt: skip
+
+
+def _show(path: Path, manifest: Manifest, others: Sequence[int]) -> None:
+    console = Console(highlight=False)
+    total = sum(file.bytes for file in manifest.files)
+    facts = {key: str(value) for key, value in manifest.about.items() if isinstance(value, str | int)}
+    lines = [f"{path}: step {manifest.step}, {_many(manifest.ranks, 'rank')}, {decimal(total)}"]
+    lines += [", ".join(f"{key} {value}" for key, value in facts.items() if "\n" not in value)]
+    lines += [value for value in facts.values() if "\n" in value]  # a table of its own
+    lines += [f"{state}: {decimal(size)}" for state, size in _by_state(manifest).items()]
+    lines += ["committed: " + ", ".join(map(str, others))] * (len(others) > 1)
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    table = Table("tensor", "kind", "shape", "states", "bytes")
+    table.columns[-1].justify = "right"
+    for record in manifest.records:
+        name = "\n= ".join([record.name, *record.also])
+        states = ", ".join(f"{state} {dtype}" for state, dtype in record.states.items())
+        shape = "×".join(map(str, record.shape)) or "scalar"
+        table.add_row(*map(_plain, (name, record.kind, shape, states, decimal(_record_bytes(record)))))
+    console.print(table)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")  # a name is no markup
+
+
+def _by_state(manifest: Manifest) -> dict[str, int]:
+    sizes: dict[str, int] = defaultdict(int)
+    for record in manifest.records:
+        for state in record.states:
+            kind = record.kind if state == "value" else "optimizer"
+            sizes[f"{kind} {state}"] += record.numel * record.dtype(state).itemsize
+    return dict(sizes)
+
+
+def _record_bytes(record: ParamRecord) -> int:
+    return sum(record.numel * record.dtype(state).itemsize for state in record.states)
+
+
+def _bytes(storage: Storage, path: Path) -> int:
+    names = [name for name in storage.names(path) if name.endswith(".safetensors")]
+    return sum(storage.size(path / name) for name in names)
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        yield progress
+
+
+def _write_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,190 @@
+"""A small run with every trait that makes resuming hard, and what its state is, found without any checkpoint code."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import onefold
+from onefold.engine import engine_of
+from onefold.layout import Span
+from onefold.rounding import narrowed
+
+VOCAB, DIM, BATCH, EPOCH = 37, 24, 2, 5
+PRECISIONS: dict[str, Any] = {
+    "fp32": "fp32",
+    "bf16": onefold.Precision(compute="bf16", master="fp32"),
+    "split": onefold.Precision(compute="bf16", master="split"),
+    "fp16": "fp16",
+}
+
+
+class Mixed(nn.Module):
+    """Tied, frozen, unused and seldom used parameters, dropout, batch norm, channels_last, a scalar, an empty one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB, bias=False)
+        self.head.weight = self.tokens.weight
+        self.conv = nn.Conv2d(3, 8, 2).to(memory_format=torch.channels_last)
+        self.fixed = nn.Linear(DIM, DIM).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.norm = nn.BatchNorm1d(DIM)
+        self.never, self.empty = nn.Parameter(torch.ones(7)), nn.Parameter(torch.zeros(0, 3))
+        self.scale, self.seldom = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(67))
+        self.late = False
+        self.calls = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.fixed(self.tokens(tokens))
+        x = x + self.conv(x.view(-1, 3, 4, 2)).sum((1, 2, 3)).view(*tokens.shape, 1)
+        for layer in self.layers:
+            x = x + F.dropout(torch.tanh(layer(x)), 0.2)
+        x = self.norm(x.flatten(0, 1)).view_as(x) * self.scale
+        if self.late:
+            x = x * (1 + self.seldom.square().mean())
+        return self.head(x)
+
+
+class Case(NamedTuple):
+    stage: int
+    precision: str
+    optimizer: str = "adamw"
+
+
+class Trainer:
+    """A model, its optimizer, a schedule and a place in the data."""
+
+    def __init__(self, case: Case, seed: int = 0, **fields: Any) -> None:
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        fields = {"bucket_bytes": 4 << 10, **fields}
+        precision = PRECISIONS[case.precision]
+        self.model = onefold.shard(Mixed(), stage=case.stage, precision=precision, **fields)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1]},
+            {"params": [p for p in trained if p.ndim <= 1], "lr": 3e-3},
+        ]
+        cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "nadam": torch.optim.NAdam}[case.optimizer]
+        more: dict[str, Any] = {"momentum": 0.9} if case.optimizer == "sgd" else {}
+        if case.precision == "fp16":  # the first steps overflow, and the scale soon grows again
+            more["loss_scale"] = onefold.LossScale(initial=2.0**40, factor=2.0**12, growth_interval=2)
+        self.optimizer = onefold.Optimizer(self.model, cls, groups=groups, lr=1e-2, **more)
+        self.schedule = onefold.Scheduler(self.optimizer, torch.optim.lr_scheduler.MultiStepLR, milestones=[2, 3])
+        self.tried, self.epoch, self.position = 0, 0, 0
+        self.losses: list[float] = []
+        torch.manual_seed(100 + dist.get_rank())
+
+    def train(self, steps: int) -> Trainer:
+        for _ in range(steps):
+            order = torch.randperm(EPOCH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+            batch = torch.Generator().manual_seed(1000 * order[self.position] + dist.get_rank())
+            tokens = torch.randint(0, VOCAB, (BATCH, 5), generator=batch)
+            self.model.late = self.tried >= 2
+            loss = F.cross_entropy(self.model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+            self.optimizer.backward(loss)
+            self.optimizer.clip_grad_norm(1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.losses.append(loss.item())
+            self.tried += 1
+            self.position = (self.position + 1) % EPOCH
+            self.epoch += self.position == 0
+        return self
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return {"schedule": self.schedule.state_dict(), "data": (self.epoch, self.position), "tried": self.tried}
+
+    def save(self, folder: Any, **kwargs: Any) -> Any:
+        return onefold.save(folder, self.model, self.optimizer, extra=self.extra, step=self.tried, **kwargs)
+
+    def load(self, folder: Any, **kwargs: Any) -> Trainer:
+        extra = onefold.load(folder, self.model, self.optimizer, **kwargs)
+        self.schedule.load_state_dict(extra["schedule"])
+        (self.epoch, self.position), self.tried = extra["data"], extra["tried"]
+        return self
+
+
+def truth(trainer: Trainer) -> dict[str, Tensor]:
+    """Every value and every optimizer state of the whole run, the same on all ranks. Collective."""
+    engine = engine_of(trainer.model)
+    state = onefold.full_state_dict(trainer.model)
+    told = [{name: (bits(v), v.shape, v.dtype) for name, v in state.items() if isinstance(v, Tensor)}]
+    dist.broadcast_object_list(told, 0)
+    whole = {
+        name: (torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(shape)
+        for name, (raw, shape, dtype) in told[0].items()
+    }
+    pieces: list[Any] = [None] * dist.get_world_size()
+    mine = []
+    for row in trainer.optimizer.state_dict()["slices"]:
+        unit = next(unit for unit in engine.units if unit.name == row["unit"])
+        span = Span(*row["span"])
+        for slot in (unit.layout.slots[index] for index in row["slots"]):
+            part = slot.span.clip(span)
+            for key, value in row["state"].items():
+                if value.ndim and part.numel:
+                    values = value[part.start - span.start : part.stop - span.start]
+                    mine.append((slot.name, key, part.start - slot.start, slot.numel, bits(values)))
+                elif part.numel:
+                    mine.append((slot.name, key, 0, 1, bits(value)))
+    dist.all_gather_object(pieces, mine)
+    for name, key, start, numel, value in (row for rows in pieces for row in rows):
+        target = whole.setdefault(f"{name}|{key}", torch.full((numel,), float("nan")))
+        target[start : start + len(value) // 4] = torch.frombuffer(bytearray(value), dtype=torch.float32)
+    return whole
+
+
+def compute_copies(trainer: Trainer, whole: dict[str, Tensor]) -> list[str]:
+    """Parameters on this rank that are not the truth, rounded."""
+    with onefold.full_parameters(trainer.model):
+        named = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return [name for name, value in named.items() if not same(value, narrowed(whole[name], value.dtype))]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bits(a) == bits(b)
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def digests(whole: dict[str, Tensor]) -> dict[str, str]:
+    return {name: hashlib.sha256(bits(value)).hexdigest()[:16] for name, value in sorted(whole.items())}
+
+
+def fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """All that decides how this rank goes on."""
+    return {
+        **digests(truth(trainer)),
+        "buffers": digests(dict(trainer.model.named_buffers())),
+        "random": hashlib.sha256(bits(torch.get_rng_state())).hexdigest()[:16],
+        "settings": [
+            {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            for group in trainer.optimizer.param_groups
+        ],
+        "counts": (trainer.optimizer.steps, trainer.optimizer.skipped, trainer.optimizer.loss_scale),
+        "place": (trainer.tried, trainer.epoch, trainer.position, trainer.model.calls),
+        "schedule": trainer.schedule.last_epoch,
+        "losses": trainer.losses[-2:],
+    }
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
