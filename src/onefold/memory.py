@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+CLOSE = 0.002  # the breakdown is of an instant that is at most so much less full than the peak
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "activations")
 
 
@@ -72,34 +73,35 @@ class Tracker(TorchDispatchMode):
     `known` says which category a storage belongs to; all others are activations (and temporaries).
     """
 
-    def __init__(self, known: Callable[[], dict[int, tuple[str, Tensor]]], elastic: Sequence[Tensor] = ()) -> None:
+    def __init__(self, known: Callable[[], dict[int, tuple[str, Tensor]]]) -> None:
         super().__init__()
         self._known = known
-        self._elastic = elastic  # storages that are resized behind torch's back, so looked at after every operation
         self._serial = itertools.count()
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # storage key -> reference, serial, bytes
         self._live_bytes = 0
-        self._fullest: dict[int, int] = {}  # serial -> bytes, at the peak
+        self._fullest: dict[int, int] = {}  # serial -> bytes, at the peak or a moment before
+        self._fullest_bytes = 0
         self._category: dict[int, str] = {}  # serial -> category
         self.peak_bytes = 0
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors made before the mode was on."""
         for tensor in tensors:
-            self._note(tensor)
+            self.note(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in (*self._elastic, *tree_leaves(result)):
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._note(leaf)
+                self.note(leaf)
         return result
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self._classify()
 
-    def _note(self, tensor: Tensor) -> None:
+    def note(self, tensor: Tensor) -> None:
+        """A tensor was made, or its storage was resized behind torch's back."""
         if type(tensor) not in (Tensor, torch.nn.Parameter, FakeTensor):
             return
         storage = tensor.untyped_storage()
@@ -112,8 +114,9 @@ class Tracker(TorchDispatchMode):
         reference = weakref.ref(storage, lambda _: self._drop(key))
         self._live[key] = (reference, next(self._serial), nbytes)
         self._live_bytes += nbytes
-        if self._live_bytes > self.peak_bytes:
-            self.peak_bytes = self._live_bytes
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        if self._live_bytes > self._fullest_bytes * (1 + CLOSE):  # a look at all of it is dear: not for every byte
+            self._fullest_bytes = self._live_bytes
             self._classify()
             self._fullest = {serial: size for _, serial, size in self._live.values()}
 
@@ -128,8 +131,9 @@ class Tracker(TorchDispatchMode):
                 self._category[self._live[key][1]] = category
 
     def peak(self) -> dict[str, int]:
-        """Bytes by category at the fullest instant."""
+        """Bytes by category at the fullest instant; what came in its last moment counts as activations."""
         sums = dict.fromkeys(CATEGORIES, 0)
         for serial, nbytes in self._fullest.items():
             sums[self._category.get(serial, "activations")] += nbytes
+        sums["activations"] += self.peak_bytes - sum(sums.values())
         return sums

@@ -180,10 +180,16 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
     True
     """
     engine = engine_of(model)
-    tracker = Tracker(partial(storages, engine), [unit.values.whole for unit in engine.passes.units])
+    tracker = Tracker(partial(storages, engine))
     tracker.watch(tensor for _, tensor in storages(engine).values())
-    with tracker:
-        yield tracker
+    for unit in engine.passes.units:
+        unit.values.on_resize = tracker.note
+    try:
+        with tracker:
+            yield tracker
+    finally:
+        for unit in engine.passes.units:
+            unit.values.on_resize = None
 
 
 def held(engine: Engine) -> dict[str, list[Tensor]]:

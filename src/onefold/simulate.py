@@ -42,6 +42,8 @@ class Simulation:
     reserved_bytes: int  # CUDA: what the allocator took from the device
     sent_bytes: int
     steps_s: tuple[float, ...]
+    plan_s: float  # how long the rehearsal took
+    build_s: float  # and giving the shards their values
 
     @property
     def states_off(self) -> float:
@@ -70,8 +72,10 @@ def simulate(
     plays = "nccl" if target.type == "cuda" else "gloo"
     with torch.device("meta"):
         blank, model = build(), build()
-    cost = cost_of(optimizer)
+    cost, clock = cost_of(optimizer), time.perf_counter
+    began = clock()
     planned = rehearse(blank, sample, zero, cost, ranks=ranks, plays=plays, checkpointed=checkpointed)
+    plan_s, began = clock() - began, clock()
     del blank
     if checkpointed:
         checkpoint_blocks(model, zero, {})
@@ -80,17 +84,17 @@ def simulate(
     cls, settings = OPTIMIZERS[optimizer]
     opt = Optimizer(model, cls, **settings)
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(target), sample)
-    cuda = target.type == "cuda"
+    cuda, build_s = target.type == "cuda", clock() - began
     if cuda:
         torch.cuda.reset_peak_memory_stats(target)
     times, wait = [], partial(torch.cuda.synchronize, target) if cuda else lambda: None
     peak = 0
     for _ in range(steps):
         wait()
-        start = time.perf_counter()
+        start = clock()
         peak = max(peak, train_step(model, opt, inputs))
         wait()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     now = memory(model)
     states = StateBytes(now.parameters.measured, now.gradients.measured, now.optimizer.measured)
     return Simulation(
@@ -104,6 +108,8 @@ def simulate(
         reserved_bytes=torch.cuda.max_memory_reserved(target) if cuda else 0,
         sent_bytes=traffic(model).total,
         steps_s=tuple(times),
+        plan_s=plan_s,
+        build_s=build_s,
     )
 
 

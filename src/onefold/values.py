@@ -12,7 +12,7 @@ not change the NaN, and the next fetch finds it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import NoReturn
 
@@ -44,6 +44,7 @@ class Values:
         self.storage = storage_key(self.whole)
         self._flat_views = views.all(self.whole)
         self._arriving: Pending | None = None
+        self.on_resize: Callable[[Tensor], None] | None = None  # whoever counts bytes
         self._offers: dict[str, list[Pending]] = {}  # of my shard, by purpose
         self.pins = 0  # while above zero, release does nothing
         self._shard: Tensor | None = None
@@ -104,6 +105,7 @@ class Values:
         if self.presence is Presence.SHARDED:
             storage = self.whole.untyped_storage()
             storage.resize_(self._views.layout.numel * self.whole.itemsize)
+            self._resized()
             self.whole[self._mine.start : self._mine.stop].copy_(self._shard)
             self.presence = Presence.GATHERING
         self._arriving = self._comm.fetch(self.whole, Label(purpose, self._views.layout.name))
@@ -128,9 +130,14 @@ class Values:
             written = [i for i, param in enumerate(self._params) if param._version != self._versions[i]]
             self._hide()
             self.whole.untyped_storage().resize_(0)
+            self._resized()
             self.presence = Presence.SHARDED
             if written:
                 self._refuse_write(written)
+
+    def _resized(self) -> None:
+        if self.on_resize is not None:
+            self.on_resize(self.whole)
 
     def write_back(self) -> None:
         """Take what the whole parameters hold now as the truth."""

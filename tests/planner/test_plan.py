@@ -1,0 +1,156 @@
+"""onefold.plan for modules, and stage="auto"."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.errors import ConfigError, ModelError
+from onefold.planner.hardware import TABLE, hardware
+from onefold.planner.here import here
+from onefold.planner.measure import measured
+from onefold.planner.shapes import Shape
+from onefold.train.model import GPT
+from tests.harness import run_ranks
+
+SHAPE = Shape(layers=2, hidden=64, heads=2, seq=32, vocab=64)
+
+
+def tokens(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(batch, SHAPE.seq, dtype=torch.long), torch.zeros(batch, SHAPE.seq, dtype=torch.long)
+
+
+def test_a_module_is_planned_and_left_as_it_was():
+    model = GPT(SHAPE)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    found = onefold.plan(model, tokens(), ranks=4, hardware="laptop")
+    assert [row.stage for row in found.stages] == [0, 1, 2, 3]
+    states = [row.states_bytes for row in found.stages]
+    assert states == sorted(states, reverse=True) and len(set(states)) == 4
+    assert all(row.persistent_bytes <= row.peak_bytes for row in found.stages)
+    assert found.stages[3].traffic_bytes > found.stages[2].traffic_bytes
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    onefold.init()
+    onefold.shard(model, stage=3)  # it was not sharded, nor hooked
+
+
+def test_a_model_on_meta_is_planned_too():
+    with torch.device("meta"):
+        model = GPT(SHAPE)
+    found = onefold.plan(model, tokens(), ranks=2, hardware="h200", precision="bf16")
+    assert found.stages[3].states_bytes < found.stages[0].states_bytes
+    assert "split master" in found.precision  # what shard() would decide on a GPU
+
+
+def test_a_larger_batch_needs_more_and_checkpointing_less():
+    from onefold.config import Zero
+    from onefold.planner.dry import rehearse
+    from onefold.planner.states import StateCost
+
+    shape = Shape(layers=8, hidden=64, heads=2, seq=64, vocab=64)
+
+    def activations(batch: int, checkpointed: bool) -> int:
+        rows = torch.zeros(batch, shape.seq, dtype=torch.long)
+        run = rehearse(GPT(shape), (rows, rows), Zero(), StateCost(8), ranks=2, checkpointed=checkpointed)
+        return run.peak["activations"]
+
+    assert activations(4, False) == pytest.approx(2 * activations(2, False), rel=0.05)
+    assert activations(4, True) < activations(4, False) / 2
+
+
+class Routed(nn.Module):
+    """Which rows go where depends on their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = nn.Linear(8, 1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = (self.gate(x).squeeze(-1) > 0).nonzero().squeeze(-1)
+        return x.index_add(0, chosen, self.expert(x[chosen]) * self.gate(x[chosen]))
+
+
+def test_a_model_that_decides_by_values_says_so_and_is_planned_with_them():
+    torch.manual_seed(0)
+    model, sample = Routed(), torch.randn(16, 8)
+    with pytest.raises(ModelError, match="values=True"):
+        onefold.plan(model, sample, ranks=2, hardware="laptop")
+    found = onefold.plan(model, sample, ranks=2, hardware="laptop", values=True)
+    assert found.stages[3].states_bytes < found.stages[2].states_bytes < found.stages[0].states_bytes
+
+
+def test_unknown_optimizers_hardware_and_samples_are_refused():
+    model = nn.Linear(8, 8)
+    with pytest.raises(ConfigError, match="adamw"):
+        onefold.plan(model, torch.zeros(1, 8), ranks=2, hardware="laptop", optimizer="adamx")
+    with pytest.raises(ConfigError, match="v100-32"):
+        onefold.plan(model, torch.zeros(1, 8), ranks=2, hardware="cray")
+    with pytest.raises(ConfigError, match="ranks"):
+        onefold.plan(model, torch.zeros(1, 8), ranks=0, hardware="laptop")
+
+
+def test_the_table_is_sane():
+    for row in TABLE.values():
+        assert 0 < row.efficiency <= 1 and row.flops > 1e10 and row.memory_bytes >= 16e9
+        assert row.link(row.node_ranks, row.node_ranks) == row.node_link  # inside a node
+        assert row.link(64 * row.node_ranks, row.node_ranks) <= row.node_link
+        assert row.link(64, 1) <= row.nic_rate or row.node_ranks == 1 or row.nics >= row.node_ranks
+
+
+def test_this_machine_is_measured_in_seconds():
+    found = measured(torch.device("cpu"))
+    assert 1e8 < found.flops < 1e15 and 1e8 < found.node_link < 1e12 and 1e8 < found.memory_rate < 1e13
+    assert found.memory_bytes > 1 << 30
+
+
+def chosen_stage(memory_bytes: int) -> tuple[int | str, str]:
+    """On a rank whose device has so much memory."""
+    import sys
+
+    from onefold import shard as _  # noqa: F401
+    from onefold.engine import engine_of
+
+    module = sys.modules["onefold.shard"]
+    real = module.here
+    module.here = lambda device: dataclasses.replace(real(device), memory_bytes=memory_bytes)
+    try:
+        onefold.init()
+        model = onefold.shard(GPT(SHAPE), stage="auto", bucket_bytes=1 << 14)
+        return engine_of(model).zero.stage, str(onefold.placement(model))
+    finally:
+        module.here = real
+
+
+@pytest.mark.parametrize("states, stage", [(3.0, 1), (0.72, 2), (0.55, 3), (0.01, 3)])
+def test_stage_auto_takes_the_first_that_leaves_room(states, stage):
+    """Memory in units of all states (16 bytes per parameter): stage 1 needs 0.63 of them at N = 4, 2 needs 0.44 …"""
+    numel = sum(param.numel() for param in GPT(SHAPE).parameters())
+    found = run_ranks(4, chosen_stage, int(16 * numel * states / 0.7))
+    assert {row[0] for row in found} == {stage}
+    assert f"stage {stage}:" in found[0][1]
+
+
+def test_stage_auto_decides_alike_on_ranks_with_different_memory():
+    numel = sum(param.numel() for param in GPT(SHAPE).parameters())
+
+    def sizes(rank: int) -> int:
+        return int(16 * numel * (3.0 if rank == 0 else 0.55) / 0.7)
+
+    found = run_ranks(2, uneven, [sizes(0), sizes(1)])
+    assert len({row[0] for row in found}) == 1
+
+
+def uneven(sizes: list[int]) -> tuple[int | str, str]:
+    import torch.distributed as dist
+
+    onefold.init()
+    return chosen_stage(sizes[dist.get_rank()])
+
+
+def test_here_knows_the_machine():
+    assert here(torch.device("cpu")).memory_bytes > 1 << 28
+    assert hardware("H200").memory_bytes == 141_000_000_000
