@@ -55,6 +55,8 @@ class Job:
 
 
 class Asked(NamedTuple):
+    """What the user wants."""
+
     run: Path
     optimizer: Optimizer | None
     extra: Any
