@@ -203,7 +203,20 @@ class Comm:
 
     def beside(self, name: str, timeout_s: float) -> Comm:
         """The same ranks over a gloo group of their own, for another thread. Collective."""
-        axis = beside(self._axis, f"{name}/{self.salt}", self._timeout.total_seconds())
+        meter, self.meter = self.meter, Meter()  # no part of any step
+        try:
+            self.gather_bytes(b"!", Label("meet", name))  # whoever has ended is noticed here, at once
+            axis = beside(self._axis, f"{name}/{self.salt}", self._timeout.total_seconds())
+        except RuntimeError as error:
+            if isinstance(error, CommError):
+                raise
+            raise CommError(
+                f"rank {self.world_rank(self.rank)}: a peer did not join the group {name!r} within "
+                f"{self._timeout.total_seconds():g} s, or has ended; look at its output first. The backend says: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+        finally:
+            self.meter = meter
         return Comm(axis, torch.device("cpu"), timeout_s, Meter())
 
     def gather_bytes(self, blob: bytes, label: Label) -> list[bytes]:

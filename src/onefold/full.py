@@ -77,15 +77,17 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     state = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         state[name] = copies[id(param)] if id(param) in copies else param.detach().to("cpu", copy=True)
-    return state | persistent_buffers(model) | extra_states(model)
+    buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()}
+    return state | buffers | extra_states(model)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Themselves, by every name they have."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer.detach().to("cpu", copy=True)
+                found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
 
 

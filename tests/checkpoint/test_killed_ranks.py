@@ -13,6 +13,7 @@ import onefold
 from onefold.checkpoint.commit import committed, step_name
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.verify import verify
+from onefold.engine import engine_of
 from tests.harness import start_ranks, tell
 
 RANKS = 2
@@ -28,6 +29,8 @@ def train_and_save(folder: str, sworn: str, wait: bool) -> None:
     if committed(Storage(), Path(folder)):
         extra = onefold.load(folder, model, optimizer)
         assert extra["sum"] == checksum(model)
+    else:
+        assert engine_of(model).aside  # the ranks have met, as they do in the first save or load
     tell(optimizer.steps)
     before = None
     while True:
@@ -39,6 +42,7 @@ def train_and_save(folder: str, sworn: str, wait: bool) -> None:
         if done and torch.distributed.get_rank() == 0:
             with open(sworn, "a") as out:
                 out.write(f"{done.name}\n")
+            tell(done.name)
         before = path
 
 
@@ -55,6 +59,8 @@ def kill_at_random(folder: Path, kills: int, dice: random.Random) -> None:
         with start_ranks(RANKS, train_and_save, str(run), str(sworn), wait) as group:
             started = [group.message(rank) for rank in range(RANKS)]
             assert started[0] == started[1] >= loaded, "a committed checkpoint was lost"
+            for _ in range(dice.randrange(3)):
+                group.message(0)  # a save is committed; strike in one of the next
             time.sleep(dice.uniform(0.0, 0.06))  # where in a save it strikes is left to chance
             struck = dice.choice([[0], [1], [0, 1]])
             for rank in struck:
@@ -70,7 +76,7 @@ def kill_at_random(folder: Path, kills: int, dice: random.Random) -> None:
             assert verify(Storage(), run / step_name(step)) == [], "a partial checkpoint has a committed one's name"
         assert len([name for name in os.listdir(run) if name.startswith(".")]) <= 2, "leftovers pile up"
         loaded = steps[-1] if steps else 0
-    assert loaded > kills // 10, "hardly any save was committed between the kills"
+    assert loaded > kills // 2, "hardly any save was committed between the kills"
 
 
 def test_nothing_is_lost_when_ranks_are_killed_while_they_save(tmp_path):

@@ -1,6 +1,10 @@
 """A run that was interrupted goes on bit for bit as one that was not."""
 
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
 import onefold
 from tests.checkpoint.runs import PRECISIONS, Case, Trainer, differing, fingerprint
@@ -34,3 +38,52 @@ def test_a_run_resumed_from_a_save_in_the_background_is_bitwise_the_uninterrupte
     """Training went on while the checkpoint was written: what is in it is the moment of the call."""
     cases = [Case(3, "split"), Case(0, "fp32", "nadam"), Case(2, "fp16", "sgd"), Case(1, "bf16")]
     assert run_ranks(2, interrupted, cases, str(tmp_path), False) == [[]] * 2
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.ASGD, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.AdamW, {"lr": torch.tensor(0.01)}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+]
+
+
+def interrupt_each(dtype: torch.dtype, before: int, folder: str) -> list[str]:
+    onefold.init()
+    wrong = []
+
+    def start(seed: int) -> tuple[nn.Module, onefold.Optimizer]:
+        torch.manual_seed(seed)
+        model = onefold.shard(nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 5)).to(dtype), stage=2)
+        return model, onefold.Optimizer(model, cls, **settings)
+
+    def train(model: nn.Module, optimizer: onefold.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.backward(model(torch.randn(4, 9, dtype=dtype)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for number, (cls, settings) in enumerate(OPTIMIZERS):
+        straight, resumed = start(0), start(1)
+        train(*straight, before)
+        onefold.save(f"{folder}/{number}", *straight)
+        train(*straight, 2)
+        train(*resumed, 1)  # what is there is replaced
+        onefold.load(f"{folder}/{number}", *resumed)
+        train(*resumed, 2)
+        pairs = zip(straight[0].parameters(), resumed[0].parameters(), strict=True)
+        wrong += [f"{cls.__name__} {settings}"] * (not all(torch.equal(a, b) for a, b in pairs))
+    return wrong
+
+
+@pytest.mark.parametrize(("dtype", "before"), [(torch.float32, 2), (torch.float64, 2), (torch.float32, 0)])
+def test_every_elementwise_optimizer_resumes_bitwise_also_before_its_first_step(dtype, before, tmp_path):
+    assert run_ranks(2, interrupt_each, dtype, before, str(tmp_path)) == [[]] * 2

@@ -45,9 +45,9 @@ class Worker:
 
     def finish(self) -> None:
         """Wait for what is in flight; raises what it raised, once."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None  # only now: an interrupted wait is no end
         error, self._error = self._error, None
         if error is not None:
             raise error

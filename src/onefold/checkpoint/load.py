@@ -228,8 +228,9 @@ def _module_notes(engine: Engine, own: OwnNotes, choice: Choice) -> dict[str, An
 
 def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
     fill_values(engine, plan.source, plan.found)
-    buffers = dict(_persistent(engine.model))
-    fill_buffers(buffers, plan.source, plan.found, (plan.own.get(BUFFERS) if plan.own else None) or {})
+    fill_buffers(
+        persistent_buffers(engine.model), plan.source, plan.found, (plan.own.get(BUFFERS) if plan.own else None) or {}
+    )
     modules = dict(engine.model.named_modules(remove_duplicate=False))
     for name, value in plan.modules.items():
         modules[name].set_extra_state(value)
@@ -239,11 +240,6 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
             engine.sums_were_kept()
-
-
-def _persistent(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    kept = persistent_buffers(model).keys()
-    return ((name, b) for name, b in model.named_buffers(remove_duplicate=False) if name in kept)
 
 
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:

@@ -65,7 +65,7 @@ def notes_of(model: nn.Module, extra: Any, device: torch.device, *, copy: bool) 
     modules = {key.removesuffix(EXTRA).removesuffix("."): value for key, value in extra_states(model).items()}
     return {
         EXTRA_NOTE: note(extra, EXTRA_NOTE, copy=copy),
-        BUFFERS: note(persistent_buffers(model), BUFFERS, copy=False),
+        BUFFERS: note(persistent_buffers(model), BUFFERS, copy=copy),
         MODULES: note(modules, MODULES, copy=copy),
         RANDOM: note(random_state(device), RANDOM, copy=False),
     }

@@ -55,6 +55,8 @@ class Job:
 
 
 class Asked(NamedTuple):
+    """What the user wants."""
+
     run: Path
     optimizer: Optimizer | None
     extra: Any
@@ -109,9 +111,9 @@ def save_on(
     jobs: list[Job] = []
 
     def look() -> list[Any]:
-        job = _job(engine, comm, storage, Asked(Path(folder), optimizer, extra, step, keep, wait))
+        job = _job(engine, comm, storage, Asked(Path(folder).absolute(), optimizer, extra, step, keep, wait))
         jobs.append(job)
-        return [str(job.run), job.step, job.keep]
+        return [job.step, job.keep]
 
     asked = attempt(comm, look)
     _check_same(comm, asked)
@@ -127,8 +129,8 @@ def _check_same(comm: Comm, asked: list[Any]) -> None:
     for rank, row in enumerate(asked):
         if row != asked[0]:
             raise CheckpointError(
-                f"rank {comm.world_rank(rank)} saves {row} and rank {comm.world_rank(0)} {asked[0]} (folder, step, "
-                f"keep); give the same on every rank"
+                f"rank {comm.world_rank(rank)} saves {row} and rank {comm.world_rank(0)} {asked[0]} (step, keep); "
+                f"give the same on every rank"
             )
 
 
@@ -197,10 +199,10 @@ def write(job: Job) -> Path:
 
     def start() -> list[Any]:
         draft = begin(job.storage, job.run, job.step) if rank == 0 else None
-        return [str(draft.folder) if draft else None, {name: one.digest() for name, one in job.own.items()}]
+        return [draft.folder.name if draft else None, {name: one.digest() for name, one in job.own.items()}]
 
     told = attempt(comm, start)
-    draft = Draft(job.run, job.step, Path(told[0][0]))
+    draft = Draft(job.run, job.step, job.run / told[0][0])  # by name: it may be mounted elsewhere here
     try:
         return _fill(job, draft, [row[1] for row in told])
     except Exception:
