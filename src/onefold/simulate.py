@@ -117,7 +117,7 @@ def train_step(model: nn.Module, optimizer: Optimizer, inputs: Any) -> int:
     """One step, and the bytes at its fullest instant where no allocator counts them."""
     on_cuda = optimizer.param_groups[0]["params"][0].is_cuda
     with nullcontext() if on_cuda else track_memory(model) as tracker:
-        default_loss(model, inputs).backward()
+        optimizer.backward(default_loss(model, inputs))
         optimizer.step()
         optimizer.zero_grad()
     return tracker.peak_bytes if tracker else 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -17,8 +17,11 @@ from onefold.config import Zero
 from onefold.planner.dry import rehearse
 from onefold.planner.plan import OPTIMIZERS, cost_of
 from onefold.planner.shapes import Shape
+from onefold.planner.sizes import of_layout
+from onefold.planner.states import state_bytes
 from onefold.precision import Precision
 from onefold.simulate import train_step
+from onefold.survey import FROZEN, place, survey
 from onefold.train.model import GPT
 from tests.harness import run_ranks
 
@@ -62,7 +65,9 @@ def measure(model: nn.Module, sample: Any, zero: Zero, optimizer: str, steps: in
     onefold.init()
     onefold.shard(model, zero)
     cls, kwargs = OPTIMIZERS[optimizer]
-    trained = onefold.Optimizer(model, cls, **kwargs)
+    half = zero.precision == "fp16" or zero.precision == PRECISIONS["fp16"]
+    scale = {"loss_scale": onefold.LossScale(initial=1.0)} if half else {}
+    trained = onefold.Optimizer(model, cls, **scale, **kwargs)
     for _ in range(steps):
         peak = train_step(model, trained, sample)
     now = onefold.memory(model)
@@ -70,15 +75,33 @@ def measure(model: nn.Module, sample: Any, zero: Zero, optimizer: str, steps: in
     return [states, now.communication.measured, peak, dict(onefold.traffic(model).flows)]
 
 
-def random_case(fields: dict[str, Any], zero: Zero, optimizer: str) -> list[Any]:
-    torch.manual_seed(0)
-    return measure(Random(**fields), torch.randn(4, 7), zero, optimizer)
+def random_cases(fields: dict[str, Any], zeros: list[Zero], optimizer: str) -> list[list[Any]]:
+    """On a rank: one model under several settings."""
+    found = []
+    for zero in zeros:
+        torch.manual_seed(0)
+        found.append(measure(Random(**fields), torch.randn(4, 7), zero, optimizer, steps=2))
+    return found
+
+
+def states_by_formula(model: nn.Module, zero: Zero, optimizer: str, ranks: int, rank: int) -> tuple[int, ...]:
+    """From the layout alone: no tensors, no processes."""
+    seen = survey(model, zero, ranks)
+    policy = Precision.of(zero.precision).decided(own_sum=True, cuda=False)
+    units, placements = [], []
+    for layout in seen.layouts:
+        widths = policy.dtypes(seen.dtypes[layout.slots[0].name]).widths
+        units.append(of_layout(layout, rank, widths, trained=not layout.kind.endswith(FROZEN)))
+        placements.append(place(layout, zero, ranks))
+    return tuple(state_bytes(units, placements, cost_of(optimizer)))
 
 
 CASES = itertools.count()
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 @given(
     fields=st.fixed_dictionaries(
         {
@@ -96,14 +119,15 @@ def test_states_and_traffic_of_random_models_are_planned_to_the_byte(fields, opt
     """Each model at one N and one precision, all stages; over all models every N from 1 to 4 and every precision."""
     case = next(CASES)
     ranks, name = 1 + case % 4, list(PRECISIONS)[(case // 4) % 4]
-    for stage in range(4):
-        zero = Zero(stage=stage, precision=PRECISIONS[name], bucket_bytes=bucket_bytes)
-        found = run_ranks(ranks, random_case, fields, zero, optimizer)
-        for rank, (states, _, _, sent) in enumerate(found):
-            planned = rehearse(Random(**fields), torch.zeros(4, 7), zero, cost_of(optimizer), ranks=ranks, rank=rank)
-            assert tuple(planned.states) == states, (stage, ranks, rank, name)
-            unplanned = {"overflow"} if name == "fp16" else set()
-            assert planned.sent == {k: v for k, v in sent.items() if k[0] not in unplanned}, (stage, ranks, rank, name)
+    zeros = [Zero(stage=stage, precision=PRECISIONS[name], bucket_bytes=bucket_bytes) for stage in range(4)]
+    found = run_ranks(ranks, random_cases, fields, zeros, optimizer)
+    for rank, by_stage in enumerate(found):
+        for zero, (states, *_) in zip(zeros, by_stage):
+            assert states_by_formula(Random(**fields), zero, optimizer, ranks, rank) == states, (zero, rank)
+    for zero, (states, _, _, sent) in list(zip(zeros, found[0]))[1 + case % 3 :: 2]:
+        planned = rehearse(Random(**fields), torch.zeros(4, 7), zero, cost_of(optimizer), ranks=ranks)
+        assert tuple(planned.states) == states, zero
+        assert planned.sent == sent, zero
 
 
 def convolutions() -> tuple[nn.Module, Any]:
@@ -140,9 +164,8 @@ def model_case(name: str, zero: Zero) -> list[Any]:
 
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_peak_is_planned_within_a_tenth(name, stage, precision):
-    zero = Zero(stage=stage, precision=precision, bucket_bytes=1 << 20)
+def test_the_peak_is_planned_within_a_tenth(name, stage):
+    zero = Zero(stage=stage, bucket_bytes=1 << 20)
     (states, buffers, peak, sent), _ = run_ranks(2, model_case, name, zero)
     model, sample = MODELS[name]()
     planned = rehearse(model, sample, zero, cost_of("adamw"), ranks=2)

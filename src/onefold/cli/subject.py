@@ -102,8 +102,8 @@ def hugging_face(path: Path) -> nn.Module:
     try:
         config = AutoConfig.for_model(kind, **fields)
         return AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else type(error).__name__
+    except Exception as error:  # transformers and its validators raise many kinds
+        reason = str(error).strip().splitlines()[-1].strip()[:160] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{file}: model_type {kind!r} cannot be built as a language model: {reason}") from error
 
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from onefold.blocks import find_blocks
-from onefold.comm import Flow
+from onefold.comm import Flow, Label
 from onefold.config import Zero
 from onefold.containers import tensors_in
 from onefold.engine import Engine, engine_of
@@ -38,6 +38,7 @@ from onefold.mesh import simulated_axes
 from onefold.placement import Scope
 from onefold.planner.states import StateBytes, StateCost
 from onefold.report import memory, track_memory, traffic
+from onefold.scaling import scaled_backward
 from onefold.shard import shard_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -130,9 +131,13 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage
 
 def _step(engine: Engine, inputs: Any, loss: Loss) -> None:
     """Everything of a step but the arithmetic of the update."""
-    loss(engine.model, inputs).backward()
+    half = engine.precision.compute is torch.float16
+    with scaled_backward(1.0):
+        loss(engine.model, inputs).backward()
     with torch.no_grad():
         engine.settle()
+        if half:
+            engine.everyone.gather_bytes(bytes(len(engine.units)), Label("overflow", "step"))
         engine.passes.release_all()
         for index, unit in enumerate(engine.units):
             engine.finish(index)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from onefold.placement import STAGES, Placement, Scope
 from onefold.planner.activations import ActivationBytes
 from onefold.planner.hardware import Hardware
-from onefold.planner.peak import Instant, instants, pool_bytes
+from onefold.planner.peak import Instant, instants, pool_bytes, segments
 from onefold.planner.seconds import StepSeconds, exposed_in_step, look_ahead
 from onefold.planner.sizes import Sizes, UnitSize
 from onefold.planner.states import StateBytes, StateCost, state_bytes
@@ -58,12 +58,19 @@ class Estimate:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return self.work.sizes(self.grid)
+        return self.work.remember(("sizes", self.grid), lambda: self.work.sizes(self.grid))
 
     @cached_property
     def placements(self) -> list[Placement]:
         row = STAGES[self.choice.stage].over(self.grid.shard)
-        return [self._place(unit, row) for unit in self.sizes.units]
+        return self.work.remember(
+            ("placements", self._table), lambda: [self._place(unit, row) for unit in self.sizes.units]
+        )
+
+    @property
+    def _table(self) -> tuple[Grid, int, int]:
+        """What decides who holds what."""
+        return self.grid, self.choice.stage, self.choice.keep_whole
 
     def _place(self, unit: UnitSize, row: Placement) -> Placement:
         small = unit.used <= self.choice.keep_whole
@@ -72,7 +79,9 @@ class Estimate:
     @cached_property
     def all_states(self) -> StateBytes:
         """Wherever they are."""
-        return state_bytes(self.sizes.units, self.placements, self.cost)
+        return self.work.remember(
+            ("states", self._table, self.cost), lambda: state_bytes(self.sizes.units, self.placements, self.cost)
+        )
 
     @cached_property
     def states(self) -> StateBytes:
@@ -103,7 +112,11 @@ class Estimate:
     @cached_property
     def buffers(self) -> int:
         """Constant, whatever the model's depth."""
-        pool = pool_bytes(self.sizes.units, self.placements, self.grid.shard, cuda=self.hardware.device == "cuda")
+        cuda = self.hardware.device == "cuda"
+        pool = self.work.remember(
+            ("pool", self._table, cuda),
+            lambda: pool_bytes(self.sizes.units, self.placements, self.grid.shard, cuda=cuda),
+        )
         streaming = 0
         if self.choice.optimizer != "device" or self.choice.parameters != "device":
             streaming = 4 * max((unit.shard for unit in self.sizes.units), default=0) * 4  # two each way, in fp32
@@ -111,8 +124,11 @@ class Estimate:
 
     @cached_property
     def fullest(self) -> Instant:
-        tied = self.work.tied(self.sizes)
-        found = instants(self.sizes.units, self.placements, self.activations, self.prefetch, self.flying, tied)
+        walk = self.work.remember(
+            ("walk", self._table, self.prefetch),
+            lambda: segments(self.sizes.units, self.placements, self.prefetch, self.work.tied(self.sizes)),
+        )
+        found = instants(walk, self.activations, self.flying)
         return max(found, key=lambda instant: instant.gathered + instant.activations, default=Instant("", 0, 0))
 
     @property

@@ -31,6 +31,15 @@ class Instant(NamedTuple):
     activations: int
 
 
+class Segment(NamedTuple):
+    """A block, or a unit outside every block, while it computes."""
+
+    where: str
+    block: bool
+    backward: bool
+    gathered: int  # bytes of whole units: its own, and those on their way
+
+
 def pool_bytes(units: Sequence[UnitSize], placements: Sequence[Placement], ranks: int, *, cuda: bool) -> int:
     """The constant buffers a rank ends up with."""
     pool = Pool(torch.device("meta"))
@@ -66,42 +75,38 @@ def pool_bytes(units: Sequence[UnitSize], placements: Sequence[Placement], ranks
     return sum(buffer.numel() for buffer in pool.buffers())
 
 
-def instants(
-    units: Sequence[UnitSize],
-    placements: Sequence[Placement],
-    activations: ActivationBytes,
-    prefetch: int,
-    flying: int = 1,
-    tied: int | None = None,
-) -> Iterator[Instant]:
-    """Those that can be the fullest; `flying` micro-batches are between forward and backward at once. What stands
-    behind the last block has the `tied` unit whole too."""
-    segments = [list(run) for _, run in groupby(range(len(units)), key=lambda i: units[i].block or f"#{i}")]
-    sharded = [i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARD]
-    blocks = [segment for segment in segments if units[segment[0]].block]
-    earlier = (flying - 1) * len(blocks) * activations.kept_per_block
+def segments(
+    units: Sequence[UnitSize], placements: Sequence[Placement], prefetch: int, tied: int | None = None
+) -> list[Segment]:
+    """A forward and a backward. What stands behind the last block has the `tied` unit whole too."""
+    runs = [list(run) for _, run in groupby(range(len(units)), key=lambda i: units[i].block or f"#{i}")]
+    last_block = max((number for number, run in enumerate(runs) if units[run[0]].block), default=len(runs))
+    sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARD}
+    found = []
     for backward in (False, True):
-        kept = len(blocks) if backward else 0
-        for segment in reversed(segments) if backward else segments:
-            block = bool(units[segment[0]].block)
-            gathered = _live(units, sharded[::-1] if backward else sharded, segment, prefetch)
-            if tied in sharded and tied not in segment and blocks and segment > blocks[-1]:
+        order = [i for i in range(len(units)) if i in sharded]
+        order = order[::-1] if backward else order
+        place = {unit: number for number, unit in enumerate(order)}
+        for number, run in reversed(list(enumerate(runs))) if backward else enumerate(runs):
+            own = [i for i in run if i in place]
+            after = max((place[i] for i in own), default=-1) + 1
+            ahead = order[after : after + prefetch] if own else []
+            gathered = sum(units[i].whole_bytes for i in [*own, *ahead])
+            if tied in sharded and tied not in run and number > last_block:
                 gathered += units[tied].whole_bytes
-            kept += block and not backward
-            alive = earlier + kept * activations.kept_per_block
-            working = activations.block if block else activations.head
-            yield Instant(
-                f"{'backward' if backward else 'forward'} of {units[segment[0]].block or units[segment[0]].name}",
-                gathered,
-                alive + working,
-            )
-            kept -= block and backward
+            name = units[run[0]].block or units[run[0]].name
+            where = f"{'backward' if backward else 'forward'} of {name}"
+            found.append(Segment(where, bool(units[run[0]].block), backward, gathered))
+    return found
 
 
-def _live(units: Sequence[UnitSize], order: Sequence[int], segment: Sequence[int], prefetch: int) -> int:
-    """Bytes of whole units while a segment computes: its own, and those on their way."""
-    own = [i for i in order if i in segment]
-    if not own:
-        return 0
-    after = order.index(own[-1]) + 1
-    return sum(units[i].whole_bytes for i in [*own, *order[after : after + prefetch]])
+def instants(walk: Sequence[Segment], activations: ActivationBytes, flying: int = 1) -> Iterator[Instant]:
+    """Those that can be the fullest; `flying` micro-batches are between forward and backward at once."""
+    blocks = sum(segment.block and not segment.backward for segment in walk)
+    earlier = (flying - 1) * blocks * activations.kept_per_block
+    kept = 0
+    for segment in walk:
+        kept += segment.block and not segment.backward
+        working = activations.block if segment.block else activations.head
+        yield Instant(segment.where, segment.gathered, earlier + kept * activations.kept_per_block + working)
+        kept -= segment.block and segment.backward

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 from onefold.errors import ConfigError
 from onefold.layout import ParamInfo, plan_units
@@ -20,6 +20,8 @@ from onefold.planner.activations import (
 )
 from onefold.planner.shapes import Shape
 from onefold.planner.sizes import Sizes, Widths
+
+T = TypeVar("T")
 
 
 class Grid(NamedTuple):
@@ -84,6 +86,14 @@ class Work:
     shape: Shape | None = None
     module: Module | None = None
     bucket_bytes: int = 32 << 20
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def remember(self, key: Any, make: Callable[[], T]) -> T:
+        """A search asks the same thing many times: what does not depend on the batch is computed once."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
 
     def __post_init__(self) -> None:
         if sum(given is not None for given in (self.numel, self.shape, self.module)) != 1:

@@ -1,0 +1,164 @@
+"""`onefold plan`, `verify` and `simulate` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from onefold.cli.main import main
+
+KEYS = {
+    "stage", "params_bytes", "grads_bytes", "optimizer_bytes", "states_bytes", "peak_bytes", "traffic_elements",
+    "step_s", "fits",
+}  # fmt: skip
+
+
+def plan(capsys, *arguments: str) -> dict:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_bare_count_is_planned_with_the_papers_accounting(capsys):
+    found = plan(capsys, "--params", "7.5e9", "--ranks", "64")
+    assert [row["stage"] for row in found["stages"]] == [0, 1, 2, 3]
+    assert all(row.keys() >= KEYS for row in found["stages"])
+    gigabytes = [row["states_bytes"] / 1e9 for row in found["stages"]]
+    assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.875], abs=0.05)
+    assert {"stage", "reason", "batch"} <= found["recommendation"].keys()
+
+
+def test_split_masters_save_two_bytes_per_parameter(capsys):
+    found = plan(capsys, "--params", "1e9", "--ranks", "8", "--master", "split")
+    assert found["stages"][0]["states_bytes"] == pytest.approx(14e9, rel=1e-6)  # and a step count per unit
+
+
+def test_a_named_model_gets_time_tokens_and_days(capsys):
+    found = plan(capsys, "--model", "8b-dp", "--ranks", "128", "--hardware", "v100-32", "--tokens", "3e11")
+    row = found["stages"][2]
+    assert row["step_s"] == pytest.approx(
+        sum(row[key] for key in ("compute_s", "exposed_s", "tensor_s", "update_s", "transfer_s", "bubble_s"))
+    )
+    assert row["days"] == pytest.approx(3e11 / row["tokens_per_s"] / 86400)
+    assert row["largest_batch"] >= 1 and row["fewest_ranks"] >= 1
+    assert {message["purpose"] for message in row["messages"]} >= {"reduce", "gather-updated"}
+
+
+def test_a_hugging_face_config_is_planned(tmp_path, capsys):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = plan(capsys, "--config", str(tmp_path), "--ranks", "2", "--seq", "32")
+    assert found["parameters"] == 2 * 128 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 96 + 2 * 64) + 64
+    assert found["stages"][3]["states_bytes"] < found["stages"][0]["states_bytes"]
+
+
+def test_the_table_is_for_people(capsys):
+    assert main(["plan", "--model", "gpt2-1.5b", "--ranks", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "stage 3" in text and "what to choose" in text and "tokens/s" in text
+
+
+@pytest.mark.parametrize("suffix", ["png", "html"])
+def test_plots_are_drawn(tmp_path, capsys, suffix):
+    path = tmp_path / f"out.{suffix}"
+    assert main(["plan", "--model", "60b-wide", "--ranks", "400", "--tp", "16", "--plot", str(path)]) == 0
+    content = path.read_bytes()
+    if suffix == "png":
+        assert content.startswith(b"\x89PNG") and len(content) > 20_000
+    else:
+        assert b"<svg" in content and b"http://" not in content.split(b"<svg", 1)[0]
+
+
+BAD = {
+    "a negative count": ["--params", "-5", "--ranks", "4"],
+    "no ranks": ["--params", "1e9", "--ranks", "0"],
+    "a negative batch": ["--model", "1.5b", "--ranks", "4", "--batch", "-1"],
+    "heads that do not divide hidden": ["--layers", "2", "--hidden", "100", "--heads", "3", "--ranks", "2"],
+    "heads that do not divide by tp": ["--layers", "2", "--hidden", "96", "--heads", "3", "--ranks", "2", "--tp", "2"],
+    "ranks that are no product of axes": ["--model", "1.5b", "--ranks", "6", "--tp", "4"],
+    "an unknown model": ["--model", "gpt9", "--ranks", "2"],
+    "unknown hardware": ["--params", "1e9", "--ranks", "2", "--hardware", "abacus"],
+    "an unknown optimizer": ["--params", "1e9", "--ranks", "2", "--optimizer", "lamb2"],
+    "half a shape": ["--layers", "2", "--ranks", "2"],
+    "no model": ["--ranks", "2"],
+    "two models": ["--params", "1e9", "--model", "1.5b", "--ranks", "2"],
+    "P_a without tp": ["--model", "1.5b", "--ranks", "2", "--activations", "partition"],
+    "a plot of no kind": ["--params", "1e9", "--ranks", "2", "--plot", "out.gif"],
+    "more stages than layers": ["--layers", "2", "--hidden", "64", "--heads", "2", "--ranks", "4", "--pp", "4"],
+    "no such config": ["--config", "/nowhere/config.json", "--ranks", "2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys):
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("onefold: ") and "\n" not in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "content", ['{"model_type": "frobnicator"}', "{}", "not json", '{"model_type": "llama", "hidden_size": -3}']
+)
+def test_a_config_that_is_no_model_is_one_line(content, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(content)
+    assert main(["plan", "--config", str(tmp_path / "config.json"), "--ranks", "2"]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "config.json" in said
+
+
+def test_a_process_of_its_own_ends_with_exit_code_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "onefold.cli.main", "plan", "--params", "-1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "onefold.cli.main", "verify", "--model", "gpt-tiny", "--ranks", "2", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_verify_runs_real_ranks_and_finds_the_plan_right():
+    done = verify("--stage", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    checks = {row["what"]: row for row in json.loads(done.stdout)["checks"]}
+    assert checks["states"]["planned"] == checks["states"]["measured"] > 0
+    assert checks["gather-forward (all-gather)"]["planned"] == checks["gather-forward (all-gather)"]["measured"] > 0
+    assert checks["peak"]["good"]
+
+
+def test_verify_fails_where_the_plan_is_wrong(monkeypatch):
+    from onefold.cli import verify as module
+    from onefold.cli.verify import Check, VerifyCommand
+
+    rows = [Check("states", 1000, 1021, module.STATES), Check("peak", 1000, 1099, module.PEAK)]
+    assert [row.good for row in rows] == [False, True]
+    assert not Check("reduce calls", 5, 6, module.EXACT).good
+    found = [row._asdict() | {"good": row.good} for row in rows]
+    monkeypatch.setattr(module, "run_ranks", lambda *_: found)
+    assert VerifyCommand(model="gpt-tiny").run() == 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_simulate_measures_what_was_planned(capsys, stage):
+    arguments = ["--model", "gpt-tiny", "--ranks", "64", "--stage", str(stage), "--precision", "fp32", "--json"]
+    assert main(["simulate", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["states"]["states_bytes"] == found["planned"]["states_bytes"]
+    assert abs(found["peak_off"]) < 0.1
+    assert len(found["steps_s"]) == 2
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("plan", "verify", "simulate", "export", "inspect", "verify-checkpoint"))
+    assert main(["frobnicate"]) == 2
