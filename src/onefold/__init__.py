@@ -26,8 +26,9 @@ from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory,
 from onefold.scaling import LossScale
 from onefold.scheduler import Scheduler
 from onefold.shard import accumulate, catch_up, shard
+from onefold.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CheckpointDamaged",

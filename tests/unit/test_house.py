@@ -10,7 +10,7 @@ import onefold
 
 # Each module imports only modules before it.
 ORDER = [
-    "errors", "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
+    "version", "errors", "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
     "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "views", "survey", "mesh", "comm",
     "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule", "passes",
     "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "carried", "finite",

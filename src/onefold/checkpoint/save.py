@@ -12,7 +12,6 @@ import platform
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from onefold.comm import Comm
 from onefold.engine import Engine, engine_of
 from onefold.errors import CheckpointError, ConfigError
 from onefold.optimizer import Optimizer
+from onefold.version import VERSION
 
 ALIGN = 64  # bytes: any dtype may lie there
 LAST_STEP = 10**18 - 1  # what a folder's name holds
@@ -145,7 +145,7 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
     noted = note(optimizer.notes(), "optimizer", copy=not wait) if optimizer is not None else None
     about = {
         "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
-        "accumulated": engine.sums_kept, "onefold": version("onefold"), "torch": torch.__version__,
+        "accumulated": engine.sums_kept, "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
     held = holding.held if wait else staged(holding.held, engine.device)

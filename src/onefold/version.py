@@ -1,0 +1,3 @@
+"""Which Onefold this is."""
+
+VERSION = "0.1.0"
