@@ -28,6 +28,9 @@ def test_a_bare_count_is_planned_with_the_papers_accounting(capsys):
     gigabytes = [row["states_bytes"] / 1e9 for row in found["stages"]]
     assert gigabytes == pytest.approx([120, 31.4, 16.6, 1.875], abs=0.05)
     assert {"stage", "reason", "batch"} <= found["recommendation"].keys()
+    found = plan(capsys, "--params", "7.5e9", "--ranks", "64", "--hardware", "v100-32")
+    largest = [row["largest_model"] / 1e9 for row in found["stages"]]
+    assert largest == pytest.approx([2, 7.64, 14.4, 128], rel=0.005)
 
 
 def test_split_masters_save_two_bytes_per_parameter(capsys):
@@ -43,6 +46,7 @@ def test_a_named_model_gets_time_tokens_and_days(capsys):
     )
     assert row["days"] == pytest.approx(3e11 / row["tokens_per_s"] / 86400)
     assert row["largest_batch"] >= 1 and row["fewest_ranks"] >= 1
+    assert found["stages"][3]["break_even_batch"] >= 1 and row["break_even_batch"] is None
     assert {message["purpose"] for message in row["messages"]} >= {"reduce", "gather-updated"}
 
 

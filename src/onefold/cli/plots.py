@@ -63,15 +63,14 @@ def _bars(axes: Any, plan: Plan) -> None:
 def _against_traffic(axes: Any, plan: Plan) -> None:
     rows = [*plan.stages, *plan.variants]
     for row in rows:
-        colour = STAGE_COLOURS[row.stage]
-        axes.scatter(row.traffic_elements / max(plan.parameters, 1), row.peak_bytes / GB, color=colour, s=50)
+        axes.scatter(row.traffic_bytes / GB, row.peak_bytes / GB, color=STAGE_COLOURS[row.stage], s=50)
     for row in plan.stages:
-        place = (row.traffic_elements / max(plan.parameters, 1), row.peak_bytes / GB)
+        place = (row.traffic_bytes / GB, row.peak_bytes / GB)
         axes.annotate(f" stage {row.stage}", place, va="bottom")
     axes.axhline(plan.hardware.memory_bytes / GB, color="black", linestyle="--", linewidth=1)
     axes.set_yscale("log")
     axes.margins(x=0.2, y=0.15)
-    axes.set_xlabel("elements sent per rank and step, in parameters of the model")
+    axes.set_xlabel("GB sent by each rank in a step")
     axes.set_ylabel("GB per device at the peak")
     axes.set_title("memory against traffic")
 
@@ -119,7 +118,8 @@ def _throughput(axes: Any, question: Question | None) -> None:
                 rates.append(flops / estimate.step_s / 1e12)
         axes.plot(numbers, rates, marker="o", markersize=3, color=STAGE_COLOURS[stage], label=f"stage {stage}")
     axes.set_xscale("log", base=2)
-    axes.margins(y=0.2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.9 * high), high * 1.02)  # a difference of a hair should look like one
     axes.set_xlabel("ranks")
     axes.set_ylabel("TFLOP/s per rank")
     axes.legend(fontsize=8)

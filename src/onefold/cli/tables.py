@@ -15,7 +15,7 @@ from onefold.planner.search import text_of
 def console() -> Console:
     """Wide enough for our tables where the output is no terminal."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=180)
+    return found if found.is_terminal else Console(highlight=False, width=190)
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
@@ -31,6 +31,10 @@ def seconds(value: float) -> str:
     if not value:
         return ""
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def size(numel: int) -> str:
+    return "" if not numel else f"{numel / 1e12:.3g}T" if numel >= 1e12 else f"{numel / 1e9:.3g}B"
 
 
 def amount(nbytes: int) -> str:
@@ -61,7 +65,7 @@ def show_plan(plan: Plan) -> None:
 
 def _memory(rows: Sequence[Row]) -> Table:
     heads = ("on each rank", "params", "grads", "optimizer", "states", "buffers", "gathered", "activ.",
-             "margin", "peak", "host", "disk", "fits", "max batch", "min ranks")  # fmt: skip
+             "margin", "peak", "host", "disk", "fits", "max batch", "min ranks", "max model")  # fmt: skip
     body = []
     for row in rows:
         cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.buffers_bytes,
@@ -69,7 +73,9 @@ def _memory(rows: Sequence[Row]) -> Table:
         away = [amount(nbytes) for nbytes in (row.host_bytes, row.disk_bytes)]
         most = "" if row.largest_batch is None else row.largest_batch or "none"
         fits = "[green]yes[/]" if row.fits else "[red]no[/]"
-        body.append([row.label, *map(amount, cells), *away, fits, most, row.fewest_ranks or "none"])
+        body.append(
+            [row.label, *map(amount, cells), *away, fits, most, row.fewest_ranks or "none", size(row.largest_model)]
+        )
     batch = f", batch {rows[0].batch}, activations: {rows[0].activations}" if rows[0].activations != "unknown" else ""
     return table(f"memory{batch}", heads, body)
 
@@ -86,11 +92,16 @@ def _traffic(rows: Sequence[Row]) -> Table:
 
 def _time(rows: Sequence[Row]) -> Table:
     heads = ("a step", "seconds", "compute", "waits for links", "tensor parallel", "update", "transfers", "bubble",
-             "look-ahead", "tokens/s", "days")  # fmt: skip
+             "look-ahead", "break-even", "tokens/s", "days")  # fmt: skip
     body = []
     for row in rows:
         ahead = f"{row.look_ahead}{' (link bound)' if row.bandwidth_bound else ''}" if row.look_ahead else ""
         parts = (row.compute_s, row.exposed_s, row.tensor_s, row.update_s, row.transfer_s, row.bubble_s)
-        rest = [ahead, f"{row.tokens_per_s:,.0f}", "" if row.days is None else f"{row.days:,.1f}"]
+        rest = [
+            ahead,
+            row.break_even_batch or "",
+            f"{row.tokens_per_s:,.0f}",
+            "" if row.days is None else f"{row.days:,.1f}",
+        ]
         body.append([row.label, seconds(row.step_s), *map(seconds, parts), *rest])
     return table("time", heads, body)

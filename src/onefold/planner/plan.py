@@ -31,6 +31,7 @@ from onefold.planner.search import (
     recommend,
     text_of,
 )
+from onefold.planner.seconds import break_even_batch
 from onefold.planner.states import StateCost
 from onefold.planner.traffic import Sent
 from onefold.planner.work import Module, Work
@@ -88,6 +89,8 @@ class Row:
     bandwidth_bound: bool
     largest_batch: int | None
     fewest_ranks: int | None
+    largest_model: int  # parameters whose states would fill the devices: an upper bound
+    break_even_batch: int | None  # stage 3: from here on its messages take under 5% of the compute, hidden or not
     tokens_per_s: float
     days: float | None
 
@@ -371,9 +374,26 @@ def _row(question: Question, e: Estimate, tokens: float | None) -> Row:
         bandwidth_bound=ahead[1],
         largest_batch=largest_batch(question, e.choice, e.grid) if known else None,
         fewest_ranks=fewest_ranks(question, e.choice),
+        largest_model=_largest_model(e),
+        break_even_batch=_break_even(e),
         tokens_per_s=e.tokens_per_s,
         days=days(tokens, e.tokens_per_s) if tokens and e.tokens_per_s else None,
     )
+
+
+def _largest_model(e: Estimate) -> int:
+    """As the paper counts: nothing but states, and those on other tiers are free."""
+    if not e.states.total:
+        return 0
+    return int(e.hardware.memory_bytes * e.sizes.numel / e.states.total * e.grid.tp * e.grid.pp)
+
+
+def _break_even(e: Estimate) -> int | None:
+    shape = e.work.shape
+    if shape is None or e.choice.stage != 3 or e.grid.shard == 1:
+        return None
+    rate = e.hardware.flops * e.hardware.efficiency
+    return break_even_batch(shape.numel, shape.layers, shape.seq, rate, e.hardware.latency_s, e.link("shard"))
 
 
 def _message(purpose: str, sent: Sent, e: Estimate) -> Message:
