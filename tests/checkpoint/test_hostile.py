@@ -138,7 +138,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no such kind": (put("records", 0, "kind", to="magic"), "is 'magic'"),
     "a digest too many": (put("entries", 0, 5, to=["0" * 64] * 2), "2 digests"),
     "an odd digest": (put("entries", 0, 5, to=["x" * 64]), "1 digests"),
-    "another version": (put("version", to=2), "reads"),
+    "a version before the first": (put("version", to=0), "reads"),
     "one field more": (put("eval", to="1"), "has the fields"),
     "a wrong size": (put("files", 0, 1, to=7), "7 were written"),
 }
@@ -157,6 +157,12 @@ def test_a_manifest_that_lies_is_refused_even_when_its_digest_is_right(good, tmp
     assert damages, "accepted"
     with pytest.raises(CheckpointDamaged, match=why):
         raise CheckpointDamaged(damages[0].what)
+
+
+def test_a_newer_format_is_no_damage_so_nothing_falls_back_from_it(good):
+    with pytest.raises(CheckpointError, match="has format 2, this onefold reads 1; upgrade") as refused:
+        Manifest.from_json(signed(good[1] | {"version": 2}), "this")
+    assert not isinstance(refused.value, CheckpointDamaged)
 
 
 def test_a_manifest_that_says_a_thing_twice_is_refused(good):
@@ -179,7 +185,8 @@ def test_a_manifest_changed_anywhere_at_random_is_refused_or_says_the_same_as_wh
         try:
             manifest = Manifest.from_json(signed(changed), "this")
             assert Manifest.from_json(manifest.to_json(), "that") == manifest
-        except CheckpointDamaged:
+        except CheckpointError as error:
+            assert isinstance(error, CheckpointDamaged) or changed["version"] == 1 << 70
             refused += 1
     assert refused > 1500
 

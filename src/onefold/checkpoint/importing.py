@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from onefold.checkpoint.commit import step_of
 from onefold.checkpoint.manifest import VALUE, ParamRecord, contiguous_stride
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import DTYPE_NAMES, HEADER_BYTES_LIMIT, TensorFile, unique
@@ -58,6 +59,8 @@ def open_weights(storage: Storage, path: Path) -> Weights | None:
             raise refusal(path, "is a pickle file", CONVERT.format(path=path))
         return Weights(storage, {path: None})
     names = storage.names(path)
+    if any(step_of(name) is not None for name in names):  # a run's folder, whatever else lies in it
+        return None
     indexes = [name for name in names if name.endswith(INDEX)]
     if len(indexes) > 1:
         raise CheckpointError(f"{path} holds {len(indexes)} indexes: {', '.join(indexes)}; name one file of weights")

@@ -30,7 +30,7 @@ from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.together import attempt
 from onefold.comm import Comm
 from onefold.engine import Engine, engine_of
-from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
+from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
 from onefold.full import EXTRA, extra_states, persistent_buffers
 from onefold.optimizer import Optimizer
 
@@ -151,6 +151,9 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
             "the ranks found different checkpoints under one path; all ranks must see the same folder"
         )
     found = plans[0]
+    whole = len(found.found) == len(params_of(engine)) and (optimizer is not None or engine.optimizer is None)
+    if engine.spoilt and not whole:
+        raise StateError(f"{engine.spoilt}: all of it, with the optimizer")
     attempt(comm, engine.begin_load)
     attempt(comm, lambda: _fill(engine, optimizer, found))
     engine.end_load()

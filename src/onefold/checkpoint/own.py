@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onefold.checkpoint.manifest import VALUE, ParamRecord, contiguous_stride
 from onefold.checkpoint.notes import decode, encode
 from onefold.checkpoint.reading import Checkpoint
-from onefold.checkpoint.state import Held, hold_tensor
+from onefold.checkpoint.state import Held, hold_tensor, plain
 from onefold.checkpoint.tensorfile import DTYPE_NAMES, bytes_of
 from onefold.errors import CheckpointDamaged
 from onefold.full import EXTRA, extra_states, persistent_buffers
@@ -57,7 +57,7 @@ def note(value: Any, where: str, *, copy: bool) -> Note:
     """With `copy`, the tensors are as they are now whatever becomes of them."""
     tensors: dict[str, Tensor] = {}
     tree = encode(value, where, tensors)
-    return Note(tree, {key: tensor.to("cpu", copy=copy) for key, tensor in tensors.items()})
+    return Note(tree, {key: plain(tensor.to("cpu", copy=copy)) for key, tensor in tensors.items()})
 
 
 def notes_of(model: nn.Module, extra: Any, device: torch.device, *, copy: bool) -> dict[str, Note]:

@@ -113,7 +113,7 @@ def save_on(
     def look() -> list[Any]:
         job = _job(engine, comm, storage, Asked(Path(folder).absolute(), optimizer, extra, step, keep, wait))
         jobs.append(job)
-        return [job.step, job.keep]
+        return [job.step, job.keep, optimizer is not None]
 
     asked = attempt(comm, look)
     _check_same(comm, asked)
@@ -129,8 +129,8 @@ def _check_same(comm: Comm, asked: list[Any]) -> None:
     for rank, row in enumerate(asked):
         if row != asked[0]:
             raise CheckpointError(
-                f"rank {comm.world_rank(rank)} saves {row} and rank {comm.world_rank(0)} {asked[0]} (step, keep); "
-                f"give the same on every rank"
+                f"rank {comm.world_rank(rank)} saves {row} and rank {comm.world_rank(0)} {asked[0]} (step, keep, "
+                f"whether an optimizer is given); give the same on every rank"
             )
 
 

@@ -19,6 +19,7 @@ SYNC_FILE_RANGE_WRITE = 2
 WORTH_BYTES = 1 << 20
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # the disk itself says the bytes are gone
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -73,6 +74,10 @@ class Storage:
     def is_folder(self, path: Path) -> bool:
         with self._told("is_folder", path):
             return os.path.isdir(path)
+
+    def is_link(self, path: Path) -> bool:
+        with self._told("is_folder", path):
+            return os.path.islink(path)
 
     def size(self, path: Path) -> int:
         with self._told("size", path):
@@ -159,7 +164,8 @@ def explained(operation: str, path: Path, error: OSError) -> CheckpointError:
         remedy = "; make the folder above it first"
     else:
         remedy = ""
-    return CheckpointError(f"could not {VERBS[operation]} {path}: {error.strerror or error}{remedy}")
+    kind = CheckpointDamaged if operation == "read" and error.errno in UNREADABLE else CheckpointError
+    return kind(f"could not {VERBS[operation]} {path}: {error.strerror or error}{remedy}")
 
 
 def ends_early(path: Path, found: int, wanted: int) -> CheckpointDamaged:
