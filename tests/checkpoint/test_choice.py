@@ -157,6 +157,37 @@ def test_tensors_that_are_conjugate_or_negative_by_a_mark_only_come_back_as_they
     assert run_ranks(2, lazy, str(tmp_path), False) == saved * 2
 
 
+def misfits(folder: str) -> list[str | None]:
+    onefold.init()
+
+    def net(weight: Any, count: Any) -> nn.Module:
+        made = nn.Linear(2, 2, bias=False)
+        made.weight = nn.Parameter(torch.full((2, 2), weight))
+        made.register_buffer("count", torch.tensor(count))
+        return made
+
+    onefold.save(folder + "/large", onefold.shard(net(1e6, 1), stage=1), step=1)
+    onefold.save(folder + "/complex", onefold.shard(net(1.0, 1j), stage=1), step=1)
+    onefold.save(folder + "/float", onefold.shard(net(1.0, 1.5), stage=1), step=1)
+    half = onefold.shard(net(1.0, 1), stage=2, precision="fp16")
+    real, whole = onefold.shard(net(1.0, 1.0), stage=2), onefold.shard(net(1.0, 1), stage=2)
+    return [
+        said(onefold.load, folder + "/large", half),
+        said(onefold.load, folder + "/large", real),
+        said(onefold.load, folder + "/complex", real),
+        said(onefold.load, folder + "/float", whole),
+    ]
+
+
+def test_values_that_do_not_fit_are_named(tmp_path):
+    first, second = run_ranks(2, misfits, str(tmp_path))
+    assert first == second
+    large, fits, turned, parted = first
+    assert "weight has values too large for torch.float16" in large and fits is None
+    assert "count (value) is saved in torch.complex64, which does not fit count in torch.float32" in turned
+    assert "count (value) is saved in torch.float32, which does not fit count in torch.int64" in parted
+
+
 def other_optimizers(folder: str) -> list[str | None]:
     onefold.init()
     model, optimizer = sharded(Net())

@@ -131,6 +131,27 @@ def test_an_optimizer_that_only_some_ranks_save_is_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def load_differently(folder: str) -> list[str | None]:
+    onefold.init()
+    model, optimizer = small()
+    step(model, optimizer)
+    onefold.save(folder, model, optimizer)
+    first = torch.distributed.get_rank() == 0
+    return [
+        said(onefold.load, folder, model, optimizer if first else None),
+        said(onefold.load, folder, model, optimizer, fallback=first),
+        said(onefold.load, folder, model, optimizer, subset="0.*" if first else "1.*"),
+        said(onefold.load, folder, model, optimizer, rename={"0.": "1."} if first else None),
+        said(step, model, optimizer),
+    ]
+
+
+def test_ranks_that_load_differently_are_told_before_anything_changes(tmp_path):
+    first, second = run_ranks(2, load_differently, str(tmp_path))
+    assert first == second and first.pop() is None
+    assert all(error.startswith("CheckpointError") and "give the same on every rank" in error for error in first)
+
+
 def save_what_cannot_be_saved(folder: str, value: Any) -> str | None:
     onefold.init()
     model, optimizer = small()
