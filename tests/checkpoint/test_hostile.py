@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from onefold.checkpoint.manifest import HEAD, Manifest
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.verify import verify
+from onefold.cli.checkpoint import Inspect
 from onefold.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.drive import save
 
@@ -157,6 +159,21 @@ def test_a_manifest_that_lies_is_refused_even_when_its_digest_is_right(good, tmp
     assert damages, "accepted"
     with pytest.raises(CheckpointDamaged, match=why):
         raise CheckpointDamaged(damages[0].what)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(CheckpointDamaged, match="wanted is a plain file"):
+        read_manifest(Storage(), tmp_path)
+    with pytest.raises(CheckpointDamaged, match="wanted is a plain file"):
+        Storage().read(tmp_path / MANIFEST, 0, memoryview(bytearray(1)))
+
+
+def test_inspect_shows_what_would_move_the_cursor(good, tmp_path, capsys):
+    (tmp_path / MANIFEST).write_bytes(signed(good[1] | {"about": {"torch": "2\x1b[2J"}}))
+    assert Inspect(tmp_path).run() == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"2\x1b[2J" in out
 
 
 def test_a_newer_format_is_no_damage_so_nothing_falls_back_from_it(good):

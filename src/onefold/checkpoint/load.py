@@ -169,8 +169,8 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
         raise StateError(f"{engine.spoilt}: all of it, with the optimizer")
     attempt(comm, engine.begin_load)
     attempt(comm, lambda: _fill(engine, optimizer, found))
+    attempt(comm, lambda: set_random_state(found.random, engine.device))
     engine.end_load()
-    set_random_state(found.random, engine.device)
     if found.own is not None and optimizer is not None:
         _warn_of_other_ranks(engine, found.own)
     return found.extra

@@ -23,6 +23,7 @@ from onefold.errors import CheckpointDamaged
 from onefold.full import EXTRA, extra_states, persistent_buffers
 
 EXTRA_NOTE, BUFFERS, MODULES, RANDOM = "extra", "buffers", "modules", "random"
+KINDS = {EXTRA_NOTE, BUFFERS, MODULES, RANDOM}
 
 
 class Note(NamedTuple):
@@ -92,6 +93,8 @@ class OwnNotes:
         saved = checkpoint.manifest.about.get("own")
         if not isinstance(saved, list) or len(saved) != checkpoint.manifest.ranks or not saved:
             raise CheckpointDamaged(f"{checkpoint.folder}: the manifest does not say what each rank has of its own")
+        if not all(isinstance(row, dict) and row.keys() <= KINDS for row in saved):
+            raise CheckpointDamaged(f"{checkpoint.folder}: what a rank has of its own is not among {sorted(KINDS)}")
         self._saved: list[dict[str, Any]] = [{**saved[0], EXTRA_NOTE: checkpoint.manifest.extra}, *saved[1:]]
         self._rank, self.same_ranks = rank, ranks == len(saved)
 

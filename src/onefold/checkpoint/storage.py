@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,13 +82,14 @@ class Storage:
 
     def size(self, path: Path) -> int:
         with self._told("size", path):
-            return os.stat(path).st_size
+            return regular(path, os.stat(path)).st_size
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fills `into`, or raises."""
         with self._told("read", path):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
             try:
+                regular(path, os.fstat(file))
                 filled = 0
                 while filled < len(into):
                     got = os.preadv(file, [into[filled:]], offset + filled)
@@ -166,6 +168,12 @@ def explained(operation: str, path: Path, error: OSError) -> CheckpointError:
         remedy = ""
     kind = CheckpointDamaged if operation == "read" and error.errno in UNREADABLE else CheckpointError
     return kind(f"could not {VERBS[operation]} {path}: {error.strerror or error}{remedy}")
+
+
+def regular(path: Path, status: os.stat_result) -> os.stat_result:
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointDamaged(f"{path} is a folder, pipe or device; wanted is a plain file")
+    return status
 
 
 def ends_early(path: Path, found: int, wanted: int) -> CheckpointDamaged:
