@@ -146,6 +146,9 @@ class Disk(Storage):
             return False
         return True
 
+    def is_link(self, path: Path) -> bool:
+        return False
+
     def is_folder(self, path: Path) -> bool:
         return self.exists(path) and isinstance(self._node(path), Folder)
 

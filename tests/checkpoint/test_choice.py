@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
+from onefold.checkpoint.manifest import ParamRecord
+from onefold.checkpoint.names import Choice, match
 from onefold.checkpoint.notes import decode, decode_single, encode, encode_single
 from onefold.engine import engine_of
 from tests.checkpoint.runs import Trainer, digests, same, truth
@@ -111,9 +113,79 @@ def test_names_must_match_or_be_allowed_renamed_or_chosen(tmp_path):
     assert "not in the model: down.bias, down.weight, up.bias, up.weight" in first["not renamed"]
     assert "rename= names upp.weight, which the checkpoint does not have" in first["misnamed"]
     assert first["subset"] is None and first["subset: loaded"] and first["subset: steps"] == (3.0, 2.0)
-    assert "matches no tensor" in first["nothing"]
+    assert "subset= names" in first["nothing"] and "the model does not have" in first["nothing"]
     assert "of another shape: up.bias: saved (9,), wanted (1,)" in first["misfit"]
     assert first["allowed: lr"] == first["renamed: lr"] == 0.1 and first["larger: lr"] == 0.5
+
+
+def tensors(*names: str) -> list[ParamRecord]:
+    return [ParamRecord(name, "trained", (2,), (1,), {"value": "F32"}) for name in names]
+
+
+def test_what_the_user_renames_goes_before_what_only_has_the_name():
+    choice = Choice(rename={"b": "a"}, allow_extra=("a",))
+    assert match(tensors("a"), tensors("a", "b"), choice) == {"a": "b"}
+    assert match(tensors("a"), tensors("b", "a"), choice) == {"a": "b"}
+    with pytest.raises(onefold.CheckpointError, match="not in the model: a"):
+        match(tensors("a"), tensors("a", "b"), Choice(rename={"b": "a"}))
+    with pytest.raises(onefold.CheckpointError, match="rename= maps b and c both to a"):
+        match(tensors("a"), tensors("b", "c"), Choice(rename={"b": "a", "c": "a"}))
+
+
+def test_a_pattern_of_a_subset_that_matches_nothing_is_an_error():
+    with pytest.raises(onefold.CheckpointError, match=r"subset= names c\*, which the model does not have"):
+        match(tensors("a", "b"), tensors("a", "b"), Choice(subset=("a", "c*")))
+    assert match(tensors("a[0]"), tensors("a[0]"), Choice(subset=("a[0]",))) == {"a[0]": "a[0]"}  # a name is itself
+
+
+def lazy(folder: str, save: bool) -> tuple[Any, Any]:
+    onefold.init()
+    net = nn.Linear(2, 2)
+    net.register_buffer("turned", torch.tensor([1 + 2j, 3 - 4j]).conj() if save else torch.zeros(2, dtype=torch.cfloat))
+    model = onefold.shard(net, stage=1)
+    extra = OrderedDict(imag=torch.tensor([1 + 2j]).conj().imag, conj=torch.tensor([1 + 2j]).conj())
+    if save:
+        onefold.save(folder, model, extra=extra, step=1)
+    else:
+        extra = onefold.load(folder, model)
+    return {name: value.tolist() for name, value in extra.items()}, model.turned.tolist()
+
+
+def test_tensors_that_are_conjugate_or_negative_by_a_mark_only_come_back_as_they_look(tmp_path):
+    saved = run_ranks(1, lazy, str(tmp_path), True)
+    assert saved == [({"imag": [-2.0], "conj": [1 - 2j]}, [1 - 2j, 3 + 4j])]
+    assert run_ranks(2, lazy, str(tmp_path), False) == saved * 2
+
+
+def misfits(folder: str) -> list[str | None]:
+    onefold.init()
+
+    def net(weight: Any, count: Any) -> nn.Module:
+        made = nn.Linear(2, 2, bias=False)
+        made.weight = nn.Parameter(torch.full((2, 2), weight))
+        made.register_buffer("count", torch.tensor(count))
+        return made
+
+    onefold.save(folder + "/large", onefold.shard(net(1e6, 1), stage=1), step=1)
+    onefold.save(folder + "/complex", onefold.shard(net(1.0, 1j), stage=1), step=1)
+    onefold.save(folder + "/float", onefold.shard(net(1.0, 1.5), stage=1), step=1)
+    half = onefold.shard(net(1.0, 1), stage=2, precision="fp16")
+    real, whole = onefold.shard(net(1.0, 1.0), stage=2), onefold.shard(net(1.0, 1), stage=2)
+    return [
+        said(onefold.load, folder + "/large", half),
+        said(onefold.load, folder + "/large", real),
+        said(onefold.load, folder + "/complex", real),
+        said(onefold.load, folder + "/float", whole),
+    ]
+
+
+def test_values_that_do_not_fit_are_named(tmp_path):
+    first, second = run_ranks(2, misfits, str(tmp_path))
+    assert first == second
+    large, fits, turned, parted = first
+    assert "weight has values too large for torch.float16" in large and fits is None
+    assert "count (value) is saved in torch.complex64, which does not fit count in torch.float32" in turned
+    assert "count (value) is saved in torch.float32, which does not fit count in torch.int64" in parted
 
 
 def other_optimizers(folder: str) -> list[str | None]:

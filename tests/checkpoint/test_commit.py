@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from onefold.checkpoint.commit import begin, committed, find, set_aside, step_name
+from onefold.checkpoint.importing import open_weights
 from onefold.checkpoint.storage import Storage
 from onefold.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.drive import finish, load, save, write_rank
@@ -124,9 +125,46 @@ def test_reads_that_come_in_pieces_are_put_together():
 
 
 def test_leftovers_that_cannot_be_removed_do_not_stop_a_save(tmp_path, caplog):
-    (tmp_path / ".removing-step-00000001-0badcafe" / "in the way").mkdir(parents=True)
-    assert load(Storage(), save(Storage(), tmp_path, 2)) == 2
+    (tmp_path / ".removing-step-00000001-0badcafe").mkdir()
+    (tmp_path / ".removing-step-00000001-0badcafe" / "kept open").touch()
+    assert load(Storage(), save(Failing(errno.EBUSY, 0, for_good=True, kinds=("remove",)), tmp_path, 2)) == 2
     assert "leftovers stay" in caplog.text
+
+
+def test_leftovers_with_folders_are_removed_and_links_in_them_not_followed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "kept").touch()
+    left = tmp_path / "run" / ".removing-step-00000001-0badcafe"
+    (left / "in the way").mkdir(parents=True)
+    (left / "in the way" / "file").touch()
+    (left / "link").symlink_to(tmp_path / "mine")
+    save(Storage(), tmp_path / "run", 2)
+    assert os.listdir(tmp_path / "run") == ["step-00000002"]
+    assert os.listdir(tmp_path / "mine") == ["kept"]
+
+
+def test_a_folder_with_checkpoints_is_a_runs_whatever_else_lies_in_it(tmp_path):
+    save(Storage(), tmp_path, 1)
+    for name in ("manifest.json", "model.safetensors", "a.safetensors.index.json", "old.pt"):
+        (tmp_path / name).write_text("{}")
+    assert find(Storage(), tmp_path) == [tmp_path / step_name(1)]
+    assert open_weights(Storage(), tmp_path) is None
+
+
+def test_a_checkpoint_is_no_folder_to_save_into(tmp_path):
+    folder = save(Storage(), tmp_path, 1)
+    with pytest.raises(CheckpointError, match="step-00000001 is a checkpoint, which is never written again"):
+        save(Storage(), folder, 2)
+    assert load(Storage(), find(Storage(), tmp_path)[0]) == 1
+
+
+def test_bytes_that_the_disk_cannot_read_are_damage_and_a_closed_door_is_not(tmp_path):
+    folder = save(Storage(), tmp_path, 1)
+    with pytest.raises(CheckpointDamaged, match="Input/output error"):
+        load(Failing(errno.EIO, 0, kinds=("read",)), folder)
+    with pytest.raises(CheckpointError, match="Permission denied") as refused:
+        load(Failing(errno.EACCES, 0, kinds=("read",)), folder)
+    assert not isinstance(refused.value, CheckpointDamaged)
 
 
 def test_ranks_that_write_to_different_disks_are_told_so(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from onefold.checkpoint.manifest import HEAD, Manifest
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.verify import verify
+from onefold.cli.checkpoint import Inspect
 from onefold.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.drive import save
 
@@ -138,7 +140,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no such kind": (put("records", 0, "kind", to="magic"), "is 'magic'"),
     "a digest too many": (put("entries", 0, 5, to=["0" * 64] * 2), "2 digests"),
     "an odd digest": (put("entries", 0, 5, to=["x" * 64]), "1 digests"),
-    "another version": (put("version", to=2), "reads"),
+    "a version before the first": (put("version", to=0), "reads"),
     "one field more": (put("eval", to="1"), "has the fields"),
     "a wrong size": (put("files", 0, 1, to=7), "7 were written"),
 }
@@ -157,6 +159,27 @@ def test_a_manifest_that_lies_is_refused_even_when_its_digest_is_right(good, tmp
     assert damages, "accepted"
     with pytest.raises(CheckpointDamaged, match=why):
         raise CheckpointDamaged(damages[0].what)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(CheckpointDamaged, match="wanted is a plain file"):
+        read_manifest(Storage(), tmp_path)
+    with pytest.raises(CheckpointDamaged, match="wanted is a plain file"):
+        Storage().read(tmp_path / MANIFEST, 0, memoryview(bytearray(1)))
+
+
+def test_inspect_shows_what_would_move_the_cursor(good, tmp_path, capsys):
+    (tmp_path / MANIFEST).write_bytes(signed(good[1] | {"about": {"torch": "2\x1b[2J"}}))
+    assert Inspect(tmp_path).run() == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and r"2\x1b[2J" in out
+
+
+def test_a_newer_format_is_no_damage_so_nothing_falls_back_from_it(good):
+    with pytest.raises(CheckpointError, match="has format 2, this onefold reads 1; upgrade") as refused:
+        Manifest.from_json(signed(good[1] | {"version": 2}), "this")
+    assert not isinstance(refused.value, CheckpointDamaged)
 
 
 def test_a_manifest_that_says_a_thing_twice_is_refused(good):
@@ -179,7 +202,8 @@ def test_a_manifest_changed_anywhere_at_random_is_refused_or_says_the_same_as_wh
         try:
             manifest = Manifest.from_json(signed(changed), "this")
             assert Manifest.from_json(manifest.to_json(), "that") == manifest
-        except CheckpointDamaged:
+        except CheckpointError as error:
+            assert isinstance(error, CheckpointDamaged) or changed["version"] == 1 << 70
             refused += 1
     assert refused > 1500
 

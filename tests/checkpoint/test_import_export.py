@@ -173,9 +173,9 @@ def through_onefold(folder: str) -> None:
 
 
 PICKLES = {
-    "model.pt": r"is a pickle file; .*python -c .*torch\.load\('.*model\.pt'",
+    "model.pt": r"is a pickle file; .*python -c .*torch\.load.*model\.pt model\.safetensors",
     "folder/pytorch_model.bin": r"pytorch_model\.bin is a pickle file; .*torch\.load",
-    "dcp/.metadata": r"is a torch DCP folder.*format_utils dcp_to_torch .*dcp model\.pt\s.*torch\.load\('model\.pt'",
+    "dcp/.metadata": r"torch DCP folder.*format_utils dcp_to_torch .*dcp model\.pt\s.*torch\.load.* model\.pt model",
     "ds/zero_to_fp32.py": r"is a DeepSpeed folder.*zero_to_fp32\.py .* --safe_serialization",
 }
 
@@ -197,6 +197,28 @@ def test_the_command_that_converts_a_pickle_file_works(tmp_path):
     assert command
     subprocess.run(f"{sys.executable} {command[1]}", shell=True, check=True, cwd=tmp_path)
     assert same(safetensors.torch.load_file(tmp_path / "model.safetensors"), Tied(0).state_dict())
+
+
+@pytest.mark.parametrize("name", ["it's here $(touch hacked).pt", "no suffix"])
+def test_the_command_flattens_dicts_and_keeps_tensors_only(tmp_path, name):
+    torch.save({"state_dict": {"w": torch.ones(2), "deep": {"b": torch.zeros(1)}}, "epoch": 3}, tmp_path / name)
+    with pytest.raises(CheckpointError, match="is a pickle file") as refused:
+        open_weights(Storage(), tmp_path / name)
+    command = re.search(r"python (-c .*)", str(refused.value))
+    assert command
+    subprocess.run(f"{sys.executable} {command[1]}", shell=True, check=True, cwd=tmp_path)
+    read = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert same(read, {"state_dict.w": torch.ones(2), "state_dict.deep.b": torch.zeros(1)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([name, "model.safetensors"])
+
+
+def test_bare_pickle_is_seen_whatever_its_name_and_safetensors_is_not_taken_for_it(tmp_path):
+    (tmp_path / "weights").write_bytes(b"\x80\x02}q\x00X\x01\x00\x00\x00w")
+    with pytest.raises(CheckpointError, match="is a pickle file"):
+        open_weights(Storage(), tmp_path / "weights")
+    text = b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(0x280)
+    (tmp_path / "good").write_bytes(len(text).to_bytes(8, "little") + text + b"x")  # begins with 80 02
+    assert open_weights(Storage(), tmp_path / "good").records["w"].shape == (1,)
 
 
 def test_weights_are_read_by_range_without_holding_the_model(tmp_path):

@@ -119,6 +119,39 @@ def test_ranks_that_ask_for_different_checkpoints_are_told(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def give_one_optimizer(folder: str) -> str | None:
+    onefold.init()
+    model, optimizer = small()
+    return said(onefold.save, folder, model, None if torch.distributed.get_rank() else optimizer, step=1)
+
+
+def test_an_optimizer_that_only_some_ranks_save_is_refused(tmp_path):
+    first, second = run_ranks(2, give_one_optimizer, str(tmp_path))
+    assert first == second and "whether an optimizer is given" in first
+    assert os.listdir(tmp_path) == []
+
+
+def load_differently(folder: str) -> list[str | None]:
+    onefold.init()
+    model, optimizer = small()
+    step(model, optimizer)
+    onefold.save(folder, model, optimizer)
+    first = torch.distributed.get_rank() == 0
+    return [
+        said(onefold.load, folder, model, optimizer if first else None),
+        said(onefold.load, folder, model, optimizer, fallback=first),
+        said(onefold.load, folder, model, optimizer, subset="0.*" if first else "1.*"),
+        said(onefold.load, folder, model, optimizer, rename={"0.": "1."} if first else None),
+        said(step, model, optimizer),
+    ]
+
+
+def test_ranks_that_load_differently_are_told_before_anything_changes(tmp_path):
+    first, second = run_ranks(2, load_differently, str(tmp_path))
+    assert first == second and first.pop() is None
+    assert all(error.startswith("CheckpointError") and "give the same on every rank" in error for error in first)
+
+
 def save_what_cannot_be_saved(folder: str, value: Any) -> str | None:
     onefold.init()
     model, optimizer = small()
@@ -172,6 +205,34 @@ def test_a_model_that_was_loaded_half_way_refuses_to_run(tmp_path):
     errors = run_ranks_raises(2, break_on_one_rank, str(tmp_path), "ruin and go on")
     assert [error.type_name for error in errors] == ["StateError"] * 2
     assert "load() failed half way" in errors[0].message
+
+
+def mend(folder: str) -> list[str | None]:
+    """A model that was loaded half way, and loads that would leave some of it as it is."""
+    onefold.init()
+    model, optimizer = small(stage=3)
+    step(model, optimizer)
+    good = onefold.save(folder + "/good", model, optimizer)
+    bad = onefold.save(folder + "/bad", model, optimizer)
+    if torch.distributed.get_rank() == 0:
+        data = bytearray((bad / "rank-00000.safetensors").read_bytes())
+        data[8 + int.from_bytes(data[:8], "little")] ^= 1
+        (bad / "rank-00000.safetensors").write_bytes(data)
+    torch.distributed.barrier()
+    return [
+        said(onefold.load, bad, model, optimizer),
+        said(onefold.load, good, model, optimizer, subset="0.*"),
+        said(onefold.load, good, model),
+        said(onefold.load, good, model, optimizer),
+        said(step, model, optimizer),
+    ]
+
+
+def test_a_model_that_was_loaded_half_way_is_mended_by_a_whole_load_only(tmp_path):
+    first, second = run_ranks(2, mend, str(tmp_path))
+    assert first == second and first[0].startswith("CheckpointDamaged")
+    assert [error.split(":")[0] for error in first[1:3]] == ["StateError"] * 2
+    assert "all of it, with the optimizer" in first[1] and first[3:] == [None, None]
 
 
 def fall_back(folder: str) -> tuple[Any, Any, list[str]]:

@@ -87,3 +87,22 @@ def interrupt_each(dtype: torch.dtype, before: int, folder: str) -> list[str]:
 @pytest.mark.parametrize(("dtype", "before"), [(torch.float32, 2), (torch.float64, 2), (torch.float32, 0)])
 def test_every_elementwise_optimizer_resumes_bitwise_also_before_its_first_step(dtype, before, tmp_path):
     assert run_ranks(2, interrupt_each, dtype, before, str(tmp_path)) == [[]] * 2
+
+
+def save_every_turn(folder: str) -> tuple[list[str], int, int]:
+    """The loop of docs/checkpoints.md, in fp16, whose first steps overflow."""
+    onefold.init()
+    trainer = Trainer(Case(2, "fp16"))
+    names = []
+    for _ in range(5):
+        trainer.train(1)
+        names.append(onefold.save(folder, trainer.model, trainer.optimizer, extra=trainer.extra).name)
+    trainer.load(folder).train(1)
+    names.append(onefold.save(folder, trainer.model, trainer.optimizer).name)
+    return names, trainer.optimizer.skipped, trainer.optimizer.steps
+
+
+def test_a_loop_that_saves_every_turn_goes_on_over_skipped_steps(tmp_path):
+    names, skipped, steps = run_ranks(2, save_every_turn, str(tmp_path))[0]
+    assert names == [f"step-{turn:08}" for turn in range(1, 7)]
+    assert skipped and steps and skipped + steps == 6

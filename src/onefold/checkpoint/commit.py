@@ -54,6 +54,8 @@ def committed(storage: Storage, run: Path) -> list[int]:
 
 def begin(storage: Storage, run: Path, step: int) -> Draft:
     _make_run_folder(storage, run)
+    if step_of(run.name) is not None and MANIFEST in storage.names(run):
+        raise CheckpointError(f"{run} is a checkpoint, which is never written again; save to its run, {run.parent}")
     newest = max(committed(storage, run), default=-1)
     if step <= newest:
         raise CheckpointError(
@@ -134,9 +136,9 @@ def find(storage: Storage, path: Path) -> list[Path]:
     """The checkpoints a path means, the one to take first: a run's folder means all of it, newest first."""
     if not storage.is_folder(path):
         raise CheckpointError(f"{path} is no folder; wanted is a run's folder of checkpoints, or one step-… in it")
-    if MANIFEST in storage.names(path):
-        return [path]
     steps = committed(storage, path)
+    if MANIFEST in storage.names(path) and not steps:
+        return [path]
     if not steps:
         raise CheckpointError(f"{path} holds no committed checkpoint: no folder step-… and no {MANIFEST}")
     return [path / step_name(step) for step in reversed(steps)]
@@ -162,5 +164,8 @@ def _make_run_folder(storage: Storage, run: Path) -> None:
 
 def remove_all(storage: Storage, folder: Path) -> None:
     for name in storage.names(folder):
-        storage.remove(folder / name)
+        if storage.is_folder(folder / name) and not storage.is_link(folder / name):  # someone put it there
+            remove_all(storage, folder / name)
+        else:
+            storage.remove(folder / name)
     storage.remove_folder(folder)

@@ -7,12 +7,14 @@ who trust the file.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from onefold.checkpoint.commit import step_of
 from onefold.checkpoint.manifest import VALUE, ParamRecord, contiguous_stride
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import DTYPE_NAMES, HEADER_BYTES_LIMIT, TensorFile, unique
@@ -21,10 +23,17 @@ from onefold.layout import Span
 
 INDEX = ".safetensors.index.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
-CONVERT = (
-    'python -c "import torch, safetensors.torch as s; s.save_file({{k: v.clone().contiguous() for k, v in '
-    "torch.load('{path}', map_location='cpu').items()}}, 'model.safetensors')\""
+CONVERTER = (  # dicts in dicts become names with dots; what is no tensor stays behind
+    "import sys, torch, safetensors.torch as s; "
+    'f = lambda d, p="": {k: v for n, x in d.items() for k, v in '
+    '(f(x, f"{p}{n}.") if isinstance(x, dict) else {f"{p}{n}": x}).items()}; '
+    's.save_file({k: v.clone().contiguous() for k, v in f(torch.load(sys.argv[1], map_location="cpu")).items() '
+    "if isinstance(v, torch.Tensor)}, sys.argv[2])"
 )
+
+
+def converting(path: Path | str) -> str:
+    return shlex.join(["python", "-c", CONVERTER, str(path), "model.safetensors"])
 
 
 class Weights:
@@ -54,10 +63,12 @@ def open_weights(storage: Storage, path: Path) -> Weights | None:
     if not storage.is_folder(path):
         if not storage.exists(path):
             raise CheckpointError(f"{path} does not exist; wanted is a folder of checkpoints or a safetensors file")
-        if path.suffix in PICKLES:
-            raise refusal(path, "is a pickle file", CONVERT.format(path=path))
+        if path.suffix in PICKLES or _looks_pickled(storage, path):
+            raise refusal(path, "is a pickle file", converting(path))
         return Weights(storage, {path: None})
     names = storage.names(path)
+    if any(step_of(name) is not None for name in names):  # a run's folder, whatever else lies in it
+        return None
     indexes = [name for name in names if name.endswith(INDEX)]
     if len(indexes) > 1:
         raise CheckpointError(f"{path} holds {len(indexes)} indexes: {', '.join(indexes)}; name one file of weights")
@@ -72,6 +83,16 @@ def open_weights(storage: Storage, path: Path) -> Weights | None:
         return Weights(storage, {path / files[0]: None})
     _refuse_pickles(path, names)
     return None
+
+
+def _looks_pickled(storage: Storage, path: Path) -> bool:
+    """Whatever its name: a zip file, as torch writes, or bare pickle. A safetensors file begins with a length, whose
+    upper half is zero."""
+    if storage.size(path) < 8:
+        return False
+    head = bytearray(8)
+    storage.read(path, 0, memoryview(head))
+    return head.startswith((b"PK\x03\x04", b"\x80")) and any(head[4:])
 
 
 def _read_index(storage: Storage, path: Path) -> dict[Path, list[str] | None]:
@@ -99,18 +120,19 @@ def _read_index(storage: Storage, path: Path) -> dict[Path, list[str] | None]:
 
 def _refuse_pickles(path: Path, names: list[str]) -> None:
     if ".metadata" in names:
-        convert = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} model.pt"
+        module = "torch.distributed.checkpoint.format_utils"
+        convert = shlex.join(["python", "-m", module, "dcp_to_torch", str(path), "model.pt"])
         raise refusal(path, "is a torch DCP folder, whose metadata is pickle", convert, then="model.pt")
     if "zero_to_fp32.py" in names:
-        convert = f"python {path / 'zero_to_fp32.py'} {path} out --safe_serialization"
+        convert = shlex.join(["python", str(path / "zero_to_fp32.py"), str(path), "out", "--safe_serialization"])
         raise refusal(path, "is a DeepSpeed folder, which holds pickle", convert)
     for name in names:
         if name.endswith(PICKLES):
-            raise refusal(path / name, "is a pickle file", CONVERT.format(path=path / name))
+            raise refusal(path / name, "is a pickle file", converting(path / name))
 
 
 def refusal(path: Path, what: str, convert: str, then: str | None = None) -> CheckpointError:
-    more = f"\nand then\n  {CONVERT.format(path=then)}" if then else ""
+    more = f"\nand then\n  {converting(then)}" if then else ""
     return CheckpointError(
         f"{path} {what}; reading pickle runs whatever its author put in, so onefold does not. If you trust it, "
         f"convert it once:\n  {convert}{more}"

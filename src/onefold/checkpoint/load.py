@@ -23,14 +23,14 @@ from onefold.checkpoint.importing import open_weights
 from onefold.checkpoint.names import Choice, match, patterns
 from onefold.checkpoint.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, set_random_state
 from onefold.checkpoint.reading import Checkpoint, Source
-from onefold.checkpoint.restore import fill_buffers, fill_optimizer, fill_values
+from onefold.checkpoint.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
 from onefold.checkpoint.save import check_optimizer
-from onefold.checkpoint.state import params_of
+from onefold.checkpoint.state import params_of, truths
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.together import attempt
 from onefold.comm import Comm
 from onefold.engine import Engine, engine_of
-from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
+from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
 from onefold.full import EXTRA, extra_states, persistent_buffers
 from onefold.optimizer import Optimizer
 
@@ -84,17 +84,20 @@ def load(
     WORKER.finish()
     storage, choices = Storage(), []
 
-    def prepare() -> list[str] | None:
+    def prepare() -> list[Any]:
         check_optimizer(engine, optimizer)
         chosen = None if subset is None else patterns("subset", subset)
         missing, extra = patterns("allow_missing", allow_missing), patterns("allow_extra", allow_extra)
         choices.append(Choice(rename=_mapping(rename), subset=chosen, allow_missing=missing, allow_extra=extra))
+        asked = [optimizer is not None, bool(fallback), list(choices[0].rename.items()), chosen, missing, extra]
         engine.quiet("load()")
         if open_weights(storage, Path(folder)) is not None:
-            return None
-        return [str(path) for path in find(storage, Path(folder))] if comm.rank == 0 else []
+            return [asked, None]
+        return [asked, [str(path) for path in find(storage, Path(folder))] if comm.rank == 0 else []]
 
-    candidates = attempt(comm, prepare)[0]
+    told = attempt(comm, prepare)
+    _check_same(comm, [row[0] for row in told])
+    candidates = told[0][1]
     if candidates is None:
         return _load_one(engine, optimizer, choices[0], lambda: open_weights(storage, Path(folder)))
     damaged: list[Path] = []
@@ -110,6 +113,16 @@ def load(
             _set_aside(comm, storage, damaged)
             return extra
     raise AssertionError("find() gives at least one")
+
+
+def _check_same(comm: Comm, asked: list[Any]) -> None:
+    for rank, row in enumerate(asked):
+        if row != asked[0]:
+            raise CheckpointError(
+                f"rank {comm.world_rank(rank)} loads {row} and rank {comm.world_rank(0)} {asked[0]} (whether an "
+                f"optimizer is given, fallback, rename, subset, allow_missing, allow_extra); "
+                f"give the same on every rank"
+            )
 
 
 def _mapping(rename: Any) -> dict[str, str]:
@@ -151,10 +164,13 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
             "the ranks found different checkpoints under one path; all ranks must see the same folder"
         )
     found = plans[0]
+    whole = len(found.found) == len(params_of(engine)) and (optimizer is not None or engine.optimizer is None)
+    if engine.spoilt and not whole:
+        raise StateError(f"{engine.spoilt}: all of it, with the optimizer")
     attempt(comm, engine.begin_load)
     attempt(comm, lambda: _fill(engine, optimizer, found))
+    attempt(comm, lambda: set_random_state(found.random, engine.device))
     engine.end_load()
-    set_random_state(found.random, engine.device)
     if found.own is not None and optimizer is not None:
         _warn_of_other_ranks(engine, found.own)
     return found.extra
@@ -163,6 +179,7 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
 def _plan(engine: Engine, optimizer: Optimizer | None, choice: Choice, source: Source) -> Plan:
     records = {record.name: record for record in source.records.values() if record.kind != "extra"}
     found = match(params_of(engine), records.values(), choice)
+    check_kinds(source, found, truths(engine))
     if not isinstance(source, Checkpoint):
         if optimizer is not None:
             raise CheckpointError(

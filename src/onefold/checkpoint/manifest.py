@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from onefold.checkpoint.tensorfile import CHUNK_BYTES, DTYPES, Block, Written, sizes, unique
-from onefold.errors import CheckpointDamaged
+from onefold.errors import CheckpointDamaged, CheckpointError
 from onefold.layout import Span
 
-FORMAT = {"format": "onefold checkpoint", "version": 1, "chunk_bytes": CHUNK_BYTES}
+VERSION = 1
+FORMAT = {"format": "onefold checkpoint", "version": VERSION, "chunk_bytes": CHUNK_BYTES}
 MANIFEST_BYTES_LIMIT = 256 << 20  # some 10 TB of state
 VALUE = "value"  # the state that is the tensor itself; the others are the optimizer's
 KINDS = ("trained", "frozen", "buffer", "extra")  # extra: what belongs to no module
@@ -120,6 +121,9 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise check.failed(f"is no JSON: {error}") from error
         found = {key: rows.pop(key, None) for key in FORMAT}
+        version = found["version"]
+        if found["format"] == FORMAT["format"] and type(version) is int and version > VERSION:  # no damage: no fallback
+            raise CheckpointError(f"{where} has format {version}, this onefold reads {VERSION}; upgrade onefold")
         check.that(found == FORMAT, f"is {found}; this version of onefold reads {FORMAT}")
         rows.pop("sha256")
         manifest = check.parse(rows)

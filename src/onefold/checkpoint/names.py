@@ -55,11 +55,21 @@ def match(wanted: Iterable[Named], saved: Iterable[Named], choice: Choice) -> di
     wanted, saved = list(wanted), list(saved)
     unused = set(choice.rename)
     offered: dict[str, Named] = {}
+    renamed: dict[str, Named] = {}
     for record in saved:
         for name in (record.name, *record.also):
-            offered[_renamed(name, choice.rename, unused)] = record
+            new = _renamed(name, choice.rename, unused)
+            if new != name:
+                if renamed.setdefault(new, record) is not record:
+                    raise CheckpointError(f"rename= maps {renamed[new].name} and {record.name} both to {new}")
+            else:
+                offered[new] = record
+    offered |= renamed  # what the user says goes before what only has the name
     if unused:
         raise CheckpointError(f"rename= names {_some(unused)}, which the checkpoint does not have")
+    every = [name for param in wanted for name in (param.name, *param.also)]
+    if vain := [p for p in choice.subset or () if not _any(every, [p])]:
+        raise CheckpointError(f"subset= names {_some(vain)}, which the model does not have")
     found: dict[str, str] = {}
     taken: set[str] = set()
     missing: list[str] = []
@@ -109,7 +119,7 @@ def _renamed(name: str, rename: Mapping[str, str], unused: set[str]) -> str:
 
 
 def _any(names: Iterable[str], chosen: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names for pattern in chosen)
+    return any(name == pattern or fnmatchcase(name, pattern) for name in names for pattern in chosen)
 
 
 def _some(names: Iterable[str]) -> str:

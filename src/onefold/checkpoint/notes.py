@@ -11,7 +11,7 @@ back equals what went in:
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +37,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return _encode_tensor(value, where, tensors)
     if type(value) in (list, tuple):
         return [type(value).__name__, *(encode(item, f"{where}/{i}", tensors) for i, item in enumerate(value))]
-    if type(value) in (dict, Counter):
+    if type(value) in (dict, Counter, OrderedDict):  # an ordered one comes back as a dict, which is ordered too
         rows = [[_plain_key(key, where), encode(item, f"{where}/{key}", tensors)] for key, item in value.items()]
         return ["counter" if type(value) is Counter else "dict", *rows]
     raise CheckpointError(

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from onefold.checkpoint.manifest import VALUE, ParamRecord, contiguous_stride
 from onefold.checkpoint.notes import decode, encode
 from onefold.checkpoint.reading import Checkpoint
-from onefold.checkpoint.state import Held, hold_tensor
+from onefold.checkpoint.state import Held, hold_tensor, plain
 from onefold.checkpoint.tensorfile import DTYPE_NAMES, bytes_of
 from onefold.errors import CheckpointDamaged
 from onefold.full import EXTRA, extra_states, persistent_buffers
 
 EXTRA_NOTE, BUFFERS, MODULES, RANDOM = "extra", "buffers", "modules", "random"
+KINDS = {EXTRA_NOTE, BUFFERS, MODULES, RANDOM}
 
 
 class Note(NamedTuple):
@@ -57,7 +58,7 @@ def note(value: Any, where: str, *, copy: bool) -> Note:
     """With `copy`, the tensors are as they are now whatever becomes of them."""
     tensors: dict[str, Tensor] = {}
     tree = encode(value, where, tensors)
-    return Note(tree, {key: tensor.to("cpu", copy=copy) for key, tensor in tensors.items()})
+    return Note(tree, {key: plain(tensor.to("cpu", copy=copy)) for key, tensor in tensors.items()})
 
 
 def notes_of(model: nn.Module, extra: Any, device: torch.device, *, copy: bool) -> dict[str, Note]:
@@ -92,6 +93,8 @@ class OwnNotes:
         saved = checkpoint.manifest.about.get("own")
         if not isinstance(saved, list) or len(saved) != checkpoint.manifest.ranks or not saved:
             raise CheckpointDamaged(f"{checkpoint.folder}: the manifest does not say what each rank has of its own")
+        if not all(isinstance(row, dict) and row.keys() <= KINDS for row in saved):
+            raise CheckpointDamaged(f"{checkpoint.folder}: what a rank has of its own is not among {sorted(KINDS)}")
         self._saved: list[dict[str, Any]] = [{**saved[0], EXTRA_NOTE: checkpoint.manifest.extra}, *saved[1:]]
         self._rank, self.same_ranks = rank, ranks == len(saved)
 

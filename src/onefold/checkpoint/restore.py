@@ -17,6 +17,7 @@ from onefold.checkpoint.notes import decode_single
 from onefold.checkpoint.reading import Source, read_laid
 from onefold.checkpoint.state import pieces
 from onefold.engine import Engine
+from onefold.errors import CheckpointError
 from onefold.layout import Span
 from onefold.optimizer import Optimizer
 from onefold.rounding import narrow
@@ -39,6 +40,38 @@ def chunks(
         yield span, scratch[: span.numel]
 
 
+def check_kinds(source: Source, found: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> None:
+    """What is complex does not fit into a real tensor, nor a fraction into a whole number."""
+    for name, saved in found.items():
+        for state in source.records[saved].states:
+            dtype = source.records[saved].dtype(state)
+            if not torch.can_cast(dtype, dtypes[name]):
+                raise CheckpointError(
+                    f"{saved} ({state}) is saved in {dtype}, which does not fit {name} in {dtypes[name]}; build the "
+                    f"model with the saved dtype, or leave it out with subset="
+                )
+
+
+def check_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """No number becomes infinite, nor another one."""
+    if _range(dtype) >= _range(values.dtype):
+        return
+    made = values.to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        made = made.float() if made.itemsize == 1 else made
+        bad = values.isfinite() & ~made.isfinite()
+    else:
+        bad = made != values
+    if bool(bad.any()):
+        raise CheckpointError(f"{name} has values too large for {dtype}; load it in a wider precision (bf16 or fp32)")
+
+
+def _range(dtype: torch.dtype) -> float:
+    if dtype is torch.bool:
+        return 1
+    return torch.finfo(dtype).max if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
 def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> None:
     """Parameters; `found` gives the saved name of each that is to be loaded."""
     for unit in engine.all_units:
@@ -47,12 +80,14 @@ def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> Non
             if slot.name in found and part.numel:
                 elements = part.shift(-slot.start)
                 for span, values in chunks(source, found[slot.name], VALUE, unit.stride(index), elements):
+                    check_fits(slot.name, values, unit.dtypes.compute)
                     unit.master.take(span.shift(slot.start), values.to(engine.device))
     for name, param in engine.frozen:
         if name in found and param.numel():
             flat = torch.empty_strided(param.shape, dense_stride(param), dtype=param.dtype, device=param.device)
             line = flat.as_strided((param.numel(),), (1,))
             for span, values in chunks(source, found[name], VALUE, dense_stride(param), Span(0, param.numel())):
+                check_fits(name, values, param.dtype)
                 narrow(values.to(param.device), line[span.start : span.stop])
             param.copy_(flat)
 
@@ -69,6 +104,7 @@ def fill_buffers(
                 flat = torch.empty(record.numel, dtype=record.dtype())
                 source.read(record.name, Span(0, record.numel), flat)
                 value = flat.as_strided(record.shape, record.stride)
+            check_fits(name, value, buffer.dtype)
             buffer.copy_(value)
 
 
@@ -88,6 +124,7 @@ def _new_state(source: Source, record: ParamRecord, stride: tuple[int, ...]) -> 
     def fill(key: str, elements: Span, out: Tensor) -> None:
         for span, values in chunks(source, record.name, key, stride, elements):
             at = span.shift(-elements.start)
+            check_fits(f"{record.name} ({key})", values, out.dtype)
             out[at.start : at.stop].copy_(values)
 
     singles = {key: decode_single(word) for key, word in record.scalars.items()}

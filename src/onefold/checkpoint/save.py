@@ -78,7 +78,8 @@ def save(
     """Write a checkpoint `step-…` into the run's `folder`; its path. All of it is there for good, or none. Collective.
 
     `extra` is anything made of dicts, lists, tuples, plain values and tensors: a scheduler's state, the place in the
-    data. `step` is by default how many steps the optimizer has taken. `keep` is how many checkpoints stay there.
+    data. `step` is by default how many steps the optimizer has taken or skipped. `keep` is how many checkpoints
+    stay there.
     With wait=False the state is copied to host memory and written while training goes on; what goes wrong then is
     raised by the next save, load or `finish_saves`. Gradients are not saved: save between steps.
 
@@ -113,7 +114,7 @@ def save_on(
     def look() -> list[Any]:
         job = _job(engine, comm, storage, Asked(Path(folder).absolute(), optimizer, extra, step, keep, wait))
         jobs.append(job)
-        return [job.step, job.keep]
+        return [job.step, job.keep, optimizer is not None]
 
     asked = attempt(comm, look)
     _check_same(comm, asked)
@@ -129,8 +130,8 @@ def _check_same(comm: Comm, asked: list[Any]) -> None:
     for rank, row in enumerate(asked):
         if row != asked[0]:
             raise CheckpointError(
-                f"rank {comm.world_rank(rank)} saves {row} and rank {comm.world_rank(0)} {asked[0]} (step, keep); "
-                f"give the same on every rank"
+                f"rank {comm.world_rank(rank)} saves {row} and rank {comm.world_rank(0)} {asked[0]} (step, keep, "
+                f"whether an optimizer is given); give the same on every rank"
             )
 
 
@@ -159,7 +160,7 @@ def _check(asked: Asked) -> int:
     if step is None and asked.optimizer is None:
         raise ConfigError("nothing counts steps without an optimizer: give save(step=…)")
     if step is None and asked.optimizer is not None:
-        step = asked.optimizer.steps
+        step = asked.optimizer.steps + asked.optimizer.skipped  # else a save after a skipped step would be refused
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ConfigError(f"step={step!r} is not a whole number of at least 0")
     if keep is not None and (type(keep) is not int or keep < 1):

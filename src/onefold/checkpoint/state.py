@@ -164,11 +164,16 @@ def vector(name: str, state: str, elements: Span, flat: Tensor) -> Held:
     return Held(name, state, elements, flat.dtype, look)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor whose memory holds its values row by row: no lazy conjugate or negative, no gaps."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def hold_tensor(name: str, tensor: Tensor) -> Held:
     """All of a tensor, as if it were contiguous."""
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors cannot hold; convert it first")
-    return vector(name, VALUE, Span(0, tensor.numel()), tensor.detach().reshape(-1))
+    return vector(name, VALUE, Span(0, tensor.numel()), plain(tensor).view(-1))
 
 
 def on_host(held: Sequence[Held], device: torch.device) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ SYNC_FILE_RANGE_WRITE = 2
 WORTH_BYTES = 1 << 20
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # the disk itself says the bytes are gone
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -74,15 +76,20 @@ class Storage:
         with self._told("is_folder", path):
             return os.path.isdir(path)
 
+    def is_link(self, path: Path) -> bool:
+        with self._told("is_folder", path):
+            return os.path.islink(path)
+
     def size(self, path: Path) -> int:
         with self._told("size", path):
-            return os.stat(path).st_size
+            return regular(path, os.stat(path)).st_size
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fills `into`, or raises."""
         with self._told("read", path):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
             try:
+                regular(path, os.fstat(file))
                 filled = 0
                 while filled < len(into):
                     got = os.preadv(file, [into[filled:]], offset + filled)
@@ -159,7 +166,14 @@ def explained(operation: str, path: Path, error: OSError) -> CheckpointError:
         remedy = "; make the folder above it first"
     else:
         remedy = ""
-    return CheckpointError(f"could not {VERBS[operation]} {path}: {error.strerror or error}{remedy}")
+    kind = CheckpointDamaged if operation == "read" and error.errno in UNREADABLE else CheckpointError
+    return kind(f"could not {VERBS[operation]} {path}: {error.strerror or error}{remedy}")
+
+
+def regular(path: Path, status: os.stat_result) -> os.stat_result:
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointDamaged(f"{path} is a folder, pipe or device; wanted is a plain file")
+    return status
 
 
 def ends_early(path: Path, found: int, wanted: int) -> CheckpointDamaged:

@@ -146,7 +146,7 @@ def _header(blocks: Sequence[Block]) -> bytes:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A dense host tensor's own memory."""
-    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    assert tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     size = tensor.numel() * tensor.itemsize
     if not size:
         return memoryview(b"")

@@ -127,7 +127,7 @@ def _show(path: Path, manifest: Manifest, others: Sequence[int]) -> None:
     lines += [value for value in facts.values() if "\n" in value]  # a table of its own
     lines += [f"{state}: {decimal(size)}" for state, size in _by_state(manifest).items()]
     lines += ["committed: " + ", ".join(map(str, others))] * (len(others) > 1)
-    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    console.print(_visible("\n".join(lines)), markup=False, soft_wrap=True)
     table = Table("tensor", "kind", "shape", "states", "bytes")
     table.columns[-1].justify = "right"
     for record in manifest.records:
@@ -140,6 +140,11 @@ def _show(path: Path, manifest: Manifest, others: Sequence[int]) -> None:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _visible(text: str) -> str:
+    """What would move the cursor or change colours, by its number."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _plain(text: str) -> str:
