@@ -81,7 +81,7 @@ def simulate(
         checkpoint_blocks(model, zero, {})
     axes = simulated_axes(ranks, plays=plays)
     shard_over(axes, model, zero, {"device": str(target), "init": init})
-    cls, settings = OPTIMIZERS[optimizer]
+    cls, settings = OPTIMIZERS[optimizer.lower()]
     opt = Optimizer(model, cls, **settings)
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(target), sample)
     cuda, build_s = target.type == "cuda", clock() - began

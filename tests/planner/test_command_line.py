@@ -94,6 +94,12 @@ BAD = {
     "P_a without tp": ["--model", "1.5b", "--ranks", "2", "--activations", "partition"],
     "a plot of no kind": ["--params", "1e9", "--ranks", "2", "--plot", "out.gif"],
     "more stages than layers": ["--layers", "2", "--hidden", "64", "--heads", "2", "--ranks", "4", "--pp", "4"],
+    "memory that is no number": ["--params", "1e9", "--ranks", "2", "--memory-gb", "nan"],
+    "buckets that are no number": ["--params", "1e9", "--ranks", "2", "--bucket-mb", "inf"],
+    "buckets of nothing": ["--params", "1e9", "--ranks", "2", "--bucket-mb", "1e-9"],
+    "tokens below zero": ["--params", "1e9", "--ranks", "2", "--tokens", "-5"],
+    "a sequence of a bare count": ["--params", "1e9", "--ranks", "2", "--seq", "32"],
+    "a setting that a config cannot have": ["--config", "config.json", "--ranks", "2", "--micro-batches", "2"],
     "no such config": ["--config", "/nowhere/config.json", "--ranks", "2"],
 }  # fmt: skip
 

@@ -33,6 +33,11 @@ def test_a_module_is_planned_and_left_as_it_was():
     assert states == sorted(states, reverse=True) and len(set(states)) == 4
     assert all(row.persistent_bytes <= row.peak_bytes for row in found.stages)
     assert found.stages[3].traffic_bytes > found.stages[2].traffic_bytes
+    for row in found.stages:  # fp32: four bytes each, but for a byte per flag
+        sent = [message for message in row.messages if message.purpose != "used-flags"]
+        assert 4 * row.traffic_elements == sum(message.bytes for message in sent)
+    ranked = {choice.label: choice for choice in found.recommendations}
+    assert all(ranked[row.label].peak_bytes == row.peak_bytes for row in found.stages)
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     onefold.init()
     onefold.shard(model, stage=3)  # it was not sharded, nor hooked

@@ -29,7 +29,7 @@ def best(asked):
     return recommend(asked)[0]
 
 
-@pytest.mark.parametrize("batch", [None, 8])
+@pytest.mark.parametrize("batch", [None, 1, 2, 8])
 def test_memory_comfortable_shards_the_optimizer_only(batch):
     found = best(question(GPT_1B, 64, "a100-80", batch=batch))
     assert found.fits and found.estimate.choice.stage == 1
@@ -56,9 +56,18 @@ def test_bert_needs_little_or_nothing():
     assert best(question(BERT, 8, "a100-80")).estimate.choice.stage in (0, 1)
 
 
-@pytest.mark.parametrize("batch", [None, 8])
-def test_slow_ethernet_never_gets_stage_3(batch):
-    assert best(question(GPT_1B, 8, "ethernet", batch=batch)).estimate.choice.stage < 3
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("batch", [None, 1, 8])
+def test_slow_ethernet_never_gets_stage_3(batch, ranks):
+    assert best(question(GPT_1B, ranks, "ethernet", batch=batch)).estimate.choice.stage < 3
+
+
+def test_pipeline_stages_wait_for_each_other():
+    alone = question(GPT_10B, 16, "a100-80", batch=1, micro_batches=4)
+    piped = question(GPT_10B, 16, "a100-80", batch=1, micro_batches=4, pp=4)
+    assert alone.price(Choice(1), alone.grid(), 1).step.bubble == 0
+    step = piped.price(Choice(1), piped.grid(), 1).step
+    assert step.bubble == pytest.approx(step.compute * 3 / 4)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +103,10 @@ def test_tensor_parallelism_stays_inside_a_node():
 def test_the_global_batch_is_respected():
     for row in recommend(question(GPT_1B, 64, "a100-80", max_global_batch=256)):
         assert row.estimate.samples_per_step <= 256
+    too_many = recommend(question(GPT_1B, 64, "a100-80", max_global_batch=32))
+    assert not any(row.fits for row in too_many) and "64 replicas" in too_many[0].reason
+    cut = recommend(question(GPT_1B, 64, "a100-80", max_global_batch=32, tp=None))
+    assert cut[0].fits and cut[0].estimate.grid.tp > 1 and cut[0].estimate.samples_per_step <= 32
 
 
 def test_largest_batch_is_the_last_that_fits():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from onefold.cli.plots import draw
-from onefold.cli.subject import Compute, Master, Subject, policy
+from onefold.cli.plots import check_plot, draw
+from onefold.cli.subject import Compute, Master, Subject, bucket_bytes, policy
 from onefold.cli.tables import show_plan
 from onefold.errors import ConfigError
 from onefold.planner.hardware import Hardware, hardware
@@ -84,6 +85,10 @@ class PlanCommand(Subject):
     """Draw into a .png or .html file."""
 
     def run(self) -> int:
+        if self.plot is not None:
+            check_plot(self.plot)
+        if self.tokens is not None and not 0 < self.tokens < math.inf:
+            raise ConfigError(f"--tokens {self.tokens:g} is not a positive number")
         found = self.answer()
         if self.json:
             sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n")
@@ -104,8 +109,10 @@ class PlanCommand(Subject):
         shape = self.shape()
         if (shape is None) == (self.params is None):
             raise ConfigError("which model? give one of --params, --model, --layers with --hidden, or --config")
+        if self.params is not None and (self.seq or self.vocab or self.activations):
+            raise ConfigError("--seq, --vocab and --activations need a shape: a bare count has none")
         if self.params is not None and not 1 <= self.params < 1e16:
-            raise ConfigError(f"--params {self.params:g} is not a positive number of parameters")
+            raise ConfigError(f"--params {self.params:g} is not a number of parameters between 1 and 1e16")
         chosen = policy(self.precision, self.master).decided(own_sum=False, cuda=True)
         widths = chosen.dtypes(torch.float32 if self.precision == "fp32" else chosen.compute).widths  # type: ignore[arg-type]
         if self.micro_batches > 1 and widths.narrow:
@@ -131,6 +138,8 @@ class PlanCommand(Subject):
         )
 
     def machine(self) -> Hardware:
+        if self.memory_gb is not None and not 0 < self.memory_gb < 1e9:
+            raise ConfigError(f"--memory-gb {self.memory_gb:g} is not a positive size")
         memory = None if self.memory_gb is None else int(self.memory_gb * 1e9)
         if self.hardware != "measure":
             return hardware(self.hardware, memory)
@@ -138,15 +147,30 @@ class PlanCommand(Subject):
         return found if memory is None else dataclasses.replace(found, memory_bytes=memory)
 
     def _bucket_bytes(self) -> int:
-        if self.bucket_mb <= 0:
-            raise ConfigError(f"--bucket-mb {self.bucket_mb:g} is not a positive size")
-        return int(self.bucket_mb * (1 << 20))
+        return bucket_bytes(self.bucket_mb)
 
     def _of_module(self) -> Plan:
-        if self.tp != 1 or self.pp != 1:
-            raise ConfigError("--tp and --pp need a shape: a config.json is planned for data parallelism alone")
-        if self.ranks < 1:
-            raise ConfigError(f"ranks={self.ranks} is not a positive whole number")
+        shapely = (
+            "tp",
+            "pp",
+            "replica",
+            "micro_batches",
+            "activations",
+            "params",
+            "model",
+            "layers",
+            "hidden",
+            "heads",
+        )
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        if given := [name for name in shapely if getattr(self, name) != fields[name]]:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ConfigError(
+                f"{flags}: not with --config, whose model is planned as it is, for data parallelism alone"
+            )
+        for name, least in (("ranks", self.ranks), ("batch", self.batch), ("seq", self.seq)):
+            if least is not None and least < 1:
+                raise ConfigError(f"{name}={least} is not a positive whole number")
         with torch.device("meta"):
             model = self.build()
         return plan(

@@ -23,10 +23,13 @@ PARTS = (
 STAGE_COLOURS = ("#9a9a9a", "#3b6ea5", "#5f9e6e", "#c95d63")
 
 
-def draw(path: Path, plan: Plan, question: Question | None) -> None:
-    """One picture, as .png or in an .html page of its own."""
+def check_plot(path: Path) -> None:
     if path.suffix not in (".png", ".html"):
         raise ConfigError(f"--plot {path} is neither a .png nor an .html file")
+
+
+def draw(path: Path, plan: Plan, question: Question | None) -> None:
+    """One picture, as .png or in an .html page of its own."""
     try:
         import matplotlib
     except ImportError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from onefold.cli.subject import Compute, Master, Subject, policy
+from onefold.cli.subject import Compute, Master, Subject, bucket_bytes, policy
 from onefold.cli.tables import console, seconds, table
 from onefold.config import Zero
 from onefold.errors import ConfigError
@@ -62,9 +62,11 @@ class SimulateCommand(Subject):
         for name in ("ranks", "batch", "steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not a positive whole number")
+        if self.device not in (None, "cpu", "cuda"):
+            raise ConfigError(f"--device {self.device} is neither cpu nor cuda")
         zero = Zero(
             stage=self.stage, precision=policy(self.precision, self.master),
-            bucket_bytes=max(1, int(self.bucket_mb * (1 << 20))), prefetch=self.prefetch,
+            bucket_bytes=bucket_bytes(self.bucket_mb), prefetch=self.prefetch,
         )  # fmt: skip
         shape = self.shape()
         found = simulate(

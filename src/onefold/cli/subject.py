@@ -111,5 +111,11 @@ Master = Literal["fp32", "split"]
 Compute = Literal["fp32", "bf16", "fp16"]
 
 
+def bucket_bytes(mebibytes: float) -> int:
+    if not 1e-4 <= mebibytes < 1e9:
+        raise ConfigError(f"--bucket-mb {mebibytes:g} is not a size in MiB; try 32")
+    return int(mebibytes * (1 << 20))
+
+
 def policy(precision: Compute, master: Master | None) -> Precision:
     return Precision(compute=precision, master=master if precision != "fp32" else None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from onefold.cli.launch import is_rank, leave, run_ranks
-from onefold.cli.subject import Compute, Master, Subject, policy
+from onefold.cli.subject import Compute, Master, Subject, bucket_bytes, policy
 from onefold.cli.tables import console, table
 from onefold.config import Zero
 from onefold.errors import ConfigError, OnefoldError
@@ -81,6 +81,7 @@ class VerifyCommand(Subject):
         if self.ranks < 1:
             raise ConfigError(f"ranks={self.ranks} is not a positive whole number")
         zero = self._zero()
+        cost_of(self.optimizer)
         with torch.device("meta"):
             self.build()  # a mistake in the model is one line here, not one from every rank
         if is_rank():
@@ -93,13 +94,11 @@ class VerifyCommand(Subject):
         return 0 if all(row["good"] for row in rows) else 1
 
     def _zero(self) -> Zero:
-        if self.bucket_mb <= 0:
-            raise ConfigError(f"--bucket-mb {self.bucket_mb:g} is not a positive size")
         if self.batch < 1:
             raise ConfigError(f"batch={self.batch} is not a positive whole number")
         chosen = policy(self.precision, self.master)
         return Zero(
-            stage=self.stage, precision=chosen, bucket_bytes=int(self.bucket_mb * (1 << 20)), prefetch=self.prefetch
+            stage=self.stage, precision=chosen, bucket_bytes=bucket_bytes(self.bucket_mb), prefetch=self.prefetch
         )
 
     def _measure(self, zero: Zero) -> list[Check]:
@@ -110,7 +109,7 @@ class VerifyCommand(Subject):
         sample = self.sample(self.batch)
         with torch.device("meta"):
             blank = self.build()
-        cls, settings = OPTIMIZERS[self.optimizer]
+        cls, settings = OPTIMIZERS[self.optimizer.lower()]
         planned = rehearse(blank, sample, zero, cost_of(self.optimizer), ranks=self.ranks, plays=plays)
         model = shard(self.build().to(device), zero)
         optimizer = Optimizer(model, cls, **settings)

@@ -20,6 +20,10 @@ USABLE = 0.95  # of a GPU: its context and the buffers of the communication libr
 FRAGMENTS = 0.03  # of what comes and goes on a GPU, lost between pieces in use; 0.016 and 0.002 were measured
 
 
+def usable_bytes(machine: Hardware) -> int:
+    return int(USABLE * machine.memory_bytes) if machine.device == "cuda" else machine.memory_bytes
+
+
 class Choice(NamedTuple):
     """What a user decides."""
 
@@ -168,8 +172,7 @@ class Estimate:
 
     @property
     def usable_bytes(self) -> int:
-        memory = self.hardware.memory_bytes
-        return int(USABLE * memory) if self.hardware.device == "cuda" else memory
+        return usable_bytes(self.hardware)
 
     @property
     def fits(self) -> bool:

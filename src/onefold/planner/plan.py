@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from onefold.elementwise import examine
 from onefold.errors import ConfigError
 from onefold.layout import ParamInfo
 from onefold.planner.dry import Loss, Rehearsal, rehearse
-from onefold.planner.estimate import Estimate
+from onefold.planner.estimate import Estimate, usable_bytes
 from onefold.planner.hardware import Hardware, hardware
 from onefold.planner.here import here
 from onefold.planner.search import (
@@ -183,6 +184,7 @@ def answer(question: Question, model: str, precision: str, tokens: float | None 
     notes = []
     if not question.work.knows_activations:
         notes.append("activations are not counted: give a shape, a config.json or a module to have them")
+        notes.append("compute is not known either: seconds are of messages and updates alone, and no days")
     if question.micro_batches > 1 and question.work.widths.narrow:
         notes.append("gradients that add up over micro-batches are kept in fp32")
     grid = question.grid()
@@ -267,7 +269,19 @@ def plan(
     )  # fmt: skip
     found = answer(question, type(model).__name__, _name(policy), tokens)
     exact = tuple(_exact(row, rehearsed(row.stage, False, ranks), found.hardware) for row in found.stages)
-    return dataclasses.replace(found, stages=exact)
+    return dataclasses.replace(found, stages=exact, recommendations=_agreeing(found.recommendations, exact))
+
+
+def _agreeing(ranked: tuple[Recommendation, ...], rows: Sequence[Row]) -> tuple[Recommendation, ...]:
+    """The ranking with what the rehearsals found: what does not fit after all goes behind what does."""
+    exact = {row.label: row for row in rows}
+    told = []
+    for choice in ranked:
+        row = exact.get(choice.label)
+        if row is not None and row.batch == choice.batch:
+            choice = dataclasses.replace(choice, fits=row.fits, peak_bytes=row.peak_bytes)
+        told.append(choice)
+    return tuple(sorted(told, key=lambda choice: not choice.fits))
 
 
 def _machine(named: str | Hardware | None, model: nn.Module) -> Hardware:
@@ -311,9 +325,11 @@ def _exact(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
     """The formula's row with what the rehearsal measured."""
     elements = {message.purpose: message.elements for message in row.messages}
     rates = {message.axis: message.link_bytes_per_s for message in row.messages}
+    planned = {message.purpose: message.bytes for message in row.messages}
     messages = tuple(
-        Message(purpose, collective, "shard", elements.get(purpose, 0), flow.sent_bytes, flow.calls,
-                rates.get("shard", machine.node_link))
+        Message(purpose, collective, "shard",
+                elements.get(purpose, 0) * flow.sent_bytes // max(planned.get(purpose, 0), 1),
+                flow.sent_bytes, flow.calls, rates.get("shard", machine.node_link))
         for (purpose, collective), flow in seen.sent.items()
     )  # fmt: skip
     states = seen.states
@@ -330,7 +346,8 @@ def _exact(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
         activations_bytes=seen.peak["activations"],
         persistent_bytes=states.total + seen.communication + seen.module_buffers,
         peak_bytes=peak,
-        fits=peak <= machine.memory_bytes,
+        fits=peak <= usable_bytes(machine),
+        traffic_elements=sum(message.elements for message in messages),
         traffic_bytes=sum(message.bytes for message in messages),
         messages=messages,
     )

@@ -8,7 +8,7 @@ moved to the host or computed again that need not be.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from onefold.planner.sizes import Widths
 from onefold.planner.states import StateCost, state_bytes
 from onefold.planner.work import Grid, Work, grid_of
 
+WORTH = 1.25  # how much faster sharded parameters or other tiers must be, to be chosen where less would do
 EQUAL = 0.05  # choices whose speeds differ by less are as fast as each other
 ROOM = 0.7  # of a device's memory that states may take where nothing is known of activations
 LARGEST_BATCH = 1 << 14
@@ -145,17 +146,48 @@ def days(tokens: float, tokens_per_s: float) -> float:
 def recommend(question: Question) -> list[Ranked]:
     """All choices, the best first."""
     found = [_best_activations(question, choice, grid) for grid in _grids(question) for choice in _choices(question)]
-    good = [estimate for estimate in found if estimate.batch and fits(estimate)]
+    good = [e for e in found if e.batch and fits(e) and _in_batch(question, e)]
     if not good:
         closest = sorted(found, key=lambda e: (e.peak_bytes, e.host_bytes))
-        return [Ranked(e, False, _too_large(e)) for e in closest]
-    speeds = {id(e): _speed(e) for e in good}
-    best = max(speeds.values())
-    equal = [e for e in good if speeds[id(e)] >= (1 - EQUAL) * best]
-    rest = sorted((e for e in good if e not in equal), key=lambda e: -speeds[id(e)])
-    ranked = [Ranked(equal[0], True, _why(equal[0], equal[1:] + rest, found))]
-    ranked += [Ranked(e, True, _why_not(e, equal[0])) for e in equal[1:] + rest]
-    return ranked + [Ranked(e, False, _too_large(e)) for e in found if e not in good]
+        return [Ranked(e, False, _unfit(question, e)) for e in closest]
+    chosen = _choose(question, good)
+    rest = sorted((e for e in good if e is not chosen), key=lambda e: -_speed(e))
+    ranked = [Ranked(chosen, True, _why(chosen, rest, found))]
+    ranked += [Ranked(e, True, _why_not(e, chosen)) for e in rest]
+    return ranked + [Ranked(e, False, _unfit(question, e)) for e in found if not any(e is other for other in good)]
+
+
+def _choose(question: Question, good: Sequence[Estimate]) -> Estimate:
+    """The simplest of those as fast as the fastest. What shards parameters or moves states must be worth it: clearly
+    faster at the batch that fits without, for a larger batch alone is no reason."""
+    plain = [e for e in good if e.choice.stage < 3 and e.choice.optimizer == "device"]
+    first = _simplest(plain or good)
+    if not plain:
+        return first
+    others = [question.price(e.choice, e.grid, first.batch) for e in good if e not in plain]
+    faster = [e for e in others if _speed(e) > WORTH * _speed(first)]
+    if not faster:
+        return first
+    winner = _simplest(faster)
+    return next(e for e in good if e.choice == winner.choice and e.grid == winner.grid)
+
+
+def _simplest(choices: Sequence[Estimate]) -> Estimate:
+    best = max(_speed(e) for e in choices)
+    return next(e for e in choices if _speed(e) >= (1 - EQUAL) * best)
+
+
+def _in_batch(question: Question, e: Estimate) -> bool:
+    return question.max_global_batch is None or e.samples_per_step <= question.max_global_batch
+
+
+def _unfit(question: Question, e: Estimate) -> str:
+    if not _in_batch(question, e):
+        most = question.max_global_batch
+        return (
+            f"{e.grid.data} replicas make a global batch of {e.samples_per_step}, and {most} is allowed; use tp or pp"
+        )
+    return _too_large(e)
 
 
 def _speed(estimate: Estimate) -> float:
