@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from onefold.planner.states import StateBytes, StateCost, state_bytes
 from onefold.planner.traffic import Sent, reduce_default, step_traffic, total
 from onefold.planner.work import Grid, Work
 
+FEW = 8  # units of a bare count that stand for all: more than are reduced and updated at once
 USABLE = 0.95  # of a GPU: its context and the buffers of the communication library take the rest
 FRAGMENTS = 0.03  # of what comes and goes on a GPU, lost between pieces in use; 0.016 and 0.002 were measured
 
@@ -72,6 +74,12 @@ class Estimate:
         )
 
     @property
+    def _typical(self) -> tuple[Sequence[UnitSize], Sequence[Placement]]:
+        """Units to walk through a step with: all, or of a bare count's equal ones as many as can be alive at once."""
+        few = len(self.sizes.units) if self.work.numel is None else self.prefetch + FEW
+        return self.sizes.units[:few], self.placements[:few]
+
+    @property
     def _table(self) -> tuple[Grid, int, int]:
         """What decides who holds what."""
         return self.grid, self.choice.stage, self.choice.keep_whole
@@ -119,7 +127,7 @@ class Estimate:
         cuda = self.hardware.device == "cuda"
         pool = self.work.remember(
             ("pool", self._table, cuda),
-            lambda: pool_bytes(self.sizes.units, self.placements, self.grid.shard, cuda=cuda),
+            lambda: pool_bytes(*self._typical, self.grid.shard, cuda=cuda),
         )
         streaming = 0
         if self.choice.optimizer != "device" or self.choice.parameters != "device":
@@ -130,7 +138,7 @@ class Estimate:
     def fullest(self) -> Instant:
         walk = self.work.remember(
             ("walk", self._table, self.prefetch),
-            lambda: segments(self.sizes.units, self.placements, self.prefetch, self.work.tied(self.sizes)),
+            lambda: segments(*self._typical, self.prefetch, self.work.tied(self.sizes)),
         )
         found = instants(walk, self.activations, self.flying)
         return max(found, key=lambda instant: instant.gathered + instant.activations, default=Instant("", 0, 0))
