@@ -99,7 +99,7 @@ BAD = {
     "buckets of nothing": ["--params", "1e9", "--ranks", "2", "--bucket-mb", "1e-9"],
     "tokens below zero": ["--params", "1e9", "--ranks", "2", "--tokens", "-5"],
     "a sequence of a bare count": ["--params", "1e9", "--ranks", "2", "--seq", "32"],
-    "a setting that a config cannot have": ["--config", "config.json", "--ranks", "2", "--micro-batches", "2"],
+    "a setting that a config cannot have": ["--config", "config.json", "--ranks", "2", "--tp", "2"],
     "no such config": ["--config", "/nowhere/config.json", "--ranks", "2"],
 }  # fmt: skip
 

@@ -43,6 +43,20 @@ def test_a_module_is_planned_and_left_as_it_was():
     onefold.shard(model, stage=3)  # it was not sharded, nor hooked
 
 
+def test_micro_batches_and_checkpointing_change_a_plan():
+    plain = onefold.plan(GPT(SHAPE), tokens(), ranks=2, hardware="laptop")
+    several = onefold.plan(GPT(SHAPE), tokens(), ranks=2, hardware="laptop", micro_batches=3, activations="checkpoint")
+
+    def sent(found: onefold.Plan, stage: int, purpose: str) -> int:
+        return next(message.bytes for message in found.stages[stage].messages if message.purpose == purpose)
+
+    assert sent(several, 1, "reduce") == sent(plain, 1, "reduce")  # whole gradients are reduced once
+    assert sent(several, 3, "reduce") == 3 * sent(plain, 3, "reduce")
+    assert several.stages[3].activations_bytes < plain.stages[3].activations_bytes
+    with pytest.raises(ConfigError, match="stage"):
+        onefold.plan(GPT(SHAPE), tokens(), ranks=2, stage=3)
+
+
 def test_a_model_on_meta_is_planned_too():
     with torch.device("meta"):
         model = GPT(SHAPE)

@@ -150,18 +150,7 @@ class PlanCommand(Subject):
         return bucket_bytes(self.bucket_mb)
 
     def _of_module(self) -> Plan:
-        shapely = (
-            "tp",
-            "pp",
-            "replica",
-            "micro_batches",
-            "activations",
-            "params",
-            "model",
-            "layers",
-            "hidden",
-            "heads",
-        )
+        shapely = ("tp", "pp", "replica", "params", "model", "layers", "hidden", "heads")
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         if given := [name for name in shapely if getattr(self, name) != fields[name]]:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -171,10 +160,13 @@ class PlanCommand(Subject):
         for name, least in (("ranks", self.ranks), ("batch", self.batch), ("seq", self.seq)):
             if least is not None and least < 1:
                 raise ConfigError(f"{name}={least} is not a positive whole number")
+        if self.activations not in (None, "keep", "checkpoint"):
+            raise ConfigError(f"--activations {self.activations}: a config.json is planned with keep or checkpoint")
         with torch.device("meta"):
             model = self.build()
         return plan(
             model, self.sample(self.batch or 1), ranks=self.ranks, hardware=self.machine(), optimizer=self.optimizer,
-            tokens=self.tokens, max_global_batch=self.max_global_batch,
+            tokens=self.tokens, max_global_batch=self.max_global_batch, micro_batches=self.micro_batches,
+            activations="checkpoint" if self.activations == "checkpoint" else "keep",
             precision=policy(self.precision, self.master), bucket_bytes=self._bucket_bytes(), prefetch=self.prefetch,
         )  # fmt: skip

@@ -75,6 +75,7 @@ def rehearse(
     checkpointed: bool = False,
     values: bool = False,
     count_flops: bool = False,
+    micro_batches: int = 1,
 ) -> Rehearsal:
     """`sample` is what the model is called with: a tensor, a tuple of arguments, or a dict of keywords."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
@@ -92,7 +93,8 @@ def rehearse(
             axes = simulated_axes(ranks, rank, plays=plays, values=values)
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
             inputs = sample if values else tree_map_only(Tensor, _blank, sample)
-            found = _two_steps(twin, inputs, loss or default_loss, cost, wanted, count_flops)
+            whole = _whole_step(loss or default_loss, micro_batches)
+            found = _two_steps(twin, inputs, whole, cost, wanted, count_flops)
             return found._replace(block_inputs=tuple(inputs_seen.values()))
         except BY_VALUES as error:
             raise ModelError(
@@ -151,6 +153,18 @@ def _step(engine: Engine, inputs: Any, loss: Loss) -> None:
                 unit.values.gather_updated().wait()
     engine.after_step()
     engine.drop_gradients()
+
+
+def _whole_step(loss: Loss, micro_batches: int) -> Loss:
+    """All micro-batches of a step but the last add up; the last one's loss is given back."""
+
+    def last(model: nn.Module, inputs: Any) -> Tensor:
+        for _ in range(micro_batches - 1):
+            with engine_of(model).accumulate(None):
+                loss(model, inputs).backward()
+        return loss(model, inputs)
+
+    return last
 
 
 def _update_temporaries(engine: Engine) -> int:

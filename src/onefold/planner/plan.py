@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -233,6 +233,8 @@ def plan(
     values: bool = False,
     tokens: float | None = None,
     max_global_batch: int | None = None,
+    activations: Literal["keep", "checkpoint"] = "keep",
+    micro_batches: int = 1,
     **fields: Any,
 ) -> Plan:
     """What stages 0–3 would cost each of `ranks` ranks to train this model on a batch like `sample`, before it is
@@ -240,7 +242,8 @@ def plan(
 
     `sample` is what the model is called with (a tensor, a tuple, or a dict of keywords), rows first. `loss` is
     (model, sample) -> loss; by default the model's own, or the sum of what it returns. `fields` are those of `shard`.
-    `values=True` takes the steps on real tensors, for models that decide by values.
+    `values=True` takes the steps on real tensors, for models that decide by values. `activations="checkpoint"` computes
+    blocks again in backward; `micro_batches` of `sample` make a step.
 
     >>> import torch, onefold
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -248,6 +251,12 @@ def plan(
     >>> [row.states_bytes for row in found.stages]
     [530948, 332804, 232964, 133140]
     """
+    if activations not in ("keep", "checkpoint") or type(micro_batches) is not int or micro_batches < 1:
+        raise ConfigError(
+            f"activations={activations!r}, micro_batches={micro_batches!r}: 'keep' or 'checkpoint', and 1 …"
+        )
+    if "stage" in fields or "mesh" in fields:
+        raise ConfigError("a plan is for all stages and for `ranks` ranks: leave stage and mesh out")
     machine = _machine(hardware, model)
     zero = Zero.of(None, {**fields, "stage": 2})
     cost = cost_of(optimizer, optimizer_settings)
@@ -257,18 +266,19 @@ def plan(
     def rehearsed(stage: int, checkpointed: bool, at: int, *, count: bool = False) -> Rehearsal:
         return rehearse(
             model, sample, dataclasses.replace(zero, stage=stage), cost, ranks=at, plays=plays, loss=loss,
-            checkpointed=checkpointed, values=values, count_flops=count,
+            checkpointed=checkpointed, values=values, count_flops=count, micro_batches=1 if count else micro_batches,
         )  # fmt: skip
 
     kept, again = (rehearsed(0, checkpointed, 1, count=True) for checkpointed in (False, True))
-    work = _module_work(model, sample, zero, policy, kept, again)
+    work = _module_work(model, sample, zero, policy, kept, again, accumulates=micro_batches > 1)
     question = Question(
         work=work, ranks=ranks, hardware=machine, cost=cost, batch=work.module.batch if work.module else 1,
-        max_global_batch=max_global_batch, activations="keep",
+        max_global_batch=max_global_batch, activations=activations, micro_batches=micro_batches,
         prefetch=zero.prefetch if isinstance(zero.prefetch, int) else 1,
     )  # fmt: skip
     found = answer(question, type(model).__name__, _name(policy), tokens)
-    exact = tuple(_exact(row, rehearsed(row.stage, False, ranks), found.hardware) for row in found.stages)
+    again_too = activations == "checkpoint"
+    exact = tuple(_exact(row, rehearsed(row.stage, again_too, ranks), found.hardware) for row in found.stages)
     return dataclasses.replace(found, stages=exact, recommendations=_agreeing(found.recommendations, exact))
 
 
@@ -293,7 +303,14 @@ def _machine(named: str | Hardware | None, model: nn.Module) -> Hardware:
 
 
 def _module_work(
-    model: nn.Module, sample: Any, zero: Zero, policy: Precision, kept: Rehearsal, again: Rehearsal
+    model: nn.Module,
+    sample: Any,
+    zero: Zero,
+    policy: Precision,
+    kept: Rehearsal,
+    again: Rehearsal,
+    *,
+    accumulates: bool,
 ) -> Work:
     seen = survey(model, dataclasses.replace(zero, init=None), 1)
     blocks = find_blocks(model, zero.units)
@@ -301,7 +318,8 @@ def _module_work(
     for name, param in [*model.named_parameters()]:
         dtype = seen.dtypes[name]
         kind = str(dtype) if param.requires_grad else f"{dtype} {FROZEN}"
-        widths[kind] = policy.dtypes(dtype).widths
+        own = policy.dtypes(dtype).widths
+        widths[kind] = own._replace(grad=4) if accumulates and own.narrow else own  # sums are kept in fp32
         infos.append(ParamInfo(name, param.numel(), dtype.itemsize, kind, block_of(name, blocks)))
     first = next((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None:
