@@ -9,12 +9,16 @@ from torch import Tensor, nn
 from onefold.planner.shapes import Shape
 
 
+class Last(nn.Linear):
+    """Ends a residual branch: filled with smaller values the more branches there are."""
+
+
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.heads = shape.heads
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
-        self.out = nn.Linear(shape.hidden, shape.hidden)
+        self.out = Last(shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, hidden = x.shape
@@ -27,7 +31,7 @@ class MLP(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.up = nn.Linear(shape.hidden, 4 * shape.hidden)
-        self.down = nn.Linear(4 * shape.hidden, shape.hidden)
+        self.down = Last(4 * shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -72,12 +76,8 @@ class GPT(nn.Module):
 
 
 def initialise(module: nn.Module, layers: int) -> None:
-    """GPT-2's: normal with deviation 0.02, the layers that end a residual branch scaled down by √(2 × layers)."""
+    """One module's own parameters as GPT-2's: normal with deviation 0.02, less by √(2 × layers) at the end of branches."""
     if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+        nn.init.normal_(module.weight, std=0.02 / (2 * layers) ** 0.5 if isinstance(module, Last) else 0.02)
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
-    if isinstance(module, Attention | MLP):
-        last = module.out if isinstance(module, Attention) else module.down
-        with torch.no_grad():
-            last.weight.div_((2 * layers) ** 0.5)
