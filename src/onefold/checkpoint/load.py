@@ -27,7 +27,7 @@ from onefold.checkpoint.restore import check_kinds, fill_buffers, fill_optimizer
 from onefold.checkpoint.save import check_optimizer
 from onefold.checkpoint.state import params_of, truths
 from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.together import attempt
+from onefold.checkpoint.together import attempt, check_same
 from onefold.comm import Comm
 from onefold.engine import Engine, engine_of
 from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
@@ -96,7 +96,8 @@ def load(
         return [asked, [str(path) for path in find(storage, Path(folder))] if comm.rank == 0 else []]
 
     told = attempt(comm, prepare)
-    _check_same(comm, [row[0] for row in told])
+    settings = "whether an optimizer is given, fallback, rename, subset, allow_missing, allow_extra"
+    check_same(comm, [row[0] for row in told], "loads", settings)
     candidates = told[0][1]
     if candidates is None:
         return _load_one(engine, optimizer, choices[0], lambda: open_weights(storage, Path(folder)))
@@ -113,16 +114,6 @@ def load(
             _set_aside(comm, storage, damaged)
             return extra
     raise AssertionError("find() gives at least one")
-
-
-def _check_same(comm: Comm, asked: list[Any]) -> None:
-    for rank, row in enumerate(asked):
-        if row != asked[0]:
-            raise CheckpointError(
-                f"rank {comm.world_rank(rank)} loads {row} and rank {comm.world_rank(0)} {asked[0]} (whether an "
-                f"optimizer is given, fallback, rename, subset, allow_missing, allow_extra); "
-                f"give the same on every rank"
-            )
 
 
 def _mapping(rename: Any) -> dict[str, str]:

@@ -26,7 +26,7 @@ from onefold.checkpoint.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.state import Held, hold, on_host, vector
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import write_tensors
-from onefold.checkpoint.together import CHECKPOINT, attempt
+from onefold.checkpoint.together import CHECKPOINT, attempt, check_same
 from onefold.comm import Comm
 from onefold.engine import Engine, engine_of
 from onefold.errors import CheckpointError, ConfigError
@@ -117,22 +117,13 @@ def save_on(
         return [job.step, job.keep, optimizer is not None]
 
     asked = attempt(comm, look)
-    _check_same(comm, asked)
+    check_same(comm, asked, "saves", "step, keep, whether an optimizer is given")
     (job,) = jobs
     if wait:
         write(job)
     else:
         WORKER.start(lambda: write(job))
     return job.run / step_name(job.step)
-
-
-def _check_same(comm: Comm, asked: list[Any]) -> None:
-    for rank, row in enumerate(asked):
-        if row != asked[0]:
-            raise CheckpointError(
-                f"rank {comm.world_rank(rank)} saves {row} and rank {comm.world_rank(0)} {asked[0]} (step, keep, "
-                f"whether an optimizer is given); give the same on every rank"
-            )
 
 
 @torch.no_grad()

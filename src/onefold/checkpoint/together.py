@@ -36,3 +36,13 @@ def _same(name: str, message: str, rank: int) -> Exception:
     if isinstance(kind, type) and issubclass(kind, OnefoldError):
         return kind(f"rank {rank}: {message}")
     return CheckpointError(f"rank {rank}: {name}: {message}")
+
+
+def check_same(comm: Comm, asked: list[Any], verb: str, settings: str) -> None:
+    """Every rank asks for the same, or all raise who does not."""
+    for rank, row in enumerate(asked):
+        if row != asked[0]:
+            raise CheckpointError(
+                f"rank {comm.world_rank(rank)} {verb} {row} and rank {comm.world_rank(0)} {asked[0]} ({settings}); "
+                f"give the same on every rank"
+            )

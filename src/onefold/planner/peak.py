@@ -19,8 +19,7 @@ from onefold.placement import Placement, Scope
 from onefold.planner.activations import ActivationBytes
 from onefold.planner.sizes import UnitSize
 from onefold.planner.states import updated_numel
-
-IN_FLIGHT = 2  # reductions at once, as in rounds.py
+from onefold.rounds import IN_FLIGHT
 
 
 class Instant(NamedTuple):

@@ -29,6 +29,7 @@ from onefold.planner.search import (
     fewest_ranks,
     fits,
     largest_batch,
+    largest_model,
     recommend,
     text_of,
 )
@@ -409,18 +410,11 @@ def _row(question: Question, e: Estimate, tokens: float | None) -> Row:
         bandwidth_bound=ahead[1],
         largest_batch=largest_batch(question, e.choice, e.grid) if known else None,
         fewest_ranks=fewest_ranks(question, e.choice),
-        largest_model=_largest_model(e),
+        largest_model=largest_model(e),
         break_even_batch=_break_even(e),
         tokens_per_s=e.tokens_per_s,
         days=days(tokens, e.tokens_per_s) if tokens and e.tokens_per_s else None,
     )
-
-
-def _largest_model(e: Estimate) -> int:
-    """As the paper counts: nothing but states, and those on other tiers are free."""
-    if not e.states.total:
-        return 0
-    return int(e.hardware.memory_bytes * e.sizes.numel / e.states.total * e.grid.tp * e.grid.pp)
 
 
 def _break_even(e: Estimate) -> int | None:

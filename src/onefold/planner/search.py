@@ -1,8 +1,8 @@
 """What to choose: the largest batch, the fewest ranks, the largest model, and a ranking of choices with reasons.
 
-1 Every choice is priced at the batch asked for, or at the largest that fits. 2 Those that fit are ranked by samples per
-second; those within a few per cent of the best count as equal. 3 Among equals the simplest wins: nothing is sharded,
-moved to the host or computed again that need not be.
+1 Every choice is priced at the batch asked for, or at the largest that fits. 2 Of stages 0 to 2 the fastest is taken;
+those within a few per cent of it count as equal, and among equals the simplest wins. 3 What shards parameters or moves
+states elsewhere is taken where nothing less fits, or where it is clearly faster at the same batch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from onefold.errors import ConfigError
-from onefold.placement import STAGES
 from onefold.planner.activations import check_policy
 from onefold.planner.estimate import Choice, Estimate
 from onefold.planner.hardware import Hardware
-from onefold.planner.sizes import Widths
-from onefold.planner.states import StateCost, state_bytes
+from onefold.planner.states import StateCost
 from onefold.planner.work import Grid, Work, grid_of
 
 WORTH = 1.25  # how much faster sharded parameters or other tiers must be, to be chosen where less would do
@@ -122,19 +120,12 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
     return high * step
 
 
-def largest_model(
-    memory_bytes: float, ranks: int, stage: int, widths: Widths, cost: StateCost, *, tp: int = 1
-) -> float:
-    """Parameters whose states fill a device: the paper's theory, an upper bound. `ranks` share them, `tp` ways cut.
-
-    >>> largest_model(32e9, 64, 0, Widths(2, 2, 2, 4), StateCost(8)) / 1e9
-    2.0
-    """
-    sample = Work(widths=widths, numel=1 << 32)
-    sizes = sample.sizes(Grid(shard=ranks))
-    row = STAGES[stage].over(ranks)
-    per_parameter = state_bytes(sizes.units, [row] * len(sizes.units), cost).total / (1 << 32)
-    return memory_bytes / per_parameter * tp
+def largest_model(estimate: Estimate) -> int:
+    """Parameters whose states would fill the devices, as the paper counts: nothing else, and other tiers are free."""
+    if not estimate.states.total:
+        return 0
+    cut = estimate.grid.tp * estimate.grid.pp
+    return int(estimate.hardware.memory_bytes * estimate.sizes.numel / estimate.states.total * cut)
 
 
 def days(tokens: float, tokens_per_s: float) -> float:
@@ -197,11 +188,10 @@ def _speed(estimate: Estimate) -> float:
 
 
 def _choices(question: Question) -> Iterator[Choice]:
-    """One rank has nothing to share."""
+    """Where nobody shares states, only stage 0 and other tiers are choices."""
+    alone = question.grid().shard == 1
     for choice in CHOICES:
-        if question.ranks == (question.tp or 1) * question.pp and choice.stage in (1, 2):
-            continue
-        if question.ranks == (question.tp or 1) * question.pp and choice == Choice(3):
+        if alone and choice in (Choice(1), Choice(2), Choice(2, optimizer="host"), Choice(3)):
             continue
         yield choice
         if choice == Choice(3) and (threshold := _small(question)):

@@ -5,7 +5,6 @@ Sizes come from the layout the runtime itself uses, or from a bare parameter cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,16 +90,3 @@ class Sizes:
     @property
     def trained(self) -> list[UnitSize]:
         return [unit for unit in self.units if unit.trained]
-
-    @property
-    def padding(self) -> int:
-        """Elements that are no parameter's."""
-        return sum(unit.whole - unit.used for unit in self.units)
-
-    @property
-    def largest(self) -> int:
-        return max((unit.whole for unit in self.units), default=0)
-
-
-def largest_bytes(units: Sequence[UnitSize]) -> int:
-    return max((unit.whole_bytes for unit in units), default=0)

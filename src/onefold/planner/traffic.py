@@ -41,18 +41,6 @@ def reduce_default(placement: Placement) -> str:
     return "once" if placement.gradients is Scope.WHOLE else "each"
 
 
-def forward_order(sizes: Sizes, placements: Sequence[Placement]) -> list[int]:
-    """Units a forward gathers."""
-    return [i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARD]
-
-
-def backward_order(sizes: Sizes, placements: Sequence[Placement], looked_up: frozenset[int] = frozenset()) -> list[int]:
-    """Units a backward gathers again: not the one forward ended with, nor those of embeddings alone."""
-    order = forward_order(sizes, placements)
-    kept = order[-1:]
-    return [i for i in reversed(order) if i not in kept and i not in looked_up]
-
-
 def step_traffic(
     sizes: Sizes,
     placements: Sequence[Placement],

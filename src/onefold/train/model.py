@@ -76,7 +76,7 @@ class GPT(nn.Module):
 
 
 def initialise(module: nn.Module, layers: int) -> None:
-    """One module's own parameters as GPT-2's: normal with deviation 0.02, less by √(2 × layers) at the end of branches."""
+    """One module's own parameters as GPT-2's: normal, deviation 0.02, less by √(2 × layers) at the ends of branches."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02 / (2 * layers) ** 0.5 if isinstance(module, Last) else 0.02)
         if isinstance(module, nn.Linear):
