@@ -7,8 +7,19 @@ import subprocess
 import sys
 
 import pytest
+import torch
+import tyro
 
+import onefold
 from onefold.cli.main import main
+from onefold.cli.verify import EXACT, PEAK, STATES, Check, VerifyCommand, compare, verdict
+from onefold.config import Zero
+from onefold.planner.dry import rehearse
+from onefold.planner.plan import cost_of
+from onefold.planner.shapes import Shape
+from onefold.simulate import train_step
+from onefold.train.model import GPT
+from tests.harness import run_ranks
 
 KEYS = {
     "stage", "params_bytes", "grads_bytes", "optimizer_bytes", "states_bytes", "peak_bytes", "traffic_elements",
@@ -145,16 +156,30 @@ def test_verify_runs_real_ranks_and_finds_the_plan_right():
     assert checks["peak"]["good"]
 
 
-def test_verify_fails_where_the_plan_is_wrong(monkeypatch):
-    from onefold.cli import verify as module
-    from onefold.cli.verify import Check, VerifyCommand
+def checks_against(planned_layers: int) -> list[dict]:
+    """One rank trains two layers, beside a plan for so many."""
+    onefold.init()
+    rows = torch.zeros(1, 16, dtype=torch.long)
+    shapes = [Shape(layers=layers, hidden=32, heads=2, seq=16, vocab=64) for layers in (planned_layers, 2)]
+    planned = rehearse(GPT(shapes[0]), (rows, rows), Zero(stage=2), cost_of("adamw"), ranks=1)
+    model = onefold.shard(GPT(shapes[1]), stage=2)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW)
+    peak = [train_step(model, optimizer, (rows, rows)) for _ in range(3)][-1]
+    return [check._asdict() | {"good": check.good} for check in compare(planned, model, peak)]
 
-    rows = [Check("states", 1000, 1021, module.STATES), Check("peak", 1000, 1099, module.PEAK)]
-    assert [row.good for row in rows] == [False, True]
-    assert not Check("reduce calls", 5, 6, module.EXACT).good
-    found = [row._asdict() | {"good": row.good} for row in rows]
-    monkeypatch.setattr(module, "run_ranks", lambda *_: found)
-    assert VerifyCommand(model="gpt-tiny").run() == 1
+
+def test_verify_ends_with_1_where_the_plan_is_wrong():
+    right, wrong = (run_ranks(1, checks_against, layers)[0] for layers in (2, 3))
+    assert verdict(right) == 0
+    assert verdict(wrong) == 1 and {"states", "peak"} <= {row["what"] for row in wrong if not row["good"]}
+    assert [Check("states", 1000, measured, STATES).good for measured in (1020, 1021, 979)] == [True, False, False]
+    assert [Check("peak", 1000, measured, PEAK).good for measured in (1100, 1101)] == [True, False]
+    assert not Check("reduce calls", 5, 6, EXACT).good
+
+
+def test_verify_hands_its_settings_to_the_ranks():
+    command = VerifyCommand(model="gpt-tiny", ranks=3, stage=1, bucket_mb=0.5, json=True)
+    assert tyro.cli(VerifyCommand, args=command.arguments(), config=(tyro.conf.FlagCreatePairsOff,)) == command
 
 
 @pytest.mark.parametrize("stage", [2, 3])

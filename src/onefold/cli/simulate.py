@@ -9,24 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from onefold.cli.subject import Compute, Master, Subject, bucket_bytes, policy
+from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, seconds, table
-from onefold.config import Zero
-from onefold.errors import ConfigError
 from onefold.planner.search import text_of
 from onefold.simulate import Simulation, simulate
 from onefold.train.model import initialise
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateCommand(Subject):
+class SimulateCommand(Trial):
     """One rank of many, with real memory and compute and no peers. Try: onefold simulate --model gpt-tiny --ranks 64"""
 
     ranks: int = 8
     """How many ranks there would be."""
-
-    stage: int = 3
-    """0, 1, 2 or 3."""
 
     batch: int = 1
     """Sequences per rank."""
@@ -37,37 +32,14 @@ class SimulateCommand(Subject):
     precision: Compute = "bf16"
     """What computes."""
 
-    master: Master | None = None
-    """What the optimizer updates where 16 bits compute."""
-
-    optimizer: str = "adamw"
-    """adamw, adam, sgd, momentum, adagrad or rmsprop."""
-
     activations: Literal["keep", "checkpoint"] = "keep"
     """Keep them, or compute blocks again."""
 
-    bucket_mb: float = 32.0
-    """Largest flat unit, in MiB."""
-
-    prefetch: int = 1
-    """Units gathered ahead at stage 3."""
-
-    device: str | None = None
+    device: Literal["cpu", "cuda"] | None = None
     """cuda if there is one, else cpu."""
 
-    json: bool = False
-    """Print JSON."""
-
     def run(self) -> int:
-        for name in ("ranks", "batch", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not a positive whole number")
-        if self.device not in (None, "cpu", "cuda"):
-            raise ConfigError(f"--device {self.device} is neither cpu nor cuda")
-        zero = Zero(
-            stage=self.stage, precision=policy(self.precision, self.master),
-            bucket_bytes=bucket_bytes(self.bucket_mb), prefetch=self.prefetch,
-        )  # fmt: skip
+        zero = self.zero(self.precision, "ranks", "batch", "steps")
         shape = self.shape()
         found = simulate(
             self.build, self.sample(self.batch), zero, ranks=self.ranks, steps=self.steps, device=self.device,

@@ -11,10 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from onefold.config import Zero
 from onefold.errors import ConfigError
+from onefold.planner.plan import cost_of
 from onefold.planner.shapes import Shape, named
 from onefold.precision import Precision
 from onefold.train.model import GPT
+
+Master = Literal["fp32", "split"]
+Compute = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,50 @@ class Subject:
         return {"input_ids": tokens, "labels": tokens}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trial(Subject):
+    """How a model is trained for a few steps."""
+
+    stage: int = 3
+    """0, 1, 2 or 3."""
+
+    master: Literal["fp32", "split"] | None = None
+    """What the optimizer updates where 16 bits compute."""
+
+    optimizer: str = "adamw"
+    """adamw, adam, sgd, momentum, adagrad or rmsprop."""
+
+    bucket_mb: float = 32.0
+    """Largest flat unit, in MiB."""
+
+    prefetch: int = 1
+    """Units gathered ahead at stage 3."""
+
+    json: bool = False
+    """Print JSON."""
+
+    def zero(self, precision: Compute, *counts: str) -> Zero:
+        """The settings of shard(); raises what cannot be, before anything runs."""
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is not a positive whole number")
+        cost_of(self.optimizer)
+        return Zero(
+            stage=self.stage, precision=policy(precision, self.master), bucket_bytes=bucket_bytes(self.bucket_mb),
+            prefetch=self.prefetch,
+        )  # fmt: skip
+
+    def arguments(self) -> list[str]:
+        """The command line that gives these settings."""
+        given: list[str] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                flag = "--" + field.name.replace("_", "-")
+                given += [flag] if value is True else [flag, str(value)]
+        return given
+
+
 def hugging_face(path: Path) -> nn.Module:
     """A model of transformers from its configuration alone, with no weights."""
     file = path / "config.json" if path.is_dir() else path
@@ -105,10 +154,6 @@ def hugging_face(path: Path) -> nn.Module:
     except Exception as error:  # transformers and its validators raise many kinds
         reason = str(error).strip().splitlines()[-1].strip()[:160] if str(error).strip() else type(error).__name__
         raise ConfigError(f"{file}: model_type {kind!r} cannot be built as a language model: {reason}") from error
-
-
-Master = Literal["fp32", "split"]
-Compute = Literal["fp32", "bf16", "fp16"]
 
 
 def bucket_bytes(mebibytes: float) -> int:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from onefold.cli.launch import is_rank, leave, run_ranks
-from onefold.cli.subject import Compute, Master, Subject, bucket_bytes, policy
+from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, table
 from onefold.config import Zero
-from onefold.errors import ConfigError, OnefoldError
+from onefold.errors import OnefoldError
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
 from onefold.planner.dry import Rehearsal, rehearse
@@ -47,14 +47,11 @@ class Check(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyCommand(Subject):
+class VerifyCommand(Trial):
     """Run two real steps and compare memory, traffic and calls with the plan; exit code 1 if the plan was wrong."""
 
     ranks: int = 2
     """Local processes."""
-
-    stage: int = 3
-    """0, 1, 2 or 3."""
 
     batch: int = 2
     """Sequences per rank."""
@@ -62,44 +59,18 @@ class VerifyCommand(Subject):
     precision: Compute = "fp32"
     """What computes."""
 
-    master: Master | None = None
-    """What the optimizer updates where 16 bits compute."""
-
-    optimizer: str = "adamw"
-    """adamw, adam, sgd, momentum, adagrad or rmsprop."""
-
-    bucket_mb: float = 32.0
-    """Largest flat unit, in MiB."""
-
-    prefetch: int = 1
-    """Units gathered ahead at stage 3."""
-
-    json: bool = False
-    """Print JSON."""
-
     def run(self) -> int:
-        if self.ranks < 1:
-            raise ConfigError(f"ranks={self.ranks} is not a positive whole number")
-        zero = self._zero()
-        cost_of(self.optimizer)
+        zero = self.zero(self.precision, "ranks", "batch")
         with torch.device("meta"):
             self.build()  # a mistake in the model is one line here, not one from every rank
         if is_rank():
             leave([check._asdict() | {"good": check.good} for check in self._measure(zero)])
             return 0
-        rows = run_ranks(self.ranks, ["verify", *sys.argv[2:]])
+        rows = run_ranks(self.ranks, ["verify", *self.arguments()])
         if rows is None:
             raise OnefoldError("the ranks ended without a result; what they said stands above")
         self._show(rows)
-        return 0 if all(row["good"] for row in rows) else 1
-
-    def _zero(self) -> Zero:
-        if self.batch < 1:
-            raise ConfigError(f"batch={self.batch} is not a positive whole number")
-        chosen = policy(self.precision, self.master)
-        return Zero(
-            stage=self.stage, precision=chosen, bucket_bytes=bucket_bytes(self.bucket_mb), prefetch=self.prefetch
-        )
+        return verdict(rows)
 
     def _measure(self, zero: Zero) -> list[Check]:
         init()
@@ -155,3 +126,8 @@ def compare(planned: Rehearsal, model: torch.nn.Module, peak: int) -> list[Check
         checks.append(Check(name, wanted.sent_bytes if wanted else 0, found.sent_bytes if found else 0, STATES))
         checks.append(Check(f"{name} calls", wanted.calls if wanted else 0, found.calls if found else 0, EXACT))
     return checks
+
+
+def verdict(rows: list[dict[str, Any]]) -> int:
+    """The exit code."""
+    return 0 if all(row["good"] for row in rows) else 1
