@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import os
 
 import pytest
 import torch
 from torch import nn
 
 import onefold
+from onefold.engine import engine_of
 from onefold.errors import ConfigError, ModelError
 from onefold.planner.hardware import TABLE, hardware
 from onefold.planner.here import here
@@ -127,21 +128,18 @@ def test_this_machine_is_measured_in_seconds():
 
 
 def chosen_stage(memory_bytes: int) -> tuple[int | str, str]:
-    """On a rank whose device has so much memory."""
-    import sys
-
-    from onefold import shard as _  # noqa: F401
-    from onefold.engine import engine_of
-
-    module = sys.modules["onefold.shard"]
-    real = module.here
-    module.here = lambda device: dataclasses.replace(real(device), memory_bytes=memory_bytes)
+    """On a rank of so many on its machine that each has about this much of its memory."""
+    onefold.init()
+    host = here(torch.device("cpu")).host_bytes
+    before = os.environ.get("LOCAL_WORLD_SIZE")
+    os.environ["LOCAL_WORLD_SIZE"] = str(host // memory_bytes)
     try:
-        onefold.init()
         model = onefold.shard(GPT(SHAPE), stage="auto", bucket_bytes=1 << 14)
         return engine_of(model).zero.stage, str(onefold.placement(model))
     finally:
-        module.here = real
+        os.environ.pop("LOCAL_WORLD_SIZE")
+        if before is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = before
 
 
 @pytest.mark.parametrize("states, stage", [(3.0, 1), (0.6, 2), (0.42, 3), (0.01, 3)])
