@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -48,21 +50,20 @@ def end_of(losses: list[float]) -> float:
     return sum(losses[-20:]) / 20
 
 
-@pytest.fixture(scope="module")
-def in_fp32() -> list[float]:
-    return run_ranks(2, learn, "fp32", 3e-3, STEPS)[0][0]
+@cache
+def learnt(precision: str | Precision) -> tuple[list[float], list[Tensor]]:
+    return run_ranks(2, learn, precision, 3e-3, STEPS)[0]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_follow_fp32_over_200_steps(in_fp32: list[float], precision: str) -> None:
-    losses = run_ranks(2, learn, precision, 3e-3, STEPS)[0][0]
+@pytest.mark.parametrize("precision", [Precision(compute="bf16", master="fp32"), "fp16"], ids=["bf16", "fp16"])
+def test_16_bits_follow_fp32_over_200_steps(precision: str | Precision) -> None:
+    in_fp32, losses = learnt("fp32")[0], learnt(precision)[0]
     assert in_fp32[0] > 3 and end_of(in_fp32) < 1.5, "the task was not learnt, the test proves nothing"
     assert abs(end_of(losses) - end_of(in_fp32)) < BAND * end_of(in_fp32[:40]), (end_of(losses), end_of(in_fp32))
 
 
 def test_split_and_plain_masters_agree_bit_for_bit_over_200_steps() -> None:
-    plain = run_ranks(2, learn, Precision(compute="bf16", master="fp32"), 3e-3, STEPS)[0]
-    parts = run_ranks(2, learn, Precision(compute="bf16", master="split"), 3e-3, STEPS)[0]
+    plain, parts = (learnt(Precision(compute="bf16", master=master)) for master in ("fp32", "split"))
     assert plain[0] == parts[0] and all(map(same_bits, plain[1], parts[1]))
 
 
