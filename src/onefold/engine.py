@@ -379,6 +379,11 @@ class Engine:
         finally:
             self._accumulating = None
 
+    def keep_across(self, nbytes: int) -> None:
+        """Stage 3: let units of so many bytes stay whole over the passes that follow; 0 releases them again."""
+        if self.schedule.agreed:  # before that the passes are being watched
+            self.passes.keep_across(nbytes)
+
     # -- what users see --------------------------------------------------------------------------------------------
 
     def _show_gradients(self) -> None:
