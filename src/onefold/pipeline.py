@@ -11,8 +11,10 @@ reduced, not by dividing .grad afterwards, when .grad is gone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage as TorchStage
@@ -20,6 +22,8 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 from onefold.config import check_reduce
 from onefold.engine import engine_of
 from onefold.errors import ConfigError, StateError
+from onefold.mesh import ends
+from onefold.tied import Tied
 
 AXIS = "pp"
 
@@ -30,7 +34,7 @@ class PipelineStage(TorchStage):
     `part` is sharded already. The schedule is made with scale_grads=False: with `mean` the stage itself divides by the
     number of micro-batches. `reduce` is that of accumulate(). `keep_bytes`: at stage 3, so many bytes of whole
     parameters stay from the first forward of a step to its last backward, instead of being gathered for each
-    micro-batch.
+    micro-batch. `tied`: parameters that the first and the last stage both hold, each a unit of its own.
 
     >>> import torch, onefold
     >>> from torch.distributed.device_mesh import init_device_mesh
@@ -50,6 +54,7 @@ class PipelineStage(TorchStage):
         mean: bool = True,
         reduce: str | None = None,
         keep_bytes: int = 0,
+        tied: Sequence[str] = (),
         index: int | None = None,
         stages: int | None = None,
         input_args: Tensor | tuple[Tensor, ...] | None = None,
@@ -77,6 +82,10 @@ class PipelineStage(TorchStage):
             output_args=output_args,
             group=axis.get_group(),
         )
+        if tied and self.num_stages > 1:
+            both = ends(mesh, AXIS)
+            if both is not None:
+                Tied(self._engine, both, tied)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if fwd_chunk_id == 0 and self.has_backward:
@@ -102,6 +111,13 @@ class PipelineStage(TorchStage):
             return result
         with self._engine.accumulate(self._reduce):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """All backwards of all micro-batches are through, here and at the other stages."""
+        self.scale_grads(grad_scale_factor)
+        if self._engine.tied:
+            with torch.no_grad():
+                self._engine.show_gradients()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """torch would divide .grad here."""

@@ -49,8 +49,8 @@ class Part(nn.Module):
 class Trained(NamedTuple):
     losses: list[float]
     params: dict[str, Tensor]
-    sent: dict[str, int] = {}  # in the last step, by purpose
-    units: dict[str, int] = {}  # bytes of each unit's shard
+    sent: dict[str, int]  # in the last step, by purpose
+    units: dict[str, int]  # bytes of each unit's shard
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ def alone() -> Trained:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trained(losses, {name: p.detach() for name, p in model.named_parameters()})
+    return Trained(losses, {name: p.detach() for name, p in model.named_parameters()}, {}, {})
 
 
 def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_bytes: int = 0) -> Trained:
@@ -101,7 +101,7 @@ def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_byte
 
 def together(ranks: list[Trained]) -> Trained:
     losses = next(rank.losses for rank in reversed(ranks) if rank.losses)
-    return Trained(losses, {name: value for rank in ranks for name, value in rank.params.items()})
+    return Trained(losses, {name: value for rank in ranks for name, value in rank.params.items()}, {}, {})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -16,7 +16,7 @@ ORDER = [
     "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "carried", "finite",
     "inside", "optimizer", "scheduler", "full", "report", "build", "planner.activations", "planner.hardware",
     "planner.here", "planner.seconds", "planner.peak", "planner.work", "planner.estimate", "planner.search",
-    "planner.auto", "shard", "pipeline", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.manifest", "checkpoint.commit",
+    "planner.auto", "shard", "tied", "pipeline", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.manifest", "checkpoint.commit",
     "checkpoint.reading", "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes",
     "checkpoint.state", "checkpoint.own", "checkpoint.together", "checkpoint.background", "checkpoint.save",
     "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.plan", "planner.measure",

@@ -24,7 +24,7 @@ class Part(nn.Module):
     def __init__(self, shape: Shape, index: int, of: int) -> None:
         super().__init__()
         if not 0 <= index < of <= shape.layers:
-            raise ConfigError(f"part {index} of {of} of {shape.layers} blocks cannot be; a part holds one block at least")
+            raise ConfigError(f"part {index} of {of} of {shape.layers} blocks cannot be; a part holds a block at least")
         self.first, self.last = index == 0, index == of - 1
         if self.first or self.last:
             self.wte = nn.Embedding(shape.vocab, shape.hidden)
