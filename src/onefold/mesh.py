@@ -124,11 +124,9 @@ def beside(axis: Axis, name: str, timeout_s: float) -> Axis:
     return Axis(group=group, rank=axis.rank, size=axis.size, world_ranks=axis.world_ranks)
 
 
-def ends(mesh: DeviceMesh, name: str) -> Axis | None:
-    """The first and the last rank along an axis of a mesh, for these two; None for those between. Collective."""
+def ends(mesh: DeviceMesh, name: str) -> Axis:
+    """The first and the last rank along an axis of a mesh, for these two. Collective over them."""
     row = dist.get_process_group_ranks(mesh.get_group(name))
-    if dist.get_rank() not in (row[0], row[-1]):
-        return None
     return _axis(dist.new_group([row[0], row[-1]], use_local_synchronization=True))
 
 

@@ -82,10 +82,8 @@ class PipelineStage(TorchStage):
             output_args=output_args,
             group=axis.get_group(),
         )
-        if tied and self.num_stages > 1:
-            both = ends(mesh, AXIS)
-            if both is not None:
-                Tied(self._engine, both, tied)
+        if tied and self.is_first is not self.is_last:
+            Tied(self._engine, ends(mesh, AXIS), tied)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if fwd_chunk_id == 0 and self.has_backward:

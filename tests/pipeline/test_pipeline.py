@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import onefold
 from onefold.engine import engine_of
@@ -116,6 +116,36 @@ def test_a_pipeline_trains_as_one_process_does_with_the_same_bits_at_every_stage
     for run in runs[1:]:
         assert run.losses == runs[0].losses
         assert all(torch.equal(run.params[name], value) for name, value in runs[0].params.items())
+
+
+def interleaved(zero: int) -> Trained:
+    """Four stages on two ranks: each holds one of the first half and one of the second."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
+    mine = [mesh["pp"].get_local_rank(), mesh["pp"].get_local_rank() + 2]
+    parts, stages = [], []
+    for at in mine:
+        torch.manual_seed(0)
+        parts.append(onefold.shard(Part(at, at + 1), stage=zero, mesh=mesh["shard"], bucket_bytes=1 << 12))
+        stages.append(onefold.PipelineStage(parts[-1], mesh, reduce="each", index=at, stages=4))
+    optimizers = [onefold.Optimizer(part, torch.optim.SGD, lr=0.1, momentum=0.9) for part in parts]
+    run = ScheduleInterleaved1F1B(stages, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
+    means = []
+    for step in range(STEPS):
+        x, y = batch(step)
+        losses: list[Tensor] = []
+        run.step(*[x] * stages[0].is_first, target=y if stages[1].is_last else None, losses=losses)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        means += [torch.stack(losses).mean().item()] if losses else []
+    return Trained(means, {k: v for part in parts for k, v in onefold.full_state_dict(part).items()}, {}, {})
+
+
+def test_a_rank_may_hold_several_stages():
+    wanted, found = alone(), together(run_ranks(2, interleaved, 3))
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(wanted.losses), rtol=1e-5, atol=1e-6)
+    for name, value in wanted.params.items():
+        torch.testing.assert_close(found.params[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_units_kept_across_micro_batches_are_gathered_once_a_step():
