@@ -20,6 +20,7 @@ from onefold.errors import (
 from onefold.full import full_parameters, full_state_dict
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
+from onefold.pipeline import PipelineStage
 from onefold.planner.plan import Plan, plan
 from onefold.precision import Precision
 from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory, placement, track_memory, traffic
@@ -42,6 +43,7 @@ __all__ = [
     "OnefoldError",
     "Optimizer",
     "OptimizerError",
+    "PipelineStage",
     "PlacementReport",
     "Plan",
     "Precision",

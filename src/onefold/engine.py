@@ -75,6 +75,7 @@ class Engine:
         self.grad_scale = 1.0  # what the gradients of this step are multiplied by
         self.inside: Any = None  # InsideUpdates, where units are updated inside backward
         self.optimizer: Any = None  # the Optimizer that was made for this model
+        self.tied: Any = None  # Tied, where another stage of a pipeline holds some of these parameters too
         self.device = pool.device
         self._aside: Comm | None = None
         self.spoilt = ""  # why the values are of no use
@@ -135,6 +136,8 @@ class Engine:
         self.enter_backward()
         if not self._open:
             self._check_scale()
+            if self.tied and self.tied.summed:
+                self.tied.refuse_backward()
             self._forget_dropped()  # may raise: nothing is open then
             self._begin_rounds()
             self._open, self._settled = True, False
@@ -192,9 +195,9 @@ class Engine:
             with torch.no_grad():
                 closed = self._close()
                 if closed and self._accumulating is None and not self.inside:
-                    if self._whole_gradients:
-                        self.settle()
-                    self._show_gradients()
+                    if self.tied:
+                        return  # the other end may be in its backward: the stage asks to show when all are through
+                    self.show_gradients()
 
     def _close(self) -> bool:
         """True if the backward brought gradients."""
@@ -222,7 +225,7 @@ class Engine:
             self.inside.reduced(index)
         elif self._whole_gradients:
             self._ungathered.add(index)
-            if final:
+            if final and not (self.tied and index in self.tied.units):
                 self._gather_gradient(index)
 
     def _gather_gradient(self, index: int) -> None:
@@ -249,6 +252,8 @@ class Engine:
             raise StateError("no rank has gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
         self.agree_on_order()
         self._reduce_late(bytes(words[len(said) :]))
+        if self.tied:
+            self.tied.sum()
         if self._whole_gradients:
             self.schedule.drain()
             for index in sorted(self._ungathered):
@@ -304,6 +309,8 @@ class Engine:
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
         self._settled = self.unsettled = False
+        if self.tied:
+            self.tied.summed = False
         if self.optimizer is not None:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
@@ -379,11 +386,17 @@ class Engine:
         finally:
             self._accumulating = None
 
+    def keep_across(self, nbytes: int) -> None:
+        """Stage 3: let units of so many bytes stay whole over the passes that follow; 0 releases them again."""
+        if self.schedule.agreed:  # before that the passes are being watched
+            self.passes.keep_across(nbytes)
+
     # -- what users see --------------------------------------------------------------------------------------------
 
-    def _show_gradients(self) -> None:
+    def show_gradients(self) -> None:
         """Where gradients are sharded all get a placeholder: which of them some rank used is known at the step."""
         if self._whole_gradients:
+            self.settle()
             for unit in self.units:
                 if unit.gradients.dtype is not unit.dtypes.compute:
                     for param in unit.params:

@@ -124,6 +124,12 @@ def beside(axis: Axis, name: str, timeout_s: float) -> Axis:
     return Axis(group=group, rank=axis.rank, size=axis.size, world_ranks=axis.world_ranks)
 
 
+def ends(mesh: DeviceMesh, name: str) -> Axis:
+    """The first and the last rank along an axis of a mesh, for these two. Collective over them."""
+    row = dist.get_process_group_ranks(mesh.get_group(name))
+    return _axis(dist.new_group([row[0], row[-1]], use_local_synchronization=True))
+
+
 def _axis(group: dist.ProcessGroup) -> Axis:
     ranks = tuple(dist.get_process_group_ranks(group))
     return Axis(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), world_ranks=ranks)

@@ -262,7 +262,7 @@ class Optimizer(torch.optim.Optimizer):
             for slot in range(len(unit.params)):
                 if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped
                     unit.gradients.forget(slot)
-            if unit.gradients.reduced:
+            if unit.gradients.reduced and (engine.tied is None or engine.tied.counts(index)):
                 wide = torch.promote_types(unit.gradients.dtype, torch.float32)
                 mine = torch.linalg.vector_norm(unit.gradients.mine(), norm_type, dtype=wide)
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied

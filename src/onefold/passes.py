@@ -71,6 +71,7 @@ class Passes:
         self._graph_made = False
         self._loading = False
         self._all_whole = 0  # full_parameters contexts that are open
+        self._kept: list[int] = []  # whole over several passes, so no pass gathers them
         self.looked_up_only: set[int] = set()  # units of embeddings: backward does without their values
         self._calls = [0] * len(self.units)  # of modules that backward has not left yet
         self.forward_seen: list[int] = []
@@ -95,7 +96,8 @@ class Passes:
         self.gathers.hold(*indices)
 
     def _begin(self, purpose: str, order: list[int], *, release_when_idle: bool, keep: int | None = None) -> None:
-        self.gathers.begin(purpose, [] if self._all_whole else order, release_when_idle=release_when_idle, keep=keep)
+        order = [] if self._all_whole else [index for index in order if index not in self._kept]
+        self.gathers.begin(purpose, order, release_when_idle=release_when_idle, keep=keep)
 
     def leave(self, module: int, indices: Sequence[int], output: Sequence[Tensor], *, root: bool = False) -> None:
         """It has run, or failed; one that failed before it was entered has not."""
@@ -251,6 +253,22 @@ class Passes:
             unit.values.pins -= 1
         self._all_whole -= 1
         self.gathers.end()
+
+    def keep_across(self, nbytes: int) -> None:
+        """Make the first units of forward whole, as many as the budget holds, until this is called again."""
+        for index in self._kept:
+            self.units[index].values.pins -= 1
+        released, self._kept = self._kept, []
+        left = 0 if self._all_whole else nbytes
+        for index in self.gathers.forward:
+            size = self.units[index].layout.numel * self.units[index].layout.itemsize
+            if size <= left and index not in self._kept:
+                left -= size
+                self._kept.append(index)
+                self.gathers.need(index)
+                self.units[index].values.pins += 1
+        if released and not self._backward:
+            self.gathers.end()
 
     def begin_load(self, indices: Sequence[int]) -> None:
         """New values are about to be copied into the parameters of these units."""

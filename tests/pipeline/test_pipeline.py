@@ -1,0 +1,208 @@
+"""Pipeline stages whose state is sharded: the training of one process, and the same bits at every ZeRO stage."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+import onefold
+from onefold.engine import engine_of
+from onefold.errors import ConfigError, ModelError, StateError
+from tests.harness import run_ranks, run_ranks_raises
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+WIDTH, LAYERS, MICRO, STEPS, BATCH = 32, 4, 4, 3, 8
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Part(nn.Module):
+    """Layers by the names they have in the whole."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for index in range(LAYERS):  # all are built, so that each has the values it has in the whole
+            layer = Layer()
+            if first <= index < last:
+                self.layers[str(index)] = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    params: dict[str, Tensor]
+    sent: dict[str, int]  # in the last step, by purpose
+    units: dict[str, int]  # bytes of each unit's shard
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def alone() -> Trained:
+    torch.manual_seed(0)
+    model = Part(0, LAYERS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(step)
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Trained(losses, {name: p.detach() for name, p in model.named_parameters()}, {}, {})
+
+
+def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_bytes: int = 0) -> Trained:
+    shards = dist.get_world_size() // stages
+    mesh = init_device_mesh("cpu", (stages, shards), mesh_dim_names=("pp", "shard"))
+    at, shard = mesh["pp"].get_local_rank(), mesh["shard"].get_local_rank()
+    torch.manual_seed(0)
+    part = Part(LAYERS * at // stages, LAYERS * (at + 1) // stages)
+    onefold.shard(part, stage=zero, mesh=mesh["shard"], bucket_bytes=1 << 12)
+    stage = onefold.PipelineStage(part, mesh, reduce=reduce, keep_bytes=keep_bytes)
+    optimizer = onefold.Optimizer(part, torch.optim.SGD, lr=0.1, momentum=0.9)
+    run = SCHEDULES[schedule](stage, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
+    means = []
+    for step in range(STEPS):
+        x, y = (t.tensor_split(shards)[shard] for t in batch(step))
+        losses: list[Tensor] = []
+        run.step(*[x] * stage.is_first, target=y if stage.is_last else None, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        if stage.is_last:
+            mean = torch.stack(losses).mean().detach()
+            dist.all_reduce(mean, group=mesh["shard"].get_group())
+            means.append(mean.item() / shards)
+    sent = onefold.traffic(part).by_purpose
+    units = {unit.name: unit.layout.shard_numel * unit.layout.itemsize for unit in engine_of(part).units}
+    return Trained(means, onefold.full_state_dict(part), sent, units)
+
+
+def together(ranks: list[Trained]) -> Trained:
+    losses = next(rank.losses for rank in reversed(ranks) if rank.losses)
+    return Trained(losses, {name: value for rank in ranks for name, value in rank.params.items()}, {}, {})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("stages", "ranks"), [(2, 2), (2, 4)])
+def test_a_pipeline_trains_as_one_process_does_with_the_same_bits_at_every_stage(stages, ranks, schedule):
+    wanted = alone()
+    runs = [together(run_ranks(ranks, piped, stages, zero, schedule)) for zero in range(4)]
+    torch.testing.assert_close(torch.tensor(runs[0].losses), torch.tensor(wanted.losses), rtol=1e-5, atol=1e-6)
+    assert runs[0].params.keys() == wanted.params.keys()
+    for name, value in wanted.params.items():
+        torch.testing.assert_close(runs[0].params[name], value, rtol=1e-4, atol=1e-5)
+    for run in runs[1:]:
+        assert run.losses == runs[0].losses
+        assert all(torch.equal(run.params[name], value) for name, value in runs[0].params.items())
+
+
+def interleaved(zero: int) -> Trained:
+    """Four stages on two ranks: each holds one of the first half and one of the second."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
+    mine = [mesh["pp"].get_local_rank(), mesh["pp"].get_local_rank() + 2]
+    parts, stages = [], []
+    for at in mine:
+        torch.manual_seed(0)
+        parts.append(onefold.shard(Part(at, at + 1), stage=zero, mesh=mesh["shard"], bucket_bytes=1 << 12))
+        stages.append(onefold.PipelineStage(parts[-1], mesh, reduce="each", index=at, stages=4))
+    optimizers = [onefold.Optimizer(part, torch.optim.SGD, lr=0.1, momentum=0.9) for part in parts]
+    run = ScheduleInterleaved1F1B(stages, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
+    means = []
+    for step in range(STEPS):
+        x, y = batch(step)
+        losses: list[Tensor] = []
+        run.step(*[x] * stages[0].is_first, target=y if stages[1].is_last else None, losses=losses)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        means += [torch.stack(losses).mean().item()] if losses else []
+    return Trained(means, {k: v for part in parts for k, v in onefold.full_state_dict(part).items()}, {}, {})
+
+
+def test_a_rank_may_hold_several_stages():
+    wanted, found = alone(), together(run_ranks(2, interleaved, 3))
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(wanted.losses), rtol=1e-5, atol=1e-6)
+    for name, value in wanted.params.items():
+        torch.testing.assert_close(found.params[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_units_kept_across_micro_batches_are_gathered_once_a_step():
+    """Of a stage's two layers, the first fits the budget: one gather instead of one per forward and backward."""
+    plain = run_ranks(4, piped, 2, 3, "1f1b")
+    for before, after in zip(plain, run_ranks(4, piped, 2, 3, "1f1b", "each", 20_000), strict=True):
+        assert after.losses == before.losses
+        assert all(torch.equal(after.params[name], value) for name, value in before.params.items())
+        sizes = list(before.units.values())
+        names = list(before.units)
+        kept, budget = 0, 20_000
+        for name in names:
+            if 2 * before.units[name] <= budget:  # whole: two shards
+                budget -= 2 * before.units[name]
+                kept += before.units[name]
+        assert 0 < kept < sum(sizes)
+        assert before.sent["gather-forward"] == MICRO * sum(sizes)
+        assert after.sent["gather-forward"] == MICRO * (sum(sizes) - kept)
+        assert after.sent["gather"] == kept
+        assert after.sent["gather-backward"] < before.sent["gather-backward"]
+
+
+def stage_alone(**fields: object) -> onefold.PipelineStage:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+    return onefold.PipelineStage(onefold.shard(nn.Linear(4, 4)), mesh, **fields)
+
+
+def scaled_by_torch() -> None:
+    ScheduleGPipe(stage_alone(), 2, loss_fn=nn.MSELoss()).step(torch.ones(4, 4), target=torch.ones(4, 4))
+
+
+def not_sharded() -> None:
+    onefold.PipelineStage(nn.Linear(4, 4), init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)))
+
+
+def no_pipeline_axis() -> None:
+    onefold.PipelineStage(onefold.shard(nn.Linear(4, 4)), init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)))
+
+
+def no_budget() -> None:
+    stage_alone(keep_bytes=-1)
+
+
+def split_backward() -> None:
+    stage_alone().backward_one_chunk(0, full_backward=False)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "said"),
+    [
+        (scaled_by_torch, StateError, "scale_grads=False"),
+        (not_sharded, ModelError, "onefold.shard"),
+        (no_pipeline_axis, ConfigError, "axis named 'pp'"),
+        (no_budget, ConfigError, "keep_bytes"),
+        (split_backward, ConfigError, "Schedule1F1B"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_refused(mistake, error, said):
+    [caught] = run_ranks_raises(1, mistake)
+    assert caught.type_name.endswith(error.__name__) and said in caught.message
