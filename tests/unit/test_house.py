@@ -11,7 +11,7 @@ import onefold
 # Each module imports only modules before it.
 ORDER = [
     "version", "errors", "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
-    "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "views", "survey", "mesh", "comm",
+    "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "parts", "views", "survey", "mesh", "comm",
     "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule", "passes",
     "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "carried", "finite",
     "inside", "optimizer", "scheduler", "full", "report", "build", "planner.activations", "planner.hardware",
