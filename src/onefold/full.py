@@ -17,7 +17,6 @@ from onefold.engine import Engine, engine_of
 from onefold.errors import StateError
 from onefold.parts import held
 
-
 NOTHING = torch.empty(0)
 
 

@@ -37,7 +37,7 @@ def put(param: nn.Parameter, tensor: Tensor) -> None:
         param.data = tensor
         return
     if param.dtype is not tensor.dtype:
-        _become(param, wrapped(param, tensor))
+        become(param, wrapped(param, tensor))
     param._local_tensor = tensor.data  # type: ignore[attr-defined]  # with a count of writes of its own: neighbours share the buffer
 
 
@@ -55,7 +55,7 @@ def wrapped(param: Any, local: Tensor) -> Tensor:
     return type(param).from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
-def _become(param: nn.Parameter, value: Tensor) -> None:
+def become(param: nn.Parameter, value: Tensor) -> None:
     """The same object as a parameter of other values, dtype or class."""
     other = nn.Parameter(value, requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
@@ -64,8 +64,24 @@ def _become(param: nn.Parameter, value: Tensor) -> None:
     except RuntimeError as error:
         raise ModelError(
             f"a parameter of shape {tuple(param.shape)} is still held by a graph or by a weak reference and cannot "
-            f"change its dtype; call shard() before the first forward: {error}"
+            f"be replaced; call shard() before the first forward: {error}"
         ) from error
+
+
+def outline(tensor: Any) -> Any:
+    """What `cut` needs to know of a DTensor: one on the meta device."""
+    return wrapped(tensor, held(tensor).to("meta"))
+
+
+def cut(like: Any, whole: Tensor) -> Tensor:
+    """The DTensor of a whole that every rank has: this rank's part of it, copied."""
+    placement, mesh = like.placements[0], like.device_mesh
+    if placement.is_replicate():
+        return wrapped(like, whole)
+    sizes, start = held(like).shape, 0
+    if whole.shape[placement.dim]:  # as torch cuts: equal parts, the last ones less or empty
+        start = min(mesh.get_local_rank() * -(-whole.shape[placement.dim] // mesh.size()), whole.shape[placement.dim])
+    return wrapped(like, whole.narrow(placement.dim, start, sizes[placement.dim]).contiguous())
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -22,12 +22,12 @@ from onefold.build import Builder
 from onefold.comm import Comm, Comms, Label, Meter
 from onefold.config import Zero
 from onefold.engine import Engine, engine_of
-from onefold.errors import ConfigError, MismatchError
+from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.hooks import attach
 from onefold.leftovers import let_go
 from onefold.memory import Pool
 from onefold.mesh import Axes, axes_of
-from onefold.parts import Parts, agree_on_parts, held, put
+from onefold.parts import Parts, agree_on_parts, held, is_split, put
 from onefold.placement import Scope
 from onefold.planner.auto import choose_stage
 from onefold.planner.here import here
@@ -81,6 +81,11 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     if settings.stage == "auto":
         settings, why = _decide_stage(settings, found, policy, device, world, axes)
     named = [*found.trained, *found.frozen]
+    if found.meta and (local := [name for name, param in named if name in parts and not is_split(param)]):
+        raise ModelError(
+            f"{', '.join(local[:5])} is a part of a tensor, on the meta device: filled here it would be alike on all "
+            f"ranks of 'tp'; build it with its values, or split it with torch's parallelize_module"
+        )
     _together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
     if comms.tp.size > 1 and not found.meta:
         _together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
