@@ -49,7 +49,7 @@ def parallelize(model: GPT, mesh: DeviceMesh, sequence: bool = False) -> GPT:
     model.shape.check(tp.size(), pp=1)
     parallelize_module(model, tp, _plan(len(model.blocks), sequence))
     if sequence:
-        model.norm = parallelize_module(model.norm, tp, SequenceParallel())
+        parallelize_module(model.norm, tp, SequenceParallel())
         model.register_forward_pre_hook(lambda _, args: _check_sequence(args[0].shape[1], tp.size()))
     out = Shard(1) if sequence else Replicate()
     whole = PrepareModuleOutput(output_layouts=out, desired_output_layouts=Replicate(), use_local_output=False)
