@@ -18,7 +18,7 @@ from onefold.errors import (
     StateError,
 )
 from onefold.full import full_parameters, full_state_dict
-from onefold.mesh import init
+from onefold.mesh import init, mesh
 from onefold.optimizer import Optimizer
 from onefold.pipeline import PipelineStage
 from onefold.planner.plan import Plan, plan
@@ -61,6 +61,7 @@ __all__ = [
     "init",
     "load",
     "memory",
+    "mesh",
     "placement",
     "plan",
     "save",

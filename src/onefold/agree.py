@@ -61,11 +61,11 @@ def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) ->
 
 def compare_values(comm: Comm, named: Sequence[tuple[str, Tensor]]) -> None:
     """Raise on every rank, naming the tensor, unless all ranks hold the same bits."""
-    lines = [f"values of {name}: sha256 {_fingerprint(tensor)}" for name, tensor in named]
+    lines = [f"values of {name}: sha256 {fingerprint(tensor)}" for name, tensor in named]
     agree(comm, lines)
 
 
-def _fingerprint(tensor: Tensor) -> str:
+def fingerprint(tensor: Tensor) -> str:
     flat = tensor.detach().cpu().contiguous()
     memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
     return hashlib.sha256(memory).hexdigest()[:16]

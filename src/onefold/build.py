@@ -2,8 +2,9 @@
 
 Nothing here holds the whole model: a module's parameters become real, are filled, and go into their unit, which keeps
 one shard of them. They are filled from a state dict or safetensors file, one tensor at a time, or by the module's own
-`reset_parameters`, or by a function of the user's. Random numbers are seeded by (seed, module name), so the values are
-the same on every rank, at every number of ranks and every stage. What nobody filled is an error that names it.
+`reset_parameters`, or by a function of the user's. Random numbers are seeded by (seed, module name), and a DTensor is
+filled whole before it is cut, so the values are the same on every rank, at every number of ranks, every stage and
+every "tp". What nobody filled is an error that names it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from onefold.config import Source
 from onefold.errors import ConfigError, ModelError
+from onefold.parts import become, cut, is_split, outline
 
 
 class Builder:
@@ -61,10 +63,12 @@ class Builder:
         if not fresh:
             return
         with _without_weak_references(module):
+            split = {name: outline(tensor) for name, tensor in fresh.items() if is_split(tensor)}
             for name, tensor in fresh.items():
-                real = torch.full_like(tensor, _unset(tensor.dtype), device=self._device)
+                whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in split else tensor
+                real = torch.full_like(whole, _unset(tensor.dtype), device=self._device)
                 if isinstance(tensor, nn.Parameter):
-                    torch.utils.swap_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
+                    become(tensor, real)
                 else:
                     module._buffers[name] = real
         empty = {name: (tensor, tensor._version) for name, tensor in _own(module) if name in fresh}
@@ -83,6 +87,12 @@ class Builder:
                 f"{', '.join(left)} got no values: {type(module).__name__} was built on the meta device, and neither "
                 f"its reset_parameters nor `init` fills it; give shard(init=…) a function that does, or a state dict"
             )
+        with torch.no_grad(), _without_weak_references(module):
+            for name, tensor in _own(module):
+                if name in split and isinstance(tensor, nn.Parameter):
+                    become(tensor, cut(split[name], tensor.detach()))
+                elif name in split:
+                    module._buffers[name] = cut(split[name], tensor)
 
     def _fill_from_values(self, prefix: str, module: nn.Module, names: list[str]) -> None:
         assert self._values is not None

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from onefold.errors import CommError, ConfigError
 from onefold.leftovers import Offers, keep
-from onefold.mesh import Axis, beside
+from onefold.mesh import Axes, Axis, beside
 from onefold.sums import sum_in_order, sum_wide
 
 
@@ -254,6 +254,24 @@ class Comm:
                 f"{HINTS.get(label.purpose, '')}"
                 f"The backend says: {(str(error) or type(error).__name__).splitlines()[0]}"
             ) from error
+
+
+class Comms(NamedTuple):
+    """The same over each axis that one model knows, as mesh.Axes has them."""
+
+    shard: Comm
+    replica: Comm
+    everyone: Comm
+    tp: Comm
+    pp: Comm
+    holders: Comm
+    world: Comm
+
+    @classmethod
+    def over(cls, axes: Axes, device: torch.device, timeout_s: float, meter: Meter) -> Comms:
+        """Axes that are the same share one."""
+        made: dict[Axis, Comm] = {}
+        return cls(*(made.setdefault(axis, Comm(axis, device, timeout_s, meter)) for axis in axes))
 
 
 class PairwiseWire:

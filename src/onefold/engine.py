@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from onefold.comm import Comm, Label, Pending
+from onefold.comm import Comm, Comms, Label, Pending
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
-from onefold.layout import UnitLayout
+from onefold.layout import UnitLayout, joined_spans
 from onefold.memory import Pool
+from onefold.parts import Parts, aligned, wrapped
 from onefold.passes import Passes
 from onefold.placement import Placement, Scope
 from onefold.precision import Precision
@@ -52,8 +53,7 @@ class Engine:
         model: nn.Module,
         zero: Zero,
         placement: Placement,
-        comm: Comm,
-        everyone: Comm,
+        comms: Comms,
         pool: Pool,
         units: Sequence[Unit],
         sharded: Sequence[Unit],
@@ -61,13 +61,15 @@ class Engine:
         digest: str,
         precision: Precision,
         layouts: Sequence[UnitLayout],
-        replica: int,
+        parts: Parts,
+        most_units: int,
         why: str = "",
     ) -> None:
         self.why = why  # stage="auto": what was chosen, and the reason
         self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
-        self.comm, self.everyone = comm, everyone  # the ranks that share state; those and their replicas
-        self.replica = replica  # which of the copies this rank's shard is
+        self.comms, self.comm, self.everyone = comms, comms.shard, comms.everyone
+        self.parts = parts  # of what is split over "tp"
+        self.most_units = most_units  # that any rank trains: pipeline stages differ
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
@@ -86,7 +88,9 @@ class Engine:
         self.first_param = list(accumulate(sizes, initial=0))[:-1]
         self.schedule = ReduceSchedule(self.units, self._starting, self._reduced)
         negotiate = zero.schedule == "negotiate"
-        self.passes = Passes(sharded, zero.prefetch, zero.live_bytes, self.enter_backward, comm, negotiate=negotiate)
+        self.passes = Passes(
+            sharded, zero.prefetch, zero.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
+        )
         self.shown = ShownGradients(self.params, self.names)
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
@@ -183,12 +187,19 @@ class Engine:
         if self.inside and self.schedule.started(place.unit):
             self.inside.refuse_late(self.names[index])
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            unit.gradients.add(place.slot, grad)
+            unit.gradients.add(place.slot, self._aligned(index, grad))
             self.used[index] = USED
             usual = self.schedule.arrived(place.unit, start=self.reducing)
             if usual and id(unit) in self._pass_index:
                 every = self.schedule.count(place.unit) >= len(unit.params)
                 self.passes.gradients_came(self._pass_index[id(unit)], every=every)
+
+    def _aligned(self, index: int, grad: Tensor) -> Tensor:
+        """A gradient as its parameter lies on the ranks of "tp", which run the same backward in the same order."""
+        local, collective, sent_bytes = aligned(grad, self.params[index])
+        if collective:
+            self.comm.meter.count("tp-gradient", collective, sent_bytes)
+        return local
 
     def _end_of_backward(self) -> None:
         if self._in_backward:  # else an error cut it short and it has been tidied
@@ -290,6 +301,14 @@ class Engine:
         self.schedule.finish(index)
         return self.units[index]
 
+    def counted(self, unit: Unit) -> list[Tensor]:
+        """The gradient of my shard, less what is the same on all ranks of "tp" and counts on the first of them."""
+        if self.comms.tp.rank == 0:
+            return [unit.gradients.mine()]
+        spans = [slot.padded_span for slot in unit.layout.slots if slot.name in self.parts]
+        parts = [part for span in joined_spans(spans) if (part := span.clip(unit.mine)).numel]
+        return [unit.gradients.part(part) for part in parts] or [unit.gradients.mine()[:0]]
+
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
         torch.autograd.graph.increment_version([p for p, was in zip(self.params, self.kept, strict=True) if was])
@@ -339,7 +358,7 @@ class Engine:
     def aside(self) -> Comm:
         """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
         if self._aside is None:
-            self._aside = self.everyone.beside("aside", ASIDE_TIMEOUT_S)
+            self._aside = self.comms.world.beside("aside", ASIDE_TIMEOUT_S)
         return self._aside
 
     def begin_load(self) -> None:
@@ -410,7 +429,7 @@ class Engine:
 
     def _whole_gradient(self, index: int) -> Tensor:
         place = self.places[index]
-        return self.units[place.unit].gradients.whole_view(place.slot)
+        return wrapped(self.params[index], self.units[place.unit].gradients.whole_view(place.slot))
 
     def _mark_dropped(self) -> None:
         """Set to None since the ranks agreed (on every rank alike)."""

@@ -55,7 +55,8 @@ class FiniteCheck:
     def _first_bad(self, finite: Sequence[bool]) -> str | None:
         """The unit that backward meets first among those whose gradients are not finite."""
         engine = self._engine
-        return next((engine.units[index].name for index in engine.schedule.order if not finite[index]), None)
+        first = next((engine.units[index].name for index in engine.schedule.order if not finite[index]), None)
+        return "of another pipeline stage" if first is None and not all(finite) else first
 
     def bad_unit(self) -> str | None:
         """The unit whose gradients first went non-finite in backward, on any rank: looked for where it may be known."""
@@ -68,7 +69,7 @@ class FiniteCheck:
                 unit.gradients.reduced and not bool(torch.isfinite(unit.gradients.mine()).all())
                 for unit in engine.units
             )
-            rows = engine.everyone.gather_bytes(mine, Label("overflow", "step"))
+            rows = engine.comms.world.gather_bytes(mine.ljust(engine.most_units, b"\0"), Label("overflow", "step"))
             finite = [not any(column) for column in zip(*rows, strict=True)]
         else:
             return None

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
-from onefold.engine import engine_of
+from onefold.comm import Label
+from onefold.engine import Engine, engine_of
+from onefold.errors import StateError
+from onefold.parts import held
+
+NOTHING = torch.empty(0)
 
 
 @contextmanager
@@ -56,29 +63,61 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     ['bias', 'weight']
     """
     engine = engine_of(model)
-    first = engine.everyone.rank == 0
+    first = engine.comms.world.rank == 0
+    near = engine.everyone.rank == 0  # shares "tp" with the first rank: brings its parts
     engine.passes.gathers.catch_up()
     copies: dict[int, Tensor] = {}
+
+    def copy(name: str, param: nn.Parameter, local: Tensor) -> None:
+        if near:
+            whole = joined(engine, name, local)
+            copies[id(param)] = whole.to("cpu", copy=True) if first else NOTHING
+
+    for name in engine.parts:
+        check_part(engine, name, "full_state_dict()")
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
         unit.take_edits()
-        whole = unit.whole_master()
-        if first:
-            copies.update({id(p): view.to("cpu", copy=True) for p, view in zip(unit.params, whole, strict=True)})
+        for slot, param, view in zip(unit.layout.slots, unit.params, unit.whole_master(), strict=True):
+            copy(slot.name, param, view)
     for index, unit in enumerate(engine.passes.units):
         if unit in narrow:
             continue
         engine.passes.gathers.need(index)
-        if first:
-            copies.update({id(param): param.detach().to("cpu", copy=True) for param in unit.params})
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            copy(slot.name, param, held(param).detach())
         engine.passes.gathers.done(index)
+    for name, param in model.named_parameters():  # frozen, or whole
+        if id(param) not in copies:
+            copy(name, param, held(param).detach())
     if not first:
         return {}
-    state = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        state[name] = copies[id(param)] if id(param) in copies else param.detach().to("cpu", copy=True)
+    state: dict[str, Any] = {n: copies[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()}
     return state | buffers | extra_states(model)
+
+
+def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
+    """A parameter as it is without "tp", from the parts of its ranks. Collective over them where it is split."""
+    part, tp = engine.parts.get(name), engine.comms.tp
+    if part is None:
+        return local
+    row = math.prod(part.shape) // max(part.shape[part.dim], 1)
+    lengths = [stop - start for start, stop in pairwise(part.bounds)]
+    slots = local.new_zeros(tp.size, max(lengths) * row)
+    slots[tp.rank, : local.numel()] = local.reshape(-1)
+    tp.gather(slots.view(-1), Label("gather", name)).wait()
+    shapes = [part.shape[: part.dim] + (length,) + part.shape[part.dim + 1 :] for length in lengths]
+    pieces = [slot[: math.prod(shape)].view(shape) for slot, shape in zip(slots, shapes, strict=True)]
+    return torch.cat(pieces, dim=part.dim)
+
+
+def check_part(engine: Engine, name: str, where: str) -> None:
+    if name in engine.parts and engine.parts[name] is None:
+        raise StateError(
+            f"{where}: {name} is split over the ranks of 'tp', but nobody said along which dim; set "
+            f"param.partition_dim (and tensor_model_parallel) before shard(), or use torch's parallelize_module"
+        )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -87,7 +126,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
+                found[f"{prefix}.{name}" if prefix else name] = held(buffer)
     return found
 
 

@@ -20,6 +20,7 @@ from onefold.comm import Label
 from onefold.containers import tensors_in
 from onefold.engine import Engine
 from onefold.errors import StateError
+from onefold.parts import held
 from onefold.passes import in_backward, watch_parameters
 from onefold.survey import ATTRIBUTE
 
@@ -179,7 +180,7 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
     engine.before_forward()
     if engine.zero.buffers == "rank0" and module.training:
         with torch.no_grad():
-            engine.everyone.broadcast(list(module.buffers()), Label("buffers", "the model"))
+            engine.everyone.broadcast([held(b) for b in module.buffers()], Label("buffers", "the model"))
 
 
 def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:

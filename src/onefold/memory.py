@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from onefold.parts import held
+
 CLOSE = 0.002  # the breakdown is of an instant that is at most so much less full than the peak
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "activations")
 
@@ -59,12 +61,12 @@ class Pool:
 
 
 def storage_key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return held(tensor).untyped_storage()._cdata
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages behind these tensors."""
-    return sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({storage_key(t): held(t).untyped_storage().nbytes() for t in tensors}.values())
 
 
 class Tracker(TorchDispatchMode):
@@ -102,6 +104,7 @@ class Tracker(TorchDispatchMode):
 
     def note(self, tensor: Tensor) -> None:
         """A tensor was made, or its storage was resized behind torch's back."""
+        tensor = held(tensor)
         if type(tensor) not in (Tensor, torch.nn.Parameter, FakeTensor):
             return
         storage = tensor.untyped_storage()

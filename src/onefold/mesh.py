@@ -1,7 +1,12 @@
-"""Process groups: joining the world, and the axis of ranks that share one model's state."""
+"""Process groups: joining the world, laying its ranks out in a mesh, and the axes of ranks that one model knows.
+
+State is sharded along "shard" and the same on every "replica". "tp" splits tensors and "pp" splits the model: ranks
+that differ there hold other values, so ZeRO stays among ranks of equal "tp" and "pp" coordinates.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.errors import ConfigError, StateError
+
+NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbours share tensors
 
 
 def init(*, timeout_s: float = 600.0) -> None:
@@ -62,6 +69,46 @@ class Axes(NamedTuple):
     shard: Axis
     replica: Axis
     everyone: Axis
+    tp: Axis  # tensors are split along it
+    pp: Axis  # the model is split along it
+    holders: Axis  # shard, tp and pp: those who together hold one model, each part of it once
+    world: Axis  # all of the mesh
+
+
+def mesh(*, shard: int = -1, tp: int = 1, replica: int = 1, pp: int = 1, device: str | None = None) -> DeviceMesh:
+    """All ranks as a torch DeviceMesh with the axes "replica", "pp", "shard" and "tp"; one size may be -1, the rest.
+
+    Neighbouring ranks share "tp". Axes of one rank are left out. `device` is "cuda" where there is one, else "cpu".
+    Call init() first. Collective.
+
+    >>> import onefold
+    >>> onefold.init()
+    >>> onefold.mesh(shard=-1, tp=1).mesh_dim_names
+    ('shard',)
+    """
+    if not dist.is_initialized():
+        raise StateError("no process group: call onefold.init() before onefold.mesh()")
+    sizes = _sizes({"replica": replica, "pp": pp, "shard": shard, "tp": tp}, dist.get_world_size())
+    kept = {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _sizes(asked: dict[str, int], world: int) -> dict[str, int]:
+    """Sizes whose product is the number of ranks, the open one filled in."""
+    said = ", ".join(f"{name}={size!r}" for name, size in asked.items() if size != 1) or "nothing"
+    odd = [name for name, size in asked.items() if type(size) is not int or (size < 1 and size != -1)]
+    open_ones = [name for name in asked if name not in odd and asked[name] == -1]
+    if odd or len(open_ones) > 1:
+        raise ConfigError(f"mesh({said}): sizes are whole numbers of at least 1, and one of them may be -1 (the rest)")
+    known = math.prod(size for size in asked.values() if size != -1)
+    if world % known or (not open_ones and known != world):
+        fitting = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+        raise ConfigError(
+            f"mesh({said}) needs {'a multiple of ' * bool(open_ones)}{known} ranks, and there are {world}; the sizes "
+            f"must multiply to {world}, so each is one of {fitting}: for example shard={world}, or tp=… and shard=-1"
+        )
+    return asked | {name: world // known for name in open_ones}
 
 
 def axes_of(mesh: DeviceMesh | None) -> Axes:
@@ -71,23 +118,48 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
     if mesh is None:
         group = dist.group.WORLD
         assert group is not None
-        world = _axis(group)
-        return Axes(world, _alone(group), world)
+        world, alone = _axis(group), _alone(group)
+        return Axes(world, alone, world, alone, alone, world, world)
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh={mesh!r} is not a torch DeviceMesh; make one with init_device_mesh")
+        raise ConfigError(f"mesh={mesh!r} is not a torch DeviceMesh; make one with onefold.mesh or init_device_mesh")
     if mesh.get_coordinate() is None:
         raise ConfigError(
             f"rank {dist.get_rank()} is not in {mesh.mesh.tolist()}; call shard() on the mesh's ranks only"
         )
-    if mesh.ndim == 1:
-        shard = _axis(mesh.get_group())
-        return Axes(shard, _alone(mesh.get_group()), shard)
     names = mesh.mesh_dim_names or ()
-    if sorted(names) != ["replica", "shard"]:
-        raise ConfigError(f"mesh has axes {names or mesh.ndim}; one axis is wanted, or two named 'replica' and 'shard'")
-    everyone = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
-    assert everyone is not None
-    return Axes(_axis(mesh.get_group("shard")), _axis(mesh.get_group("replica")), _axis(everyone))
+    if mesh.ndim == 1 and not set(names) & {"replica", "pp", "tp"}:  # whatever it is called
+        shard = _axis(mesh.get_group())
+        alone = _alone(mesh.get_group())
+        return Axes(shard, alone, shard, alone, alone, shard, shard)
+    if not set(names) <= set(NAMES) or len(names) != mesh.ndim:
+        raise ConfigError(
+            f"mesh has axes {names or mesh.ndim}; one axis is wanted, or several named 'replica' and 'shard', 'pp' or "
+            f"'tp': see onefold.mesh"
+        )
+
+    def along(*wanted: str) -> Axis:
+        return _along(mesh, [name for name in names if name in wanted])
+
+    return Axes(
+        shard=along("shard"),
+        replica=along("replica"),
+        everyone=along("replica", "shard"),
+        tp=along("tp"),
+        pp=along("pp"),
+        holders=along("pp", "shard", "tp"),
+        world=along(*names),
+    )
+
+
+def _along(mesh: DeviceMesh, names: list[str]) -> Axis:
+    """The ranks that differ from this one along these axes only."""
+    if not names:
+        return _alone(mesh.get_group(0))
+    part = mesh[tuple(names)] if len(names) < mesh.ndim else mesh
+    if part.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return _axis(dist.group.WORLD)
+    return _axis(part.get_group() if part.ndim == 1 else part._flatten().get_group())
 
 
 class Nobody:
@@ -109,7 +181,8 @@ def simulated_axes(ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, 
         group: Any = FakeProcessGroup._create_internal(at, size) if values else Nobody()
         return Axis(group, at, size, tuple(range(size)), plays)
 
-    return Axes(axis(ranks, rank), axis(replicas, 0), axis(ranks * replicas, rank))
+    shard, everyone, alone = axis(ranks, rank), axis(ranks * replicas, rank), axis(1, 0)
+    return Axes(shard, axis(replicas, 0), everyone, alone, alone, shard, everyone)
 
 
 def beside(axis: Axis, name: str, timeout_s: float) -> Axis:

@@ -246,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; the norm. Collective.
 
         The norm is the sum, in fixed order, of what each rank finds in its shard of each unit: equal bit for bit on
-        every rank and at every stage.
+        every rank and at every stage. What is the same on all ranks of "tp" counts once.
         """
         if not (isinstance(max_norm, int | float) and max_norm >= 0):
             raise ConfigError(f"max_norm={max_norm!r} is not a number of at least 0")
@@ -257,17 +257,19 @@ class Optimizer(torch.optim.Optimizer):
             self._inside.refuse_clipping()
         engine.settle()
         engine.schedule.drain()
-        partials = torch.zeros(engine.comm.size, len(engine.units), dtype=torch.float64, device=engine.device)
+        holders = engine.comms.holders
+        partials = torch.zeros(holders.size, engine.most_units, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
             for slot in range(len(unit.params)):
                 if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped
                     unit.gradients.forget(slot)
             if unit.gradients.reduced and (engine.tied is None or engine.tied.counts(index)):
                 wide = torch.promote_types(unit.gradients.dtype, torch.float32)
-                mine = torch.linalg.vector_norm(unit.gradients.mine(), norm_type, dtype=wide)
+                norms = [torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in engine.counted(unit)]
+                mine = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
-                partials[engine.comm.rank, index] = mine
-        engine.comm.gather(partials.view(-1), Label("norm", "step")).wait()
+                partials[holders.rank, index] = mine
+        holders.gather(partials.view(-1), Label("norm", "step")).wait()
         self._finite.norms = partials
         dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
         norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / engine.grad_scale).to(dtype)
@@ -302,8 +304,8 @@ class Optimizer(torch.optim.Optimizer):
         return sum(unit.planned_bytes(self._costs[_updated(unit.unit)]) for unit in self._by_unit)
 
     def _whoami(self) -> dict[str, Any]:
-        everyone = self._engine.everyone
-        return {"format": FORMAT, "rank": everyone.rank, "ranks": everyone.size, "layout": self._engine.digest}
+        world = self._engine.comms.world
+        return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.digest}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part, for this rank, at this number of ranks and stage."""

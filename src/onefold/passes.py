@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from onefold.comm import Comm
 from onefold.leftovers import serve_at_the_end
+from onefold.parts import held
 from onefold.schedule import BACKWARD, FORWARD, GatherSchedule
 from onefold.unit import Unit
 
@@ -132,7 +133,7 @@ class Passes:
     def _unit_of(self, tensor: Tensor) -> int | None:
         """The unit whose buffer a tensor lies in."""
         try:
-            return self._by_storage.get(tensor.untyped_storage()._cdata)
+            return self._by_storage.get(held(tensor).untyped_storage()._cdata)
         except NotImplementedError:  # inside torch.func transforms
             return None
 

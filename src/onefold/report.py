@@ -150,7 +150,7 @@ def memory(model: nn.Module) -> MemoryReport:
     engine = engine_of(model)
     measured = dict.fromkeys(CATEGORIES, 0)
     for category, tensor in storages(engine).values():
-        measured[category] += tensor.untyped_storage().nbytes()
+        measured[category] += storage_bytes([tensor])
     plans = _planned_memory(engine)
     return MemoryReport(**{name: Bytes(measured[name], plans[name]) for name in CATEGORIES[:-1]})
 
@@ -257,8 +257,9 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         clip=True,
     )
     planned = {purpose: row.bytes for purpose, row in sent.items()}
+    planned["norm"] = 8 * engine.most_units * (engine.comms.holders.size - 1)
     if engine.zero.buffers == "rank0":
-        planned["buffers"] = 0 if engine.everyone.rank else sum(b.nbytes for b in engine.model.buffers()) * others
+        planned["buffers"] = 0 if engine.everyone.rank else storage_bytes(engine.model.buffers()) * others
     return planned
 
 

@@ -7,25 +7,27 @@ line with rank 0, or compared. 4 Parameters move into their units' flat buffers,
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest
+from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint
 from onefold.blocks import find_blocks
 from onefold.build import Builder
-from onefold.comm import Comm, Label, Meter
+from onefold.comm import Comm, Comms, Label, Meter
 from onefold.config import Zero
 from onefold.engine import Engine, engine_of
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.hooks import attach
 from onefold.leftovers import let_go
 from onefold.memory import Pool
 from onefold.mesh import Axes, axes_of
+from onefold.parts import Parts, agree_on_parts, held, is_split, put
 from onefold.placement import Scope
 from onefold.planner.auto import choose_stage
 from onefold.planner.here import here
@@ -59,37 +61,47 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     device = _device(model, fields.get("device", getattr(zero, "device", None)), axes)
     try:
         settings = Zero.of(zero, fields)
-        found = survey(model, settings, axes.shard.size, axes.replica.size)
+        found = survey(model, settings, axes.shard.size, axes.replica.size, axes.tp.world_ranks)
     except Exception as mistake:  # whatever it is, the other ranks must hear of it
         error = mistake
     meter = Meter()
-    comm, replicas, everyone = (Comm(axis, device, settings.timeout_s, meter) for axis in axes)
-    agree(everyone, found.lines, error)
+    comms = Comms.over(axes, device, settings.timeout_s, meter)
+    comm, world = comms.shard, comms.world
+    parts = _agree(comms, settings, found, error)
     if settings.schedule == "negotiate" and not comm.any_order:
         raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
-    comm.salt = replicas.salt = everyone.salt = agree_on_salt(everyone)
-    comm.offers.model = str(comm.salt)
-    let_go(lambda blob: everyone.exchange(blob, Label("agree", "what is left over")))
+    salt = agree_on_salt(world)
+    for one in comms:
+        one.salt = salt
+    comm.offers.model = str(salt)
+    let_go(lambda blob: world.exchange(blob, Label("agree", "what is left over")))
 
     policy = Precision.of(settings.precision).decided(own_sum=comm.any_order, cuda=not comm.any_order)
     why = ""
     if settings.stage == "auto":
-        settings, why = _decide_stage(settings, found, policy, device, everyone, axes)
-    _synchronise(everyone, [*found.trained, *found.frozen, *model.named_buffers()], settings)
+        settings, why = _decide_stage(settings, found, policy, device, world, axes)
+    named = [*found.trained, *found.frozen]
+    if found.meta and (local := [name for name, param in named if name in parts and not is_split(param)]):
+        raise ModelError(
+            f"{', '.join(local[:5])} is a part of a tensor, on the meta device: filled here it would be alike on all "
+            f"ranks of 'tp'; build it with its values, or split it with torch's parallelize_module"
+        )
+    _together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
+    if comms.tp.size > 1 and not found.meta:
+        _together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
     pool = Pool(device)
     units: list[Unit] = []
     try:
-        units = _build_units(model, found, settings, policy, comm, replicas, pool)
+        units = _build_units(model, found, settings, policy, comms, pool)
     except Exception as mistake:  # a file that one rank lacks, say
         error = mistake
-    agree(everyone, [], error)
+    agree(world, [], error)
     placed = {slot.name for unit in units for slot in unit.layout.slots}
     engine = Engine(
         model=model,
         zero=settings,
         placement=place_all(settings).over(comm.size),
-        comm=comm,
-        everyone=everyone,
+        comms=comms,
         pool=pool,
         units=[unit for unit in units if unit.trained],
         sharded=[unit for unit in units if unit.placement.parameters is Scope.SHARD],
@@ -98,19 +110,67 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         precision=policy,
         why=why,
         layouts=found.layouts,
-        replica=replicas.rank,
+        parts=parts,
+        most_units=_most(comms, sum(unit.trained for unit in units)),
     )
     attach(engine, find_blocks(model, settings.units))
     meter.cut()
     return model
 
 
+def _agree(comms: Comms, settings: Zero, found: Survey, error: Exception | None) -> Parts:
+    """All ranks have the same settings, those with equal parts the same model, those of "tp" parts of one; or all
+    raise. What is split over "tp"."""
+    everyone, tp, world = comms.everyone, comms.tp, comms.world
+    if everyone is world:
+        agree(everyone, found.lines, error)
+        return {}
+    agree(world, settings.describe() if error is None else [], error)
+    parts: Parts = {}
+    named = sorted([*found.trained, *found.frozen], key=lambda pair: pair[0])
+    _together(comms, lambda: agree(everyone, found.lines))
+    _together(comms, lambda: parts.update(agree_on_parts(lambda row: tp.exchange(row, AGREE), tp.rank, named)))
+    return parts
+
+
+def _together(comms: Comms, work: Callable[[], None]) -> None:
+    """Do something among some ranks of the mesh; where it raises for some, all raise."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as mistake:
+        error = mistake
+    if comms.world is not comms.everyone:
+        agree(comms.world, [], error)
+    if error is not None:
+        raise error
+
+
+def _most(comms: Comms, count: int) -> int:
+    """The largest number that any rank has; only along "pp" they differ."""
+    rows = comms.pp.gather_bytes(count.to_bytes(8, "big"), AGREE)
+    return max(int.from_bytes(row, "big") for row in rows)
+
+
+def _compare_over_tp(tp: Comm, named: list[tuple[str, nn.Parameter]]) -> None:
+    """What is not split is the same on all ranks of "tp"; a part that nobody marked would be silently wrong."""
+    mine = [fingerprint(held(param)) for _, param in named]
+    rows = [json.loads(row) for row in tp.exchange(json.dumps(mine).encode(), AGREE)]
+    for rank, row in enumerate(rows):
+        if other := [name for (name, _), theirs, ours in zip(named, row, rows[0], strict=True) if theirs != ours]:
+            raise MismatchError(
+                f"{', '.join(other[:5])} has other values on rank {tp.world_rank(rank)} than on {tp.world_rank(0)}; "
+                f"they share 'tp'; fill it alike on both, or, if it is a part of a larger tensor, set "
+                f"param.tensor_model_parallel = True (and param.partition_dim) before shard()"
+            )
+
+
 def _decide_stage(
-    settings: Zero, found: Survey, policy: Precision, device: torch.device, everyone: Comm, axes: Axes
+    settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
 ) -> tuple[Zero, str]:
     """stage="auto": by the smallest device of all ranks, so that all decide alike."""
     machine = here(device)
-    memories = everyone.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
+    memories = world.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
     kinds = {info.kind: policy.dtypes(found.dtypes[info.name]).widths for info in found.infos}
     stage, why = choose_stage(
         found.infos,
@@ -121,29 +181,30 @@ def _decide_stage(
         bucket_bytes=settings.bucket_bytes,
         machine=dataclasses.replace(machine, memory_bytes=min(int(row) for row in memories)),
     )
-    if everyone.rank == 0:
+    if world.rank == 0:
         LOG.info('stage="auto" chose stage %d: %s', stage, why)
     return dataclasses.replace(settings, stage=stage), f"stage {stage}: {why}"
 
 
 def _build_units(
-    model: nn.Module, found: Survey, settings: Zero, policy: Precision, comm: Comm, replicas: Comm, pool: Pool
+    model: nn.Module, found: Survey, settings: Zero, policy: Precision, comms: Comms, pool: Pool
 ) -> list[Unit]:
     """Move the parameters into their units, one unit at a time; frozen ones that stay whole are left where they are."""
     builder = Builder(model, pool.device, settings.init, settings.seed) if found.meta else None
     params, units = dict(found.trained + found.frozen), []
     for layout in found.layouts:
-        placement = place(layout, settings, comm.size)
+        placement = place(layout, settings, comms.shard.size)
         members = [params.pop(slot.name) for slot in layout.slots]
         if builder:
             builder.build(members)
         trained, dtype = not layout.kind.endswith(FROZEN), found.dtypes[layout.slots[0].name]
         if trained or placement.parameters is Scope.SHARD:
             dtypes = policy.dtypes(dtype)
-            units.append(Unit(layout, members, placement, comm, replicas, pool, dtypes, trained=trained))
+            units.append(Unit(layout, members, placement, comms.shard, comms.replica, pool, dtypes, trained=trained))
         else:
             for param in members:
-                param.data = param.data if param.dtype is dtype else narrowed(param.data, dtype)
+                if param.dtype is not dtype:
+                    put(param, narrowed(held(param).detach(), dtype))
         del members
     if builder:
         builder.finish()
@@ -165,7 +226,7 @@ def _device(model: nn.Module, wanted: Any, axes: Axes) -> torch.device:
 
 def _synchronise(comm: Comm, named: list[tuple[str, Tensor]], settings: Zero) -> None:
     """Bring real values in line with rank 0's, or compare them."""
-    real = [(name, tensor) for name, tensor in named if tensor.device.type != "meta"]
+    real = [(name, held(tensor)) for name, tensor in named if tensor.device.type != "meta"]
     if settings.sync == "check":
         compare_values(comm, real)
         return

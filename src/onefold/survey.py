@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from onefold.blocks import block_of, find_blocks
 from onefold.config import Zero
 from onefold.errors import ConfigError, ModelError
 from onefold.layout import ParamInfo, UnitLayout, plan_units
+from onefold.parts import check, describe, held, is_split
 from onefold.placement import STAGES, Placement, Scope
 from onefold.precision import Precision
 from onefold.views import dense_stride
@@ -45,8 +47,8 @@ def place(layout: UnitLayout, settings: Zero, ranks: int) -> Placement:
     return placement._replace(parameters=Scope.WHOLE) if small else placement
 
 
-def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1) -> Survey:
-    """Look at a model without touching it; raises what makes it unfit."""
+def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_ranks: Sequence[int] = ()) -> Survey:
+    """Look at a model without touching it; raises what makes it unfit. Of what is split over "tp", the parts here."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"shard() wants a torch.nn.Module, found {type(model).__name__}")
     for name, module in model.named_modules():
@@ -64,6 +66,7 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1) -> S
     meta = device.type == "meta"
     for name, tensor in [*named, *model.named_buffers()]:
         _check_values(name, tensor, meta)
+        check(name, tensor, tp_ranks)
     policy = Precision.of(settings.precision)
     kept = {id(param) for module in policy.kept(model) for param in module.parameters()}
     dtypes = {name: _target(param, policy, id(param) in kept) for name, param in named}
@@ -75,18 +78,24 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1) -> S
         raise ConfigError("init= fills a model built on the meta device, and this one has values: build it on meta")
     blocks = find_blocks(model, settings.units)
     infos = [
-        ParamInfo(name, param.numel(), dtypes[name].itemsize, _kind(param, dtypes[name]), block_of(name, blocks))
+        ParamInfo(name, held(param).numel(), dtypes[name].itemsize, _kind(param, dtypes[name]), block_of(name, blocks))
         for name, param in named
     ]
     layouts = plan_units(infos, ranks, settings.bucket_bytes, replicas)
     lines = settings.describe() + [
-        f"parameter {name}: shape {tuple(param.shape)}, strides {dense_stride(param)}, {dtypes[name]}, "
+        f"parameter {name}: {_shape(param)}, strides {dense_stride(param)}, {dtypes[name]}, "
         f"requires_grad={param.requires_grad}"
         for name, param in named
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.name}: {unit.numel} elements, {place(unit, settings, ranks)}" for unit in layouts]
     return Survey(trained, frozen, meta, dtypes, infos, layouts, lines)
+
+
+def _shape(param: nn.Parameter) -> str:
+    what, part, dim, whole = describe(param)
+    of = f", {what} of {tuple(whole)} along {dim}" if is_split(param) else ""
+    return f"shape {tuple(part)}{of}"
 
 
 def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
@@ -101,7 +110,7 @@ def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
 def _check_overlap(named: list[tuple[str, Tensor]]) -> None:
     """Memory shared by two names that are not one Parameter would be parted silently."""
     seen: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in named:
+    for name, tensor in ((name, held(tensor)) for name, tensor in named):
         if tensor.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
             start = int(tensor.storage_offset())

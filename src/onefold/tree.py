@@ -8,6 +8,7 @@ from typing import NoReturn
 from torch import nn
 
 from onefold.errors import StateError
+from onefold.parts import is_split
 
 
 class ParameterTree:
@@ -26,6 +27,10 @@ class ParameterTree:
     def _name_the_change(self) -> NoReturn:
         after = dict(_named(self._model))
         changed = [name for name in {**self._before, **after} if self._before.get(name) is not after.get(name)]
+        if any(is_split(after[name]) for name in changed if name in after):
+            raise StateError(
+                f"{', '.join(changed[:5])} became a DTensor after shard(); call parallelize_module first, then shard()"
+            )
         raise StateError(
             f"{', '.join(changed[:5]) or 'a parameter'} was added, replaced or removed after shard() (or swapped by "
             f"torch.func.functional_call, which works under no_grad only); change values in place (param.copy_ under "

@@ -12,6 +12,7 @@ from onefold.gradients import Gradients
 from onefold.layout import UnitLayout
 from onefold.master import master_of
 from onefold.memory import Pool
+from onefold.parts import version
 from onefold.placement import Placement, Scope
 from onefold.precision import Dtypes
 from onefold.values import Values
@@ -47,14 +48,14 @@ class Unit:
     def take_edits(self) -> None:
         """Whole 16-bit parameters that were edited in place tell their master."""
         if self.dtypes.narrow and self.placement.parameters is Scope.WHOLE:
-            for slot, param, version in zip(self.layout.slots, self.params, self._versions, strict=True):
-                if param._version != version:
+            for slot, param, before in zip(self.layout.slots, self.params, self._versions, strict=True):
+                if version(param) != before:
                     self.master.adopt(slot.span)
             self.know_edits()
 
     def know_edits(self) -> None:
         """Whatever was edited by now has reached the master."""
-        self._versions = [param._version for param in self.params]
+        self._versions = [version(param) for param in self.params]
 
     def stride(self, slot: int) -> tuple[int, ...]:
         """In which order the elements of a parameter lie here, whole or not."""

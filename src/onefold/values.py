@@ -23,6 +23,7 @@ from onefold.comm import Comm, Label, Pending
 from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.memory import storage_key
+from onefold.parts import held, put, version
 from onefold.placement import Scope
 from onefold.rounding import narrowed
 from onefold.views import FlatViews
@@ -56,7 +57,7 @@ class Values:
     def _lay_whole(self) -> None:
         self._views.zero_gaps(self.whole)
         for param, view in zip(self._params, self._flat_views, strict=True):
-            view.copy_(narrowed(param.detach(), view.dtype))
+            view.copy_(narrowed(held(param).detach(), view.dtype))
         self.presence = Presence.WHOLE
         self._show()
 
@@ -67,7 +68,7 @@ class Values:
         self._shard = narrowed(self._views.lay(self._params, self._mine, dtype), self._views.dtype)
         dtype, device = self._views.dtype, self._views.device
         self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
-        self._placeholders = [self._marks[i].expand(p.size()) for i, p in enumerate(self._params)]
+        self._placeholders = [self._marks[i].expand(held(p).size()) for i, p in enumerate(self._params)]
         self.presence = Presence.SHARDED
         self._hide()
 
@@ -127,7 +128,7 @@ class Values:
             return
         self.finish_gather()
         if self.presence is Presence.WHOLE:
-            written = [i for i, param in enumerate(self._params) if param._version != self._versions[i]]
+            written = [i for i, param in enumerate(self._params) if version(param) != self._versions[i]]
             self._hide()
             self.whole.untyped_storage().resize_(0)
             self._resized()
@@ -144,17 +145,17 @@ class Values:
         if self._shard is not None:
             assert self.presence is Presence.WHOLE
             self.finish_offers()
-            self._versions = [param._version for param in self._params]
+            self._versions = [version(param) for param in self._params]
             self._shard.copy_(self.whole[self._mine.start : self._mine.stop])
 
     def _show(self) -> None:
         for param, view in zip(self._params, self._flat_views, strict=True):
-            param.data = view
-        self._versions = [param._version for param in self._params]
+            put(param, view)
+        self._versions = [version(param) for param in self._params]
 
     def _hide(self) -> None:
         for param, placeholder in zip(self._params, self._placeholders, strict=True):
-            param.data = placeholder
+            put(param, placeholder)
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +167,8 @@ class Values:
         if self._comm.simulated:  # tensors may have no memory
             return
         for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True):
-            if (param.numel() and param.data_ptr() != ours.data_ptr()) or _form(param) != _form(ours):
+            here = held(param)
+            if (here.numel() and here.data_ptr() != ours.data_ptr()) or _form(here) != _form(ours):
                 raise StateError(
                     f"{slot.name} left the flat buffer it shares with its unit (.to(), .half(), assigning .data or "
                     f"load_state_dict(assign=True) after shard()); do that before shard(), or copy values in place"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from onefold.layout import Span, UnitLayout
+from onefold.parts import held
 
 
 class FlatViews:
@@ -15,7 +16,7 @@ class FlatViews:
 
     def __init__(self, layout: UnitLayout, params: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.layout, self.dtype, self.device = layout, dtype, params[0].device
-        self._shapes = [(p.size(), dense_stride(p)) for p in params]
+        self._shapes = [(held(p).size(), dense_stride(p)) for p in params]
 
     def empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.device)
@@ -44,7 +45,7 @@ class FlatViews:
         for index, slot in enumerate(self.layout.slots):
             part = slot.span.clip(span)
             if part.numel:
-                source = self.in_memory_order(params[index].detach(), index)
+                source = self.in_memory_order(held(params[index]).detach(), index)
                 at = part.shift(-slot.start)
                 flat[part.start - span.start : part.stop - span.start].copy_(source[at.start : at.stop])
         return flat
@@ -56,6 +57,7 @@ class FlatViews:
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's own strides where it fills its memory (channels_last stays so), else those of a contiguous one."""
+    tensor = held(tensor)
     dims = sorted((stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
     filled = 1
     for stride, size in dims:

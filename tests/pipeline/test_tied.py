@@ -14,7 +14,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import onefold
 from onefold.planner.shapes import Shape
 from onefold.train.model import GPT, Block, initialise
-from onefold.train.parts import Part, loss_of
+from onefold.train.cut import Part, loss_of
 from tests.harness import run_ranks, run_ranks_raises
 
 SHAPE = Shape(layers=3, hidden=32, heads=2, seq=16, vocab=48)

@@ -11,17 +11,18 @@ import onefold
 # Each module imports only modules before it.
 ORDER = [
     "version", "errors", "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
-    "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "views", "survey", "mesh", "comm",
-    "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule", "passes",
-    "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "carried", "finite",
-    "inside", "optimizer", "scheduler", "full", "report", "build", "planner.activations", "planner.hardware",
+    "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "parts", "views", "survey", "mesh",
+    "comm", "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule",
+    "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "carried",
+    "finite", "inside", "optimizer", "scheduler", "full", "report", "build", "planner.activations", "planner.hardware",
     "planner.here", "planner.seconds", "planner.peak", "planner.work", "planner.estimate", "planner.search",
-    "planner.auto", "shard", "tied", "pipeline", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.manifest", "checkpoint.commit",
-    "checkpoint.reading", "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes",
-    "checkpoint.state", "checkpoint.own", "checkpoint.together", "checkpoint.background", "checkpoint.save",
-    "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.plan", "planner.measure",
-    "train.model", "train.parts", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch", "cli.plan",
-    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.main",
+    "planner.auto", "shard", "tied", "pipeline", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.order",
+    "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading", "checkpoint.verify", "checkpoint.importing",
+    "checkpoint.export", "checkpoint.notes", "checkpoint.state", "checkpoint.own", "checkpoint.together",
+    "checkpoint.background", "checkpoint.save", "checkpoint.names", "checkpoint.restore", "checkpoint.load",
+    "planner.dry", "planner.plan", "planner.measure", "train.model", "train.tensor_parallel", "train.cut", "simulate",
+    "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch", "cli.plan", "cli.verify", "cli.simulate",
+    "cli.checkpoint", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
@@ -29,7 +30,7 @@ FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path
 MODULES = [name for name in FILES if not name.endswith(".__init__")]  # of packages only ours says anything
 TREES = {name: ast.parse(FILES[name].read_text()) for name in MODULES}
 
-TALKERS = ("comm", "mesh", "pipeline")
+TALKERS = ("comm", "mesh", "train.tensor_parallel", "pipeline")  # these by torch's own plans and schedules
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "allgather", "allreduce", "alltoall", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "barrier",

@@ -1,7 +1,7 @@
 """A checkpoint's weights as a Hugging Face folder: safetensors shards and their index, streamed tensor by tensor.
 
-Runs in one process, needs no model, and holds one chunk at a time (one tensor where its strides are not those of
-safetensors). Like a checkpoint, the folder gets its name when all of it is written.
+Runs in one process, needs no model, and holds one chunk at a time (one tensor where it is stored in parts, or its
+strides are not those of safetensors). Like a checkpoint, the folder gets its name when all of it is written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.commit import find, remove_all
-from onefold.checkpoint.manifest import ParamRecord, contiguous_stride, same_order
+from onefold.checkpoint.manifest import ParamRecord
+from onefold.checkpoint.order import rows_of
 from onefold.checkpoint.reading import Checkpoint, read_laid
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import Block, write_tensors
@@ -125,8 +126,8 @@ def _chunks(checkpoint: Checkpoint, shard: Shard) -> Iterator[Tensor]:
 
 def _values(checkpoint: Checkpoint, record: ParamRecord) -> Iterator[Tensor]:
     """Row by row, whatever the strides were."""
-    rows = contiguous_stride(record.shape)
-    alike = same_order(record.shape, record.stride, rows)
+    rows = rows_of(record.shape)
+    alike = record.order.same(rows)
     step = CHUNK_BYTES // record.dtype().itemsize if alike else max(record.numel, 1)
     scratch = torch.empty(min(step, record.numel), dtype=record.dtype())
     for start in range(0, record.numel, step):

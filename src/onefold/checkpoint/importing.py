@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from onefold.checkpoint.commit import step_of
-from onefold.checkpoint.manifest import VALUE, ParamRecord, contiguous_stride
+from onefold.checkpoint.manifest import VALUE, ParamRecord
+from onefold.checkpoint.order import contiguous_stride
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import DTYPE_NAMES, HEADER_BYTES_LIMIT, TensorFile, unique
 from onefold.errors import CheckpointDamaged, CheckpointError

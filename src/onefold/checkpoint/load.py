@@ -21,7 +21,7 @@ from onefold.checkpoint.background import WORKER
 from onefold.checkpoint.commit import find, set_aside, step_of
 from onefold.checkpoint.importing import open_weights
 from onefold.checkpoint.names import Choice, match, patterns
-from onefold.checkpoint.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, set_random_state
+from onefold.checkpoint.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
 from onefold.checkpoint.reading import Checkpoint, Source
 from onefold.checkpoint.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
 from onefold.checkpoint.save import check_optimizer
@@ -177,7 +177,7 @@ def _plan(engine: Engine, optimizer: Optimizer | None, choice: Choice, source: S
                 "these are weights without optimizer state; leave the optimizer out: load(path, model)"
             )
         return Plan(source, found, None, None, [], {}, {})
-    own = OwnNotes(source, engine.everyone.rank, engine.everyone.size)
+    own = OwnNotes(source, seat_of(engine))
     notes, settings = None, []
     if optimizer is not None:
         notes = _optimizer_notes(source, own, optimizer)
@@ -252,11 +252,11 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
 
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:
     """Once, on rank 0: what cannot be as it was with another number of ranks."""
-    ranks, first = engine.everyone.size, engine.everyone.rank == 0
-    if ranks > own.ranks and first:
+    ranks, first = engine.everyone.size, engine.comms.world.rank == 0
+    if ranks > own.streams and first:
         warnings.warn(
-            f"saved by {own.ranks} ranks and loaded by {ranks}: the others get random states derived from rank 0's, so "
-            f"dropout differs from any run of {own.ranks} ranks",
+            f"saved by {own.streams} ranks and loaded by {ranks}: the others get random states derived from rank 0's, "
+            f"so dropout differs from any run of {own.streams} ranks",
             stacklevel=5,
         )
     if not own.same_ranks and own.parted and first:

@@ -1,7 +1,8 @@
 """What a checkpoint holds and where: one JSON file, written last, believed only after every line of it was checked.
 
 A record says what a tensor is; an entry says which file holds which elements of which of its states. Elements are
-counted as they lie in memory, which the strides tell. The manifest's first line holds the SHA-256 of all that follows.
+counted as they lie in memory, which the strides tell; of a tensor that is cut, part by part. The manifest's first line
+holds the SHA-256 of all that follows.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from onefold.checkpoint.order import Order, dense
 from onefold.checkpoint.tensorfile import CHUNK_BYTES, DTYPES, Block, Written, sizes, unique
 from onefold.errors import CheckpointDamaged, CheckpointError
 from onefold.layout import Span
@@ -73,6 +75,12 @@ class ParamRecord:
     states: Mapping[str, str]  # to the dtype's safetensors name
     scalars: Mapping[str, Any] = field(default_factory=dict)  # the optimizer's: step counts
     also: tuple[str, ...] = ()  # other names of the same tensor
+    dim: int = 0  # along which it is cut into parts that are stored one behind the other
+    bounds: tuple[int, ...] = ()  # where they begin along that dim, and its size; none where it is in one piece
+
+    @property
+    def order(self) -> Order:
+        return Order(self.shape, self.stride, self.dim, self.bounds)
 
     @property
     def numel(self) -> int:
@@ -205,12 +213,15 @@ class Check:
         return Entry(name, state, start, stop, file, tuple(sha256))
 
     def record(self, row: Any) -> ParamRecord:
-        wanted = {"name", "kind", "shape", "stride", "states", "scalars", "also"}
+        wanted = {"name", "kind", "shape", "stride", "states", "scalars", "also", "dim", "bounds"}
         self.that(isinstance(row, dict) and row.keys() == wanted, f"has a record that is not {sorted(wanted)}")
-        self._row([row[key] for key in ("name", "kind", "states", "scalars", "also")], str, str, dict, dict, list)
-        self.that(sizes(row["shape"]) and sizes(row["stride"]), f"has an odd shape for {row['name']!r}")
+        kinds = {"name": str, "kind": str, "states": dict, "scalars": dict, "also": list, "dim": int}
+        self._row([row[key] for key in kinds], *kinds.values())
+        self.that(
+            all(sizes(row[key]) for key in ("shape", "stride", "bounds")), f"has an odd shape for {row['name']!r}"
+        )
         self._row(row["also"], *[str] * len(row["also"]))
-        lists: dict[str, Any] = {key: tuple(row[key]) for key in ("shape", "stride", "also")}
+        lists: dict[str, Any] = {key: tuple(row[key]) for key in ("shape", "stride", "also", "bounds")}
         return ParamRecord(**(row | lists))
 
     def _row(self, row: Any, *types: type) -> None:
@@ -252,6 +263,10 @@ class Check:
         for key, value in record.scalars.items():
             self.that(isinstance(value, str | int | float | None), f"has an odd {key!r} of {who}")
         self.that(dense(record.shape, record.stride), f"has {who} with shape {record.shape}, stride {record.stride}")
+        bounds = record.bounds
+        cut = 0 <= record.dim < len(record.shape) and len(bounds) > 1 and list(bounds) == sorted(bounds)
+        fits = cut and bounds[0] == 0 and bounds[-1] == record.shape[record.dim]
+        self.that(fits if bounds else record.dim == 0, f"cuts {who} along {record.dim} at {bounds}")
 
     def _check_digests(self, entry: Entry, record: ParamRecord) -> None:
         if not 0 <= entry.start < entry.stop <= record.numel:
@@ -268,28 +283,6 @@ class Check:
                 raise self.failed(f"has element {min(part.start, end):,} of {name!r} ({state}) {how}")
             end = part.stop
         self.that(end == numel, f"has {end:,} of {numel:,} elements of {name!r} ({state})")
-
-
-def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor of these strides fills its memory, each element once."""
-    if len(shape) != len(stride):
-        return False
-    filled = 1
-    for step, size in sorted((step, size) for size, step in zip(shape, stride) if size > 1):
-        if step != filled:
-            return 0 in shape
-        filled *= size
-    return True
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row by row, as safetensors has it."""
-    return tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def same_order(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two dense tensors of one shape lay their elements alike."""
-    return all(a == b for size, a, b in zip(shape, stride, other, strict=True) if size > 1)
 
 
 def _lines(value: Any) -> str:

@@ -1,7 +1,8 @@
 """What each rank has of its own: random states, and what of `extra`, buffers and module notes differs from rank 0's.
 
-At the same number of ranks each gets its own back, so that a run goes on bit for bit. At another number all get rank
-0's; random states go to the ranks that had them, and those beyond get one derived from rank 0's.
+At the same number of ranks, laid out alike, each gets its own back, so that a run goes on bit for bit. Else all get
+rank 0's; random states go to the ranks that read the same data, the same to all ranks of one "tp", and those beyond get
+one derived from rank 0's.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onefold.checkpoint.manifest import VALUE, ParamRecord, contiguous_stride
+from onefold.checkpoint.manifest import VALUE, ParamRecord
 from onefold.checkpoint.notes import decode, encode
+from onefold.checkpoint.order import contiguous_stride
 from onefold.checkpoint.reading import Checkpoint
 from onefold.checkpoint.state import Held, hold_tensor, plain
 from onefold.checkpoint.tensorfile import DTYPE_NAMES, bytes_of
+from onefold.engine import Engine
 from onefold.errors import CheckpointDamaged
 from onefold.full import EXTRA, extra_states, persistent_buffers
 
@@ -85,23 +88,47 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
+class Seat(NamedTuple):
+    """One rank's place among all."""
+
+    rank: int
+    ranks: int
+    tp: int = 1  # how many share one tensor, and the data
+    data: int = 0  # which of those that read different data
+
+
+def seat_of(engine: Engine) -> Seat:
+    world = engine.comms.world
+    return Seat(world.rank, world.size, engine.comms.tp.size, engine.everyone.rank)
+
+
 class OwnNotes:
     """Reads them back for one rank of now."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, ranks: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, seat: Seat) -> None:
         self._checkpoint = checkpoint
+        tp: Any = checkpoint.manifest.about.get("tp")
+        if type(tp) is not int or tp < 1:
+            raise CheckpointDamaged(f"{checkpoint.folder}: the manifest does not say how many ranks shared a tensor")
+        self._tp: int = tp
         saved = checkpoint.manifest.about.get("own")
         if not isinstance(saved, list) or len(saved) != checkpoint.manifest.ranks or not saved:
             raise CheckpointDamaged(f"{checkpoint.folder}: the manifest does not say what each rank has of its own")
         if not all(isinstance(row, dict) and row.keys() <= KINDS for row in saved):
             raise CheckpointDamaged(f"{checkpoint.folder}: what a rank has of its own is not among {sorted(KINDS)}")
         self._saved: list[dict[str, Any]] = [{**saved[0], EXTRA_NOTE: checkpoint.manifest.extra}, *saved[1:]]
-        self._rank, self.same_ranks = rank, ranks == len(saved)
+        self._seat, self._rank = seat, seat.rank
+        self.same_ranks = (seat.ranks, seat.tp) == (len(saved), self._tp)
 
     @property
     def ranks(self) -> int:
         """That saved."""
         return len(self._saved)
+
+    @property
+    def streams(self) -> int:
+        """Of data, and so of random numbers, among those that saved."""
+        return -(-self.ranks // self._tp)
 
     @property
     def parted(self) -> list[str]:
@@ -115,10 +142,12 @@ class OwnNotes:
 
     def random_states(self, device: torch.device) -> dict[str, Tensor]:
         """The states of the generators of the host and of this device; those that were not saved are derived."""
-        saved = self._decode(RANDOM, self._rank) if self._rank < self.ranks else {}
+        like = self._rank if self.same_ranks else self._seat.data * self._tp
+        saved = self._decode(RANDOM, like) if like < self.ranks else {}
         missing = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind not in saved]
         first = self._decode(RANDOM, 0)["cpu"] if missing else torch.empty(0)
-        return saved | {kind: derived_state(kind, first, self._rank) for kind in missing}
+        mine = self._rank if self.same_ranks else self._seat.data
+        return saved | {kind: derived_state(kind, first, mine) for kind in missing}
 
     def _decode(self, name: str, rank: int) -> Any:
         return self.decode(self._saved[rank].get(name), rank)

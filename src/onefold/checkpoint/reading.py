@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.commit import read_manifest
-from onefold.checkpoint.manifest import VALUE, Entry, FileRecord, ParamRecord, block_of, same_order
+from onefold.checkpoint.manifest import VALUE, Entry, FileRecord, ParamRecord, block_of
+from onefold.checkpoint.order import Order
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.errors import CheckpointDamaged
@@ -94,18 +95,22 @@ class Checkpoint:
         return file
 
 
-def read_laid(source: Source, name: str, stride: Sequence[int], span: Span, out: Tensor, state: str = VALUE) -> None:
-    """Like `source.read`, but elements are counted as a tensor of these strides lays them. Where that is not how they
-    are stored, the whole tensor is read for it."""
-    record = source.records[name]
-    if same_order(record.shape, record.stride, stride):
+def read_laid(source: Source, name: str, order: Order, span: Span, out: Tensor, state: str = VALUE) -> None:
+    """Like `source.read`, but elements are counted in this order. Where that is not how they are stored, the parts that
+    they lie in are read for it, at most the whole tensor."""
+    stored = source.records[name].order
+    if stored.same(order):
         source.read(name, span, out, state)
         return
-    stored = torch.empty(record.numel, dtype=out.dtype)
-    source.read(name, Span(0, record.numel), stored, state)
-    laid = torch.empty_strided(record.shape, tuple(stride), dtype=out.dtype)
-    laid.copy_(stored.as_strided(record.shape, record.stride))
-    out.copy_(laid.as_strided((record.numel,), (1,))[span.start : span.stop])
+    wanted = order.around_elements(span)
+    alike = stored.dim == order.dim
+    found = stored.around_rows(wanted if alike else Span(0, stored.shape[stored.dim]))
+    elements = stored.elements(found)
+    flat = torch.empty(elements.numel, dtype=out.dtype)
+    source.read(name, elements, flat, state)
+    rows = stored.tensor(flat, found).narrow(order.dim, wanted.start - alike * found.start, wanted.numel)
+    start = order.elements(wanted).start
+    out.copy_(order.flat(rows, wanted)[span.start - start : span.stop - start])
 
 
 def _some(entries: list[Entry]) -> str:

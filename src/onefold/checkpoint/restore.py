@@ -12,31 +12,31 @@ import torch
 from torch import Tensor
 
 from onefold.carried import NewState, take_states
-from onefold.checkpoint.manifest import VALUE, ParamRecord, same_order
+from onefold.checkpoint.manifest import VALUE, ParamRecord
 from onefold.checkpoint.notes import decode_single
+from onefold.checkpoint.order import Order
 from onefold.checkpoint.reading import Source, read_laid
-from onefold.checkpoint.state import pieces
+from onefold.checkpoint.state import Param, params_of, pieces
 from onefold.engine import Engine
 from onefold.errors import CheckpointError
 from onefold.layout import Span
 from onefold.optimizer import Optimizer
+from onefold.parts import held
 from onefold.rounding import narrow
 from onefold.views import dense_stride
 
 CHUNK_BYTES = 64 << 20  # of host memory at a time; a range is read together with what shares its digests
 
 
-def chunks(
-    source: Source, name: str, state: str, stride: tuple[int, ...], elements: Span
-) -> Iterator[tuple[Span, Tensor]]:
-    """Elements of a parameter whose memory order is `stride`, some at a time, on the host, in their saved dtype."""
+def chunks(source: Source, name: str, state: str, order: Order, elements: Span) -> Iterator[tuple[Span, Tensor]]:
+    """Elements of a parameter, counted in this order, some at a time, on the host, in their saved dtype."""
     record = source.records[name]
     dtype = record.dtype(state)
-    together = not same_order(record.shape, record.stride, stride)  # then each call would read all of it
+    together = not record.order.same(order)  # then each call would read all of it
     scratch = torch.empty(0, dtype=dtype)
     for span in [elements] if together else pieces(elements, CHUNK_BYTES // dtype.itemsize):
         scratch = scratch if scratch.numel() >= span.numel else torch.empty(span.numel, dtype=dtype)
-        read_laid(source, name, stride, span, scratch[: span.numel], state)
+        read_laid(source, name, order, span, scratch[: span.numel], state)
         yield span, scratch[: span.numel]
 
 
@@ -74,22 +74,25 @@ def _range(dtype: torch.dtype) -> float:
 
 def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> None:
     """Parameters; `found` gives the saved name of each that is to be loaded."""
+    params = {param.name: param for param in params_of(engine)}
     for unit in engine.all_units:
-        for index, slot in enumerate(unit.layout.slots):
+        for slot in unit.layout.slots:
             part = slot.span.clip(unit.master.owned)
             if slot.name in found and part.numel:
-                elements = part.shift(-slot.start)
-                for span, values in chunks(source, found[slot.name], VALUE, unit.stride(index), elements):
+                start = slot.start - params[slot.name].base  # of element 0, in the unit
+                order, elements = params[slot.name].order, part.shift(-start)
+                for span, values in chunks(source, found[slot.name], VALUE, order, elements):
                     check_fits(slot.name, values, unit.dtypes.compute)
-                    unit.master.take(span.shift(slot.start), values.to(engine.device))
-    for name, param in engine.frozen:
+                    unit.master.take(span.shift(start), values.to(engine.device))
+    for name, param in ((name, held(param)) for name, param in engine.frozen):
         if name in found and param.numel():
             flat = torch.empty_strided(param.shape, dense_stride(param), dtype=param.dtype, device=param.device)
-            line = flat.as_strided((param.numel(),), (1,))
-            for span, values in chunks(source, found[name], VALUE, dense_stride(param), Span(0, param.numel())):
+            line, base = flat.as_strided((param.numel(),), (1,)), params[name].base
+            elements = Span(base, base + param.numel())
+            for span, values in chunks(source, found[name], VALUE, params[name].order, elements):
                 check_fits(name, values, param.dtype)
-                narrow(values.to(param.device), line[span.start : span.stop])
-            param.copy_(flat)
+                narrow(values.to(param.device), line[span.start - base : span.stop - base])
+            param.detach().copy_(flat)
 
 
 def fill_buffers(
@@ -110,19 +113,20 @@ def fill_buffers(
 
 def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: Mapping[str, str]) -> None:
     """The state of every parameter that was loaded; one that had none has none."""
+    params = {param.name: param for param in params_of(engine)}
     for by_unit in optimizer.by_unit:
-        unit = by_unit.unit
         new = {
-            index: _new_state(source, source.records[found[slot.name]], unit.stride(index))
-            for index, slot in enumerate(unit.layout.slots)
+            index: _new_state(source, source.records[found[slot.name]], params[slot.name])
+            for index, slot in enumerate(by_unit.unit.layout.slots)
             if slot.name in found
         }
         take_states(by_unit, new, optimizer.param_groups)
 
 
-def _new_state(source: Source, record: ParamRecord, stride: tuple[int, ...]) -> NewState:
+def _new_state(source: Source, record: ParamRecord, param: Param) -> NewState:
     def fill(key: str, elements: Span, out: Tensor) -> None:
-        for span, values in chunks(source, record.name, key, stride, elements):
+        elements = elements.shift(param.base)
+        for span, values in chunks(source, record.name, key, param.order, elements):
             at = span.shift(-elements.start)
             check_fits(f"{record.name} ({key})", values, out.dtype)
             out[at.start : at.stop].copy_(values)

@@ -137,7 +137,7 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
     noted = note(optimizer.notes(), "optimizer", copy=not wait) if optimizer is not None else None
     about = {
         "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
-        "accumulated": engine.sums_kept, "onefold": VERSION, "torch": torch.__version__,
+        "tp": engine.comms.tp.size, "accumulated": engine.sums_kept, "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
     held = holding.held if wait else staged(holding.held, engine.device)

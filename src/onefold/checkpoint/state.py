@@ -3,7 +3,8 @@
 The truth of a trained parameter is its master: fp32 (or fp64) values, whatever holds them; 16-bit copies are rounded
 from it, so they are not kept. Frozen parameters and buffers are themselves. The optimizer's state is vectors, by
 element range like the values, and single values (step counts) per parameter. A rank answers for the elements that
-its shard of the layout holds, also where it has all of them; of replicas, the first does.
+its shard of the layout holds, also where it has all of them; of replicas, the first does. Of a parameter that is split
+over "tp" each rank there has a part of the elements; of all others the first rank answers.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from onefold.carried import states_of
-from onefold.checkpoint.manifest import VALUE, Entry, ParamRecord, contiguous_stride
+from onefold.checkpoint.manifest import VALUE, Entry, ParamRecord
 from onefold.checkpoint.notes import encode_single
+from onefold.checkpoint.order import Order, nested_stride, rows_of
 from onefold.checkpoint.tensorfile import DTYPE_NAMES
 from onefold.engine import Engine
 from onefold.errors import CheckpointError
-from onefold.full import persistent_buffers
+from onefold.full import check_part, persistent_buffers
 from onefold.layout import Span, UnitLayout
 from onefold.optimizer import Optimizer
+from onefold.parts import held as local
 from onefold.unit import Unit
 from onefold.views import FlatViews, dense_stride
 
@@ -64,12 +67,17 @@ class Param(NamedTuple):
     name: str
     also: tuple[str, ...]  # other names of the same tensor
     kind: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    order: Order
+    base: int = 0  # the number of the first element that is here
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.order.shape
 
     def record(self, states: Mapping[str, torch.dtype], scalars: Mapping[str, Any]) -> ParamRecord:
         named = {state: DTYPE_NAMES[dtype] for state, dtype in states.items()}
-        return ParamRecord(self.name, self.kind, self.shape, self.stride, named, scalars, self.also)
+        shape, stride, dim, bounds = self.order
+        return ParamRecord(self.name, self.kind, shape, stride, named, scalars, self.also, dim, bounds)
 
 
 class Holding(NamedTuple):
@@ -83,23 +91,32 @@ def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
     """Look at everything; copy nothing."""
     held: list[Held] = []
     scalars: dict[str, dict[str, Any]] = {}
-    if engine.replica == 0:
-        held += _values(engine)
+    every = params_of(engine)
+    base = {param.name: param.base for param in every}
+    if engine.comms.replica.rank == 0:
+        held += (one for one in _values(engine, base) if _answers(engine, one.name))
         for by_unit in optimizer.by_unit if optimizer is not None else ():
             for state in states_of(by_unit, by_unit.unit.mine):
                 name = by_unit.unit.layout.slots[state.slot].name
+                if not _answers(engine, name):
+                    continue
                 scalars[name] = {key: encode_single(value, f"{name}: {key}") for key, value in state.singles.items()}
-                held += [vector(name, key, state.elements, flat) for key, flat in state.vectors.items()]
-    first = engine.everyone.rank == 0
+                elements = state.elements.shift(base[name])
+                held += [vector(name, key, elements, flat) for key, flat in state.vectors.items()]
+    first = engine.everyone.rank == engine.comms.tp.rank == 0
     if first:
         held += [hold_tensor(name, buffer) for name, buffer in persistent_buffers(engine.model).items()]
     states: dict[str, dict[str, torch.dtype]] = {}
     for one in held:
         states.setdefault(one.name, {})[one.state] = one.dtype
-    params = [p for p in params_of(engine) if p.name in states or (first and 0 in p.shape)]
+    params = [p for p in every if p.name in states or (first and 0 in p.shape)]
     dtypes = truths(engine)
     records = [p.record(states.get(p.name, {VALUE: dtypes[p.name]}), scalars.get(p.name, {})) for p in params]
     return Holding([one for one in held if one.elements.numel], records)
+
+
+def _answers(engine: Engine, name: str) -> bool:
+    return name in engine.parts or engine.comms.tp.rank == 0
 
 
 def truths(engine: Engine) -> dict[str, torch.dtype]:
@@ -119,40 +136,53 @@ def params_of(engine: Engine) -> list[Param]:
     for name, param in engine.model.named_parameters():
         also = tuple(other for other in names[id(param)] if other != name)
         stride = strides[name] if name in strides else dense_stride(param)
-        found.append(Param(name, also, "trained" if name in trained else "frozen", tuple(param.shape), stride))
+        order, base = _order(engine, name, tuple(local(param).shape), stride)
+        found.append(Param(name, also, "trained" if name in trained else "frozen", order, base))
     for name, buffer in persistent_buffers(engine.model).items():
-        found.append(Param(name, (), "buffer", tuple(buffer.shape), contiguous_stride(buffer.shape)))
+        found.append(Param(name, (), "buffer", rows_of(buffer.shape)))
     return found
 
 
-def _values(engine: Engine) -> Iterator[Held]:
+def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Order, int]:
+    """How the whole of a parameter is stored, and where in it this rank's part begins."""
+    check_part(engine, name, "a checkpoint")
+    part = engine.parts.get(name)
+    if part is None:
+        return Order(shape, stride), 0
+    order = Order(part.shape, nested_stride(part.shape, stride), part.dim, part.bounds)
+    return order, part.start * order.row_numel
+
+
+def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[Held]:
     units = {unit.name: unit for unit in engine.all_units}
     frozen = dict(engine.frozen)
     for layout in engine.layouts:
         if layout.name in units:
-            yield from _in_unit(units[layout.name], layout, engine.comm.rank)
+            yield from _in_unit(units[layout.name], layout, engine.comm.rank, base)
         else:
-            yield from _whole(layout, engine.comm.rank, frozen)
+            yield from _whole(layout, engine.comm.rank, frozen, base)
 
 
-def _in_unit(unit: Unit, layout: UnitLayout, rank: int) -> Iterator[Held]:
+def _in_unit(unit: Unit, layout: UnitLayout, rank: int, base: Mapping[str, int]) -> Iterator[Held]:
     for piece in layout.pieces(rank):
-        start = unit.mine.start + piece.offset - piece.elements.start  # of the parameter, in the unit
+        elements = piece.elements.shift(base[piece.name])
+        start = unit.mine.start + piece.offset - elements.start  # of element 0, in the unit
 
         def look(elements: Span, scratch: Tensor, start: int = start) -> Tensor:
             return unit.master.look(elements.shift(start), scratch)
 
-        yield Held(piece.name, VALUE, piece.elements, unit.master.dtype, look)
+        yield Held(piece.name, VALUE, elements, unit.master.dtype, look)
 
 
-def _whole(layout: UnitLayout, rank: int, params: dict[str, nn.Parameter]) -> Iterator[Held]:
+def _whole(layout: UnitLayout, rank: int, params: dict[str, nn.Parameter], base: Mapping[str, int]) -> Iterator[Held]:
     """Frozen parameters that every rank has whole."""
     members = [params[slot.name] for slot in layout.slots]
     index = {slot.name: i for i, slot in enumerate(layout.slots)}
     for piece in layout.pieces(rank):
-        param = params[piece.name].detach()
+        param = local(params[piece.name]).detach()
         flat = FlatViews(layout, members, param.dtype).in_memory_order(param, index[piece.name])
-        yield vector(piece.name, VALUE, piece.elements, flat[piece.elements.start : piece.elements.stop])
+        here = flat[piece.elements.start : piece.elements.stop]
+        yield vector(piece.name, VALUE, piece.elements.shift(base[piece.name]), here)
 
 
 def vector(name: str, state: str, elements: Span, flat: Tensor) -> Held:

@@ -16,15 +16,15 @@ class Last(nn.Linear):
 class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
-        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
+        self.head_dim = shape.hidden // shape.heads
+        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)  # head by head: any run of heads is a run of rows
         self.out = Last(shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, seq, hidden = x.shape
-        q, k, v = self.qkv(x).view(batch, seq, 3, self.heads, hidden // self.heads).permute(2, 0, 3, 1, 4)
+        heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # as many as are here
+        q, k, v = heads.permute(3, 0, 2, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq, hidden))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -64,6 +64,7 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(shape.seq, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
+        self.loss: nn.Module = nn.CrossEntropyLoss()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
@@ -72,7 +73,7 @@ class GPT(nn.Module):
         logits = F.linear(self.norm(x), self.wte.weight)  # tied to the token embedding
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.loss(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def initialise(module: nn.Module, layers: int) -> None:
