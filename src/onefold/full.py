@@ -54,7 +54,7 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The whole state on rank 0's host memory, one unit at a time; empty on other ranks. Where 16 bits compute, it is
-    the fp32 master's. Collective.
+    the fp32 master's. In a pipeline the first rank of each stage has that of its part. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -63,8 +63,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     ['bias', 'weight']
     """
     engine = engine_of(model)
-    first = engine.comms.world.rank == 0
     near = engine.everyone.rank == 0  # shares "tp" with the first rank: brings its parts
+    first = near and engine.comms.tp.rank == 0
     engine.passes.gathers.catch_up()
     copies: dict[int, Tensor] = {}
 

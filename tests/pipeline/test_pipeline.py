@@ -17,7 +17,7 @@ from onefold.errors import ConfigError, ModelError, StateError
 from tests.harness import run_ranks, run_ranks_raises
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-WIDTH, LAYERS, MICRO, STEPS, BATCH = 32, 4, 4, 3, 8
+WIDTH, LAYERS, MICRO, STEPS, BATCH, CLIP = 32, 4, 4, 3, 8, 0.3
 
 
 class Layer(nn.Module):
@@ -48,6 +48,7 @@ class Part(nn.Module):
 
 class Trained(NamedTuple):
     losses: list[float]
+    norms: list[float]
     params: dict[str, Tensor]
     sent: dict[str, int]  # in the last step, by purpose
     units: dict[str, int]  # bytes of each unit's shard
@@ -58,50 +59,54 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
 
 
-def alone() -> Trained:
+def alone(clip: float = CLIP) -> Trained:
     torch.manual_seed(0)
     model = Part(0, LAYERS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
+    losses, norms = [], []
     for step in range(STEPS):
         x, y = batch(step)
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trained(losses, {name: p.detach() for name, p in model.named_parameters()}, {}, {})
+    return Trained(losses, norms, {name: p.detach() for name, p in model.named_parameters()}, {}, {})
 
 
 def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_bytes: int = 0) -> Trained:
     shards = dist.get_world_size() // stages
-    mesh = init_device_mesh("cpu", (stages, shards), mesh_dim_names=("pp", "shard"))
-    at, shard = mesh["pp"].get_local_rank(), mesh["shard"].get_local_rank()
+    mesh = onefold.mesh(pp=stages, shard=shards)
+    at, shard = mesh["pp"].get_local_rank(), mesh.get_local_rank("shard") if shards > 1 else 0
     torch.manual_seed(0)
     part = Part(LAYERS * at // stages, LAYERS * (at + 1) // stages)
-    onefold.shard(part, stage=zero, mesh=mesh["shard"], bucket_bytes=1 << 12)
+    onefold.shard(part, stage=zero, mesh=mesh, bucket_bytes=1 << 12)
     stage = onefold.PipelineStage(part, mesh, reduce=reduce, keep_bytes=keep_bytes)
     optimizer = onefold.Optimizer(part, torch.optim.SGD, lr=0.1, momentum=0.9)
     run = SCHEDULES[schedule](stage, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
-    means = []
+    means, norms = [], []
     for step in range(STEPS):
         x, y = (t.tensor_split(shards)[shard] for t in batch(step))
         losses: list[Tensor] = []
         run.step(*[x] * stage.is_first, target=y if stage.is_last else None, losses=losses)
+        norms.append(optimizer.clip_grad_norm(CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
         if stage.is_last:
             mean = torch.stack(losses).mean().detach()
-            dist.all_reduce(mean, group=mesh["shard"].get_group())
+            if shards > 1:
+                dist.all_reduce(mean, group=mesh.get_group("shard"))
             means.append(mean.item() / shards)
     sent = onefold.traffic(part).by_purpose
     units = {unit.name: unit.layout.shard_numel * unit.layout.itemsize for unit in engine_of(part).units}
-    return Trained(means, onefold.full_state_dict(part), sent, units)
+    return Trained(means, norms, onefold.full_state_dict(part), sent, units)
 
 
 def together(ranks: list[Trained]) -> Trained:
     losses = next(rank.losses for rank in reversed(ranks) if rank.losses)
-    return Trained(losses, {name: value for rank in ranks for name, value in rank.params.items()}, {}, {})
+    params = {name: value for rank in ranks for name, value in rank.params.items()}
+    return Trained(losses, ranks[0].norms, params, {}, {})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -110,11 +115,12 @@ def test_a_pipeline_trains_as_one_process_does_with_the_same_bits_at_every_stage
     wanted = alone()
     runs = [together(run_ranks(ranks, piped, stages, zero, schedule)) for zero in range(4)]
     torch.testing.assert_close(torch.tensor(runs[0].losses), torch.tensor(wanted.losses), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(runs[0].norms), torch.tensor(wanted.norms), rtol=1e-5, atol=1e-6)
     assert runs[0].params.keys() == wanted.params.keys()
     for name, value in wanted.params.items():
         torch.testing.assert_close(runs[0].params[name], value, rtol=1e-4, atol=1e-5)
     for run in runs[1:]:
-        assert run.losses == runs[0].losses
+        assert (run.losses, run.norms) == (runs[0].losses, runs[0].norms)
         assert all(torch.equal(run.params[name], value) for name, value in runs[0].params.items())
 
 
@@ -138,11 +144,11 @@ def interleaved(zero: int) -> Trained:
             optimizer.step()
             optimizer.zero_grad()
         means += [torch.stack(losses).mean().item()] if losses else []
-    return Trained(means, {k: v for part in parts for k, v in onefold.full_state_dict(part).items()}, {}, {})
+    return Trained(means, [], {k: v for part in parts for k, v in onefold.full_state_dict(part).items()}, {}, {})
 
 
 def test_a_rank_may_hold_several_stages():
-    wanted, found = alone(), together(run_ranks(2, interleaved, 3))
+    wanted, found = alone(float("inf")), together(run_ranks(2, interleaved, 3))
     torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(wanted.losses), rtol=1e-5, atol=1e-6)
     for name, value in wanted.params.items():
         torch.testing.assert_close(found.params[name], value, rtol=1e-4, atol=1e-5)

@@ -8,21 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
 
 import onefold
 from onefold.planner.shapes import Shape
-from onefold.train.model import GPT, Block, initialise
 from onefold.train.cut import Part, loss_of
+from onefold.train.model import GPT, Block, initialise
 from tests.harness import run_ranks, run_ranks_raises
 
 SHAPE = Shape(layers=3, hidden=32, heads=2, seq=16, vocab=48)
-STEPS, BATCH, MICRO = 3, 8, 4
+STEPS, BATCH, MICRO, CLIP = 3, 8, 4, 0.5
 
 
 class Trained(NamedTuple):
     losses: list[float]
+    norms: list[float]
     params: dict[str, Tensor]
     sent: dict[str, int]
 
@@ -48,51 +48,55 @@ def alone() -> Trained:
     with torch.device("meta"):
         model = GPT(SHAPE)
     onefold.shard(model, stage=0, init=fill, units=unit)
-    optimizer, losses = momentum(model), []
+    optimizer, losses, norms = momentum(model), [], []
     for step in range(STEPS):
         tokens = batch(step)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
+        norms.append(optimizer.clip_grad_norm(CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Trained(losses, onefold.full_state_dict(model), {})
+    return Trained(losses, norms, onefold.full_state_dict(model), {})
 
 
 def piped(stages: int, zero: int, precision: str = "fp32") -> Trained:
     shards = dist.get_world_size() // stages
-    mesh = init_device_mesh("cpu", (stages, shards), mesh_dim_names=("pp", "shard"))
-    at, shard = mesh["pp"].get_local_rank(), mesh["shard"].get_local_rank()
+    mesh = onefold.mesh(pp=stages, shard=shards)
+    at, shard = mesh["pp"].get_local_rank(), mesh.get_local_rank("shard") if shards > 1 else 0
     with torch.device("meta"):
         part = Part(SHAPE, at, stages)
-    onefold.shard(part, stage=zero, mesh=mesh["shard"], init=fill, units=unit, precision=precision)
+    onefold.shard(part, stage=zero, mesh=mesh, init=fill, units=unit, precision=precision)
     stage = onefold.PipelineStage(part, mesh, reduce="each", tied=["wte.weight"])
-    optimizer, means = momentum(part), []
+    optimizer, means, norms = momentum(part), [], []
     run = Schedule1F1B(stage, MICRO // shards, loss_fn=loss_of, scale_grads=False)
     for step in range(STEPS):
         tokens = batch(step).tensor_split(shards)[shard]
         losses: list[Tensor] = []
         run.step(*[tokens[:, :-1]] * stage.is_first, target=tokens[:, 1:] if stage.is_last else None, losses=losses)
+        norms.append(optimizer.clip_grad_norm(CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
         if stage.is_last:
             mean = torch.stack(losses).mean().detach()
-            dist.all_reduce(mean, group=mesh["shard"].get_group())
+            if shards > 1:
+                dist.all_reduce(mean, group=mesh.get_group("shard"))
             means.append(mean.item() / shards)
-    return Trained(means, onefold.full_state_dict(part), onefold.traffic(part).by_purpose)
+    return Trained(means, norms, onefold.full_state_dict(part), onefold.traffic(part).by_purpose)
 
 
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 4), (3, 3)])
 def test_a_tied_embedding_trains_as_in_one_process_and_stays_one(stages, ranks):
     [wanted] = run_ranks(1, alone)
     first = run_ranks(ranks, piped, stages, 0)
+    torch.testing.assert_close(torch.tensor(first[0].norms), torch.tensor(wanted.norms), rtol=1e-5, atol=1e-6)
     for name, value in wanted.params.items():
         found = [rank.params[name] for rank in first if name in rank.params]
         assert all(torch.equal(found[0], other) for other in found), f"{name}: the ends differ"
         torch.testing.assert_close(found[0], value, rtol=1e-4, atol=1e-5)
     for zero in (1, 2, 3):
         for before, after in zip(first, run_ranks(ranks, piped, stages, zero), strict=True):
-            assert after.losses == before.losses
+            assert (after.losses, after.norms) == (before.losses, before.norms)
             assert all(torch.equal(after.params[name], value) for name, value in before.params.items())
 
 
@@ -107,22 +111,22 @@ def test_sixteen_bits_keep_both_ends_equal():
 
 
 def differing_values() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
+    mesh = onefold.mesh(pp=2)
     torch.manual_seed(dist.get_rank())
-    part = onefold.shard(Part(SHAPE, dist.get_rank(), 2), mesh=mesh["shard"], units=unit)
+    part = onefold.shard(Part(SHAPE, dist.get_rank(), 2), mesh=mesh, units=unit)
     onefold.PipelineStage(part, mesh, tied=["wte.weight"])
 
 
 def shared_unit() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
+    mesh = onefold.mesh(pp=2)
     torch.manual_seed(0)
-    part = onefold.shard(Part(SHAPE, dist.get_rank(), 2), mesh=mesh["shard"])
+    part = onefold.shard(Part(SHAPE, dist.get_rank(), 2), mesh=mesh)
     onefold.PipelineStage(part, mesh, tied=["wte.weight"])
 
 
 def unknown_name() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))
-    part = onefold.shard(Part(SHAPE, dist.get_rank(), 2), mesh=mesh["shard"], units=unit)
+    mesh = onefold.mesh(pp=2)
+    part = onefold.shard(Part(SHAPE, dist.get_rank(), 2), mesh=mesh, units=unit)
     onefold.PipelineStage(part, mesh, tied=["head.weight"])
 
 
