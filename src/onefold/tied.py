@@ -20,7 +20,7 @@ from onefold.mesh import Axis
 
 class Tied:
     def __init__(self, engine: Engine, ends: Axis, names: Sequence[str]) -> None:
-        self._engine = engine
+        self._engine, self.names = engine, tuple(names)
         self._comm = Comm(ends, engine.device, engine.zero.timeout_s, engine.comm.meter)
         self.summed = False  # in this step
         error: Exception | None = None
@@ -43,6 +43,10 @@ class Tied:
         out = torch.empty(unit.master.owned.numel, dtype=torch.float32, device=self._engine.device)
         unit.master.peek(unit.master.owned, out)
         return out
+
+    def speaks_for(self, name: str) -> bool:
+        """Whether this end answers for a parameter."""
+        return name not in self.names or self._comm.rank == 0
 
     def counts(self, index: int) -> bool:
         """Whether this end's copy of a unit stands for both, as in a norm."""

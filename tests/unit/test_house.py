@@ -18,11 +18,11 @@ ORDER = [
     "planner.here", "planner.seconds", "planner.peak", "planner.work", "planner.estimate", "planner.search",
     "planner.auto", "shard", "tied", "pipeline", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.order",
     "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading", "checkpoint.verify", "checkpoint.importing",
-    "checkpoint.export", "checkpoint.notes", "checkpoint.state", "checkpoint.own", "checkpoint.together",
-    "checkpoint.background", "checkpoint.save", "checkpoint.names", "checkpoint.restore", "checkpoint.load",
-    "planner.dry", "planner.plan", "planner.measure", "train.model", "train.tensor_parallel", "train.cut", "simulate",
-    "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch", "cli.plan", "cli.verify", "cli.simulate",
-    "cli.checkpoint", "cli.main",
+    "checkpoint.export", "checkpoint.notes", "checkpoint.state", "checkpoint.own", "checkpoint.stages",
+    "checkpoint.together", "checkpoint.background", "checkpoint.save", "checkpoint.names", "checkpoint.restore",
+    "checkpoint.load", "planner.dry", "planner.plan", "planner.measure", "train.model", "train.tensor_parallel",
+    "train.cut", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch", "cli.plan",
+    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

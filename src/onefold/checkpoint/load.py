@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from onefold.checkpoint.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_
 from onefold.checkpoint.reading import Checkpoint, Source
 from onefold.checkpoint.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
 from onefold.checkpoint.save import check_optimizer
+from onefold.checkpoint.stages import Part, elsewhere, part_of
 from onefold.checkpoint.state import params_of, truths
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.together import attempt, check_same
@@ -91,20 +93,23 @@ def load(
         choices.append(Choice(rename=_mapping(rename), subset=chosen, allow_missing=missing, allow_extra=extra))
         asked = [optimizer is not None, bool(fallback), list(choices[0].rename.items()), chosen, missing, extra]
         engine.quiet("load()")
+        part = part_of(engine, None)
         if open_weights(storage, Path(folder)) is not None:
-            return [asked, None]
-        return [asked, [str(path) for path in find(storage, Path(folder))] if comm.rank == 0 else []]
+            return [asked, None, part]
+        return [asked, [str(path) for path in find(storage, Path(folder))] if comm.rank == 0 else [], part]
 
     told = attempt(comm, prepare)
     settings = "whether an optimizer is given, fallback, rename, subset, allow_missing, allow_extra"
     check_same(comm, [row[0] for row in told], "loads", settings)
     candidates = told[0][1]
+    others = elsewhere([Part(*row[2]) for row in told], engine.comms.pp.rank)
+    choice = replace(choices[0], elsewhere=others)
     if candidates is None:
-        return _load_one(engine, optimizer, choices[0], lambda: open_weights(storage, Path(folder)))
+        return _load_one(engine, optimizer, choice, lambda: open_weights(storage, Path(folder)))
     damaged: list[Path] = []
     for path in map(Path, candidates):
         try:
-            extra = _load_one(engine, optimizer, choices[0], lambda path=path: Checkpoint(storage, path))
+            extra = _load_one(engine, optimizer, choice, lambda path=path: Checkpoint(storage, path))
         except CheckpointDamaged as error:
             if not fallback or str(path) == candidates[-1]:
                 raise

@@ -42,6 +42,9 @@ class Choice:
     allow_extra: tuple[str, ...] = ()
     """Saved tensors that need not be in the model."""
 
+    elsewhere: frozenset[str] = frozenset()
+    """Tensors of the model that other stages of a pipeline load."""
+
 
 def patterns(what: str, given: str | Iterable[str] | None) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else tuple(given or ())
@@ -87,7 +90,8 @@ def match(wanted: Iterable[Named], saved: Iterable[Named], choice: Choice) -> di
         else:
             found[param.name] = source.name
             taken.add(source.name)
-    left = [r for r in saved if r.name not in taken and not _any((r.name, *r.also), choice.allow_extra)]
+    theirs = {offered[name].name for name in choice.elsewhere & offered.keys()}
+    left = [r for r in saved if r.name not in taken | theirs and not _any((r.name, *r.also), choice.allow_extra)]
     tied = {name for param in wanted for name in param.also}
     apart = [record.name for record in left if record.name in tied]
     extra = [] if choice.subset is not None else [record.name for record in left if record.name not in tied]

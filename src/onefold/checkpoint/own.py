@@ -94,12 +94,13 @@ class Seat(NamedTuple):
     rank: int
     ranks: int
     tp: int = 1  # how many share one tensor, and the data
+    pp: int = 1  # how many share one model, and the data
     data: int = 0  # which of those that read different data
 
 
 def seat_of(engine: Engine) -> Seat:
     world = engine.comms.world
-    return Seat(world.rank, world.size, engine.comms.tp.size, engine.everyone.rank)
+    return Seat(world.rank, world.size, engine.comms.tp.size, engine.comms.pp.size, engine.everyone.rank)
 
 
 class OwnNotes:
@@ -107,10 +108,11 @@ class OwnNotes:
 
     def __init__(self, checkpoint: Checkpoint, seat: Seat) -> None:
         self._checkpoint = checkpoint
-        tp: Any = checkpoint.manifest.about.get("tp")
-        if type(tp) is not int or tp < 1:
-            raise CheckpointDamaged(f"{checkpoint.folder}: the manifest does not say how many ranks shared a tensor")
-        self._tp: int = tp
+        shared = [checkpoint.manifest.about.get(axis) for axis in ("tp", "pp")]
+        if not all(type(size) is int and size > 0 for size in shared):
+            raise CheckpointDamaged(f"{checkpoint.folder}: the manifest does not say how many ranks shared a model")
+        self._tp: int = shared[0]  # type: ignore[assignment]
+        self._pp: int = shared[1]  # type: ignore[assignment]
         saved = checkpoint.manifest.about.get("own")
         if not isinstance(saved, list) or len(saved) != checkpoint.manifest.ranks or not saved:
             raise CheckpointDamaged(f"{checkpoint.folder}: the manifest does not say what each rank has of its own")
@@ -118,7 +120,7 @@ class OwnNotes:
             raise CheckpointDamaged(f"{checkpoint.folder}: what a rank has of its own is not among {sorted(KINDS)}")
         self._saved: list[dict[str, Any]] = [{**saved[0], EXTRA_NOTE: checkpoint.manifest.extra}, *saved[1:]]
         self._seat, self._rank = seat, seat.rank
-        self.same_ranks = (seat.ranks, seat.tp) == (len(saved), self._tp)
+        self.same_ranks = (seat.ranks, seat.tp, seat.pp) == (len(saved), self._tp, self._pp)
 
     @property
     def ranks(self) -> int:
@@ -128,7 +130,7 @@ class OwnNotes:
     @property
     def streams(self) -> int:
         """Of data, and so of random numbers, among those that saved."""
-        return -(-self.ranks // self._tp)
+        return -(-self.ranks // (self._tp * self._pp))
 
     @property
     def parted(self) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from onefold.checkpoint.background import WORKER
 from onefold.checkpoint.commit import Draft, begin, clean, commit, retain, step_name
 from onefold.checkpoint.manifest import Manifest, ParamRecord, block_of, file_name, part_to_json, put_together
 from onefold.checkpoint.own import EXTRA_NOTE, Note, differing, note, notes_of
+from onefold.checkpoint.stages import Part, joined_groups, part_of
 from onefold.checkpoint.state import Held, hold, on_host, vector
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import write_tensors
@@ -114,11 +115,16 @@ def save_on(
     def look() -> list[Any]:
         job = _job(engine, comm, storage, Asked(Path(folder).absolute(), optimizer, extra, step, keep, wait))
         jobs.append(job)
-        return [job.step, job.keep, optimizer is not None]
+        return [[job.step, job.keep, optimizer is not None], part_of(engine, optimizer)]
 
-    asked = attempt(comm, look)
-    check_same(comm, asked, "saves", "step, keep, whether an optimizer is given")
-    (job,) = jobs
+    told = attempt(comm, look)
+    check_same(comm, [row[0] for row in told], "saves", "step, keep, whether an optimizer is given")
+    groups = attempt(comm, lambda: joined_groups([Part(*row[1]) for row in told]))[0]
+    job = jobs[0]
+    if optimizer is not None:
+        notes = {**optimizer.notes()}
+        notes["groups"] = [{**group, "names": names} for group, names in zip(notes["groups"], groups, strict=True)]
+        job = replace(job, optimizer=note(notes, "optimizer", copy=not wait))
     if wait:
         write(job)
     else:
@@ -134,15 +140,15 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
     engine.quiet("save()")
     holding = hold(engine, optimizer)
     own = notes_of(engine.model, asked.extra, engine.device, copy=not wait)
-    noted = note(optimizer.notes(), "optimizer", copy=not wait) if optimizer is not None else None
     about = {
         "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
-        "tp": engine.comms.tp.size, "accumulated": engine.sums_kept, "onefold": VERSION, "torch": torch.__version__,
+        "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.sums_kept,
+        "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
     held = holding.held if wait else staged(holding.held, engine.device)
     device = engine.device if wait else torch.device("cpu")
-    return Job(comm, storage, asked.run, step, asked.keep, held, holding.records, own, noted, about, device)
+    return Job(comm, storage, asked.run, step, asked.keep, held, holding.records, own, None, about, device)
 
 
 def _check(asked: Asked) -> int:

@@ -116,6 +116,8 @@ def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
 
 
 def _answers(engine: Engine, name: str) -> bool:
+    if engine.tied and not engine.tied.speaks_for(name):
+        return False  # the other end of a pipeline does
     return name in engine.parts or engine.comms.tp.rank == 0
 
 
