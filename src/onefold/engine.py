@@ -75,6 +75,7 @@ class Engine:
         self.grad_scale = 1.0  # what the gradients of this step are multiplied by
         self.inside: Any = None  # InsideUpdates, where units are updated inside backward
         self.optimizer: Any = None  # the Optimizer that was made for this model
+        self.checkpoints: Any = None  # the Store of block inputs, where blocks are computed again
         self.device = pool.device
         self._aside: Comm | None = None
         self.spoilt = ""  # why the values are of no use

@@ -57,11 +57,16 @@ class Axis:
 
 
 class Axes(NamedTuple):
-    """State is sharded along `shard`, the same on every rank of `replica`; `everyone` is both."""
+    """State is sharded along `shard`, the same on every rank of `replica`; `everyone` is both.
+
+    Ranks along `tp` hold different parts of the parameters and the same block inputs; the other axes are of ranks with
+    one place on it.
+    """
 
     shard: Axis
     replica: Axis
     everyone: Axis
+    tp: Axis
 
 
 def axes_of(mesh: DeviceMesh | None) -> Axes:
@@ -72,7 +77,7 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
         group = dist.group.WORLD
         assert group is not None
         world = _axis(group)
-        return Axes(world, _alone(group), world)
+        return Axes(world, _alone(group), world, _alone(group))
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh={mesh!r} is not a torch DeviceMesh; make one with init_device_mesh")
     if mesh.get_coordinate() is None:
@@ -80,14 +85,18 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
             f"rank {dist.get_rank()} is not in {mesh.mesh.tolist()}; call shard() on the mesh's ranks only"
         )
     if mesh.ndim == 1:
-        shard = _axis(mesh.get_group())
-        return Axes(shard, _alone(mesh.get_group()), shard)
+        shard, alone = _axis(mesh.get_group()), _alone(mesh.get_group())
+        return Axes(shard, alone, shard, alone)
     names = mesh.mesh_dim_names or ()
+    if sorted(names) == ["shard", "tp"]:
+        shard = _axis(mesh.get_group("shard"))
+        return Axes(shard, _alone(mesh.get_group("shard")), shard, _axis(mesh.get_group("tp")))
     if sorted(names) != ["replica", "shard"]:
         raise ConfigError(f"mesh has axes {names or mesh.ndim}; one axis is wanted, or two named 'replica' and 'shard'")
     everyone = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
     assert everyone is not None
-    return Axes(_axis(mesh.get_group("shard")), _axis(mesh.get_group("replica")), _axis(everyone))
+    alone = _alone(everyone)
+    return Axes(_axis(mesh.get_group("shard")), _axis(mesh.get_group("replica")), _axis(everyone), alone)
 
 
 class Nobody:
@@ -99,8 +108,10 @@ class Nobody:
     send = recv = broadcast = _allgather_base = _reduce_scatter_base = _sent
 
 
-def simulated_axes(ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, values: bool = True) -> Axes:
-    """The axes of one rank that has no peers, as if it were of a world of ranks × replicas that talk over a backend.
+def simulated_axes(
+    ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, tp: int = 1, values: bool = True
+) -> Axes:
+    """The axes of one rank without peers, as if it were of a world of ranks × replicas × tp that talk over a backend.
 
     With `values`, what is gathered is filled with copies of what this rank has.
     """
@@ -109,7 +120,7 @@ def simulated_axes(ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, 
         group: Any = FakeProcessGroup._create_internal(at, size) if values else Nobody()
         return Axis(group, at, size, tuple(range(size)), plays)
 
-    return Axes(axis(ranks, rank), axis(replicas, 0), axis(ranks * replicas, rank))
+    return Axes(axis(ranks, rank), axis(replicas, 0), axis(ranks * replicas, rank), axis(tp, 0))
 
 
 def beside(axis: Axis, name: str, timeout_s: float) -> Axis:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from onefold.activations.policy import attach_activations, check_activations
 from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest
 from onefold.blocks import find_blocks
 from onefold.build import Builder
@@ -60,14 +61,16 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     try:
         settings = Zero.of(zero, fields)
         found = survey(model, settings, axes.shard.size, axes.replica.size)
+        check_activations(settings, find_blocks(model, settings.units), axes.tp.size)
     except Exception as mistake:  # whatever it is, the other ranks must hear of it
         error = mistake
     meter = Meter()
-    comm, replicas, everyone = (Comm(axis, device, settings.timeout_s, meter) for axis in axes)
+    comm, replicas, everyone, tensor = (Comm(axis, device, settings.timeout_s, meter) for axis in axes)
     agree(everyone, found.lines, error)
     if settings.schedule == "negotiate" and not comm.any_order:
         raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
     comm.salt = replicas.salt = everyone.salt = agree_on_salt(everyone)
+    tensor.salt = agree_on_salt(tensor) if tensor.size > 1 else 0
     comm.offers.model = str(comm.salt)
     let_go(lambda blob: everyone.exchange(blob, Label("agree", "what is left over")))
 
@@ -100,7 +103,9 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         layouts=found.layouts,
         replica=replicas.rank,
     )
-    attach(engine, find_blocks(model, settings.units))
+    blocks = find_blocks(model, settings.units)
+    attach(engine, blocks)
+    attach_activations(engine, blocks, tensor)
     meter.cut()
     return model
 
