@@ -83,7 +83,9 @@ class Recompute:
 
     def _pack_wrapped(self, call: Call, tensor: Any) -> Any:
         names, context = tensor.__tensor_flatten__()
-        if len(names) != 1:
+        parts = {name: getattr(tensor, name) for name in names}
+        inner = [name for name, part in parts.items() if isinstance(part, Tensor)]
+        if len(inner) != 1:
             return self._passes.pack(tensor)
         split = [place for place in getattr(tensor, "placements", ()) if not place.is_replicate()]
         if split and self.store.ranks > 1:
@@ -94,8 +96,10 @@ class Recompute:
             )
         size, stride, cls = tensor.size(), tensor.stride(), type(tensor)
         with torch.no_grad():
-            kept = self.store.keep(call, getattr(tensor, names[0]))
-        return Wrapped(kept, lambda inner: cls.__tensor_unflatten__({names[0]: inner}, context, size, stride))
+            kept = self.store.keep(call, parts.pop(inner[0]))
+        return Wrapped(
+            kept, lambda part: cls.__tensor_unflatten__({inner[0]: part, **parts}, context, size, stride).detach()
+        )
 
     def _unpack(self, saved: Any) -> Tensor:
         """In backward, before the block is computed again."""
