@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+FAR_OFF = 0.75  # a first guess that much too long is put right
+
 
 class Slot:
     """A piece of an arena; it is free again when nobody holds it."""
@@ -77,7 +79,7 @@ class Arena:
             return
         self._settled = self._settled or self._needed > 0
         wanted = self._needed if self._settled else self._expected
-        if wanted > self.nbytes or (self._expected and self._settled and wanted < self.nbytes):
+        if wanted > self.nbytes or (self._expected and self._settled and wanted < FAR_OFF * self.nbytes):
             self._stretch = None  # first, so that both are never there at once
             self._stretch = self._make(wanted)
         if self._settled:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from onefold.activations.recompute import Recompute
 from onefold.activations.store import Store
 from onefold.comm import Comm
-from onefold.config import AUTO, Zero
+from onefold.config import Zero
 from onefold.engine import Engine
 from onefold.errors import ConfigError
 
@@ -15,9 +15,7 @@ from onefold.errors import ConfigError
 def check_activations(zero: Zero, blocks: Sequence[str], tp: int) -> None:
     """What is asked for can run, or raises: nothing is left undone silently."""
     policy = zero.activations
-    if policy in ("keep", AUTO):
-        return
-    if not blocks:
+    if policy != "keep" and not blocks:
         raise ConfigError(
             f"activations={policy!r} computes blocks again, and this model has none: no list of two or more modules of "
             f"one class; name them with units="
@@ -29,12 +27,9 @@ def check_activations(zero: Zero, blocks: Sequence[str], tp: int) -> None:
         )
 
 
-def attach_activations(engine: Engine, blocks: Sequence[str], tensor: Comm) -> None:
-    zero = engine.zero
-    if zero.activations == "keep":
-        return
-    chosen = blocks[:: zero.checkpoint_every]
-    shared = tensor if zero.activations.startswith("partition") else None
-    store = Store(engine.device, shared, away=zero.activations.endswith("+host"), blocks=len(chosen))
-    engine.checkpoints = store
-    Recompute(engine, store, zero.activations).attach(engine.model, chosen)
+def attach_policy(engine: Engine, policy: str, blocks: Sequence[str], tensor: Comm) -> None:
+    """Let these blocks be computed again, unless all is kept. `tensor` are the ranks along the mesh axis tp."""
+    if policy != "keep":
+        shared = tensor if policy.startswith("partition") else None
+        engine.checkpoints = Store(engine.device, shared, away=policy.endswith("+host"), blocks=len(blocks))
+        Recompute(engine, engine.checkpoints, policy).attach(engine.model, blocks)

@@ -33,6 +33,12 @@ class Wrapped(NamedTuple):
     rebuild: Callable[[Tensor], Tensor]
 
 
+def others_keep(passes: Passes) -> bool:
+    """Whether what autograd saves now goes to hooks that are not ours."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and top[0] != passes.pack
+
+
 class Recompute:
     """Ties a store to the blocks of a model."""
 
@@ -59,16 +65,12 @@ class Recompute:
                 return forward(*args, **kwargs)
 
             call = self.store.call(name)
-            if self._others_keep():
+            if others_keep(self._passes):
                 return checkpoint(run, *leaves, use_reentrant=False)
             with torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(call, t), self._unpack):
                 return checkpoint(run, *leaves, use_reentrant=False)
 
         return again
-
-    def _others_keep(self) -> bool:
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and top[0] != self._passes.pack
 
     def _pack(self, call: Call, tensor: Tensor) -> Any:
         """From forward: where it is until backward."""

@@ -24,7 +24,7 @@ from onefold.activations.arena import Arena
 from onefold.activations.moves import CudaMoves, Moves, moves_of
 from onefold.comm import Comm, Label, Pending
 from onefold.errors import ConfigError, StateError
-from onefold.layout import padded
+from onefold.layout import part_numel
 from onefold.memory import storage_key
 from onefold.views import dense_stride
 
@@ -38,11 +38,6 @@ class Form(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-
-
-def part_numel(numel: int, ranks: int) -> int:
-    """Elements one of `ranks` keeps of an input: equal parts of full vectors."""
-    return padded(numel, padded(1) * ranks) // ranks
 
 
 class Call:
