@@ -110,7 +110,9 @@ class Reduction(Pending):
 class Comm:
     """Collectives over one axis of ranks."""
 
-    def __init__(self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter) -> None:
+    def __init__(
+        self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter, *, only_gathers: bool = False
+    ) -> None:
         self.rank, self.size = axis.rank, axis.size
         self.meter = meter
         self.offers = Offers()
@@ -123,6 +125,8 @@ class Comm:
             self._wire: PairwiseWire | CollectiveWire = PairwiseWire(self)
         elif backend == "nccl":
             self._wire = CollectiveWire(self)
+        elif backend == "gloo" and (only_gathers or axis.size == 1):
+            self._wire = StagedWire(self)
         else:
             raise ConfigError(f"{device.type} tensors over {backend}: use gloo for cpu and nccl for cuda")
 
@@ -335,6 +339,39 @@ class CollectiveWire:
         target = scratch[: flat.numel() // self._comm.size]
         work = self._comm._axis.group._reduce_scatter_base(target, flat, dist.ReduceScatterOptions())
         return Reduction(Pending(self._comm, label, [(None, work)]), (target,))
+
+
+class StagedWire(CollectiveWire):
+    """GPU tensors over gloo, for ranks that share a GPU, which NCCL refuses: gathers go through host memory."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
+        self._host = PairwiseWire(comm)
+
+    def gather(self, flat: Tensor, label: Label) -> Pending:
+        if self._comm.size == 1:
+            return Pending(self._comm, label, ())
+        staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        slots, target = staged.view(self._comm.size, -1), flat.view(self._comm.size, -1)
+        slots[self._comm.rank].copy_(target[self._comm.rank])
+        return Staged(self._host.gather(staged, label), staged, flat)
+
+    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+        assert self._comm.size == 1
+        return Reduction(Pending(self._comm, label, ()), (flat,))
+
+
+class Staged(Pending):
+    """A gather whose result is copied to the GPU once it has arrived."""
+
+    def __init__(self, pending: Pending, staged: Tensor, flat: Tensor) -> None:
+        super().__init__(pending._comm, pending._label, pending._works)
+        pending._works = ()  # they are ours now
+        self._staged, self._flat = staged, flat
+
+    def wait(self) -> None:
+        super().wait()
+        self._flat.copy_(self._staged, non_blocking=True)
 
 
 @lru_cache(maxsize=4096)

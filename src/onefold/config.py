@@ -155,6 +155,27 @@ class Zero:
         ]
 
 
+# The ZeRO paper's five configurations. Constant buffers (C_B) and arenas for block inputs (M_D) belong to all of them.
+PRESETS: dict[str, dict[str, Any]] = {
+    "C1": {"stage": 1, "activations": "checkpoint"},
+    "C2": {"stage": 1, "activations": "partition"},
+    "C3": {"stage": 2, "activations": "checkpoint"},
+    "C4": {"stage": 2, "activations": "partition"},
+    "C5": {"stage": 2, "activations": "partition+host"},
+}
+
+
+def preset(name: str, **fields: Any) -> Zero:
+    """A configuration of the ZeRO paper by its name, C1 to C5, with other fields beside it.
+
+    >>> preset("C4", precision="bf16").activations
+    'partition'
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
+    return Zero.of(None, {**PRESETS[name], **fields})
+
+
 def check_reduce(reduce: str | None) -> None:
     if reduce is not None:
         _one_of("reduce", reduce, REDUCE)

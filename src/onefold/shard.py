@@ -67,7 +67,8 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     except Exception as mistake:  # whatever it is, the other ranks must hear of it
         error = mistake
     meter = Meter()
-    comm, replicas, everyone, tensor = (Comm(axis, device, settings.timeout_s, meter) for axis in axes)
+    comm, replicas, everyone = (Comm(axis, device, settings.timeout_s, meter) for axis in axes[:3])
+    tensor = Comm(axes.tp, device, settings.timeout_s, meter, only_gathers=True)
     agree(everyone, found.lines, error)
     if settings.schedule == "negotiate" and not comm.any_order:
         raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
