@@ -32,7 +32,7 @@ from onefold.train.model import GPT
 
 ALONE = (Shape(layers=48, hidden=2048, heads=16, seq=1024, vocab=8192), 128)  # 2.4B parameters, 131072 tokens
 SHARED = (Shape(layers=32, hidden=1024, heads=8, seq=1024, vocab=4096), 64)
-QUICK = (Shape(layers=8, hidden=512, heads=8, seq=512, vocab=1024), 16)
+QUICK = (Shape(layers=4, hidden=128, heads=4, seq=64, vocab=256), 4)
 GB = 1e9
 
 
@@ -42,7 +42,7 @@ def measure(shape: Shape, batch: int, policy: str, steps: int, mesh: Any = None)
     with device:
         model = GPT(shape)
         tokens = torch.randint(0, shape.vocab, (batch, shape.seq))
-    onefold.shard(model, stage=2, precision="bf16", activations=policy, mesh=mesh)
+    onefold.shard(model, stage=2, precision="bf16" if device.type == "cuda" else "fp32", activations=policy, mesh=mesh)
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-4)
     times, loss = [], torch.zeros(())
     for step in range(steps + 2):  # the first ones size the arena and warm up
@@ -50,7 +50,7 @@ def measure(shape: Shape, batch: int, policy: str, steps: int, mesh: Any = None)
             torch.cuda.reset_peak_memory_stats()
         wait(device)
         began = time.perf_counter()
-        loss = model(tokens, tokens)
+        loss = model(tokens, tokens.roll(1, 1))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

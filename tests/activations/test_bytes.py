@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import onefold
 from onefold.engine import engine_of
@@ -173,3 +174,67 @@ def test_on_the_host_the_peak_grows_by_two_inputs_at_most():
     (kept,), (away,) = (run_ranks(1, peak_of, policy) for policy in ("checkpoint", "checkpoint+host"))
     saved: Any = kept - away
     assert saved >= (LAYERS - 2) * INPUT_BYTES // BATCH * 32
+
+
+# -- beside tensor parallelism -----------------------------------------------------------------------------------------
+
+
+class Forward(torch.autograd.Function):
+    """Sums over the ranks in forward, as after a row-parallel matrix; counts what it sums."""
+
+    summed = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        Forward.summed += x.nbytes
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Backward(torch.autograd.Function):
+    """The same in backward, as before a column-parallel matrix."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Forward.forward(ctx, grad)
+
+
+class Megatron(nn.Module):
+    """Two pairs of a column- and a row-parallel matrix: two sums in forward, two in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for column, row in (self.layers[:2], self.layers[2:]):
+            x = x + Forward.apply(row(torch.tanh(column(Backward.apply(x)))))
+        return x
+
+
+def shares(early_stop: bool) -> float:
+    """What sharing inputs sends, over what tensor parallelism sends: both in a ring."""
+    model, optimizer = made("partition", model=nn.Sequential(nn.Linear(DIM, DIM), *(Megatron() for _ in range(3))))
+    for step in range(2):
+        Forward.summed = 0
+        with set_checkpoint_early_stop(early_stop):
+            model(batch(step, 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks = dist.get_world_size()
+    return onefold.traffic(model).by_purpose["activation"] / (2 * Forward.summed * (ranks - 1) / ranks)
+
+
+@pytest.mark.parametrize(("early_stop", "share"), [(False, 1 / 12), (True, 1 / 10)])
+def test_sharing_inputs_adds_a_twelfth_to_the_traffic_of_tensor_parallelism(early_stop: bool, share: float) -> None:
+    """Six sums of b·s·h per block, where recomputation repeats both; torch leaves out the last, which nothing needs."""
+    assert run_ranks(2, shares, early_stop) == [pytest.approx(share)] * 2

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 class Moves(Protocol):
@@ -63,7 +64,7 @@ class CudaMoves:
     def host(self, nbytes: int) -> Tensor:
         """Pinned memory of exactly this size: torch's own pinned allocator rounds up to a power of two."""
         plain = torch.empty(nbytes, dtype=torch.uint8)
-        if isinstance(plain, torch._subclasses.FakeTensor):
+        if isinstance(plain, FakeTensor):
             return plain
         cuda = torch.cuda.cudart()
         if int(cuda.cudaHostRegister(plain.data_ptr(), nbytes, 0)) != 0:
