@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -158,6 +158,31 @@ def test_unusual_blocks_and_loops_train_to_the_same_bits(name: str, stage: int) 
 @pytest.mark.parametrize("name", ["a checkpoint inside", "strides", "backward twice", "forwards in another order"])
 def test_unusual_blocks_and_loops_share_their_inputs(name: str) -> None:
     assert run_ranks(2, differences, *CASES[name], 2, ("partition", "partition+host")) == [[], []]
+
+
+class Watching(Plain):
+    """Says, when it is computed again, how many inputs of other blocks are on their way."""
+
+    store: Any = None
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._current_graph_task_id() != -1:
+            kept = [reference() for call in self.store._calls.values() for reference in call.kept]
+            Watching.seen.append(sum(one is not None and one._arriving is not None for one in kept))
+        return super().forward(x)
+
+
+def ahead(policy: str) -> list[int]:
+    model, _ = made(policy, 2, Tower(Watching, 5))
+    Watching.store, Watching.seen = engine_of(model).checkpoints, []
+    learn(model, 0)
+    return Watching.seen
+
+
+@pytest.mark.parametrize("policy", ["checkpoint+host", "partition", "partition+host"])
+def test_while_a_block_computes_the_input_of_the_one_before_it_is_on_its_way(policy: str) -> None:
+    assert run_ranks(2, ahead, policy) == [[1, 1, 1, 1, 0]] * 2
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class Recompute:
                 f"gradient, or saved_tensors_hooks of your own (a checkpoint around the model) keep them; use "
                 f'activations="checkpoint"'
             )
-        self.store.end_forward()
+        last = self.store.end_forward()  # which backward begins with
         for tensor in tensors_in(output) if self.store.moving else ():
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self.store.begin_backward())
+                tensor.register_hook(lambda _: self.store.start(last))

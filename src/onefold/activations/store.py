@@ -165,11 +165,13 @@ class Store:
         self._forward, self._number = self._forward + 1, 0
         self.calls, self.parts = 0, []
 
-    def end_forward(self) -> None:
+    def end_forward(self) -> int:
+        """The number of its last call that kept something."""
         self.moves.arrive()
         self._known.clear()
         if self.parts:
             self._compare = False
+        return max(self._calls, default=-1)
 
     def call(self, name: str) -> Call:
         """A block is called."""
@@ -208,16 +210,15 @@ class Store:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """The last block comes first."""
-        if self._calls:
-            self._calls[max(self._calls)].start()
+    def start(self, number: int) -> None:
+        """A call's inputs are needed soon."""
+        if (call := self._calls.get(number)) is not None:
+            call.start()
 
     def look_ahead(self, call: Call) -> None:
         """What an earlier call kept is needed next."""
-        earlier = max((number for number in self._calls if number < call.number), default=None)
-        if earlier is not None:
-            self._calls[earlier].start()
+        earlier = max((number for number in self._calls if number < call.number), default=-1)
+        self.start(earlier)
 
     # -- places -----------------------------------------------------------------------------------------------------
 
