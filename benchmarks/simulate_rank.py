@@ -63,10 +63,11 @@ def one(model: str, ranks: int, options: argparse.Namespace) -> dict[str, object
     zero = Zero(
         stage=options.stage,
         precision=Precision(compute=options.precision, master=options.master if narrow else None),
+        activations="checkpoint" if options.checkpoint else "keep",
     )
     found = simulate(
         partial(GPT, shape), (tokens, tokens), zero, ranks=ranks, steps=options.steps,
-        init=partial(initialise, layers=shape.layers), checkpointed=options.checkpoint,
+        init=partial(initialise, layers=shape.layers),
     )  # fmt: skip
     return report(model, found)
 

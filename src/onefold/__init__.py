@@ -4,7 +4,7 @@ from onefold.checkpoint.background import finish_saves
 from onefold.checkpoint.export import export
 from onefold.checkpoint.load import load
 from onefold.checkpoint.save import save
-from onefold.config import Zero
+from onefold.config import Zero, preset
 from onefold.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -64,6 +64,7 @@ __all__ = [
     "mesh",
     "placement",
     "plan",
+    "preset",
     "save",
     "shard",
     "track_memory",

@@ -123,8 +123,10 @@ class Comm:
             self._wire: PairwiseWire | CollectiveWire = PairwiseWire(self)
         elif backend == "nccl":
             self._wire = CollectiveWire(self)
+        elif backend == "gloo":
+            self._wire = StagedWire(self)
         else:
-            raise ConfigError(f"{device.type} tensors over {backend}: use gloo for cpu and nccl for cuda")
+            raise ConfigError(f"{device.type} tensors over {backend}: use gloo for cpu, and nccl or gloo for cuda")
 
     def world_rank(self, rank: int) -> int:
         """What users call a rank of this axis."""
@@ -138,6 +140,11 @@ class Comm:
     def any_order(self) -> bool:
         """Whether ranks may fetch what was offered in different orders."""
         return isinstance(self._wire, PairwiseWire)
+
+    @property
+    def sums_here(self) -> bool:
+        """Whether reductions are summed by us, in fp32 and in rank order, whatever travels."""
+        return type(self._wire) is not CollectiveWire
 
     def offer(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
@@ -353,6 +360,59 @@ class CollectiveWire:
         target = scratch[: flat.numel() // self._comm.size]
         work = self._comm._axis.group._reduce_scatter_base(target, flat, dist.ReduceScatterOptions())
         return Reduction(Pending(self._comm, label, [(None, work)]), (target,))
+
+
+class StagedWire(CollectiveWire):
+    """GPU tensors over gloo, through host memory: for ranks that share a GPU, which NCCL refuses. Slow, and exact."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__(comm)
+        self._host = PairwiseWire(comm)
+
+    def scratch_numel(self, shard_numel: int) -> int:
+        return self._host.scratch_numel(shard_numel)
+
+    def gather(self, flat: Tensor, label: Label) -> Pending:
+        if self._comm.size == 1:
+            return Pending(self._comm, label, ())
+        staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        slots, target = staged.view(self._comm.size, -1), flat.view(self._comm.size, -1)
+        slots[self._comm.rank].copy_(target[self._comm.rank])
+        return Staged(self._host.gather(staged, label), staged, flat)
+
+    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+        staged = torch.empty(scratch.shape, dtype=flat.dtype, pin_memory=True)
+        reduction = self._host.reduce(flat.cpu(), staged, label)
+        mine = flat.view(self._comm.size, -1)[self._comm.rank]
+        received = iter(scratch.view(self._comm.size - 1, -1)) if scratch.numel() else iter(())
+        parts = [mine if rank == self._comm.rank else next(received) for rank in range(self._comm.size)]
+        return StagedReduction(reduction, parts, staged, scratch)
+
+
+class Staged(Pending):
+    """A gather whose result is copied to the GPU once it has arrived."""
+
+    def __init__(self, pending: Pending, staged: Tensor, flat: Tensor) -> None:
+        super().__init__(pending._comm, pending._label, pending._works)
+        pending._works = ()  # they are ours now
+        self._staged, self._flat = staged, flat
+
+    def wait(self) -> None:
+        super().wait()
+        self._flat.copy_(self._staged, non_blocking=True)
+
+
+class StagedReduction(Reduction):
+    """A reduce whose parts are copied to the GPU once they have arrived, and are summed there."""
+
+    def __init__(self, host: Reduction, parts: Sequence[Tensor], staged: Tensor, scratch: Tensor) -> None:
+        self._sent = host._parts  # on the host, until they have left
+        super().__init__(host, parts)
+        self._staged, self._scratch = staged, scratch
+
+    def wait(self) -> None:
+        super().wait()
+        self._scratch.copy_(self._staged, non_blocking=True)
 
 
 @lru_cache(maxsize=4096)

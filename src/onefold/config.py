@@ -25,6 +25,8 @@ BUFFERS = ("local", "rank0")
 SYNC = ("rank0", "check")
 REDUCE = ("once", "each")
 SCHEDULES = ("agreed", "negotiate")
+ACTIVATIONS = ("keep", "checkpoint", "checkpoint+host", "partition", "partition+host")
+AUTO = "auto"
 LONGEST_S = 30 * 24 * 3600
 
 
@@ -61,6 +63,14 @@ class Zero:
 
     units: Units = None
     """Which modules are blocks: classes, or a callable (name, module) -> bool. None finds repeated blocks."""
+
+    activations: str = "keep"
+    """What a block leaves for backward. "keep": all its activations. "checkpoint": its input, from which it is computed
+    again. "partition": 1/N of its input on each of the N ranks of the mesh axis "tp" (P_a). "checkpoint+host" and
+    "partition+host" move those to host memory. "auto" decides when the first block runs; placement() says why."""
+
+    checkpoint_every: int = 1
+    """Compute every so manieth block again; the others keep their activations."""
 
     init: Source = None
     """A model on the meta device: what fills it. A function of each module, a state dict, or a .safetensors file; None
@@ -102,6 +112,14 @@ class Zero:
         if not callable(self.keep_whole) and (not isinstance(self.keep_whole, int) or self.keep_whole < 0):
             raise ConfigError(f"keep_whole={self.keep_whole!r} is neither a number of elements nor a callable")
         _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("activations", self.activations, (*ACTIVATIONS, AUTO))
+        if type(self.checkpoint_every) is not int or self.checkpoint_every < 1:
+            raise ConfigError(f"checkpoint_every={self.checkpoint_every!r} is not a number of blocks; use 1, 2, 3 …")
+        if self.checkpoint_every > 1 and self.activations == "keep":
+            raise ConfigError(
+                f"checkpoint_every={self.checkpoint_every} says which blocks to compute again, and activations='keep' "
+                f"has none; set activations='checkpoint', or leave it out"
+            )
         _one_of("buffers", self.buffers, BUFFERS)
         _one_of("sync", self.sync, SYNC)
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s <= LONGEST_S:
@@ -131,10 +149,31 @@ class Zero:
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
+        shared = ("stage", "bucket_bytes", "prefetch", "schedule", "activations", "checkpoint_every")
         return [f"precision: {' '.join(str(Precision.of(self.precision)).split())}"] + [
-            f"{name}={getattr(self, name)!r}"
-            for name in ("stage", "bucket_bytes", "prefetch", "schedule", "seed", "buffers", "sync")
+            f"{name}={getattr(self, name)!r}" for name in (*shared, "seed", "buffers", "sync")
         ]
+
+
+# The ZeRO paper's five configurations. Constant buffers (C_B) and arenas for block inputs (M_D) belong to all of them.
+PRESETS: dict[str, dict[str, Any]] = {
+    "C1": {"stage": 1, "activations": "checkpoint"},
+    "C2": {"stage": 1, "activations": "partition"},
+    "C3": {"stage": 2, "activations": "checkpoint"},
+    "C4": {"stage": 2, "activations": "partition"},
+    "C5": {"stage": 2, "activations": "partition+host"},
+}
+
+
+def preset(name: str, **fields: Any) -> Zero:
+    """A configuration of the ZeRO paper by its name, C1 to C5, with other fields beside it.
+
+    >>> preset("C4", precision="bf16").activations
+    'partition'
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
+    return Zero.of(None, {**PRESETS[name], **fields})
 
 
 def check_reduce(reduce: str | None) -> None:

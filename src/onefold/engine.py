@@ -78,6 +78,7 @@ class Engine:
         self.inside: Any = None  # InsideUpdates, where units are updated inside backward
         self.optimizer: Any = None  # the Optimizer that was made for this model
         self.tied: Any = None  # Tied, where another stage of a pipeline holds some of these parameters too
+        self.checkpoints: Any = None  # the Store of block inputs, where blocks are computed again
         self.device = pool.device
         self._aside: Comm | None = None
         self.spoilt = ""  # why the values are of no use

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.casts import attach_casts
 from onefold.comm import Label
@@ -145,7 +145,16 @@ def _enter_module(
     if inputs and torch.is_grad_enabled():
         if counted:
             passes.ran(indices)
-        torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: passes.left(indices, frozen, counted=counted))
+        _when_all_have_gradients(inputs, lambda _: passes.left(indices, frozen, counted=counted))
+
+
+def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], None]) -> None:
+    """torch's hook for several holds their nodes, which hold it: the graph of an abandoned forward would stay until
+    Python collects garbage, and its activations with it. One tensor, the usual case, needs no such circle."""
+    if len(tensors) == 1:
+        tensors[0].register_hook(then)
+    else:
+        torch.autograd.graph.register_multi_grad_hook(tensors, then)
 
 
 def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:

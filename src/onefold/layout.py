@@ -52,6 +52,11 @@ def padded(numel: int, to: int = ALIGN) -> int:
     return -(-numel // to) * to
 
 
+def part_numel(numel: int, ranks: int) -> int:
+    """Elements that one of `ranks` keeps of a tensor they share: equal parts of full vectors."""
+    return padded(numel, ALIGN * ranks) // ranks
+
+
 class ParamInfo(NamedTuple):
     """What the layout needs to know of one parameter."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from onefold.parts import held
 
 CLOSE = 0.002  # the breakdown is of an instant that is at most so much less full than the peak
-CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "activations")
+CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "checkpoints", "activations")
 
 
 class Pool:
@@ -72,12 +72,15 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 class Tracker(TorchDispatchMode):
     """Live bytes of every storage that tensor operations make while this mode is on, and their breakdown at the peak.
 
-    `known` says which category a storage belongs to; all others are activations (and temporaries).
+    `known` says which category a storage belongs to; all others are activations (and temporaries). Storages in
+    `elsewhere` are not on the device, though they may look it.
     """
 
-    def __init__(self, known: Callable[[], dict[int, tuple[str, Tensor]]]) -> None:
+    def __init__(
+        self, known: Callable[[], dict[int, tuple[str, Tensor]]], elsewhere: Collection[int] = frozenset()
+    ) -> None:
         super().__init__()
-        self._known = known
+        self._known, self._elsewhere = known, elsewhere
         self._serial = itertools.count()
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # storage key -> reference, serial, bytes
         self._live_bytes = 0
@@ -109,6 +112,9 @@ class Tracker(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._elsewhere:
+            self._drop(key)
+            return
         entry = self._live.get(key)
         if entry and entry[2] == nbytes:
             return

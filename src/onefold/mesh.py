@@ -64,7 +64,11 @@ class Axis:
 
 
 class Axes(NamedTuple):
-    """State is sharded along `shard`, the same on every rank of `replica`; `everyone` is both."""
+    """State is sharded along `shard`, the same on every rank of `replica`; `everyone` is both.
+
+    Ranks along `tp` hold different parts of the parameters and the same block inputs; the other axes are of ranks with
+    one place on it.
+    """
 
     shard: Axis
     replica: Axis
@@ -171,8 +175,10 @@ class Nobody:
     send = recv = broadcast = _allgather_base = _reduce_scatter_base = _sent
 
 
-def simulated_axes(ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, values: bool = True) -> Axes:
-    """The axes of one rank that has no peers, as if it were of a world of ranks × replicas that talk over a backend.
+def simulated_axes(
+    ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, tp: int = 1, values: bool = True
+) -> Axes:
+    """The axes of one rank without peers, as if it were of a world of ranks × replicas × tp that talk over a backend.
 
     With `values`, what is gathered is filled with copies of what this rank has.
     """
@@ -182,7 +188,9 @@ def simulated_axes(ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, 
         return Axis(group, at, size, tuple(range(size)), plays)
 
     shard, everyone, alone = axis(ranks, rank), axis(ranks * replicas, rank), axis(1, 0)
-    return Axes(shard, axis(replicas, 0), everyone, alone, alone, shard, everyone)
+    holders = axis(ranks * tp, rank * tp) if tp > 1 else shard
+    world = axis(ranks * replicas * tp, rank * tp) if tp > 1 else everyone
+    return Axes(shard, axis(replicas, 0), everyone, axis(tp, 0), alone, holders, world)
 
 
 def beside(axis: Axis, name: str, timeout_s: float) -> Axis:

@@ -89,7 +89,7 @@ class Passes:
             self.gathers.need(*indices)
             return
         if not self._running:
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
             if root:
                 keep = self.gathers.kept if torch.is_grad_enabled() else None
                 self._begin(FORWARD, self.gathers.forward, release_when_idle=True, keep=keep)
@@ -157,14 +157,19 @@ class Passes:
         elif self._running and not self.gathers.busy(index):
             self._hold_until_the_end(index)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in a unit's buffer."""
+        return self._unit_of(tensor) is not None
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps of a tensor that forward saves."""
         index = self._unit_of(tensor)
         if index is not None:
             return SavedParameter(index, tensor, self.gathers.saved)
         # an output that its own node saves would keep itself alive; autograd gives the detached one its history back
         return SavedActivation(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
 
-    def _unpack(self, saved: Any) -> Tensor:
+    def unpack(self, saved: Any) -> Tensor:
         if saved.tensor._version != saved.version:  # autograd leaves this check to whoever has the hooks
             what = "a parameter was updated" if isinstance(saved, SavedParameter) else "an activation was changed"
             raise RuntimeError(

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from onefold.comm import Flow
@@ -17,6 +18,8 @@ from onefold.planner.sizes import Sizes, of_layout
 from onefold.planner.states import StateCost, state_bytes
 from onefold.planner.traffic import step_traffic
 from onefold.rounds import IN_FLIGHT, WAITING
+
+HOST = "checkpoints_host"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,12 @@ class MemoryReport:
     optimizer: Bytes
     buffers: Bytes
     communication: Bytes
+    checkpoints: Bytes
+    """Block inputs that wait for backward, on the device."""
+    checkpoints_host: Bytes
+    """The same in host memory: not in the total."""
+    fragmented: int | None = None
+    """CUDA: what the allocator has taken from the device and nobody uses."""
 
     @property
     def states(self) -> int:
@@ -44,11 +53,16 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        return self.states + self.buffers.measured + self.communication.measured
+        """On the device."""
+        return self.states + self.buffers.measured + self.communication.measured + self.checkpoints.measured
 
     def __str__(self) -> str:
-        rows = [(name, getattr(self, name)) for name in CATEGORIES[:-1]]
-        return _table("memory", [(name, b.measured, b.planned) for name, b in rows] + [("total", self.total, None)])
+        found = [(name, getattr(self, name)) for name in (*CATEGORIES[:-1], HOST)]
+        shown = [(name, b) for name, b in found if name not in ("checkpoints", HOST) or b.measured or b.planned]
+        rows = [(name, b.measured, b.planned) for name, b in shown if name != HOST] + [("total", self.total, None)]
+        rows += [("checkpoints on the host", b.measured, b.planned) for name, b in shown if name == HOST]
+        rows += [("fragmented", self.fragmented, None)] if self.fragmented is not None else []
+        return _table("memory", rows)
 
 
 @dataclass(frozen=True)
@@ -148,11 +162,18 @@ def memory(model: nn.Module) -> MemoryReport:
     16384
     """
     engine = engine_of(model)
-    measured = dict.fromkeys(CATEGORIES, 0)
+    measured = dict.fromkeys((*CATEGORIES, HOST), 0)
     for category, tensor in storages(engine).values():
         measured[category] += storage_bytes([tensor])
     plans = _planned_memory(engine)
-    return MemoryReport(**{name: Bytes(measured[name], plans[name]) for name in CATEGORIES[:-1]})
+    rows = {name: Bytes(measured[name], plans[name]) for name in (*CATEGORIES[:-1], HOST)}
+    return MemoryReport(**rows, fragmented=_fragmented(engine.device))
+
+
+def _fragmented(device: torch.device) -> int | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def traffic(model: nn.Module) -> TrafficReport:
@@ -180,7 +201,7 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
     True
     """
     engine = engine_of(model)
-    tracker = Tracker(partial(storages, engine))
+    tracker = Tracker(partial(storages, engine), engine.checkpoints.host_storages if engine.checkpoints else ())
     tracker.watch(tensor for _, tensor in storages(engine).values())
     for unit in engine.passes.units:
         unit.values.on_resize = tracker.note
@@ -194,7 +215,9 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
 
 def held(engine: Engine) -> dict[str, list[Tensor]]:
     """All training state this rank holds, by category."""
+    kept = list(engine.checkpoints.tensors()) if engine.checkpoints else []
     return {
+        **{place: [tensor for where, tensor in kept if where == place] for place in ("checkpoints", HOST)},
         "buffers": list(engine.model.buffers()),
         "communication": engine.pool.buffers(),
         "gradients": [tensor for unit in engine.units for tensor in unit.gradients.tensors()],
@@ -239,6 +262,8 @@ def _planned_memory(engine: Engine) -> dict[str, int | None]:
         "optimizer": states.optimizer + (engine.optimizer.planned_bytes() if engine.optimizer is not None else 0),
         "buffers": storage_bytes(engine.model.buffers()),
         "communication": _pool_limit_bytes(engine),  # at most
+        **dict.fromkeys(("checkpoints", HOST), 0),
+        **(engine.checkpoints.planned() if engine.checkpoints else {}),
         "activations": None,
     }
 
@@ -258,6 +283,8 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
     )
     planned = {purpose: row.bytes for purpose, row in sent.items()}
     planned["norm"] = 8 * engine.most_units * (engine.comms.holders.size - 1)
+    if engine.checkpoints and (gathered := engine.checkpoints.planned_gathers()):
+        planned["activation"] = gathered
     if engine.zero.buffers == "rank0":
         planned["buffers"] = 0 if engine.everyone.rank else storage_bytes(engine.model.buffers()) * others
     return planned

@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from onefold.activations.auto import Deciding
+from onefold.activations.policy import attach_policy, check_activations
 from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint
 from onefold.blocks import find_blocks
 from onefold.build import Builder
 from onefold.comm import Comm, Comms, Label, Meter
-from onefold.config import Zero
+from onefold.config import AUTO, Zero
 from onefold.engine import Engine, engine_of
 from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.hooks import attach
@@ -29,8 +31,9 @@ from onefold.memory import Pool
 from onefold.mesh import Axes, axes_of
 from onefold.parts import Parts, agree_on_parts, held, is_split, put
 from onefold.placement import Scope
-from onefold.planner.auto import choose_stage
+from onefold.planner.auto import choose_stage, room_for_activations
 from onefold.planner.here import here
+from onefold.planner.sizes import Widths
 from onefold.precision import Precision
 from onefold.rounding import narrowed
 from onefold.survey import FROZEN, Survey, place, place_all, survey
@@ -62,6 +65,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     try:
         settings = Zero.of(zero, fields)
         found = survey(model, settings, axes.shard.size, axes.replica.size, axes.tp.world_ranks)
+        check_activations(settings, find_blocks(model, settings.units), axes.tp.size)
     except Exception as mistake:  # whatever it is, the other ranks must hear of it
         error = mistake
     meter = Meter()
@@ -76,7 +80,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     comm.offers.model = str(salt)
     let_go(lambda blob: world.exchange(blob, Label("agree", "what is left over")))
 
-    policy = Precision.of(settings.precision).decided(own_sum=comm.any_order, cuda=not comm.any_order)
+    policy = Precision.of(settings.precision).decided(own_sum=comm.sums_here, cuda=device.type == "cuda")
     why = ""
     if settings.stage == "auto":
         settings, why = _decide_stage(settings, found, policy, device, world, axes)
@@ -113,7 +117,13 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         parts=parts,
         most_units=_most(comms, sum(unit.trained for unit in units)),
     )
-    attach(engine, find_blocks(model, settings.units))
+    blocks = find_blocks(model, settings.units)
+    attach(engine, blocks)
+    recomputed = blocks[:: settings.checkpoint_every]
+    if settings.activations == AUTO:
+        Deciding(engine, recomputed, comms.tp, _room(settings, found, policy, device, axes))
+    else:
+        attach_policy(engine, settings.activations, recomputed, comms.tp)
     meter.cut()
     return model
 
@@ -171,11 +181,11 @@ def _decide_stage(
     """stage="auto": by the smallest device of all ranks, so that all decide alike."""
     machine = here(device)
     memories = world.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
-    kinds = {info.kind: policy.dtypes(found.dtypes[info.name]).widths for info in found.infos}
+    kinds, frozen = _kinds(found, policy)
     stage, why = choose_stage(
         found.infos,
         kinds,
-        frozenset(kind for kind in kinds if kind.endswith(FROZEN)),
+        frozen,
         ranks=axes.shard.size,
         replicas=axes.replica.size,
         bucket_bytes=settings.bucket_bytes,
@@ -184,6 +194,22 @@ def _decide_stage(
     if world.rank == 0:
         LOG.info('stage="auto" chose stage %d: %s', stage, why)
     return dataclasses.replace(settings, stage=stage), f"stage {stage}: {why}"
+
+
+def _room(settings: Zero, found: Survey, policy: Precision, device: torch.device, axes: Axes) -> int:
+    """Bytes that states leave on this device."""
+    kinds, frozen = _kinds(found, policy)
+    assert isinstance(settings.stage, int)
+    return room_for_activations(
+        found.infos, kinds, frozen, settings.stage, ranks=axes.shard.size, replicas=axes.replica.size,
+        bucket_bytes=settings.bucket_bytes, machine=here(device),
+    )  # fmt: skip
+
+
+def _kinds(found: Survey, policy: Precision) -> tuple[dict[str, Widths], frozenset[str]]:
+    """Bytes per element of each kind of parameter, and the kinds that are not trained."""
+    kinds = {info.kind: policy.dtypes(found.dtypes[info.name]).widths for info in found.infos}
+    return kinds, frozenset(kind for kind in kinds if kind.endswith(FROZEN))
 
 
 def _build_units(

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from onefold.config import Zero
 from onefold.mesh import simulated_axes
 from onefold.optimizer import Optimizer
-from onefold.planner.dry import Rehearsal, checkpoint_blocks, default_loss, rehearse
+from onefold.planner.dry import Rehearsal, default_loss, rehearse
 from onefold.planner.plan import OPTIMIZERS, cost_of
 from onefold.planner.states import StateBytes
 from onefold.report import memory, track_memory, traffic
@@ -65,7 +65,6 @@ def simulate(
     device: str | None = None,
     init: Callable[[nn.Module], None] | None = None,
     optimizer: str = "adamw",
-    checkpointed: bool = False,
 ) -> Simulation:
     """Take `steps` steps as rank 0 of `ranks`. `build` makes the model; it is called under the meta device."""
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -74,11 +73,9 @@ def simulate(
         blank, model = build(), build()
     cost, clock = cost_of(optimizer), time.perf_counter
     began = clock()
-    planned = rehearse(blank, sample, zero, cost, ranks=ranks, plays=plays, checkpointed=checkpointed)
+    planned = rehearse(blank, sample, zero, cost, ranks=ranks, plays=plays)
     plan_s, began = clock() - began, clock()
     del blank
-    if checkpointed:
-        checkpoint_blocks(model, zero, {})
     axes = simulated_axes(ranks, plays=plays)
     shard_over(axes, model, zero, {"device": str(target), "init": init})
     cls, settings = OPTIMIZERS[optimizer.lower()]

@@ -51,7 +51,7 @@ def test_good_values_are_kept_as_they_were_given(fields):
 
 
 def test_an_unknown_setting_is_named_beside_the_known_ones():
-    with pytest.raises(ConfigError, match=r"unknown setting stgae; known are bucket_bytes, .*stage.*units"):
+    with pytest.raises(ConfigError, match=r"unknown setting stgae; known are activations, bucket.*stage.*units"):
         Zero.of(None, {"stgae": 2})
 
 

@@ -11,18 +11,19 @@ import onefold
 # Each module imports only modules before it.
 ORDER = [
     "version", "errors", "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
-    "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "parts", "views", "survey", "mesh",
-    "comm", "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule",
-    "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "carried",
-    "finite", "inside", "optimizer", "scheduler", "full", "report", "build", "planner.activations", "planner.hardware",
-    "planner.here", "planner.seconds", "planner.peak", "planner.work", "planner.estimate", "planner.search",
-    "planner.auto", "shard", "tied", "pipeline", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.order",
-    "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading", "checkpoint.verify", "checkpoint.importing",
-    "checkpoint.export", "checkpoint.notes", "checkpoint.state", "checkpoint.own", "checkpoint.stages",
-    "checkpoint.together", "checkpoint.background", "checkpoint.save", "checkpoint.names", "checkpoint.restore",
-    "checkpoint.load", "planner.dry", "planner.plan", "planner.measure", "train.model", "train.tensor_parallel",
-    "train.cut", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch", "cli.plan",
-    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.main",
+    "precision", "scaling", "rounding", "sums", "leftovers", "config", "planner.activations", "blocks", "parts",
+    "views", "survey", "mesh", "comm", "agree", "memory", "values", "master", "gradients", "unit", "rounds",
+    "lookahead", "watch", "schedule", "passes", "shown", "tree", "engine", "containers", "casts", "hooks",
+    "activations.arena", "activations.moves", "activations.store", "activations.recompute", "activations.policy",
+    "elementwise", "fused", "slices", "carried", "finite", "inside", "optimizer", "scheduler", "full", "report",
+    "build", "planner.hardware", "planner.here", "planner.seconds", "planner.peak", "planner.work", "planner.estimate",
+    "planner.search", "planner.auto", "activations.auto", "shard", "tied", "pipeline", "checkpoint.storage",
+    "checkpoint.tensorfile", "checkpoint.order", "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading",
+    "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes", "checkpoint.state",
+    "checkpoint.own", "checkpoint.stages", "checkpoint.together", "checkpoint.background", "checkpoint.save",
+    "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.plan", "planner.measure",
+    "train.model", "train.tensor_parallel", "train.cut", "simulate", "__init__", "cli.subject", "cli.tables",
+    "cli.plots", "cli.launch", "cli.plan", "cli.verify", "cli.simulate", "cli.checkpoint", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

@@ -32,19 +32,18 @@ class SimulateCommand(Trial):
     precision: Compute = "bf16"
     """What computes."""
 
-    activations: Literal["keep", "checkpoint"] = "keep"
-    """Keep them, or compute blocks again."""
+    activations: Literal["keep", "checkpoint", "checkpoint+host"] = "keep"
+    """Keep them, or compute blocks again, from inputs on the device or on the host."""
 
     device: Literal["cpu", "cuda"] | None = None
     """cuda if there is one, else cpu."""
 
     def run(self) -> int:
-        zero = self.zero(self.precision, "ranks", "batch", "steps")
+        zero = dataclasses.replace(self.zero(self.precision, "ranks", "batch", "steps"), activations=self.activations)
         shape = self.shape()
         found = simulate(
             self.build, self.sample(self.batch), zero, ranks=self.ranks, steps=self.steps, device=self.device,
             init=partial(initialise, layers=shape.layers) if shape else None, optimizer=self.optimizer,
-            checkpointed=self.activations == "checkpoint",
         )  # fmt: skip
         if self.json:
             sys.stdout.write(json.dumps(as_dict(found), indent=1) + "\n")

@@ -3,16 +3,21 @@
 A block keeps about 12·h elements per token. Checkpointing keeps its input alone, h, and computes the rest again. With
 tensor parallelism every rank of the group holds the same block input; P_a ("partition") keeps 1/tp of it on each, and
 P_a+cpu ("partition+host") moves that to host memory. Inside a block, tensor parallelism divides ten of the twelve.
+
+`choose_activations` is the decision between them, for plans and for activations="auto" alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from onefold.config import ACTIVATIONS
 from onefold.errors import ConfigError
+from onefold.layout import part_numel
 from onefold.planner.shapes import Shape
 
-POLICIES = ("keep", "checkpoint", "checkpoint+host", "partition", "partition+host")
+EQUAL = 0.05  # choices whose speeds differ by less are as fast as each other
 PER_BLOCK = 12  # elements kept per token and hidden unit
 WHOLE = 2  # of these, what tensor parallelism leaves whole: the inputs of attention and MLP
 
@@ -30,8 +35,8 @@ NOTHING = ActivationBytes(0, 0, 0, 0)
 
 
 def check_policy(policy: str, tp: int) -> None:
-    if policy not in POLICIES:
-        raise ConfigError(f"activations={policy!r} is unknown; use one of {', '.join(POLICIES)}")
+    if policy not in ACTIVATIONS:
+        raise ConfigError(f"activations={policy!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
     if policy.startswith("partition") and tp == 1:
         raise ConfigError(
             f"activations={policy!r} shares block inputs among tensor-parallel ranks, and tp=1 has none; use "
@@ -53,10 +58,43 @@ def of_shape(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int =
     head = tokens * -(-shape.vocab // tp) * (itemsize + 4)  # the loss is taken in fp32
     if policy == "keep":
         return ActivationBytes(block, 0, 0, head)
-    part = row // tp if policy.startswith("partition") else row
+    shared = policy.startswith("partition")
+    part = part_numel(tokens * shape.hidden, tp if shared else 1) * itemsize
+    ahead = row if shared or policy.endswith("+host") else 0  # the input of the next block, whole, on its way
     if policy.endswith("+host"):
-        return ActivationBytes(0, part, block + 2 * part, head)  # one on its way, one in use
-    return ActivationBytes(part, 0, block, head)
+        return ActivationBytes(0, part, block + ahead + part, head)  # and one that leaves
+    return ActivationBytes(part, 0, block + ahead, head)
+
+
+class Option(NamedTuple):
+    """A policy, priced."""
+
+    policy: str
+    fits: bool
+    speed: float  # samples per second, or relative to the others
+    needs: str  # what it takes, for the reason
+
+
+def choose_activations(options: Sequence[Option]) -> tuple[str, str]:
+    """The policy and the reason: the simplest of those that fit and are as fast as the fastest. `options` come from the
+    simplest on. So inputs are shared (P_a) where activations bound the batch, and go to the host (P_a+cpu) where
+    nothing else fits, or where what the larger batch saves is worth more than the transfer.
+
+    >>> choose_activations([Option("checkpoint", False, 2.0, "40 GB"), Option("partition", True, 1.9, "16 GB")])
+    ('partition', 'checkpoint needs 40 GB; partition fits with 16 GB')
+    """
+    fitting = [option for option in options if option.fits]
+    if not fitting:
+        last = options[-1]
+        return last.policy, f"nothing fits: {last.policy} comes closest and needs {last.needs}"
+    fastest = max(option.speed for option in fitting)
+    chosen = next(option for option in fitting if option.speed >= (1 - EQUAL) * fastest)
+    parts = [f"{chosen.policy} fits with {chosen.needs}"]
+    if chosen is not options[0]:
+        simpler = options[options.index(chosen) - 1]
+        slower = f"would be {100 * (chosen.speed / simpler.speed - 1):.0f}% slower" if simpler.speed else "is slower"
+        parts.insert(0, f"{simpler.policy} {slower if simpler.fits else f'needs {simpler.needs}'}")
+    return chosen.policy, "; ".join(parts)
 
 
 def flops_per_sample(shape: Shape, policy: str) -> float:

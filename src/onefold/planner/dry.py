@@ -25,10 +25,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from onefold.blocks import find_blocks
 from onefold.comm import Flow, Label
 from onefold.config import Zero
 from onefold.containers import tensors_in
@@ -55,10 +53,13 @@ class Rehearsal(NamedTuple):
     sent: dict[tuple[str, str], Flow]
     flops: int  # of one forward and backward
     padding: int  # elements
-    block_inputs: tuple[int, ...] = ()  # bytes that checkpointing keeps of each block
+    block_inputs: tuple[int, ...] = ()  # bytes of each, where blocks are computed again
+    checkpoints: int = 0  # what this rank keeps of them on the device
+    checkpoints_host: int = 0
 
     @property
     def peak_bytes(self) -> int:
+        """On the device."""
         return sum(self.peak.values())
 
 
@@ -72,12 +73,13 @@ def rehearse(
     rank: int = 0,
     plays: str = "gloo",
     loss: Loss | None = None,
-    checkpointed: bool = False,
+    tp: int = 1,
     values: bool = False,
     count_flops: bool = False,
     micro_batches: int = 1,
 ) -> Rehearsal:
-    """`sample` is what the model is called with: a tensor, a tuple of arguments, or a dict of keywords."""
+    """`sample` is what the model is called with: a tensor, a tuple of arguments, or a dict of keywords. `tp` ranks hold
+    the same block inputs; the model is this rank's part already."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
     assert zero.stage != "auto"
     wanted = zero.stage
@@ -87,15 +89,11 @@ def rehearse(
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         try:
             twin = _twin(model, values)
-            inputs_seen: dict[int, int] = {}
-            if checkpointed:
-                checkpoint_blocks(twin, zero, inputs_seen)
-            axes = simulated_axes(ranks, rank, plays=plays, values=values)
+            axes = simulated_axes(ranks, rank, plays=plays, tp=tp, values=values)
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
             inputs = sample if values else tree_map_only(Tensor, _blank, sample)
             whole = _whole_step(loss or default_loss, micro_batches)
-            found = _two_steps(twin, inputs, whole, cost, wanted, count_flops)
-            return found._replace(block_inputs=tuple(inputs_seen.values()))
+            return _two_steps(twin, inputs, whole, cost, wanted, count_flops)
         except BY_VALUES as error:
             raise ModelError(
                 f"{type(model).__name__} decides by values ({str(error).splitlines()[0]}), so a plan needs a real "
@@ -123,12 +121,18 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage
     peak["optimizer"] = states.optimizer
     updating = {**dict.fromkeys(peak, 0), **states._asdict(), "communication": now.communication.measured}
     updating |= {"buffers": now.buffers.measured, "activations": _update_temporaries(engine)}
+    updating["checkpoints"] = now.checkpoints.measured
     peak = max(peak, updating, key=lambda rows: sum(rows.values()))
     sent = dict(traffic(model).flows)
     if stage == 3 and engine.zero.stage != 3:
         states, peak, sent = _as_stage_3(engine, states, peak, sent)
     padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
-    return Rehearsal(states, now.buffers.measured, now.communication.measured, peak, sent, flops, padding)
+    store = engine.checkpoints
+    return Rehearsal(
+        states, now.buffers.measured, now.communication.measured, peak, sent, flops, padding,
+        tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
+        now.checkpoints_host.measured,
+    )  # fmt: skip
 
 
 def _step(engine: Engine, inputs: Any, loss: Loss) -> None:
@@ -210,19 +214,6 @@ def _twin(model: nn.Module, values: bool) -> nn.Module:
 def _blank(tensor: Tensor) -> Tensor:
     device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def checkpoint_blocks(model: nn.Module, zero: Zero, seen: dict[int, int]) -> None:
-    """Let blocks be computed again in backward, and see how many bytes come into each."""
-    modules = dict(model.named_modules())
-    for name in find_blocks(model, zero.units):
-        block = modules[name]
-
-        def again(*args: Any, forward: Any = block.forward, **kwargs: Any) -> Any:
-            seen[id(forward)] = sum(tensor.nbytes for tensor in tensors_in([*args, *kwargs.values()]))
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-        block.forward = again
 
 
 def default_loss(model: nn.Module, sample: Any) -> Tensor:

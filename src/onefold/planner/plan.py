@@ -40,6 +40,8 @@ from onefold.planner.work import Module, Work
 from onefold.precision import NAMES, Precision
 from onefold.survey import FROZEN, survey
 
+HERE = ("keep", "checkpoint", "checkpoint+host")  # what a plan for a module rehearses: it knows no tensor parallelism
+
 
 @dataclass(frozen=True)
 class Message:
@@ -234,7 +236,7 @@ def plan(
     values: bool = False,
     tokens: float | None = None,
     max_global_batch: int | None = None,
-    activations: Literal["keep", "checkpoint"] = "keep",
+    activations: Literal["keep", "checkpoint", "checkpoint+host"] = "keep",
     micro_batches: int = 1,
     **fields: Any,
 ) -> Plan:
@@ -252,9 +254,9 @@ def plan(
     >>> [row.states_bytes for row in found.stages]
     [530948, 332804, 232964, 133140]
     """
-    if activations not in ("keep", "checkpoint") or type(micro_batches) is not int or micro_batches < 1:
+    if activations not in HERE or type(micro_batches) is not int or micro_batches < 1:
         raise ConfigError(
-            f"activations={activations!r}, micro_batches={micro_batches!r}: 'keep' or 'checkpoint', and 1 …"
+            f"activations={activations!r}, micro_batches={micro_batches!r}: one of {', '.join(HERE)}, and 1 …"
         )
     if "stage" in fields or "mesh" in fields:
         raise ConfigError("a plan is for all stages and for `ranks` ranks: leave stage and mesh out")
@@ -264,13 +266,14 @@ def plan(
     plays = "nccl" if machine.device == "cuda" else "gloo"
     policy = Precision.of(zero.precision).decided(own_sum=plays == "gloo", cuda=plays == "nccl")
 
-    def rehearsed(stage: int, checkpointed: bool, at: int, *, count: bool = False) -> Rehearsal:
+    def rehearsed(stage: int, policy: str, at: int, *, count: bool = False) -> Rehearsal:
         return rehearse(
-            model, sample, dataclasses.replace(zero, stage=stage), cost, ranks=at, plays=plays, loss=loss,
-            checkpointed=checkpointed, values=values, count_flops=count, micro_batches=1 if count else micro_batches,
+            model, sample, dataclasses.replace(zero, stage=stage, activations=policy), cost, ranks=at, plays=plays,
+            loss=loss, values=values, count_flops=count, micro_batches=1 if count else micro_batches,
         )  # fmt: skip
 
-    kept, again = (rehearsed(0, checkpointed, 1, count=True) for checkpointed in (False, True))
+    kept = rehearsed(0, "keep", 1, count=True)
+    again = rehearsed(0, "checkpoint", 1, count=True) if find_blocks(model, zero.units) else kept
     work = _module_work(model, sample, zero, policy, kept, again, accumulates=micro_batches > 1)
     question = Question(
         work=work, ranks=ranks, hardware=machine, cost=cost, batch=work.module.batch if work.module else 1,
@@ -278,8 +281,7 @@ def plan(
         prefetch=zero.prefetch if isinstance(zero.prefetch, int) else 1,
     )  # fmt: skip
     found = answer(question, type(model).__name__, _name(policy), tokens)
-    again_too = activations == "checkpoint"
-    exact = tuple(_exact(row, rehearsed(row.stage, again_too, ranks), found.hardware) for row in found.stages)
+    exact = tuple(_exact(row, rehearsed(row.stage, activations, ranks), found.hardware) for row in found.stages)
     return dataclasses.replace(found, stages=exact, recommendations=_agreeing(found.recommendations, exact))
 
 
@@ -330,7 +332,10 @@ def _module_work(
         widths=widths,
         batch=first.shape[0],
         tokens=first.shape[1] if first.ndim > 1 and not first.is_floating_point() else 1,
-        activations={"keep": kept.peak["activations"], "checkpoint": again.peak["activations"]},
+        activations={
+            "keep": kept.peak["activations"],
+            "checkpoint": again.peak["activations"] + again.peak["checkpoints"],
+        },
         block_inputs=again.block_inputs,
         flops={"keep": kept.flops, "checkpoint": again.flops},
         frozen=frozenset(kind for kind in widths if kind.endswith(FROZEN)),
@@ -362,7 +367,8 @@ def _exact(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
         states_bytes=states.total,
         buffers_bytes=seen.communication + seen.module_buffers,
         gathered_bytes=gathered,
-        activations_bytes=seen.peak["activations"],
+        activations_bytes=seen.peak["activations"] + seen.peak["checkpoints"],
+        host_bytes=seen.checkpoints_host,
         persistent_bytes=states.total + seen.communication + seen.module_buffers,
         peak_bytes=peak,
         fits=peak <= usable_bytes(machine),

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from onefold.errors import ConfigError
-from onefold.planner.activations import check_policy
+from onefold.planner.activations import EQUAL, Option, check_policy, choose_activations
 from onefold.planner.estimate import Choice, Estimate
 from onefold.planner.hardware import Hardware
 from onefold.planner.states import StateCost
 from onefold.planner.work import Grid, Work, grid_of
 
 WORTH = 1.25  # how much faster sharded parameters or other tiers must be, to be chosen where less would do
-EQUAL = 0.05  # choices whose speeds differ by less are as fast as each other
 ROOM = 0.7  # of a device's memory that states may take where nothing is known of activations
 LARGEST_BATCH = 1 << 14
 
@@ -29,7 +28,10 @@ CHOICES = (
     Choice(1), Choice(0), Choice(2), Choice(3), Choice(2, optimizer="host"), Choice(3, optimizer="host"),
     Choice(3, optimizer="host", parameters="host"), Choice(3, optimizer="disk", parameters="disk"),
 )  # fmt: skip
-POLICIES = {False: ("checkpoint", "checkpoint+host"), True: ("partition", "partition+host")}  # with tp or without
+POLICIES = {
+    False: ("checkpoint", "checkpoint+host"),
+    True: ("checkpoint", "partition", "partition+host"),
+}  # with tp or without
 AUTO = "auto"  # also consider to keep all activations: faster, if the memory that a higher stage frees is used for it
 
 
@@ -224,20 +226,22 @@ def _best_activations(question: Question, choice: Choice, grid: Grid) -> Estimat
     """With block inputs kept as simply as the batch allows: recomputing and moving them costs time."""
     if not question.work.knows_activations:
         return question.price(choice, grid, int(fits(question.price(choice, grid, 1))))
-    policies = _policies(question, grid)
-    priced = []
-    for policy in policies:
+    return activations_for(question, choice, grid)[0]
+
+
+def activations_for(question: Question, choice: Choice, grid: Grid) -> tuple[Estimate, str]:
+    """A choice with the best policy for its activations, and why that one."""
+    priced, options = {}, []
+    for policy in _policies(question, grid):
         chosen = choice._replace(activations=policy)
         batch = question.batch or largest_batch(question, chosen, grid)
         if question.max_global_batch is not None:
             batch = min(batch, question.max_global_batch // (grid.data * question.micro_batches))
-        estimate = question.price(chosen, grid, max(batch, 1))
-        if batch and fits(estimate):
-            priced.append(estimate)
-    if not priced:
-        return question.price(choice._replace(activations=policies[-1]), grid, question.batch or 1)
-    best = max(_speed(estimate) for estimate in priced)
-    return next(estimate for estimate in priced if _speed(estimate) >= (1 - EQUAL) * best)
+        priced[policy] = estimate = question.price(chosen, grid, max(batch, 1))
+        needs = f"{text_of(estimate.peak_bytes)} of {text_of(estimate.hardware.memory_bytes)} at batch {estimate.batch}"
+        options.append(Option(policy, bool(batch) and fits(estimate), _speed(estimate), needs))
+    policy, why = choose_activations(options)
+    return priced[policy], why
 
 
 def _policies(question: Question, grid: Grid) -> tuple[str, ...]:

@@ -1,0 +1,133 @@
+"""Blocks that are computed again in backward, from inputs that a store keeps.
+
+A block's call goes through torch's own non-reentrant checkpoint, which saves the block's inputs where autograd saves
+tensors, and nothing else. So hooks on saved tensors around that call see the inputs alone. Activations go to the store;
+what carries no gradient (masks, tables that all blocks share) and parameters stay where they are.
+
+Whoever has hooks of their own around the model (a checkpoint that holds several blocks, save_on_cpu) keeps the inputs
+in our stead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from onefold.activations.store import Call, Kept, Store
+from onefold.containers import tensors_in
+from onefold.engine import Engine
+from onefold.errors import ConfigError
+from onefold.passes import Passes, in_backward
+
+
+class Wrapped(NamedTuple):
+    """A tensor subclass around one tensor, a DTensor say, whose inner tensor is kept."""
+
+    kept: Kept
+    rebuild: Callable[[Tensor], Tensor]
+
+
+def others_keep(passes: Passes) -> bool:
+    """Whether what autograd saves now goes to hooks that are not ours."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and top[0] != passes.pack
+
+
+class Recompute:
+    """Ties a store to the blocks of a model."""
+
+    def __init__(self, engine: Engine, store: Store, policy: str) -> None:
+        self.store, self.policy = store, policy
+        self._passes: Passes = engine.passes
+
+    def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        modules = dict(model.named_modules())
+        for name in blocks:
+            modules[name].forward = self._again(name, modules[name].forward)
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
+
+    def _again(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def again(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            leaves, spec = tree_flatten((args, kwargs))
+
+            def run(*leaves: Any) -> Any:
+                args, kwargs = tree_unflatten(leaves, spec)
+                return forward(*args, **kwargs)
+
+            call = self.store.call(name)
+            if others_keep(self._passes):
+                return checkpoint(run, *leaves, use_reentrant=False)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(call, t), self._unpack):
+                return checkpoint(run, *leaves, use_reentrant=False)
+
+        return again
+
+    def _pack(self, call: Call, tensor: Tensor) -> Any:
+        """From forward: where it is until backward."""
+        if not tensor.requires_grad or not tensor.numel() or isinstance(tensor, nn.Parameter):
+            return self._passes.pack(tensor)
+        if hasattr(tensor, "__tensor_flatten__"):
+            return self._pack_wrapped(call, tensor)
+        if self._passes.holds(tensor):
+            return self._passes.pack(tensor)
+        with torch.no_grad():
+            return self.store.keep(call, tensor)
+
+    def _pack_wrapped(self, call: Call, tensor: Any) -> Any:
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: getattr(tensor, name) for name in names}
+        inner = [name for name, part in parts.items() if isinstance(part, Tensor)]
+        if len(inner) != 1:
+            return self._passes.pack(tensor)
+        split = [place for place in getattr(tensor, "placements", ()) if not place.is_replicate()]
+        if split and self.store.ranks > 1:
+            raise ConfigError(
+                f"activations={self.policy!r} shares what all ranks of the mesh axis 'tp' hold alike, and the input of "
+                f"{call.name} is split over them already ({split[0]}: sequence parallelism); use "
+                f"{self.policy.replace('partition', 'checkpoint')!r}"
+            )
+        size, stride, cls = tensor.size(), tensor.stride(), type(tensor)
+        with torch.no_grad():
+            kept = self.store.keep(call, parts.pop(inner[0]))
+        return Wrapped(
+            kept, lambda part: cls.__tensor_unflatten__({inner[0]: part, **parts}, context, size, stride).detach()
+        )
+
+    def _unpack(self, saved: Any) -> Tensor:
+        """In backward, before the block is computed again."""
+        with torch.no_grad():
+            if isinstance(saved, Kept):
+                return saved.bring()
+            if isinstance(saved, Wrapped):
+                return saved.rebuild(saved.kept.bring())
+        return self._passes.unpack(saved)
+
+    # -- the root's forward -----------------------------------------------------------------------------------------
+
+    def _begin(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not in_backward():
+            self.store.begin_forward()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        if self.store.moving and self.store.calls and not self.store.parts:
+            raise ConfigError(
+                f"activations={self.policy!r} has nothing to do: no block was given an activation that carries a "
+                f"gradient, or saved_tensors_hooks of your own (a checkpoint around the model) keep them; use "
+                f'activations="checkpoint"'
+            )
+        last = self.store.end_forward()  # which backward begins with
+        for tensor in tensors_in(output) if self.store.moving else ():
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self.store.start(last))
