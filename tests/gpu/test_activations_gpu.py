@@ -5,6 +5,8 @@ Also runs as python -m tests.gpu.test_activations_gpu.
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ INPUT_BYTES = 16 * SHAPE.seq * SHAPE.hidden * 2
 
 def trained(policy: str, stage: int = 2) -> tuple[list[float], onefold.MemoryReport, int]:
     onefold.init()
+    gc.collect()  # earlier models
     torch.manual_seed(0)
     model = onefold.shard(GPT(SHAPE).cuda(), stage=stage, precision="bf16", activations=policy)
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)

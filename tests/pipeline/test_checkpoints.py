@@ -54,7 +54,7 @@ class Training:
 
     def step(self, number: int) -> None:
         tokens = batch(number).tensor_split(self.shards)[self.shard]
-        x, y = tokens[:, :-1], tokens[:, 1:]
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         if self.stage is None:
             self.model(x, y).backward()
         else:

@@ -73,7 +73,8 @@ def piped(stages: int, zero: int, precision: str = "fp32") -> Trained:
     for step in range(STEPS):
         tokens = batch(step).tensor_split(shards)[shard]
         losses: list[Tensor] = []
-        run.step(*[tokens[:, :-1]] * stage.is_first, target=tokens[:, 1:] if stage.is_last else None, losses=losses)
+        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        run.step(*[x] * stage.is_first, target=y if stage.is_last else None, losses=losses)
         norms.append(optimizer.clip_grad_norm(CLIP).item())
         optimizer.step()
         optimizer.zero_grad()
