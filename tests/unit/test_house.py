@@ -20,8 +20,9 @@ ORDER = [
     "checkpoint.reading", "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes",
     "checkpoint.state", "checkpoint.own", "checkpoint.together", "checkpoint.background", "checkpoint.save",
     "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.plan", "planner.measure",
-    "train.model", "train.run", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch",
-    "cli.plan", "cli.verify", "cli.simulate", "cli.checkpoint", "cli.main",
+    "train.model", "train.run", "train.sampling", "train.settings", "train.toml", "train.tokens", "train.data",
+    "train.schedule", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch", "cli.plan",
+    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
