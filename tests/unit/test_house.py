@@ -21,8 +21,9 @@ ORDER = [
     "checkpoint.state", "checkpoint.own", "checkpoint.together", "checkpoint.background", "checkpoint.save",
     "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.plan", "planner.measure",
     "train.model", "train.run", "train.sampling", "train.settings", "train.toml", "train.tokens", "train.data",
-    "train.schedule", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch", "cli.plan",
-    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.main",
+    "train.schedule", "train.figures", "train.words", "train.charts", "train.page", "train.sections",
+    "train.comparison", "train.report", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch",
+    "cli.plan", "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
