@@ -26,6 +26,7 @@ COMMANDS = {
     "verify": Command("onefold.cli.verify", "VerifyCommand", "run two real steps and compare them with the plan"),
     "simulate": Command("onefold.cli.simulate", "SimulateCommand", "one rank of many, with real memory and no peers"),
     "report": Command("onefold.cli.report", "ReportCommand", "a run, or several stages of it, as one page"),
+    "sample": Command("onefold.cli.sample", "SampleCommand", "let a trained model write"),
     "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint's weights as a Hugging Face folder"),
     "inspect": Command("onefold.cli.checkpoint", "Inspect", "what is inside a checkpoint"),
     "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "is every byte as it was written"),
