@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.errors import ConfigError, StateError
 
@@ -88,6 +89,11 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
     everyone = dist.group.WORLD if mesh.size() == dist.get_world_size() else mesh._flatten().get_group()
     assert everyone is not None
     return Axes(_axis(mesh.get_group("shard")), _axis(mesh.get_group("replica")), _axis(everyone))
+
+
+def named_mesh(axes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    """All ranks, as a grid with these axes. Collective."""
+    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 class Nobody:
