@@ -64,7 +64,7 @@ def test_the_defaults_are_well():
     [
         ({"zero": {"stage": 7}}, "stage=7 is unknown; use one of 0, 1, 2, 3 or 'auto'"),
         ({"zero": {"stage": "three"}}, "stage='three' is unknown"),
-        ({"zero": {"precision": "int8"}}, "use one of fp32, bf16, fp16, pure-bf16"),
+        ({"zero": {"precision": "int8"}}, "use one of fp32, bf16, fp16"),
         ({"zero": {"mesh": "replica=2,shard=2"}}, "has 4 places, but there are 2 ranks"),
         ({"zero": {"mesh": "tp=2"}}, "no axis 'tp' yet"),
         ({"zero": {"mesh": "shard"}}, "is not like replica=2,shard=4"),

@@ -38,14 +38,14 @@ def falling_scale(scales: Sequence[float]) -> Finding | None:
     )
 
 
-def lost_updates(moved: int, wanted: int, precision: str) -> Finding | None:
-    """Of `wanted` elements that had a gradient, `moved` changed."""
+def lost_updates(moved: int, wanted: int, lr: float) -> Finding | None:
+    """Of `wanted` elements of what is updated that had a gradient, `moved` changed."""
     if not wanted or 1 - moved / wanted <= LOST:
         return None
     return Finding(
         "lost-updates",
-        f"{1 - moved / wanted:.0%} of the parameters that had a gradient did not change in this step: their updates "
-        f"are too small for {precision}; train with --precision bf16, whose fp32 master keeps them",
+        f"{1 - moved / wanted:.0%} of the parameters that had a gradient did not change in this step: at a learning "
+        f"rate of {lr:.1e} their updates are lost in rounding; raise --lr or --min-lr",
     )
 
 

@@ -19,17 +19,15 @@ from onefold.planner.shapes import Shape
 from onefold.report import placement
 from onefold.train.data import Data, bigram_loss
 from onefold.train.model import GPT
-from onefold.train.settings import PURE, Settings
+from onefold.train.settings import Settings
 from onefold.version import VERSION
 
 PLANNED = 3 * 10**9  # parameters: beyond it the rehearsal takes longer than it is worth here; see `onefold plan`
 
 
-def build(shape: Shape, precision: str) -> GPT:
-    """On the meta device; `pure-bf16` means parameters that are bf16 themselves."""
+def build(shape: Shape) -> GPT:
     with torch.device("meta"):
-        model = GPT(shape)
-    return model.to(torch.bfloat16) if precision == PURE else model
+        return GPT(shape)
 
 
 def facts_of(settings: Settings, model: nn.Module, shape: Shape, data: Data, earlier: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +88,7 @@ def planned(engine: Engine, settings: Settings, shape: Shape, accumulation: int)
     zero = dataclasses.replace(engine.zero, mesh=None, init=None)
     try:
         found = rehearse(
-            build(shape, settings.zero.precision), (tokens, tokens), zero, cost_of("adamw"), ranks=engine.comm.size,
+            build(shape), (tokens, tokens), zero, cost_of("adamw"), ranks=engine.comm.size,
             rank=engine.comm.rank, plays=plays, micro_batches=accumulation,
         )  # fmt: skip
     except OnefoldError:
@@ -98,4 +96,6 @@ def planned(engine: Engine, settings: Settings, shape: Shape, accumulation: int)
     sent: dict[str, int] = {}
     for (purpose, _), flow in found.sent.items():
         sent[purpose] = sent.get(purpose, 0) + flow.sent_bytes
-    return {"memory": found.peak, "peak_bytes": found.peak_bytes, "traffic": sent}
+    held = {**found.states._asdict(), "buffers": found.module_buffers, "communication": found.communication}
+    held["activations"] = found.peak["activations"]  # the rest is what is held between steps
+    return {"memory": held, "peak_bytes": found.peak_bytes, "traffic": sent}

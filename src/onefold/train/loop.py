@@ -180,7 +180,7 @@ class Loop:
                 f"step {step}: the loss here was {loss}, and {_lower(error)}. Lower --lr or lengthen --warmup"
             ) from error
         if probe and self.optimizer.stepped and lr > 0:
-            self._add(lost_updates(*self._probe.after(), self.settings.zero.precision))
+            self._add(lost_updates(*self._probe.after(), lr))
         self.optimizer.zero_grad()
         self._done += 1
         return norm, lr

@@ -14,9 +14,9 @@ from typing import Any
 from onefold.config import REDUCE, Zero
 from onefold.errors import ConfigError
 from onefold.planner.shapes import Shape, named
+from onefold.precision import DTYPES
 
-PURE = "pure-bf16"
-PRECISIONS = ("fp32", "bf16", "fp16", PURE)
+PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
 
 
@@ -154,7 +154,7 @@ class ZeroSettings:
     """0, 1, 2, 3, or auto: by the memory there is."""
 
     precision: str = "fp32"
-    """fp32, bf16, fp16 (with a loss scale), or pure-bf16 (no fp32 master: small updates are lost)."""
+    """fp32, bf16, or fp16 with a loss scale; where 16 bits compute, an fp32 master is updated."""
 
     bucket_mb: float = 32.0
     """Largest flat unit, in MiB."""
@@ -188,9 +188,8 @@ class ZeroSettings:
         for name, value in extra.items():
             if name not in known:
                 raise ConfigError(f"--{name} {value}: the engine cannot do that yet; leave it out")
-        precision = "fp32" if self.precision == PURE else self.precision  # then the parameters themselves are bf16
         fields: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, **extra}
-        return Zero(precision=precision, bucket_bytes=int(self.bucket_mb * (1 << 20)), seed=seed, **fields)
+        return Zero(precision=self.precision, bucket_bytes=int(self.bucket_mb * (1 << 20)), seed=seed, **fields)
 
     def axes(self, ranks: int) -> dict[str, int]:
         """The mesh's axes and their sizes; none if all ranks share the state."""

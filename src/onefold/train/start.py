@@ -80,7 +80,7 @@ def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
 def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place]:
     data = _data(settings, comm)
     shape = together(comm, lambda: settings.model.shape(data.vocab), "the model")
-    model: nn.Module = build(shape, settings.zero.precision)
+    model: nn.Module = build(shape)
     axes = settings.zero.axes(comm.size)
     mesh = named_mesh(axes, "cuda" if torch.cuda.is_available() else "cpu") if axes else None
     zero = dataclasses.replace(
