@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.cli.main import main
+from onefold.cli.report import compared
 from onefold.errors import OnefoldError
 from onefold.train import comparison, sections
 from onefold.train.charts import Chart
@@ -38,7 +39,7 @@ def write_stages(folder: Path, **others: Any) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report") / "run"
-    write_run(folder, placement=[row | {"unit": 60 * "long." + str(n)} for n, row in enumerate(rows())])
+    write_run(folder, placement=long_units())
     write_report(folder)
     return folder
 
@@ -50,8 +51,11 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows() -> list[dict[str, Any]]:
-    return 3 * facts_of(3)["placement"]
+def long_units() -> list[dict[str, Any]]:
+    """More than a page shows unfolded, with names wider than a phone."""
+    rows = 3 * facts_of(3)["placement"]
+    each = rows[0]["parameter_bytes"] // 3
+    return [row | {"unit": 60 * "long." + str(n), "parameter_bytes": each} for n, row in enumerate(rows)]
 
 
 def page_of(folder: Path) -> str:
@@ -111,6 +115,7 @@ def test_the_page_needs_nothing_but_itself(which, request):
     page = page_of(request.getfixturevalue(which))
     assert re.findall(r"https?:|<script|@import|<img|xmlns", page) == []
     links = re.findall(r'(?:href|src)="([^"]*)"', page) + re.findall(r"url\(([^)]*)\)", page)
+    links = [link for link in links if not re.fullmatch(r"stage-\d/report.html", link)]  # pages beside it
     names = set(re.findall(r'\bid="([^"]*)"', page))
     assert [link for link in links if not ((link.startswith("#") and link[1:] in names) or link == "data:,")] == []
     assert len(names) == len(re.findall(r'\bid="', page)), "two elements have one id"
@@ -146,7 +151,8 @@ def test_memory_and_traffic_stand_beside_their_plan(run):
     assert cells(page, "parameters") == ["1.69\u00a0MB", "1.68\u00a0MB", "+0.4%"]
     assert cells(page, "gather-forward") == ["1.68\u00a0MB", "1.68\u00a0MB", "exact"]
     assert cells(page, "in Ψ(N-1)/N")[:2] == ["2.98", "at most 3"]
-    assert cells(page, "peak")[2] == "-1.6%"
+    assert cells(page, "peak")[2] == "-0.9%"
+    assert cells(page, "activations") == ["36.9\u00a0MB", "37.0\u00a0MB", "-0.3%"]
 
 
 def test_a_model_worse_than_the_baseline_is_called_worse(run):
@@ -219,6 +225,12 @@ def test_the_formula_is_the_papers():
 
 def read_facts_only(facts: dict[str, Any]) -> Run:
     return Run(Path("run"), facts, [], [], "")
+
+
+def test_each_stage_has_a_page_of_its_own_that_the_comparison_leads_to(stages):
+    for stage in range(4):
+        assert f'href="stage-{stage}/report.html"' in page_of(stages)
+        assert f"at stage {stage} in fp32" in page_of(stages / f"stage-{stage}")
 
 
 def test_traffic_is_two_psi_and_at_most_three_at_stage_3(stages):
@@ -317,8 +329,7 @@ def test_json_has_the_headline_figures_and_the_page_is_the_same_every_time(run, 
     assert figures["val_ppl"] == pytest.approx(math.exp(last["val_loss"]))
     assert (figures["ranks"], figures["stage"], figures["precision"], figures["warnings"]) == (2, 3, "fp32", 2)
     assert figures["tokens"] == 200 * 2048 and figures["states_bytes"] == pytest.approx(8 * PSI, rel=0.01)
-    code, out, _ = said([str(stages), "--json"], capsys)
-    both = json.loads(out)
+    both = compared(stages)
     assert both["agreement"] == {"steps": 30, "largest": 0.0, "at": None, "bitwise": True}
     assert sorted(both["runs"]) == [f"stage-{n}" for n in range(4)]
 

@@ -8,7 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-PSI, RANKS, UNITS = 841_216, 2, 6
+PSI, RANKS, UNITS = 841_218, 2, 6
 CONFIG = """\
 [model]
 model = "gpt-tiny"
@@ -44,6 +44,12 @@ def memory(stage: int, surplus: float = 1.0) -> dict[str, int]:
     return {**states, "buffers": 0, "communication": 3_170_304}
 
 
+def at_peak(stage: int) -> dict[str, int]:
+    """With gathered units and activations."""
+    sizes = memory(stage)
+    return sizes | {"parameters": sizes["parameters"] + (700_000 if stage == 3 else 0), "activations": 37_000_000}
+
+
 def traffic(stage: int) -> dict[str, int]:
     once = 4 * PSI * (RANKS - 1) // RANKS
     moved = dict.fromkeys(PURPOSES.get(stage, ("reduce", "gather-updated")), once)
@@ -55,7 +61,13 @@ def traffic(stage: int) -> dict[str, int]:
 def facts_of(stage: int) -> dict[str, Any]:
     kinds = {k: "shard" if stage >= SHARDED_FROM[k] else "whole" for k in SHARDED_FROM}
     placement = [
-        {"unit": f"blocks.{n}", "elements": 198_272, **kinds, "parameter_bytes": 396_544} for n in range(UNITS)
+        {
+            "unit": f"blocks.{n}",
+            "elements": PSI // UNITS,
+            **kinds,
+            "parameter_bytes": memory(stage)["parameters"] // UNITS,
+        }
+        for n in range(UNITS)
     ]
     return {
         "model": {"name": "gpt-tiny", "layers": 4, "hidden": 128, "heads": 4, "seq": 128, "vocab": 256,
@@ -63,9 +75,9 @@ def facts_of(stage: int) -> dict[str, Any]:
         "ranks": RANKS, "stage": stage, "stage_why": "", "precision": "fp32", "device": "cpu",
         "global_batch": 16, "micro_batch": 8, "accumulation": 1, "tokens_per_step": 2048,
         "environment": {"onefold": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "platform": "Linux aarch64",
-                        "cores": 2, "gpu": None, "date": "2026-11-15T11:00:00+00:00"},
+                        "cores": 2, "gpu": None, "date": "2026-11-15 11:00:00 +0000"},
         "placement": placement,
-        "plan": {"memory": memory(stage), "peak_bytes": 91_000_000, "traffic": traffic(stage)},
+        "plan": {"memory": at_peak(stage), "peak_bytes": 53_000_000, "traffic": traffic(stage)},
         "baseline": {"bigram_val_loss": 2.4631},
         "data": {"source": "Python's standard library", "train_tokens": 11_000_000, "val_tokens": 580_000,
                  "tokenizer": "bytes"},
@@ -83,7 +95,8 @@ def metrics(steps: int, stage: int, seed: int) -> list[dict[str, Any]]:
             "grad_norm": 0.4 + 2 * math.exp(-step / 20) + 0.1 * chance.random(),
             "lr": 1e-3 * min(step / 20, 0.55 + 0.45 * math.cos(math.pi * step / steps)),
             "tokens_per_s": 2048 / seconds, "step_s": seconds, "mfu": None,
-            "memory": memory(stage, 1.004) | {"peak": 89_500_000}, "traffic_bytes": sum(traffic(stage).values()),
+            "memory": memory(stage, 1.004) | {"activations": 36_900_000, "peak": 52_500_000},
+            "traffic_bytes": sum(traffic(stage).values()),
             "traffic": traffic(stage), "loss_scale": None, "skipped": 0,
         })  # fmt: skip
     return rows

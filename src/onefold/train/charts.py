@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from onefold.errors import OnefoldError
-from onefold.train.figures import STATES, Run, formula_memory, once_bytes, smooth, states_of, thin
+from onefold.train.figures import LASTING, Run, formula_memory, once_bytes, smooth, states_of, thin
 from onefold.train.words import nbytes
 
 # By day; page.py has each by night. Every colour is its own key in an SVG, so no two may be the same.
@@ -24,7 +24,6 @@ COLOURS = {
     "train": "#3b6ea6", "val": "#c95d64", "base": "#8a94a0", "bar": "#3b6ea4",
     "run0": "#9aa5b1", "run1": "#3b6ea3", "run2": "#5f9e6f", "run3": "#c95d65", "run4": "#8e6bb1", "run5": "#d9822c",
 }  # fmt: skip
-CATEGORIES = (*STATES, "buffers", "communication", "activations", "peak")
 RUNS = [name for name in COLOURS if name.startswith("run")]
 WIDE, NARROW, SMALL, TALL = (9.4, 3.5), (4.7, 3.0), (3.4, 2.5), (3.4, 3.1)  # inches; a page enlarges them a little
 STYLE: dict[Any, Any] = {
@@ -57,7 +56,8 @@ def chart(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, f
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"onefold-{name}"}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.subplots())
-        figure.draw_without_rendering()
+        if (layout := figure.get_layout_engine()) is not None:
+            layout.execute(figure)
         figure.set_layout_engine("none")  # once is enough for both forms
         vector, pixels = io.StringIO(), io.BytesIO()
         figure.savefig(vector, format="svg", transparent=True, metadata={"Date": None})
@@ -184,12 +184,12 @@ def curves(runs: Sequence[Run], size: tuple[float, float] = NARROW) -> Chart:
 
 
 def stacks(runs: Sequence[Run]) -> Chart:
-    """Memory of each run by category, with a mark where the formula puts its states."""
+    """What each run holds between steps, with a mark where the formula puts its states."""
     scale, unit = _scale(max(sum(_parts(run).values()) for run in runs))
 
     def draw(axes: Any) -> None:
         tops = [0.0] * len(runs)
-        for category in [c for c in CATEGORIES if any(_parts(run).get(c) for run in runs)]:
+        for category in [c for c in LASTING if any(_parts(run).get(c) for run in runs)]:
             heights = [_parts(run).get(category, 0) / scale for run in runs]
             axes.bar(range(len(runs)), heights, 0.62, bottom=tops, color=COLOURS[category], label=category, linewidth=0)
             tops = [top + height for top, height in zip(tops, heights, strict=True)]
@@ -201,7 +201,7 @@ def stacks(runs: Sequence[Run]) -> Chart:
         _columns(axes, runs, tops, unit)
 
     said = [f"{run.label} {nbytes(sum(_parts(run).values()))}, states {nbytes(states_of(_parts(run)))}" for run in runs]
-    return chart("memory", f"Memory per rank: {'; '.join(said)}.", draw, TALL)
+    return chart("memory", f"Memory per rank between steps: {'; '.join(said)}.", draw, TALL)
 
 
 def bars(runs: Sequence[Run], name: str, what: str, measure: Callable[[Run], float | None], unit: str) -> Chart | None:
@@ -284,7 +284,7 @@ def _multiples(axes: Any, once: float) -> None:
 
 
 def _parts(run: Run) -> dict[str, float]:
-    return {key: size for key, size in run.held().items() if key in CATEGORIES and key != "peak"}
+    return {key: size for key, size in run.held().items() if key in LASTING}
 
 
 def _scale(largest: float) -> tuple[float, str]:

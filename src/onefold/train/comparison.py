@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onefold.train import charts, sections
-from onefold.train.charts import CATEGORIES, WIDE, Chart
+from onefold.train.charts import WIDE, Chart
 from onefold.train.figures import (
+    FULLEST,
+    LASTING,
     STATES,
     Agreement,
     Run,
@@ -100,9 +102,7 @@ def _drawn(together: Agreement) -> str:
 
 
 def _figures(memory: Chart, traffic: Chart | None, step: Chart | None) -> str:
-    return figures(
-        figure("Held by each rank", memory), figure("Sent by each rank in a step", traffic), figure("Median step", step)
-    )
+    return figures(figure("Held between steps", memory), figure("Sent in a step", traffic), figure("Median step", step))
 
 
 NOTES = """<p class="note">States by formula: so many bytes for each of Ψ parameters, divided by N where the stage
@@ -118,10 +118,12 @@ def _table(runs: Sequence[Run]) -> str:
 
 
 def _memory(runs: Sequence[Run]) -> Rows:
-    held = [sections.measured_memory(run) for run in runs]
+    held = [run.held() for run in runs]
     formulas = [formula_memory(run) for run in runs]
-    rows: Rows = [("group", _title("held by rank 0", runs))]
-    for key in [key for key in CATEGORIES if any(key in sizes for sizes in held)]:
+    rows: Rows = [("group", ["held by rank 0 between steps"])]
+    for key in [key for key in (*LASTING, *FULLEST) if any(key in sizes for sizes in held)]:
+        if key in FULLEST and rows[-1][1][0] != dot(FULLEST[0]) + FULLEST[0]:
+            rows.append(("group", ["at the fullest instant of a step"]))
         rows.append(("", [dot(key) + key, *(nbytes(sizes.get(key)) for sizes in held)]))
         if key in STATES and any(formulas):
             rows.append(("formula", ["by formula", *(_formula(run, key) for run in runs)]))
@@ -143,7 +145,7 @@ def _per_parameter(run: Run) -> str:
 
 def _traffic(runs: Sequence[Run]) -> Rows:
     purposes = list(dict.fromkeys(purpose for run in runs for purpose in run.sent()))
-    rows: Rows = [("group", _title("sent by rank 0 in a step", runs))]
+    rows: Rows = [("group", ["sent by rank 0 in a step"])]
     for purpose in purposes:
         rows.append(("", [text(purpose), *(nbytes(run.sent().get(purpose)) for run in runs)]))
     rows.append(("total", ["total", *(nbytes(sum(run.sent().values()) or None) for run in runs)]))
@@ -166,16 +168,12 @@ def _time(runs: Sequence[Run]) -> Rows:
         return [name, *(shown(run) for run in runs)]
 
     return [
-        ("group", _title("time and result", runs)),
+        ("group", ["time and result"]),
         ("", row("median step", lambda run: seconds(run.steady("step_s")))),
         ("", row("tokens per second", lambda run: count(run.steady("tokens_per_s")))),
         ("", row("final loss", lambda run: nats(run.last("loss"), 8))),
         ("", row("validation loss", lambda run: nats(run.last("val_loss"), 8))),
     ]
-
-
-def _title(name: str, runs: Sequence[Run]) -> list[str]:
-    return [name, *("" for _ in runs)]
 
 
 def _runs(folder: Path, runs: Sequence[Run]) -> str:

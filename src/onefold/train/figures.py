@@ -13,6 +13,8 @@ from onefold.errors import OnefoldError
 from onefold.train.run import RunFolder, read_facts, read_metrics, read_warnings
 
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shards
+LASTING = (*STATES, "buffers", "communication")  # held between steps
+FULLEST = ("activations", "peak")  # at the fullest instant of a step
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that does
 WARM_UP = 2  # steps that still fill buffers and learn orders
 
@@ -67,6 +69,19 @@ class Run(NamedTuple):
     def sent(self) -> dict[str, float]:
         """Bytes that rank 0 sent in a step by purpose, when it was last measured."""
         return next((sizes for row in reversed(self.metrics) if (sizes := numbers(row.get("traffic")))), {})
+
+    def plan(self) -> dict[str, float]:
+        """Bytes on rank 0 by category: between steps, and at the fullest instant what only then is there.
+
+        The plan is of the fullest instant, when a few units are gathered; between steps, placement says what is held.
+        """
+        planned = {key: size for key, size in self.sizes("plan", "memory").items() if key in (*LASTING, *FULLEST)}
+        placed = [numbers(row).get("parameter_bytes") for row in self.fact("placement", default=[])]
+        known = [size for size in placed if size is not None]
+        if "parameters" in planned and known and len(known) == len(placed):
+            planned["parameters"] = min(planned["parameters"], sum(known))
+        peak = self.number("plan", "peak_bytes")
+        return planned | ({} if peak is None else {"peak": peak})
 
 
 class Headline(NamedTuple):

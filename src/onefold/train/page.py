@@ -159,13 +159,18 @@ def figures(*parts: str) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, marks: Sequence[str] = (), words: int = 1) -> str:
-    """Cells are markup; `marks` are classes of rows; the first `words` columns hold words, the rest numbers."""
+    """Cells are markup. `marks` are classes of rows, where "group" has one cell, its title. The first `words` columns
+    hold words, the rest numbers."""
     kinds = ['class="text"' if place < words else "" for place in range(len(heads))]
     top = "".join(f'<th scope="col" {kind}>{text(head)}</th>' for kind, head in zip(kinds, heads, strict=True))
     body = ""
     for place, row in enumerate(rows):
-        cells = "".join(f"<td {kind}>{cell}</td>" for kind, cell in zip(kinds, row))
-        body += f'<tr class="{marks[place] if place < len(marks) else ""}">{cells}</tr>\n'
+        mark = marks[place] if place < len(marks) else ""
+        if mark == "group":
+            cells = f'<td colspan="{len(heads)}">{row[0]}</td>'
+        else:
+            cells = "".join(f"<td {kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
+        body += f'<tr class="{mark}">{cells}</tr>\n'
     label = text(f"table: {heads[0] or heads[1]}")
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table><thead><tr>{top}</tr></thead>\n'

@@ -12,7 +12,7 @@ from onefold.errors import OnefoldError
 from onefold.train import charts, sections
 from onefold.train.charts import WIDE, Chart
 from onefold.train.comparison import compared
-from onefold.train.figures import Run, headline, read_run, run_folders
+from onefold.train.figures import LASTING, Run, headline, read_run, run_folders
 from onefold.train.page import page, text
 from onefold.train.run import RunFolder
 
@@ -25,10 +25,12 @@ def write_report(run: Path) -> Path:
 
 
 def write_comparison(run: Path) -> Path:
-    """The page of the runs in the folders of `run`, side by side: run/report.html."""
+    """The page of the runs in the folders of `run`, side by side, run/report.html, and one page for each of them."""
     folders = run_folders(run)
     if not folders:
         raise OnefoldError(f"{run} holds no runs to compare; give the --out of onefold train --compare 0,1,2,3")
+    for folder in folders:
+        write_report(folder)
     drawn, html = compared(run, [read_run(folder) for folder in folders])
     return _write(run, drawn, html)
 
@@ -44,9 +46,8 @@ def is_comparison(run: Path) -> bool:
 
 def reported(run: Run) -> tuple[list[Chart], str]:
     narrow, wide = charts.loss(run), charts.loss(run, WIDE)
-    held, planned = sections.measured_memory(run), sections.planned_memory(run)
-    now, wanted = ({key: size for key, size in sizes.items() if key != "peak"} for sizes in (held, planned))
-    memory = charts.against("memory", now, wanted, "Bytes held by rank 0", "planned")
+    now, wanted = ({key: sizes[key] for key in LASTING if key in sizes} for sizes in (run.held(), run.plan()))
+    memory = charts.against("memory", now, wanted, "Bytes held by rank 0 between steps", "planned")
     sent, theory = run.sent(), run.sizes("plan", "traffic")
     traffic = charts.against("traffic", sent, theory, "Bytes sent by rank 0 in a step", "theory")
     traces = {

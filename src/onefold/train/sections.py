@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import date
 from typing import Any
 
-from onefold.train.charts import CATEGORIES, Chart
+from onefold.train.charts import Chart
 from onefold.train.figures import (
+    FULLEST,
+    LASTING,
     STATES,
     Headline,
     Run,
@@ -25,7 +27,7 @@ MANY = 12  # rows of a table that is folded
 def kicker(what: str, run: Run) -> str:
     """With the day, where it is known."""
     try:
-        day = datetime.fromisoformat(str(run.fact("environment", "date")))
+        day = date.fromisoformat(str(run.fact("environment", "date"))[:10])
     except ValueError:
         return what
     return f"{what} · {day.day} {day:%B %Y}"
@@ -80,31 +82,26 @@ def progress(run: Run, charts: dict[str, tuple[str, Chart | None]]) -> Section:
 
 def memory(run: Run, chart: Chart | None) -> Section:
     """Bytes on rank 0 by category, against the plan; and what stage 0 would hold."""
-    held, planned = measured_memory(run), planned_memory(run)
+    held, planned = run.held(), run.plan()
     if not held and not planned:
         return Section("Memory", "<p>Nothing measured yet.</p>")
-    rows, marks = [], []
-    for key in [key for key in CATEGORIES if key in held or key in planned]:
-        rows.append([dot(key) + key, nbytes(held.get(key)), nbytes(planned.get(key)), _off(key, held, planned)])
-        marks.append("")
+    rows, marks = [["between steps"]], ["group"]
+    for key in (*LASTING, *FULLEST):
+        if key == FULLEST[0]:
+            rows.append(["at the fullest instant of a step"])
+            marks.append("group")
+        if key in held or key in planned:
+            rows.append([dot(key) + key, nbytes(held.get(key)), nbytes(planned.get(key)), _off(key, held, planned)])
+            marks.append("")
         if key == STATES[-1]:
             whole, wanted = states_of(held), states_of(planned)
             rows.append(["states", nbytes(whole), nbytes(wanted), off(whole, wanted) if held and planned else ""])
             marks.append("total")
     body = f"<p>{_saving(run, held)}</p>" if held else ""
-    body += figures(figure("Held by rank 0", chart), table(("", "measured", "planned", "off"), rows, marks=marks))
+    body += figures(
+        figure("Held by rank 0 between steps", chart), table(("", "measured", "planned", "off"), rows, marks=marks)
+    )
     return Section("Memory", body)
-
-
-def measured_memory(run: Run) -> dict[str, float]:
-    return {key: size for key in CATEGORIES if (size := run.held().get(key)) is not None}
-
-
-def planned_memory(run: Run) -> dict[str, float]:
-    """By category, and the peak where one was measured or planned."""
-    planned, peak = run.sizes("plan", "memory"), run.number("plan", "peak_bytes")
-    known = {key: planned[key] for key in CATEGORIES if key in planned}
-    return known | ({} if peak is None else {"peak": peak})
 
 
 def _off(key: str, held: dict[str, float], planned: dict[str, float]) -> str:

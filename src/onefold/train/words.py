@@ -59,12 +59,14 @@ def seconds(value: float | None) -> str:
 def off(measured: float, planned: float) -> str:
     """How far a figure is from its plan.
 
-    >>> off(101, 100), off(100, 100), off(0, 100)
-    ('+1.0%', 'exact', '-100.0%')
+    >>> off(101, 100), off(100, 100), off(0, 100), off(10_001, 10_000)
+    ('+1.0%', 'exact', '-100.0%', '< 0.1%')
     """
     if measured == planned:
         return "exact"
-    return f"{(measured - planned) / planned:+.1%}" if planned else "not planned"
+    if not planned:
+        return "not planned"
+    return "< 0.1%" if abs(measured - planned) < 1e-3 * planned else f"{(measured - planned) / planned:+.1%}"
 
 
 def listed(names: list[str]) -> str:
