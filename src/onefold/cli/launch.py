@@ -23,6 +23,7 @@ from onefold.cli.lifeline import LAUNCHER, LINE, STOP
 from onefold.train.stop import Stop
 
 RESULT = "ONEFOLD_RESULT"  # the file in which rank 0 leaves what it found
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks that start again read addresses of dead ones
 TICK_S = 0.05
 GRACE_S = 1.0  # from the first error of a rank until all are ended: the others may know more
 
@@ -97,7 +98,13 @@ class Launcher:
             server.listen(self._ranks + 1)
             self._selector.register(server, selectors.EVENT_READ)
             threads = str(max(1, (os.cpu_count() or 1) // self._ranks))
-            environment = {"OMP_NUM_THREADS": threads, **os.environ, LINE: path, LAUNCHER: str(os.getpid())}
+            environment = {
+                "OMP_NUM_THREADS": threads,
+                **os.environ,
+                LINE: path,
+                LAUNCHER: str(os.getpid()),
+                **OWN_STORE,
+            }
             command = _command("onefold.cli.agent", self._ranks, self._max_restarts, self._arguments)
             agent = subprocess.Popen(command, env=environment, start_new_session=True)
             try:

@@ -63,6 +63,14 @@ def connect(path: str) -> socket.socket | None:
     return line
 
 
+def orphaned() -> bool:
+    """Whether whoever started this rank has ended."""
+    line = connect(os.environ[LINE]) if LINE in os.environ else None
+    if line is not None:
+        line.close()
+    return line is None and LINE in os.environ
+
+
 def follow_launcher() -> None:
     """End this process with the one that started it."""
     if sys.platform == "linux":

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from onefold.cli.launch import Launcher, is_rank, say
-from onefold.cli.lifeline import Lifeline
+from onefold.cli.lifeline import Lifeline, orphaned
 from onefold.cli.screen import Screen
 from onefold.errors import CommError, ConfigError, MismatchError, OnefoldError
 from onefold.train.board import Board, check_board
@@ -47,6 +47,8 @@ class TrainCommand(Settings):
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> TrainCommand:
         """What flags change: the settings of a file, of the run that goes on, or those above."""
+        if orphaned():
+            os._exit(1)
         path = _flag(arguments, "--config")
         if path is None and "--resume" in arguments:
             known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
