@@ -52,10 +52,10 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def long_units() -> list[dict[str, Any]]:
-    """More than a page shows unfolded, with names wider than a phone."""
-    rows = 3 * facts_of(3)["placement"]
-    each = rows[0]["parameter_bytes"] // 3
+def long_units(times: int = 2) -> list[dict[str, Any]]:
+    """Names wider than a phone."""
+    rows = times * facts_of(3)["placement"]
+    each = rows[0]["parameter_bytes"] // times
     return [row | {"unit": 60 * "long." + str(n), "parameter_bytes": each} for n, row in enumerate(rows)]
 
 
@@ -161,6 +161,12 @@ def test_a_model_worse_than_the_baseline_is_called_worse(run):
     found = read_run(run)
     found = found._replace(facts=found.facts | {"baseline": {"bigram_val_loss": 0.5}})
     assert '<strong class="bad">worse</strong>' in sections.lead(found)
+
+
+def test_a_long_placement_table_is_folded(run):
+    assert "<details open>" in page_of(run)
+    long = read_facts_only(facts_of(3) | {"placement": long_units(3)})
+    assert "<details><summary>18 units</summary>" in sections.placement(long).body
 
 
 def test_names_from_a_run_never_become_markup(tmp_path):
