@@ -44,9 +44,9 @@ class Launch:
         return found
 
     def rank_pids(self) -> dict[int, int]:
-        """Rank -> process."""
+        """Rank -> process: the agent's children that know their rank."""
         found = {}
-        for pid in self.pids():
+        for pid in [rank for agent in children(self.process.pid) for rank in children(agent)]:
             try:
                 words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
@@ -66,7 +66,7 @@ class Launch:
             if self.process.poll() is not None:
                 raise AssertionError(f"ended before {said}: {self.process.communicate()}")
             assert time.monotonic() < deadline, f"{said} did not come"
-            time.sleep(0.005)
+            time.sleep(0.02)
         return found
 
     def end(self) -> tuple[int, str, str]:
@@ -88,6 +88,14 @@ class Launch:
             except ProcessLookupError:
                 pass
         self.process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    except OSError:
+        return []  # it ended just now
 
 
 def cache(out: Path) -> Path:

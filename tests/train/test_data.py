@@ -131,4 +131,6 @@ def test_the_baseline_is_the_loss_of_counted_pairs(tmp_path):
     numbers = torch.randint(1, 5, (60000,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     (tmp_path / "r.txt").write_bytes(bytes(numbers.tolist()))
     found = made(tmp_path, data=tmp_path / "r.txt")
-    assert bigram_loss(found, found.windows.evaluated(64)) == pytest.approx(1.3863, abs=0.01), "four tokens, alike and apart"
+    assert bigram_loss(found, found.windows.evaluated(64)) == pytest.approx(1.3863, abs=0.01), (
+        "four tokens, alike and apart"
+    )
