@@ -27,11 +27,11 @@ from onefold.errors import CommError, ConfigError, MismatchError, OnefoldError
 from onefold.train.board import Board, check_board
 from onefold.train.data import find_source, find_tokenizer
 from onefold.train.metrics import Listener
-from onefold.train.run import RunFolder, read_facts, read_metrics
+from onefold.train.run import RunFolder, read_facts, read_metrics, replace
 from onefold.train.settings import Settings
 from onefold.train.start import check_folder, train
 from onefold.train.stop import Stop
-from onefold.train.toml import read_toml, to_toml, with_values
+from onefold.train.toml import NOT_SAVED, read_toml, to_toml, with_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,9 @@ class TrainCommand(Settings):
         with tempfile.TemporaryDirectory(prefix="onefold-") as folder:
             path = Path(folder) / "settings.toml"
             path.write_text(to_toml(self, leave_out=("config",)))
+            if self.compare is not None:  # so that --resume knows it for a comparison
+                self.output.out.mkdir(parents=True, exist_ok=True)
+                replace(RunFolder(self.output.out).config, to_toml(self, leave_out=NOT_SAVED))
             launcher = Launcher(
                 ranks, ["train", "--config", str(path)], max_restarts=self.checkpoints.max_restarts,
                 shutdown_s=self.checkpoints.shutdown_s,
@@ -127,25 +130,24 @@ class TrainCommand(Settings):
         with Stop() as stop:
             line = Lifeline(stop.ask)
             try:
-                finished = self._train(stop)
+                self._train(stop)
             except Exception as error:
                 _give_up(line, error)
-            if not line.there and int(os.environ["RANK"]) == 0 and finished:
+            if not line.there and int(os.environ["RANK"]) == 0:
                 self._finish()
             return 0
 
-    def _train(self, stop: Stop) -> bool:
-        """Whether it came to the end."""
+    def _train(self, stop: Stop) -> None:
+        """To the end, or to a signal."""
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         again = restarted or self.checkpoints.resume
         settings = dataclasses.replace(self, checkpoints=dataclasses.replace(self.checkpoints, resume=again))
-        check_folder(settings)
         for run in settings.stages():
-            ended = train(run, stop, self._listener(run))
-            if not ended.finished:
-                return False
+            check_folder(run)
+        for run in settings.stages():
+            if not train(run, stop, self._listener(run)).finished:
+                return
             gc.collect()  # a sharded model is a circle
-        return True
 
     def _listener(self, run: Settings) -> Listener:
         if int(os.environ["RANK"]) != 0:

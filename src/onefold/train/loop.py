@@ -11,6 +11,7 @@ import json
 import math
 import struct
 import time
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -31,6 +32,7 @@ from onefold.report import memory, track_memory
 from onefold.shard import accumulate
 from onefold.train.data import Data
 from onefold.train.diagnose import (
+    FALLS_IN,
     Finding,
     falling_scale,
     is_out_of_memory,
@@ -80,7 +82,7 @@ class Loop:
         self.run_folder = RunFolder(settings.output.out)
         self.notes: list[Finding] = []  # of this rank, not told yet
         self._told: set[tuple[str, str]] = set()
-        self._scales: list[float] = []
+        self._scales: deque[float] = deque(maxlen=FALLS_IN + 1)
         self._peak: dict[str, int] | None = None
         self._latency_s = latency(comm)
         self._probe = UpdateProbe(self.engine)
@@ -182,6 +184,7 @@ class Loop:
         if probe and self.optimizer.stepped and lr > 0:
             self._add(lost_updates(*self._probe.after(), lr))
         self.optimizer.zero_grad()
+        self._scales.append(self.optimizer.loss_scale)
         self._done += 1
         return norm, lr
 
@@ -199,7 +202,6 @@ class Loop:
         sent, calls = traffic_now(self.model)
         speed = self.batch * self.shape.seq / step_s
         half = self.optimizer.precision.compute is torch.float16
-        self._scales.append(self.optimizer.loss_scale)
         self._diagnose(calls, step_s)
         peak = None if self._peak_flops is None else self._peak_flops * self.comm.size
         return Row(
@@ -222,7 +224,7 @@ class Loop:
     def _diagnose(self, calls: int, step_s: float) -> None:
         """What the same figures would make every rank say, rank 0 says."""
         if self.comm.rank == 0:
-            self._add(falling_scale(self._scales))
+            self._add(falling_scale(list(self._scales)))
             if self._done > WATCHED:
                 blocks = [unit for unit in self.engine.units if unit.layout.slots[0].name.startswith("blocks.")]
                 cut = len(blocks) > self.shape.layers
