@@ -164,67 +164,6 @@ def test_two_nodes_ask_for_the_name_of_one():
     assert code != 0 and "the name of one of the nodes" in said
 
 
-# -- stages side by side -----------------------------------------------------------------------------------------------
-
-DEMO = "examples/compare_stages.py"
-DEMO_SMALL = ("--steps", "2", "--layers", "2", "--dim", "32")
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-
-
-@pytest.fixture(scope="module")
-def small() -> subprocess.CompletedProcess[str]:
-    """As `make demo`: two ranks."""
-    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DEMO, *DEMO_SMALL)
-
-
-def cells(ran: subprocess.CompletedProcess[str], row: str) -> list[str]:
-    """What a row of the table says of stages 0 to 3."""
-    lines = [line.split(row, 1)[1] for line in ran.stdout.splitlines() if line.strip().startswith(row)]
-    return re.split(r"\s{2,}", lines[0].strip())
-
-
-def test_the_demo_ends_well_and_says_nothing_on_stderr(small):
-    assert (small.returncode, small.stderr) == (0, "")
-    assert "All four stages agree to the last bit" in small.stdout
-
-
-def test_the_demo_shows_one_loss_for_all_stages(small):
-    for step in ("step 1", "step 2"):
-        assert len(set(cells(small, step))) == 1 and len(cells(small, step)) == 4
-
-
-@pytest.mark.parametrize(
-    ("row", "parts"),
-    [
-        ("parameters", (2, 2, 2, 1)),
-        ("gradients", (2, 2, 1, 1)),
-        ("optimizer", (2, 1, 1, 1)),
-        ("all three", (8, 6, 5, 4)),
-    ],
-)
-def test_the_demo_shows_memory_in_the_proportions_of_the_stages(small, row, parts):
-    measured = [float(cell) for cell in cells(small, row)]
-    assert measured == pytest.approx([measured[0] * part / parts[0] for part in parts], abs=0.01)
-
-
-def test_the_demo_shows_two_psi_of_traffic_and_at_most_three_at_stage_3(small):
-    *two, three = (float(cell) for cell in cells(small, "in Ψ(N-1)/N"))
-    assert two == pytest.approx([2, 2, 2], abs=0.05)
-    assert 2 < three <= 3.05
-
-
-def test_the_demo_refuses_a_width_that_heads_cannot_share():
-    ran = python(DEMO, "--dim", "33")
-    assert ran.returncode != 0
-    assert "--dim a multiple of 32" in ran.stderr
-
-
 # -- documentation -----------------------------------------------------------------------------------------------------
 
 
