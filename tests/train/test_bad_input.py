@@ -17,7 +17,7 @@ def said_once(err: str) -> str:
     ("flags", "said"),
     [
         (("--data", "/no/such/folder"), "is not there; give a text file, a folder"),
-        (("--global-batch", "9"), "batches that are: 16"),
+        (("--global-batch", "9"), "batches that are: 8, 16"),
         (("--stage", "7"), "use one of 0, 1, 2, 3 or 'auto'"),
     ],
 )

@@ -74,10 +74,10 @@ class DataSettings:
 class StepSettings:
     """Steps and batches."""
 
-    steps: int = 500
+    steps: int = 600
     """Optimizer steps in all."""
 
-    micro_batch: int = 8
+    micro_batch: int = 4
     """Sequences per rank in one forward."""
 
     accumulation: int | None = None
@@ -124,13 +124,13 @@ class StepSettings:
 class AdamSettings:
     """AdamW and its schedule: up in a line, down along half a cosine."""
 
-    lr: float = 2e-3
+    lr: float = 3e-3
     """Highest learning rate."""
 
-    min_lr: float = 2e-4
+    min_lr: float = 3e-4
     """Learning rate at the end."""
 
-    warmup: int = 20
+    warmup: int = 50
     """Steps until the highest."""
 
     weight_decay: float = 0.1
