@@ -14,8 +14,8 @@ help: ## list the targets
 	@echo "Onefold: make TARGET"
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-demo: $(READY) ## train the same model at each stage on two local CPU processes and compare
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/compare_stages.py
+demo: $(READY) ## train a small GPT at stage 3 on two local CPU processes, about two minutes, and report
+	@CUDA_VISIBLE_DEVICES= $(BIN)/onefold train --ranks 2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: lint types ## lint, types and the whole test suite; PYTEST_ARGS="-k name" narrows it
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -1,78 +1,170 @@
-"""The demo ends well and shows what it should, and every piece of Python in the documentation runs."""
+"""Each example runs, in small, and every piece of Python in the documentation runs.
+
+The loops run on real ranks, the scripts with a real torchrun and a real training.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.train.run import read_facts, read_metrics
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 DOCS = [path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md")]
-DEMO = "examples/compare_stages.py"
-SMALL = ("--steps", "2", "--layers", "2", "--dim", "32")
+SMALL = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--eval-windows", "4", "--log-every", "1",
+         "--micro-batch", "1", "--data", __file__)  # fmt: skip
+PATIENCE_S = 300.0
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+def example(name: str, *arguments: str) -> Any:
+    """On a rank: what an example's main returns."""
+    return importlib.import_module(f"examples.{name}").main(list(arguments))
 
 
-@pytest.fixture(scope="module")
-def small() -> subprocess.CompletedProcess[str]:
-    """As `make demo`: two ranks."""
-    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", DEMO, *SMALL)
+def test_the_plain_loop_goes_on_where_it_stopped_bit_for_bit(tmp_path):
+    whole = run_ranks(2, example, "plain_loop", "--steps", "12", "--out", str(tmp_path / "whole"))
+    first = run_ranks(2, example, "plain_loop", "--steps", "5", "--out", str(tmp_path / "cut"))
+    rest = run_ranks(2, example, "plain_loop", "--steps", "12", "--out", str(tmp_path / "cut"))
+    assert [a + b for a, b in zip(first, rest, strict=True)] == whole
+    assert all(losses[-1] < losses[0] - 0.5 for losses in whole)
 
 
-def cells(ran: subprocess.CompletedProcess[str], row: str) -> list[str]:
-    """What a row of the table says of stages 0 to 3."""
-    lines = [line.split(row, 1)[1] for line in ran.stdout.splitlines() if line.strip().startswith(row)]
-    return re.split(r"\s{2,}", lines[0].strip())
+def test_a_hugging_face_model_is_tuned_exported_read_by_transformers_and_tuned_further(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    out = tmp_path / "tuned"
+    losses = run_ranks(2, example, "huggingface", "--steps", "12", "--lr", "1e-2", "--out", str(out))
+    assert all(row[-1] < row[0] - 0.5 for row in losses)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokens = torch.tensor(list(Path(os.__file__).read_bytes()))
+    again = run_ranks(2, example, "huggingface", "--weights", str(out), "--steps", "1", "--out", str(tmp_path / "more"))
+    for rank, (loss,) in enumerate(again):  # the first batch of each rank, before anything was updated
+        starts = torch.randint(len(tokens) - 64, (4,), generator=torch.Generator().manual_seed(rank)).tolist()
+        batch = torch.stack([tokens[start : start + 64] for start in starts])
+        assert model(input_ids=batch, labels=batch).loss.item() == pytest.approx(loss, abs=1e-5)
 
 
-def test_the_demo_ends_well_and_says_nothing_on_stderr(small):
-    assert (small.returncode, small.stderr) == (0, "")
-    assert "All four stages agree to the last bit" in small.stdout
+# -- scripts -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_demo_shows_one_loss_for_all_stages(small):
-    for step in ("step 1", "step 2"):
-        assert len(set(cells(small, step))) == 1 and len(cells(small, step)) == 4
+def wait_for(what: Callable[[], Any], *processes: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("row", "parts"),
-    [
-        ("parameters", (2, 2, 2, 1)),
-        ("gradients", (2, 2, 1, 1)),
-        ("optimizer", (2, 1, 1, 1)),
-        ("all three", (8, 6, 5, 4)),
-    ],
-)
-def test_the_demo_shows_memory_in_the_proportions_of_the_stages(small, row, parts):
-    measured = [float(cell) for cell in cells(small, row)]
-    assert measured == pytest.approx([measured[0] * part / parts[0] for part in parts], abs=0.01)
+def start(script: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [str(ROOT / "examples" / script), *arguments], env={**os.environ, **here, **environment}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
 
 
-def test_the_demo_shows_two_psi_of_traffic_and_at_most_three_at_stage_3(small):
-    *two, three = (float(cell) for cell in cells(small, "in Ψ(N-1)/N"))
-    assert two == pytest.approx([2, 2, 2], abs=0.05)
-    assert 2 < three <= 3.05
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said = process.communicate(timeout=PATIENCE_S)[0]
+        return process.returncode, said
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)  # the session that `start` made, and nothing else
+        except ProcessLookupError:
+            pass
 
 
-def test_the_demo_refuses_a_width_that_heads_cannot_share():
-    ran = python(DEMO, "--dim", "33")
-    assert ran.returncode != 0
-    assert "--dim a multiple of 32" in ran.stderr
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])
+
+
+# Slurm's commands as far as the script needs them on one node. What they start and signal is real.
+SLURM = {
+    "srun": 'echo $$ > "$CLUSTER/step"; [ -z "$FAILS" ] || exit 3; shift; exec "$@"',
+    "scancel": '[ "$*" = "--signal=TERM 7" ] && kill -TERM "$(cat "$CLUSTER/step")"',
+    "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$*" > "$CLUSTER/requeued"; fi',
+}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> dict[str, str]:
+    """An environment as in a job on one node."""
+    for name, body in SLURM.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    here = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {
+        "PATH": here, "CLUSTER": str(tmp_path), "PORT": free_port(), "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "7", "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }  # fmt: skip
+
+
+def test_a_slurm_job_saves_before_its_time_is_up_and_two_nodes_go_on_from_there(cluster, tmp_path):
+    out = tmp_path / "run"
+    job = start("slurm.sh", cluster, "--steps", "1000000", "--save-every", "0", "--out", str(out), *SMALL)
+    wait_for(lambda: len(read_metrics(out)) >= 3, job)
+    os.kill(job.pid, signal.SIGUSR1)  # what Slurm sends, and only to the script
+    code, said = end(job)
+    assert code == 0, said
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    before = read_metrics(out)
+    cut = before[-1]["step"]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{cut:08}"]
+
+    nodes = [start_node(cluster, "--steps", str(cut + 4), "--out", str(out)) for _ in range(2)]
+    for code, said in map(end, nodes):
+        assert code == 0, said
+    rows = read_metrics(out)
+    assert rows[:cut] == before and [row["step"] for row in rows] == list(range(1, cut + 5))
+    assert read_facts(out)["ranks"] == 2
+    assert (out / "report.html").exists()
+
+
+def start_node(cluster: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    """The same command as on the other node."""
+    environment = {"HEAD": "localhost", "PER_NODE": "1", "PORT": cluster["PORT"]}
+    environment["XDG_CACHE_HOME"] = cluster["XDG_CACHE_HOME"]
+    return start("torchrun_two_nodes.sh", environment, "--resume", *arguments)
+
+
+def test_a_slurm_job_that_fails_ends_as_it_did_and_is_not_put_back(cluster, tmp_path):
+    assert end(start("slurm.sh", cluster | {"FAILS": "yes"}))[0] == 3
+    assert not (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "torchrun_two_nodes.sh"])
+def test_a_script_is_good_bash_and_may_be_run(script):
+    path = ROOT / "examples" / script
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True).stderr == b""
+    assert os.access(path, os.X_OK)
+
+
+def test_two_nodes_ask_for_the_name_of_one():
+    code, said = end(start("torchrun_two_nodes.sh", {"HEAD": ""}))
+    assert code != 0 and "the name of one of the nodes" in said
+
+
+# -- documentation -----------------------------------------------------------------------------------------------------
 
 
 class MyModel(nn.Module):

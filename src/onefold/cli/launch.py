@@ -1,17 +1,31 @@
-"""Starts a command again as local ranks, through torch's own launcher, unless it is one of them already."""
+"""Starts a command again as local ranks, through torch's own launcher, unless it is one of them already.
+
+`run_ranks` is for a command that gives a result. `Launcher` is for one that runs for long: it passes a signal on and
+waits for the ranks to finish their step and save, it lets lost ranks be started again, and nothing outlives it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import selectors
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from onefold.cli.lifeline import LAUNCHER, LINE, STOP
+from onefold.train.stop import Stop
 
 RESULT = "ONEFOLD_RESULT"  # the file in which rank 0 leaves what it found
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks that start again read addresses of dead ones
+TICK_S = 0.05
+GRACE_S = 1.0  # from the first error of a rank until all are ended: the others may know more
 
 
 def is_rank() -> bool:
@@ -23,11 +37,7 @@ def run_ranks(ranks: int, arguments: Sequence[str]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         environment = {"OMP_NUM_THREADS": "1", **os.environ, RESULT: str(result)}
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
-            "-m", "onefold.cli.main", *arguments,
-        ]  # fmt: skip
-        subprocess.run(command, env=environment, check=False)
+        subprocess.run(_command("torch.distributed.run", ranks, 0, arguments), env=environment, check=False)
         return json.loads(result.read_text()) if result.exists() else None
 
 
@@ -35,3 +45,166 @@ def leave(result: Any) -> None:
     """Of rank 0, for the process that started the ranks."""
     if os.environ.get("RANK") == "0" and RESULT in os.environ:
         Path(os.environ[RESULT]).write_text(json.dumps(result))
+
+
+def _command(launcher: str, ranks: int, restarts: int, arguments: Sequence[str]) -> list[str]:
+    return [
+        sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", str(ranks),
+        "--max-restarts", str(restarts), "-m", "onefold.cli.main", *arguments,
+    ]  # fmt: skip
+
+
+class Told(NamedTuple):
+    """What a rank said went wrong."""
+
+    rank: int
+    message: str
+    level: int  # 2: its own mistake  1: it heard of another's  0: a peer was gone
+
+    @property
+    def final(self) -> bool:
+        """Another start would not help."""
+        return self.level > 0
+
+
+class Outcome(NamedTuple):
+    """How the ranks ended; without a message, well."""
+
+    code: int
+    message: str = ""
+
+
+class Launcher:
+    """Ranks of one command, from their start to their end."""
+
+    def __init__(self, ranks: int, arguments: Sequence[str], *, max_restarts: int, shutdown_s: float) -> None:
+        self._ranks, self._arguments = ranks, arguments
+        self._max_restarts, self._shutdown_s = max_restarts, shutdown_s
+        self._restart = 0
+        self._told: list[Told] = []
+        self._ended: dict[int, int] = {}
+        self._lines: dict[socket.socket, bytes] = {}
+        self._stopped_s: float | None = None
+
+    def run(self) -> Outcome:
+        with (
+            tempfile.TemporaryDirectory(prefix="onefold-") as folder,
+            socket.socket(socket.AF_UNIX) as server,
+            selectors.DefaultSelector() as self._selector,
+            Stop() as stop,
+        ):
+            path = str(Path(folder) / "line")
+            server.bind(path)
+            server.listen(self._ranks + 1)
+            self._selector.register(server, selectors.EVENT_READ)
+            threads = str(max(1, (os.cpu_count() or 1) // self._ranks))
+            environment = {
+                "OMP_NUM_THREADS": threads,
+                **os.environ,
+                LINE: path,
+                LAUNCHER: str(os.getpid()),
+                **OWN_STORE,
+            }
+            command = _command("onefold.cli.agent", self._ranks, self._max_restarts, self._arguments)
+            agent = subprocess.Popen(command, env=environment, start_new_session=True)
+            try:
+                self._watch(agent, stop)
+            finally:
+                agent.kill()
+                agent.wait()
+                while self._listen(0):
+                    pass
+                for line in self._lines:  # whatever still runs ends now
+                    line.close()
+            return self._outcome(agent.returncode)
+
+    def _watch(self, agent: subprocess.Popen[bytes], stop: Stop) -> None:
+        failed_s = None
+        while agent.poll() is None:
+            self._listen(TICK_S)
+            now = time.monotonic()
+            if stop.asked and self._stopped_s is None:
+                self._stopped_s = now
+                for line in self._lines:
+                    _send_stop(line)
+            if self._stopped_s is not None and now - self._stopped_s > self._shutdown_s:
+                self._told.append(Told(-1, f"the ranks had not ended {self._shutdown_s:g} s after the signal", 2))
+                return
+            if any(told.final for told in self._told):
+                failed_s = failed_s or now
+                if now - failed_s > GRACE_S or len({told.rank for told in self._told}) == self._ranks:
+                    return
+
+    def _listen(self, timeout_s: float) -> bool:
+        """Whether anything came."""
+        events = self._selector.select(timeout_s)
+        for key, _ in events:
+            source: Any = key.fileobj
+            if source not in self._lines:
+                line, _ = source.accept()
+                self._lines[line] = b""
+                self._selector.register(line, selectors.EVENT_READ)
+                if self._stopped_s is not None:
+                    _send_stop(line)
+            else:
+                self._hear(source)
+        return bool(events)
+
+    def _hear(self, line: socket.socket) -> None:
+        try:
+            said = os.read(line.fileno(), 1 << 16)
+        except OSError:
+            said = b""
+        if not said:
+            self._selector.unregister(line)
+            self._lines.pop(line)
+            line.close()
+            return
+        *whole, self._lines[line] = (self._lines[line] + said).split(b"\n")
+        for text in whole:
+            self._understand(json.loads(text))
+
+    def _understand(self, said: dict[str, Any]) -> None:
+        if "ended" in said:
+            self._ended = {int(rank): code for rank, code in said["ended"].items()}
+        elif "error" in said:
+            self._told.append(Told(said["rank"], said["error"], said["level"]))
+        elif said["restart"] > self._restart:
+            self._restart = said["restart"]
+            why = f" ({self._told[0].message})" if self._told else ""
+            self._told = []
+            say(f"a rank was lost; start {self._restart} of {self._max_restarts} again, from the last checkpoint{why}")
+
+    def _outcome(self, code: int) -> Outcome:
+        if code == 0:
+            return Outcome(0)
+        own = sorted(self._told, key=lambda told: (-told.level, told.rank))
+        killed = [
+            f"rank {rank} was killed by {_signal(code)}" for rank, code in sorted(self._ended.items()) if code < 0
+        ]
+        if own and own[0].final:
+            return Outcome(1, own[0].message)
+        if killed:
+            return Outcome(1, ", ".join(killed))
+        if own:
+            return Outcome(1, own[0].message)
+        return Outcome(1, "the ranks ended without a word; what they said stands above")
+
+
+def say(message: str) -> None:
+    sys.stderr.write(f"onefold: {message}\n")
+    sys.stderr.flush()
+
+
+def _send_stop(line: socket.socket) -> None:
+    try:
+        line.sendall(STOP)
+    except OSError:
+        pass  # it has ended just now
+
+
+def _signal(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

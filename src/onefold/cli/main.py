@@ -1,6 +1,7 @@
 """`onefold COMMAND …`: finds the command, reads its settings, runs it. A user's mistake is one line and exit code 2.
 
-A command is a frozen dataclass: its fields are the settings, its `run()` does the work and returns the exit code.
+A command is a frozen dataclass: its fields are the settings, its `run()` does the work and returns the exit code. If it
+has `defaults(arguments)`, that gives the settings which flags change.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "train": Command("onefold.cli.train", "TrainCommand", "from text to a trained model"),
     "plan": Command("onefold.cli.plan", "PlanCommand", "what fits, what it costs, what to choose"),
     "verify": Command("onefold.cli.verify", "VerifyCommand", "run two real steps and compare them with the plan"),
     "simulate": Command("onefold.cli.simulate", "SimulateCommand", "one rank of many, with real memory and no peers"),
+    "report": Command("onefold.cli.report", "ReportCommand", "a run, or several stages of it, as one page"),
+    "sample": Command("onefold.cli.sample", "SampleCommand", "let a trained model write"),
     "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint's weights as a Hugging Face folder"),
     "inspect": Command("onefold.cli.checkpoint", "Inspect", "what is inside a checkpoint"),
     "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "is every byte as it was written"),
@@ -44,11 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         return _refuse("the command line needs two more packages: pip install 'onefold[cli]'")
     try:
+        kind = getattr(importlib.import_module(command.module), command.name)
         settings = tyro.cli(
-            getattr(importlib.import_module(command.module), command.name),
+            kind,
             prog=f"onefold {given[0]}",
             args=given[1:],
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+            **({"default": kind.defaults(given[1:])} if hasattr(kind, "defaults") else {}),
         )
         return int(settings.run())
     except OnefoldError as error:

@@ -1,0 +1,81 @@
+"""A run on the screen: a live line on a terminal, a plain line per logged step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from onefold.planner.search import text_of
+from onefold.train.metrics import Listener, Row
+
+
+class Screen(Listener):
+    """Rank 0's voice."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+
+    def began(self, facts: dict[str, Any], step: int) -> None:
+        model, base = facts["model"], facts["baseline"]["bigram_val_loss"]
+        ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)}"
+        self._say(
+            f"{model['name']}: {model['parameters']:,} parameters at stage {facts['stage']} on {ranks} "
+            f"({facts['device']}, {facts['precision']}), {facts['tokens_per_step']:,} tokens a step"
+        )
+        self._say(
+            f"{facts['data']['source']}: {facts['data']['train_tokens']:,} tokens to train on, "
+            f"{facts['data']['val_tokens']:,} to validate" + (f"; bigram loss {base:.4f}" if base else "")
+        )
+        if step:
+            self._say(f"goes on after step {step}")
+        if self._console.is_terminal:
+            columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}")
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+            self._task = self._progress.add_task("", total=self._steps, completed=step)
+            self._progress.start()
+
+    def stepped(self, step: int) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def row(self, row: Row) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, description=figures(row, memory=True))
+        if self._progress is None or row.val_loss is not None:
+            left_s = (self._steps - row.step) * row.step_s
+            self._say(f"step {row.step:>6}/{self._steps}  {figures(row, memory=False)}  {left_s:.0f} s left")
+
+    def warned(self, ranks: list[int], kind: str, message: str) -> None:
+        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        self._say(f"warning ({kind}, {who}): {message}")
+
+    def ended(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+        sys.stdout.flush()
+
+
+def figures(row: Row, *, memory: bool) -> str:
+    parts = [f"loss {row.loss:.4f}"]
+    if row.val_loss is not None and row.val_ppl is not None:
+        parts.append(f"val {row.val_loss:.4f} (ppl {row.val_ppl:.2f})")
+    parts += [f"norm {row.grad_norm:.3f}", f"lr {row.lr:.2e}", f"{row.tokens_per_s:,.0f} tok/s"]
+    if row.mfu is not None:
+        parts.append(f"MFU {row.mfu:.1%}")
+    if row.loss_scale is not None:
+        parts.append(f"scale {row.loss_scale:g}")
+    if memory:
+        short = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "communication": "comm"}
+        parts.append(" ".join(f"{name} {text_of(row.memory[key] or 0)}" for key, name in short.items()))
+    elif row.memory["peak"]:
+        parts.append(f"peak {text_of(row.memory['peak'])}")
+    return "  ".join(parts)

@@ -1,0 +1,208 @@
+"""`onefold train`: from text to a trained model, on local processes of its own or as torchrun's.
+
+1 Read the settings and refuse what cannot be. 2 Start the ranks, unless this is one. 3 A rank trains; what goes wrong
+it tells the launcher, which says it once. 4 At the end a report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onefold.cli.launch import Launcher, is_rank, say
+from onefold.cli.lifeline import Lifeline, orphaned
+from onefold.cli.screen import Screen
+from onefold.errors import CommError, ConfigError, MismatchError, OnefoldError
+from onefold.train.board import Board, check_board
+from onefold.train.data import find_source, find_tokenizer
+from onefold.train.metrics import Listener
+from onefold.train.run import RunFolder, read_facts, read_metrics, replace
+from onefold.train.settings import Settings
+from onefold.train.start import check_folder, train
+from onefold.train.stop import Stop
+from onefold.train.toml import NOT_SAVED, read_toml, to_toml, with_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand(Settings):
+    """Train a GPT. Try: onefold train --steps 200"""
+
+    config: Path | None = None
+    """A TOML file of settings, such as the config.toml of a run; flags win over it."""
+
+    json: bool = False
+    """Say nothing while it runs, and the last figures as JSON."""
+
+    @classmethod
+    def defaults(cls, arguments: Sequence[str]) -> TrainCommand:
+        """What flags change: the settings of a file, of the run that goes on, or those above."""
+        if orphaned():
+            os._exit(1)
+        path = _flag(arguments, "--config")
+        if path is None and "--resume" in arguments:
+            known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
+            path = str(known) if known.exists() else None
+        return cls() if path is None else with_values(cls(), read_toml(Path(path)), path)
+
+    def run(self) -> int:
+        ranks = self.count()
+        self.check(ranks)
+        if is_rank():
+            return self._as_rank()
+        self._check_more()
+        return self._launch(ranks)
+
+    def count(self) -> int:
+        """Ranks in all."""
+        if not is_rank():
+            return self.ranks or torch.cuda.device_count() or 2
+        found = int(os.environ.get("WORLD_SIZE", "1"))
+        if self.ranks not in (None, found):
+            raise ConfigError(f"--ranks {self.ranks}, but torchrun started {found}; leave --ranks out")
+        return found
+
+    def _check_more(self) -> None:
+        """What would fail on every rank alike, before there are any."""
+        source = find_source(self.data)
+        vocab = (source.tokens.vocab or 1) if source.tokens else find_tokenizer(self.data.tokenizer).vocab
+        self.model.shape(vocab)
+        check_folder(self)
+        if self.output.tensorboard:
+            check_board()
+
+    # -- the launcher ------------------------------------------------------------------------------------------------
+
+    def _launch(self, ranks: int) -> int:
+        with tempfile.TemporaryDirectory(prefix="onefold-") as folder:
+            path = Path(folder) / "settings.toml"
+            path.write_text(to_toml(self, leave_out=("config",)))
+            if self.compare is not None:  # so that --resume knows it for a comparison
+                self.output.out.mkdir(parents=True, exist_ok=True)
+                replace(RunFolder(self.output.out).config, to_toml(self, leave_out=NOT_SAVED))
+            launcher = Launcher(
+                ranks, ["train", "--config", str(path)], max_restarts=self.checkpoints.max_restarts,
+                shutdown_s=self.checkpoints.shutdown_s,
+            )  # fmt: skip
+            outcome = launcher.run()
+        if outcome.code == 0:
+            self._finish()
+        else:
+            say(outcome.message + self._how_to_go_on())
+        return outcome.code
+
+    def _how_to_go_on(self) -> str:
+        """If something was saved."""
+        out = self.output.out
+        saved = [path for run in self.stages() for path in RunFolder(run.output.out).checkpoints.glob("step-*")]
+        return f" (to go on from {max(saved).name}: onefold train --resume --out {out})" if saved else ""
+
+    def _finish(self) -> None:
+        """What came of it, and the page about it."""
+        out = self.output.out
+        finished = [_last(run) for run in self.stages()]
+        if not all(finished):
+            say(f"stopped and saved; to go on: onefold train --resume --out {out}")
+            return
+        written = _report(out, comparison=self.compare is not None)
+        if self.json:
+            figures = {run.output.out.name: row for run, row in zip(self.stages(), finished, strict=True)}
+            text = json.dumps(figures if self.compare else finished[0], indent=1)
+            sys.stdout.write(text + "\n")
+            return
+        for run, row in zip(self.stages(), finished, strict=True):
+            sys.stdout.write(_verdict(run.output.out, row or {}) + "\n")
+        sys.stdout.write(f"{written}\n" if written else "")
+
+    # -- a rank ------------------------------------------------------------------------------------------------------
+
+    def _as_rank(self) -> int:
+        with Stop() as stop:
+            line = Lifeline(stop.ask)
+            try:
+                self._train(stop)
+            except Exception as error:
+                _give_up(line, error)
+            if not line.there and int(os.environ["RANK"]) == 0:
+                self._finish()
+            return 0
+
+    def _train(self, stop: Stop) -> None:
+        """To the end, or to a signal."""
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        again = restarted or self.checkpoints.resume
+        settings = dataclasses.replace(self, checkpoints=dataclasses.replace(self.checkpoints, resume=again))
+        for run in settings.stages():
+            check_folder(run)
+        for run in settings.stages():
+            if not train(run, stop, self._listener(run)).finished:
+                return
+            gc.collect()  # a sharded model is a circle
+
+    def _listener(self, run: Settings) -> Listener:
+        if int(os.environ["RANK"]) != 0:
+            return Listener()
+        screen = Listener() if self.json else Screen(run.steps.steps)
+        return Board(run.output.out, screen) if self.output.tensorboard else screen
+
+
+def _give_up(line: Lifeline, error: Exception) -> None:
+    """Say why, and end at once: peers must not wait, and nothing half done is to be saved."""
+    rank = int(os.environ["RANK"])
+    known = isinstance(error, OnefoldError)
+    level = 0 if isinstance(error, CommError) else 1 if isinstance(error, MismatchError) else 2
+    if not known:
+        traceback.print_exc()
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    if line.there:
+        line.say({"rank": rank, "error": message, "level": level})
+    else:
+        say(f"rank {rank}: {message}")
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _flag(arguments: Sequence[str], name: str) -> str | None:
+    """The value of a flag, before anything is parsed."""
+    for index, text in enumerate(arguments):
+        if text == name and index + 1 < len(arguments):
+            return arguments[index + 1]
+        if text.startswith(name + "="):
+            return text.removeprefix(name + "=")
+    return None
+
+
+def _last(run: Settings) -> dict[str, Any] | None:
+    """The last row of a run that came to its end."""
+    rows = read_metrics(run.output.out)
+    return rows[-1] if rows and rows[-1]["step"] == run.steps.steps else None
+
+
+def _verdict(out: Path, row: dict[str, Any]) -> str:
+    base = read_facts(out)["baseline"]["bigram_val_loss"]
+    text = f"{out}: validation loss {row['val_loss']:.4f}, perplexity {row['val_ppl']:.2f}"
+    if base is not None:
+        text += f"; a bigram table has {base:.4f}: {'beaten' if row['val_loss'] < base else 'not beaten'}"
+    return text
+
+
+def _report(out: Path, *, comparison: bool) -> Path | None:
+    try:
+        from onefold.train.report import write_comparison, write_report
+
+        return write_comparison(out) if comparison else write_report(out)
+    except ImportError:
+        say("no report: it needs one more package: pip install 'onefold[report]'")
+    except OnefoldError as error:
+        say(f"no report: {error}")
+    return None

@@ -1,0 +1,108 @@
+"""A run, or several of one model, as one page that explains itself, with its charts as PNG files beside it.
+
+1 read the folder  2 draw  3 put the page together  4 write all of it, each file whole or not at all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from onefold.errors import OnefoldError
+from onefold.train import charts, sections
+from onefold.train.charts import WIDE, Chart
+from onefold.train.comparison import compared
+from onefold.train.figures import LASTING, Run, headline, read_run, run_folders
+from onefold.train.page import page, text
+from onefold.train.run import RunFolder
+
+
+def write_report(run: Path) -> Path:
+    """The page of one run: run/report.html. Raises OnefoldError, in one line, if the folder cannot be read."""
+    found = read_run(run)
+    drawn, html = reported(found)
+    return _write(run, drawn, html)
+
+
+def write_comparison(run: Path) -> Path:
+    """The page of the runs in the folders of `run`, side by side, run/report.html, and one page for each of them."""
+    folders = run_folders(run)
+    if not folders:
+        raise OnefoldError(f"{run} holds no runs to compare; give the --out of onefold train --compare 0,1,2,3")
+    for folder in folders:
+        write_report(folder)
+    drawn, html = compared(run, [read_run(folder) for folder in folders])
+    return _write(run, drawn, html)
+
+
+def write_any(run: Path) -> Path:
+    """The page that fits the folder."""
+    return write_comparison(run) if is_comparison(run) else write_report(run)
+
+
+def is_comparison(run: Path) -> bool:
+    return not RunFolder(run).facts.exists() and bool(run_folders(run))
+
+
+def reported(run: Run) -> tuple[list[Chart], str]:
+    narrow, wide = charts.loss(run), charts.loss(run, WIDE)
+    now, wanted = ({key: sizes[key] for key in LASTING if key in sizes} for sizes in (run.held(), run.plan()))
+    memory = charts.against("memory", now, wanted, "Bytes held by rank 0 between steps", "planned")
+    sent, theory = run.sent(), run.sizes("plan", "traffic")
+    traffic = charts.against("traffic", sent, theory, "Bytes sent by rank 0 in a step", "theory")
+    traces = {
+        "tokens_per_s": ("Tokens per second", charts.trace(run, "tokens_per_s", "Tokens per second", "tokens/s")),
+        "grad_norm": ("Gradient norm", charts.trace(run, "grad_norm", "Gradient norm, before clipping", "norm")),
+        "lr": ("Learning rate", charts.trace(run, "lr", "Learning rate", "rate", noisy=False)),
+        "loss_scale": ("Loss scale", charts.trace(run, "loss_scale", "Loss scale", "factor", log=True, noisy=False)),
+        "mfu": ("Model FLOP utilisation", charts.trace(run, "mfu", "Model FLOP utilisation", "of the peak")),
+    }
+    html = page(
+        title=_title(run),
+        kicker=sections.kicker("Onefold training report", run),
+        lead=sections.lead(run),
+        cards=sections.cards(headline(run)),
+        sections=[
+            sections.loss(run, narrow, wide),
+            sections.progress(run, traces),
+            sections.memory(run, memory),
+            sections.traffic(run, traffic),
+            sections.placement(run),
+            sections.warnings(run),
+            sections.environment(run),
+            sections.settings(run),
+        ],
+        end=_end(run),
+    )
+    return [wide, memory, traffic, *(drawn for _, drawn in traces.values() if drawn is not None)], html
+
+
+def _title(run: Run) -> str:
+    size = run.number("model", "parameters")
+    return run.name if size is None else f"{run.name}, {sections.count(size)} parameters"
+
+
+def _end(run: Run) -> str:
+    folder = text(run.folder.name)
+    version = text(run.fact("environment", "onefold", default=""))
+    return (
+        f'Let it write: <code>onefold sample {folder} --prompt "def "</code>. Go on: <code>onefold train --config '
+        f"{folder}/config.toml --resume</code>. Made by Onefold {version}."
+    )
+
+
+def _write(folder: Path, drawn: Sequence[Chart], html: str) -> Path:
+    target = RunFolder(folder).report
+    try:
+        for chart in drawn:
+            _replace(folder / f"{chart.name.removesuffix('-wide')}.png", chart.png)
+        _replace(target, html.encode())
+    except OSError as error:
+        raise OnefoldError(f"{target} cannot be written: {error.strerror or error}") from error
+    return target
+
+
+def _replace(path: Path, content: bytes) -> None:
+    draft = path.with_name(f".{path.name}.writing")
+    draft.write_bytes(content)
+    draft.replace(path)

@@ -1,0 +1,134 @@
+"""The folder of a run: what is in it, and who may read it.
+
+    config.toml     the settings as they were given; `onefold train --config run/config.toml` repeats the run
+    facts.json      what was decided and planned, and where it ran; written once, before the first step
+        model       {name, layers, hidden, heads, seq, vocab, parameters}
+        ranks, stage, stage_why, precision, device ("cpu" or the GPU's name)
+        global_batch, micro_batch, accumulation, tokens_per_step
+        environment {onefold, torch, python, platform, cores, gpu, date}
+        placement   [{unit, elements, optimizer, gradients, parameters, parameter_bytes}, …]
+        plan        {memory: {category: bytes}, peak_bytes, traffic: {purpose: bytes}}
+        baseline    {bigram_val_loss}
+        data        {source, train_tokens, val_tokens, tokenizer}
+    metrics.jsonl   one object per logged step
+        step, loss, val_loss and val_ppl (null unless it was evaluated), grad_norm, lr, tokens_per_s, step_s,
+        mfu (null where the peak is unknown), memory {category: bytes, "peak": bytes or null},
+        traffic_bytes, traffic {purpose: bytes}, loss_scale (null but for fp16), skipped (steps so far)
+    warnings.jsonl  {step, rank, kind, message}
+    checkpoints/    step-…, as onefold.save makes them
+    report.html     and pictures beside it
+    stage-0/ …      with --compare: each a run folder of its own
+
+Lines are appended by rank 0 and are whole once they end in a newline: a torn last line is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from onefold.errors import OnefoldError
+
+STAGE_FOLDER = "stage-{}"
+
+
+class RunFolder(NamedTuple):
+    """Where the parts of a run are.
+
+    >>> RunFolder(Path("run")).metrics.name
+    'metrics.jsonl'
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def facts(self) -> Path:
+        return self.path / "facts.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def warnings(self) -> Path:
+        return self.path / "warnings.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def stages(self) -> list[RunFolder]:
+        """The runs of a comparison, in order; none if it is a single run."""
+        found = sorted(self.path.glob(STAGE_FOLDER.format("*")))
+        return [RunFolder(path) for path in found if RunFolder(path).facts.exists()]
+
+
+def read_facts(run: Path) -> dict[str, Any]:
+    path = RunFolder(run).facts
+    try:
+        facts = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise OnefoldError(f"{run} is no run folder: it has no {path.name}; give the --out of onefold train") from error
+    except (OSError, ValueError) as error:
+        raise OnefoldError(f"{path} cannot be read: {error}") from error
+    if not isinstance(facts, dict):
+        raise OnefoldError(f"{path} holds a {type(facts).__name__}, not the facts of a run")
+    return facts
+
+
+def write_facts(run: Path, facts: dict[str, Any]) -> None:
+    replace(RunFolder(run).facts, json.dumps(facts, indent=1) + "\n")
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """All logged steps, oldest first; empty before the first."""
+    return read_lines(RunFolder(run).metrics)
+
+
+def read_warnings(run: Path) -> list[dict[str, Any]]:
+    return read_lines(RunFolder(run).warnings)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file, without a last line that is torn."""
+    try:
+        lines = path.read_text().split("\n")[:-1]
+    except FileNotFoundError:
+        return []
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise OnefoldError(f"{path} has a line that is no JSON: {error}") from error
+
+
+def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("a") as out:
+        out.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Forget what was written of later steps, all or nothing."""
+    kept = [row for row in read_lines(path) if row["step"] <= step]
+    replace(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def replace(path: Path, text: str) -> None:
+    """The whole file, or what was there before."""
+    draft = path.with_name(f".{path.name}.writing")
+    with draft.open("w") as out:
+        out.write(text)
+        out.flush()
+        os.fsync(out.fileno())
+    draft.replace(path)

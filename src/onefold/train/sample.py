@@ -1,0 +1,166 @@
+"""Text from a trained model: a run's last committed checkpoint, in one process, one token after the other."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from onefold.checkpoint.commit import find
+from onefold.checkpoint.reading import Checkpoint, read_laid
+from onefold.checkpoint.storage import Storage
+from onefold.errors import CheckpointError, ConfigError
+from onefold.layout import Span
+from onefold.planner.shapes import Shape
+from onefold.train.model import GPT
+from onefold.train.run import RunFolder, read_facts
+from onefold.train.settings import BYTES
+
+
+class Codec(Protocol):
+    """Text to tokens and back."""
+
+    vocab: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Pieces of text, each as soon as its tokens are there."""
+        ...
+
+
+class Trained(NamedTuple):
+    """A model as it was at a step, and what its tokens mean."""
+
+    model: GPT
+    codec: Codec
+    step: int
+
+
+def open_run(run: Path, tokenizer: str | None = None, device: torch.device | str = "cpu") -> Trained:
+    """The model of a run at its last committed checkpoint, whatever number of ranks, stage and precision wrote it."""
+    facts, folder = read_facts(run), RunFolder(run).checkpoints
+    if not folder.is_dir():
+        raise CheckpointError(f"{run} has no checkpoint yet; wait for the first (--save-every), or train it to its end")
+    shape = _shape(run, facts)
+    model = GPT(shape)
+    step = fill(model, folder)
+    found = facts.get("data")
+    name = tokenizer or str(found.get("tokenizer") if isinstance(found, dict) else None)
+    return Trained(model.to(device).eval(), codec_of(name, shape.vocab), step)
+
+
+def _shape(run: Path, facts: dict[str, Any]) -> Shape:
+    model = facts.get("model")
+    names = ("layers", "hidden", "heads", "seq", "vocab")
+    if not isinstance(model, dict) or not all(isinstance(model.get(name), int) for name in names):
+        raise ConfigError(f"{RunFolder(run).facts} does not tell the model's {', '.join(names)}; was it changed?")
+    return Shape(**{name: model[name] for name in names})
+
+
+@torch.no_grad()
+def fill(model: nn.Module, folder: Path) -> int:
+    """Every parameter of a plain model from a run's newest checkpoint, and the step it was saved at."""
+    storage = Storage()
+    checkpoint = Checkpoint(storage, find(storage, folder)[0])
+    for name, param in model.named_parameters():
+        record = checkpoint.records.get(name)
+        if record is None or tuple(record.shape) != tuple(param.shape):
+            found = "none of that name" if record is None else f"one of {tuple(record.shape)}"
+            wanted = f"{checkpoint.folder} should hold {name} of {tuple(param.shape)}"
+            raise CheckpointError(f"{wanted} and has {found}; is it another model's?")
+        flat = torch.empty(record.numel, dtype=record.dtype())
+        read_laid(checkpoint, name, tuple(param.stride()), Span(0, record.numel), flat)
+        param.copy_(flat.view(param.shape))
+    return checkpoint.manifest.step
+
+
+@torch.no_grad()
+def continuation(
+    model: GPT, prompt: Sequence[int], *, temperature: float, top_k: int, seed: int, vocab: int | None = None
+) -> Iterator[int]:
+    """Tokens without end. Each is drawn from the `top_k` likeliest (0: from all), or is the likeliest at temperature 0.
+
+    Chance is drawn on the host, so a seed means the same on every device.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    device, seq = next(model.parameters()).device, model.shape.seq
+    window = list(prompt)[-seq:]
+    while True:
+        logits = model(torch.tensor([window], device=device))[0, -1].double().cpu()[:vocab]
+        token = _choose(logits, temperature, top_k, generator)
+        yield token
+        window = [*window, token][-seq:]
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    best, tokens = logits.topk(min(top_k or len(logits), len(logits)))
+    chances = torch.softmax((best - best[0]) / temperature, 0)
+    return int(tokens[torch.multinomial(chances, 1, generator=generator)])
+
+
+# -- tokens and text ---------------------------------------------------------------------------------------------------
+
+
+class Bytes:
+    """One token per byte; text is UTF-8."""
+
+    vocab = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode(errors="surrogateescape"))
+
+    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for token in tokens:
+            yield decoder.decode(bytes([token]))
+        yield decoder.decode(b"", final=True)
+
+
+class File:
+    """A Hugging Face tokenizers file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise ConfigError("a tokenizers file needs one more package: pip install 'onefold[tokenizers]'") from error
+        try:
+            self._inner: Any = Tokenizer.from_file(str(path))
+        except Exception as error:  # it raises plain Exception
+            raise ConfigError(f"{path} is no tokenizers file: {str(error).splitlines()[0]}") from error
+        self.vocab = self._inner.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text).ids)
+
+    def decode(self, tokens: Iterable[int]) -> Iterator[str]:
+        """A token may be a part of a character, and how it reads may depend on those before it."""
+        seen: list[int] = []
+        said = ""
+        for token in tokens:
+            seen.append(token)
+            text = self._inner.decode(seen, skip_special_tokens=False)
+            if not text.endswith("\ufffd"):
+                yield text[len(said) :]
+                said = text
+        yield self._inner.decode(seen, skip_special_tokens=False)[len(said) :]
+
+
+def codec_of(name: str, vocab: int) -> Codec:
+    """By what the run says it was trained with."""
+    if name == BYTES:
+        made: Codec = Bytes()
+    elif Path(name).is_file():
+        made = File(Path(name))
+    else:
+        raise ConfigError(f"tokenizer {name!r} is neither 'bytes' nor a file that is there; give it with --tokenizer")
+    if made.vocab > vocab:
+        raise ConfigError(f"tokenizer {name} has {made.vocab} tokens, the model knows {vocab}; give the one it had")
+    return made

@@ -1,0 +1,154 @@
+"""From settings to a loop: join the ranks, get the data ready, build and shard the model, go on from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from onefold.agree import agree
+from onefold.checkpoint.commit import committed
+from onefold.checkpoint.load import load
+from onefold.checkpoint.storage import Storage
+from onefold.comm import Comm, Meter
+from onefold.errors import ConfigError, OnefoldError
+from onefold.mesh import axes_of, init, named_mesh
+from onefold.optimizer import Optimizer
+from onefold.planner.shapes import named
+from onefold.shard import shard
+from onefold.train.data import Data, load_data, prepare
+from onefold.train.diagnose import is_out_of_memory, out_of_memory
+from onefold.train.environment import build, facts_of
+from onefold.train.loop import Loop, Place
+from onefold.train.metrics import Listener, collected
+from onefold.train.model import initialise
+from onefold.train.run import RunFolder, cut_after, read_facts, replace, write_facts
+from onefold.train.settings import Settings
+from onefold.train.stop import Stop
+from onefold.train.toml import NOT_SAVED, to_toml
+
+T = TypeVar("T")
+
+
+class Ended(NamedTuple):
+    """How far a run came."""
+
+    step: int
+    finished: bool
+
+
+def check_folder(settings: Settings) -> None:
+    """A run starts in a folder of its own, or goes on in that of an earlier start."""
+    out = settings.output.out
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    if out.exists() and any(out.iterdir()) and not settings.checkpoints.resume:
+        raise ConfigError(f"--out {out} holds something already; go on with it by --resume, or give another --out")
+
+
+def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
+    """One rank of a run. Collective."""
+    init(timeout_s=settings.checkpoints.timeout_s)
+    comm = Comm(axes_of(None).everyone, torch.device("cpu"), settings.checkpoints.timeout_s, Meter())
+    heard: list[tuple[str, str]] = []
+    with collected(lambda kind, message: heard.append((kind, message))):
+        try:
+            loop, place = _prepare(settings, comm)
+        except Exception as error:
+            if is_out_of_memory(error):
+                stage = settings.zero.stage if isinstance(settings.zero.stage, int) else 0
+                raise out_of_memory({}, where="making the model", stage=stage, micro_batch=1) from error
+            raise
+        for kind, message in heard:
+            loop.note(kind, message)
+    with collected(loop.note):
+        if comm.rank == 0:
+            facts = _write_down(loop, place)
+            listener.began(facts, place.step)
+        try:
+            done = loop.go(place, stop, listener)
+        finally:
+            listener.ended()
+    return Ended(done.step, done.step == settings.steps.steps)
+
+
+def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place]:
+    data = _data(settings, comm)
+    shape = together(comm, lambda: settings.model.shape(data.vocab), "the model")
+    model: nn.Module = build(shape)
+    axes = settings.zero.axes(comm.size)
+    mesh = named_mesh(axes, "cuda" if torch.cuda.is_available() else "cpu") if axes else None
+    zero = dataclasses.replace(
+        settings.zero.zero(settings.steps.seed), init=partial(initialise, layers=shape.layers), mesh=mesh,
+        timeout_s=settings.checkpoints.timeout_s,
+    )  # fmt: skip
+    shard(model, zero)
+    if settings.output.compile:
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.forward = torch.compile(block.forward)
+    optimizer = Optimizer(model, torch.optim.AdamW, groups=groups(settings, model), fused=True)
+    place = _go_on(settings, model, optimizer, comm)
+    return Loop(settings, model, optimizer, shape, data, comm), place
+
+
+def groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    adam = settings.adam
+    common = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2)}
+    decayed = [param for param in model.parameters() if param.ndim >= 2]
+    plain = [param for param in model.parameters() if param.ndim < 2]
+    return [
+        {"params": decayed, **common, "weight_decay": adam.weight_decay},
+        {"params": plain, **common, "weight_decay": 0.0},
+    ]
+
+
+def _data(settings: Settings, comm: Comm) -> Data:
+    """The first process of each node tokenises what is not in its cache; the others wait for it."""
+    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    together(comm, lambda: prepare(settings.data) if first else None, "the data")
+    seq = settings.model.seq or named(settings.model.model).seq
+    return together(comm, lambda: load_data(settings.data, seq), "the data")
+
+
+def together(comm: Comm, work: Callable[[], T], where: str) -> T:
+    """What a rank found, once all have; if one fails all do. Collective."""
+    error: Exception | None = None
+    found: list[T] = []
+    try:
+        found.append(work())
+    except OnefoldError as mistake:
+        error = mistake
+    agree(comm, [], error, where=where)
+    return found[0]
+
+
+def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Place:
+    """Load the last checkpoint, if the run is to go on and has one; the settings win over what was saved."""
+    folder = RunFolder(settings.output.out)
+    wanted = settings.checkpoints.resume and folder.checkpoints.exists()
+    known = together(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
+    if not known:
+        return Place(0, 0)
+    extra = load(folder.checkpoints, model, optimizer, fallback=True)
+    for group, given in zip(optimizer.param_groups, groups(settings, model), strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
+    return Place(extra["step"], extra["samples"])
+
+
+def _write_down(loop: Loop, place: Place) -> dict[str, Any]:
+    """Of rank 0, before the first step: settings and facts; of later steps than this nothing is left."""
+    settings, folder = loop.settings, loop.run_folder
+    folder.path.mkdir(parents=True, exist_ok=True)
+    replace(folder.config, to_toml(settings, leave_out=NOT_SAVED))
+    earlier = read_facts(folder.path) if folder.facts.exists() else {}
+    facts = facts_of(settings, loop.model, loop.shape, loop.data, earlier)
+    write_facts(folder.path, facts)
+    cut_after(folder.metrics, place.step)
+    cut_after(folder.warnings, place.step)
+    return facts

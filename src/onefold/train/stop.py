@@ -1,0 +1,40 @@
+"""When to stop early: a signal, or a word from whoever started us. The step in hand is finished, and saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_S = 1.0  # signals that come together are one: a launcher passes on what a terminal has sent to all already
+
+
+class Stop:
+    """Asked to stop, or not yet. As a context it listens to signals; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._first_s: float | None = None
+        self._before: dict[int, Any] = {}
+
+    def ask(self) -> None:
+        self.asked = True
+
+    def __enter__(self) -> Stop:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def _heard(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first_s is not None and now - self._first_s > ONE_S:
+            os._exit(128 + number)
+        self._first_s = self._first_s or now
+        self.asked = True

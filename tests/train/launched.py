@@ -1,0 +1,128 @@
+"""`onefold train` as a user starts it: a process of its own, with everything it may leave behind looked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from onefold.train.run import read_lines
+
+SMALL = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--eval-windows", "4", "--log-every", "1")
+MARK = "ONEFOLD_TEST_MARK"  # in the environment of all that a launch starts: by it they are found again
+PATIENCE_S = 120.0
+
+
+class Launch:
+    """A running `onefold train`."""
+
+    def __init__(self, out: Path, *flags: str, limit: str = "", env: dict[str, str] | None = None) -> None:
+        self.out, self.mark = out, f"{out}/{time.monotonic_ns()}"
+        command = [sys.executable, "-m", "onefold.cli.main", "train", "--out", str(out), *flags]
+        if limit:
+            command = ["sh", "-c", f'{limit}; exec "$@"', "sh", *command]
+        self.process = subprocess.Popen(
+            command, env={**os.environ, "XDG_CACHE_HOME": str(cache(out)), MARK: self.mark, **(env or {})},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def pids(self) -> list[int]:
+        """All that it started and that still runs, itself included."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                if folder.name.isdigit() and f"{MARK}={self.mark}\0".encode() in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue  # it ended just now, or is not ours
+        return found
+
+    def rank_pids(self) -> dict[int, int]:
+        """Rank -> process: the agent's children that know their rank."""
+        found = {}
+        for pid in [rank for agent in children(self.process.pid) for rank in children(agent)]:
+            try:
+                words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            found |= {int(word[5:]): pid for word in words if word.startswith(b"RANK=")}
+        return found
+
+    def steps(self) -> int:
+        """The last step that is written down."""
+        rows = read_lines(self.out / "metrics.jsonl")
+        return rows[-1]["step"] if rows else 0
+
+    def wait_for(self, what: Any, said: str = "what was waited for") -> Any:
+        """Until `what()` is true; it must not end before."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := what()):
+            if self.process.poll() is not None:
+                raise AssertionError(f"ended before {said}: {self.process.communicate()}")
+            assert time.monotonic() < deadline, f"{said} did not come"
+            time.sleep(0.02)
+        return found
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code and what it said, once it has ended."""
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+    def gone(self, within_s: float = 20.0) -> bool:
+        """Whether all that it started has ended, or does so soon."""
+        deadline = time.monotonic() + within_s
+        while self.pids() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return not self.pids()
+
+    def kill(self) -> None:
+        for pid in self.pids():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.communicate()
+
+
+def children(pid: int) -> list[int]:
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    except OSError:
+        return []  # it ended just now
+
+
+def cache(out: Path) -> Path:
+    """Of tokens: one for all tests of a session."""
+    return out.parent.parent / "cache"
+
+
+@contextmanager
+def launched(out: Path, *flags: str, **more: Any) -> Iterator[Launch]:
+    launch = Launch(out, *flags, **more)
+    try:
+        yield launch
+    finally:
+        launch.kill()
+
+
+def run(out: Path, *flags: str, **more: Any) -> tuple[int, str, str]:
+    """To its end; nothing it started may be left."""
+    with launched(out, *flags, **more) as launch:
+        ended = launch.end()
+        assert launch.gone(), f"still running: {launch.pids()}"
+        return ended
+
+
+def curve(out: Path) -> dict[int, tuple[float, float, float, float | None]]:
+    """Step -> loss, gradient norm, learning rate, validation loss: to be compared bit for bit."""
+    rows = read_lines(out / "metrics.jsonl")
+    found = {row["step"]: (row["loss"], row["grad_norm"], row["lr"], row["val_loss"]) for row in rows}
+    assert len(found) == len(rows), "a step is written down twice"
+    return found

@@ -1,0 +1,122 @@
+"""Losses are the same bits at every stage; a run that is interrupted goes on as if it had not been."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from onefold.train.run import read_facts, read_metrics, read_warnings
+from onefold.train.settings import Settings
+from onefold.train.toml import read_toml, with_values
+from tests.harness import run_ranks
+from tests.train.launched import curve
+from tests.train.pooled import one_rank, settings_of, trained
+
+ACCUMULATED = {"accumulation": 2}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_losses_are_the_same_bits_at_every_stage(tmp_path, precision):
+    curves = []
+    for stage in range(4):
+        out = tmp_path / f"stage{stage}"
+        trained(2, out, zero={"stage": stage, "precision": precision}, steps=ACCUMULATED)
+        curves.append(curve(out))
+        assert read_facts(out)["stage"] == stage
+    assert len(curves[0]) == 12
+    assert curves[1:] == curves[:1] * 3
+
+
+def test_a_row_has_all_figures_and_they_are_those_that_were_planned(tmp_path):
+    trained(2, tmp_path / "run", steps={"steps": 6})
+    facts, rows = read_facts(tmp_path / "run"), read_metrics(tmp_path / "run")
+    row = rows[-1]
+    assert row["traffic"]["reduce"] == facts["plan"]["traffic"]["reduce"] > 0
+    assert row["traffic_bytes"] == sum(row["traffic"].values())
+    assert row["memory"]["peak"] == pytest.approx(facts["plan"]["peak_bytes"], rel=0.1)
+    for name, size in facts["plan"]["memory"].items():
+        assert row["memory"][name] == pytest.approx(size, rel=0.1), name
+    assert row["val_ppl"] > 1 and row["loss_scale"] is None and row["mfu"] is None
+    assert [r["step"] for r in rows if r["val_loss"] is not None] == [5, 6]
+    assert facts["tokens_per_step"] == facts["global_batch"] * 16 == 4 * 16
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_the_saved_settings_repeat_the_run(tmp_path):
+    trained(2, tmp_path / "run", adam={"lr": 1e-3})
+    values = read_toml(tmp_path / "run" / "config.toml")
+    again = with_values(with_values(Settings(), values, "file"), {"output": {"out": str(tmp_path / "again")}}, "test")
+    run_ranks(2, one_rank, again)
+    assert curve(tmp_path / "again") == curve(tmp_path / "run")
+
+
+def copied(run: Path, to: Path, upto: int) -> Path:
+    """The run as it was when its checkpoint of a step was committed, with rows of later steps left over."""
+    (to / "checkpoints").mkdir(parents=True)
+    name = f"step-{upto:08}"
+    shutil.copytree(run / "checkpoints" / name, to / "checkpoints" / name)
+    for file in ("metrics.jsonl", "warnings.jsonl"):
+        (to / file).write_text((run / file).read_text())
+    return to
+
+
+def test_a_run_goes_on_bit_for_bit_also_at_another_stage(tmp_path):
+    whole = tmp_path / "whole"
+    trained(2, whole, checkpoints={"keep": 9})
+    for stage in (3, 1):
+        out = copied(whole, tmp_path / f"again{stage}", upto=5)
+        trained(2, out, zero={"stage": stage}, checkpoints={"resume": True})
+        assert curve(out) == curve(whole)
+
+
+def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batches(tmp_path):
+    whole = tmp_path / "whole"
+    trained(2, whole, steps={"global_batch": 4}, checkpoints={"keep": 9})
+    out = copied(whole, tmp_path / "again", upto=5)
+    trained(1, out, steps={"global_batch": 4}, checkpoints={"resume": True})
+    ours, theirs = curve(out), curve(whole)
+    assert list(ours) == list(theirs)
+    assert all(ours[step] == theirs[step] for step in range(1, 6))
+    for step in range(6, 13):
+        assert ours[step][0] == pytest.approx(theirs[step][0], rel=1e-4)
+
+
+def test_a_batch_is_the_same_however_it_is_split(tmp_path):
+    losses = []
+    for ranks, micro in ((1, 4), (2, 2), (2, 1)):
+        out = tmp_path / f"{ranks}x{micro}"
+        trained(ranks, out, steps={"micro_batch": micro, "global_batch": 4})
+        losses.append([row[0] for row in curve(out).values()])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_run_that_is_done_is_left_as_it_is(tmp_path):
+    trained(2, tmp_path / "run")
+    before = curve(tmp_path / "run")
+    assert trained(2, tmp_path / "run", checkpoints={"resume": True}).finished
+    assert curve(tmp_path / "run") == before
+
+
+def test_ranks_on_a_mesh_train_one_model(tmp_path):
+    trained(2, tmp_path / "plain", zero={"stage": 2})
+    trained(2, tmp_path / "mesh", zero={"stage": 2, "mesh": "replica=2,shard=1"})
+    plain, mesh = curve(tmp_path / "plain"), curve(tmp_path / "mesh")
+    assert [row[0] for row in mesh.values()] == pytest.approx([row[0] for row in plain.values()], rel=1e-5)
+
+
+@pytest.mark.parametrize(("lr", "warned"), [(1e-12, True), (1e-6, False)])
+def test_updates_that_get_lost_are_noticed_and_a_master_in_fp32_loses_few(tmp_path, lr, warned):
+    trained(2, tmp_path / "run", zero={"precision": "bf16"}, adam={"lr": lr, "min_lr": lr}, steps={"steps": 3})
+    found = [row for row in read_warnings(tmp_path / "run") if row["kind"] == "lost-updates"]
+    assert bool(found) is warned
+    if warned:
+        assert "raise --lr" in found[0]["message"]
+        assert {row["rank"] for row in found} == {0, 1}
+
+
+def test_a_settings_error_of_one_rank_is_raised_on_all(tmp_path):
+    settings = settings_of(tmp_path / "run", data={"data": str(tmp_path / "gone")})
+    with pytest.raises(Exception, match="is not there"):
+        run_ranks(2, one_rank, settings)

@@ -1,0 +1,113 @@
+"""One tree of settings, from flags and from TOML; what cannot be is one sentence that names the way out."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import tyro
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onefold.errors import ConfigError
+from onefold.train.settings import Settings, flat
+from onefold.train.toml import read_toml, to_toml, with_values
+
+text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+trees = st.builds(
+    lambda name, lr, out, save, resume, stage, ranks: with_values(
+        Settings(),
+        {
+            "ranks": ranks, "model": {"model": name}, "adam": {"lr": lr}, "zero": {"stage": stage},
+            "output": {"out": out}, "checkpoints": {"save_every": save, "resume": resume},
+        },
+        "here",
+    ),
+    text, st.floats(allow_nan=False), text, st.integers(0, 10**6), st.booleans(),
+    st.integers(0, 3) | st.just("auto"), st.integers(1, 99),
+)  # fmt: skip
+
+
+def parse(*arguments: str) -> Settings:
+    return tyro.cli(Settings, args=arguments, config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes))
+
+
+def of(**groups) -> Settings:
+    return with_values(Settings(), groups, "here")
+
+
+@settings(deadline=None, max_examples=50)
+@given(trees)
+def test_a_tree_written_as_toml_reads_back_as_it_was(tmp_path_factory, tree):
+    path = tmp_path_factory.mktemp("toml") / "run.toml"
+    path.write_text(to_toml(tree))
+    assert with_values(Settings(), read_toml(path), "file") == tree
+
+
+def test_flags_are_flat_and_every_field_has_one_of_its_own():
+    names = list(flat(Settings()))
+    leaves = sum(len(dataclasses.fields(getattr(Settings(), f.name))) for f in dataclasses.fields(Settings) if
+                 dataclasses.is_dataclass(getattr(Settings(), f.name)))  # fmt: skip
+    assert len(names) == leaves + 2, "two groups share a name, so their flags would collide"
+    found = parse("--lr", "0.5", "--stage", "auto", "--out", "there", "--resume", "--global-batch", "64")
+    assert (found.adam.lr, found.zero.stage, found.output.out) == (0.5, "auto", Path("there"))
+    assert found.checkpoints.resume and found.steps.global_batch == 64
+    assert parse("--stage", "2").zero.stage == 2
+
+
+def test_the_defaults_are_well():
+    for ranks in (1, 2, 8):
+        Settings().check(ranks)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"zero": {"stage": 7}}, "stage=7 is unknown; use one of 0, 1, 2, 3 or 'auto'"),
+        ({"zero": {"stage": "three"}}, "stage='three' is unknown"),
+        ({"zero": {"precision": "int8"}}, "use one of fp32, bf16, fp16"),
+        ({"zero": {"mesh": "replica=2,shard=2"}}, "has 4 places, but there are 2 ranks"),
+        ({"zero": {"mesh": "tp=2"}}, "no axis 'tp' yet"),
+        ({"zero": {"mesh": "shard"}}, "is not like replica=2,shard=4"),
+        ({"zero": {"bucket_mb": 0.0}}, "try 32"),
+        ({"steps": {"global_batch": 20, "micro_batch": 8}}, "batches that are: 16, 32, 48; or --micro-batch 5"),
+        ({"steps": {"global_batch": 32, "accumulation": 3}}, "leave one of them out"),
+        ({"steps": {"steps": 0}}, "--steps 0 is out of range; use a number of at least 1"),
+        ({"adam": {"lr": float("nan")}}, "--lr nan is out of range"),
+        ({"adam": {"min_lr": 1.0}}, "--min-lr 1 is above --lr"),
+        ({"data": {"val_fraction": 0.9}}, "--val-fraction 0.9 is out of range"),
+        ({"model": {"model": "gpt-9"}}, "model 'gpt-9' is unknown; use one of"),
+        ({"compare": "0,1,5"}, "use for example 0,1,2,3"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_the_way_out(groups, said):
+    with pytest.raises(ConfigError) as error:
+        of(**groups).check(2)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"adam": {"lrr": 1.0}}, "here, [adam]: 'lrr' is no setting; known are lr, min_lr"),
+        ({"adam": 3}, "should be a table: [adam]"),
+        ({"steps": {"steps": "many"}}, "is not a int"),
+        ({"steps": {"steps": True}}, "is not a int"),
+        ({"colour": "blue"}, "'colour' is no setting"),
+    ],
+)
+def test_a_file_with_a_mistake_names_it(groups, said):
+    with pytest.raises(ConfigError) as error:
+        of(**groups)
+    assert said in str(error.value)
+
+
+def test_the_global_batch_is_micro_batch_times_accumulation_times_ranks():
+    assert of(steps={"micro_batch": 3, "accumulation": 5}).steps.split(2) == (30, 5)
+    assert of(steps={"micro_batch": 3, "global_batch": 36}).steps.split(2) == (36, 6)
+    assert of(steps={"micro_batch": 3}).steps.split(4) == (12, 1)
+
+
+def test_a_comparison_is_one_run_per_stage_in_folders_of_their_own():
+    runs = of(compare="0,3", output={"out": "there"}).stages()
+    assert [(run.zero.stage, str(run.output.out)) for run in runs] == [(0, "there/stage-0"), (3, "there/stage-3")]
