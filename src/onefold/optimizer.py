@@ -258,7 +258,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.settle()
         engine.schedule.drain()
         holders = engine.comms.holders
-        partials = torch.zeros(holders.size, engine.most_units, dtype=torch.float64, device=engine.device)
+        partials = torch.zeros(holders.size, engine.pipeline.most_units, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
             for slot in range(len(unit.params)):
                 if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped

@@ -68,11 +68,6 @@ def become(param: nn.Parameter, value: Tensor) -> None:
         ) from error
 
 
-def outline(tensor: Any) -> Any:
-    """What `cut` needs to know of a DTensor: one on the meta device."""
-    return wrapped(tensor, held(tensor).to("meta"))
-
-
 def cut(like: Any, whole: Tensor) -> Tensor:
     """The DTensor of a whole that every rank has: this rank's part of it, copied."""
     placement, mesh = like.placements[0], like.device_mesh

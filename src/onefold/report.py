@@ -257,7 +257,7 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         clip=True,
     )
     planned = {purpose: row.bytes for purpose, row in sent.items()}
-    planned["norm"] = 8 * engine.most_units * (engine.comms.holders.size - 1)
+    planned["norm"] = 8 * engine.pipeline.most_units * (engine.comms.holders.size - 1)
     if engine.zero.buffers == "rank0":
         planned["buffers"] = 0 if engine.everyone.rank else storage_bytes(engine.model.buffers()) * others
     return planned

@@ -21,7 +21,7 @@ from onefold.blocks import find_blocks
 from onefold.build import Builder
 from onefold.comm import Comm, Comms, Label, Meter
 from onefold.config import Zero
-from onefold.engine import Engine, engine_of
+from onefold.engine import Engine, Pipeline, engine_of
 from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.hooks import attach
 from onefold.leftovers import let_go
@@ -111,7 +111,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         why=why,
         layouts=found.layouts,
         parts=parts,
-        most_units=_most(comms, sum(unit.trained for unit in units)),
+        pipeline=_pipeline(comms, sum(unit.trained for unit in units)),
     )
     attach(engine, find_blocks(model, settings.units))
     meter.cut()
@@ -146,10 +146,14 @@ def _together(comms: Comms, work: Callable[[], None]) -> None:
         raise error
 
 
-def _most(comms: Comms, count: int) -> int:
-    """The largest number that any rank has; only along "pp" they differ."""
-    rows = comms.pp.gather_bytes(count.to_bytes(8, "big"), AGREE)
-    return max(int.from_bytes(row, "big") for row in rows)
+def _pipeline(comms: Comms, units: int) -> Pipeline:
+    """Where there is no "pp", all ranks are of one stage."""
+    world, mine = comms.world, [comms.pp.rank, units]
+    rows = [mine] * world.size
+    if comms.pp.size > 1:
+        rows = [json.loads(row) for row in world.exchange(json.dumps(mine).encode(), AGREE)]
+    near = frozenset(world.world_rank(rank) for rank, row in enumerate(rows) if row[0] == mine[0])
+    return Pipeline(max(row[1] for row in rows), near)
 
 
 def _compare_over_tp(tp: Comm, named: list[tuple[str, nn.Parameter]]) -> None:
