@@ -106,7 +106,10 @@ def run_blocks(page: str) -> int:
     return len(blocks)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/checkpoints.md", "docs/planning.md"])
+PAGES = ["README.md", *(f"docs/{name}.md" for name in ("usage", "checkpoints", "planning", "parallelism"))]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_code_on_the_page_runs_on_two_ranks(page, tmp_path):
     assert min(run_ranks(2, run_page, page, str(tmp_path))) > 0
 

@@ -11,16 +11,19 @@ import onefold
 # Each module imports only modules before it.
 ORDER = [
     "version", "errors", "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
-    "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "parts", "views", "survey", "mesh", "comm",
-    "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule", "passes",
+    "precision", "scaling", "rounding", "sums", "leftovers", "config", "blocks", "parts", "views", "survey", "mesh",
+    "comm", "agree", "memory", "values", "master", "gradients", "unit", "rounds", "lookahead", "watch", "schedule",
+    "passes",
     "shown", "tree", "engine", "containers", "casts", "hooks", "elementwise", "fused", "slices", "carried", "finite",
     "inside", "optimizer", "scheduler", "full", "report", "build", "planner.activations", "planner.hardware",
     "planner.here", "planner.seconds", "planner.peak", "planner.work", "planner.estimate", "planner.search",
-    "planner.auto", "shard", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.order", "checkpoint.manifest", "checkpoint.commit",
+    "planner.auto", "shard", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.order",
+    "checkpoint.manifest", "checkpoint.commit",
     "checkpoint.reading", "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes",
     "checkpoint.state", "checkpoint.own", "checkpoint.together", "checkpoint.background", "checkpoint.save",
     "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.plan", "planner.measure",
-    "train.model", "train.tensor_parallel", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.launch", "cli.plan",
+    "train.model", "train.tensor_parallel", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots",
+    "cli.launch", "cli.plan",
     "cli.verify", "cli.simulate", "cli.checkpoint", "cli.main",
 ]  # fmt: skip
 
