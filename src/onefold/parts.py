@@ -38,7 +38,8 @@ def put(param: nn.Parameter, tensor: Tensor) -> None:
         return
     if param.dtype is not tensor.dtype:
         become(param, wrapped(param, tensor))
-    param._local_tensor = tensor.data  # type: ignore[attr-defined]  # with a count of writes of its own: neighbours share the buffer
+    # with a count of writes of its own: neighbours share the buffer
+    param._local_tensor = tensor.data  # type: ignore[attr-defined]
 
 
 def version(param: Tensor) -> int:
@@ -137,7 +138,7 @@ Parts = dict[str, "Part | None"]  # of what is split; None where nobody said alo
 
 
 def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
-    """A DTensor is split along "tp" or the same there, and along no other axis."""
+    """A DTensor is split along "tp" or the same there, and along no other axis; a buffer is not split."""
     if not is_split(tensor):
         return
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -152,6 +153,11 @@ def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
         raise ModelError(
             f"{name} is a DTensor with placement {placements[0]}; a parameter is split (Shard) or the same (Replicate) "
             f"on the ranks of 'tp': redistribute it before shard()"
+        )
+    if not (isinstance(tensor, nn.Parameter) or placements[0].is_replicate()):
+        raise ModelError(
+            f"buffer {name} is split over the ranks of 'tp', and a checkpoint would keep one part of it; replicate it, "
+            f"or make it a parameter that is frozen"
         )
 
 

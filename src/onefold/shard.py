@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint
+from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint, together
 from onefold.blocks import find_blocks
 from onefold.build import Builder
 from onefold.comm import Comm, Comms, Label, Meter
@@ -86,9 +86,9 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
             f"{', '.join(local[:5])} is a part of a tensor, on the meta device: filled here it would be alike on all "
             f"ranks of 'tp'; build it with its values, or split it with torch's parallelize_module"
         )
-    _together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
+    together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
     if comms.tp.size > 1 and not found.meta:
-        _together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
+        together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
     pool = Pool(device)
     units: list[Unit] = []
     try:
@@ -128,22 +128,9 @@ def _agree(comms: Comms, settings: Zero, found: Survey, error: Exception | None)
     agree(world, settings.describe() if error is None else [], error)
     parts: Parts = {}
     named = sorted([*found.trained, *found.frozen], key=lambda pair: pair[0])
-    _together(comms, lambda: agree(everyone, found.lines))
-    _together(comms, lambda: parts.update(agree_on_parts(lambda row: tp.exchange(row, AGREE), tp.rank, named)))
+    together(comms, lambda: agree(everyone, found.lines))
+    together(comms, lambda: parts.update(agree_on_parts(lambda row: tp.exchange(row, AGREE), tp.rank, named)))
     return parts
-
-
-def _together(comms: Comms, work: Callable[[], None]) -> None:
-    """Do something among some ranks of the mesh; where it raises for some, all raise."""
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as mistake:
-        error = mistake
-    if comms.world is not comms.everyone:
-        agree(comms.world, [], error)
-    if error is not None:
-        raise error
 
 
 def _pipeline(comms: Comms, units: int) -> Pipeline:

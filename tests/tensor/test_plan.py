@@ -13,7 +13,7 @@ from onefold.planner.shapes import Shape
 from onefold.train.model import GPT
 from onefold.train.tensor_parallel import parallelize
 from tests.harness import run_ranks, run_ranks_raises
-from tests.tensor.runs import SHAPE, Run, built, fresh, tokens, train
+from tests.tensor.runs import SHAPE, Run, built, fresh, tokens, train, turn
 
 
 def logits(sequence: bool, stage: int) -> torch.Tensor:
@@ -81,8 +81,11 @@ def test_sixteen_bits_train_to_the_same_bits_at_every_stage(precision: str) -> N
 
 def overflow_on_one_rank(clip: bool) -> tuple[bool, float]:
     """In a part of a matrix that the other rank does not have."""
-    fields = (("precision", "bf16" if clip else "fp16"),)
-    model, optimizer = built(Run(1, 2, 1, fields=fields), onefold.mesh(shard=1, tp=2), on_nonfinite="skip")
+    run = Run(1, 2, 1, fields=(("precision", "bf16" if clip else "fp16"),))
+    more = {} if clip else {"loss_scale": onefold.LossScale(initial=8.0)}
+    model, optimizer = built(run, onefold.mesh(shard=1, tp=2), on_nonfinite="skip", **more)
+    turn(run, model, optimizer, 0, 0)
+    assert optimizer.stepped
     bad = float("inf") if dist.get_rank() == 1 else 1.0
     model.blocks[0].mlp.up.weight.register_hook(lambda grad: grad * bad)
     optimizer.backward(model(*tokens(0, 0, 0)))
