@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from onefold.comm import Comm, Label
+from onefold.comm import Comm, Comms, Label
 from onefold.errors import MismatchError
 
 AGREE = Label("agree", "the model")
@@ -37,6 +37,19 @@ def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, w
     if len(set(digests)) > 1:
         everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
         raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)]))
+
+
+def together(comms: Comms, work: Callable[[], None], *, where: str = "shard()") -> None:
+    """Do something among some ranks of the mesh; where it raises for some, all raise."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as mistake:
+        error = mistake
+    if comms.world is not comms.everyone:
+        agree(comms.world, [], error, where=where)
+    if error is not None:
+        raise error
 
 
 def agree_on_salt(comm: Comm) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from onefold.config import Source
 from onefold.errors import ConfigError, ModelError
-from onefold.parts import become, cut, is_split, outline
+from onefold.parts import become, cut, is_split
 
 
 class Builder:
@@ -62,15 +62,18 @@ class Builder:
         fresh = {n: t for n, t in _own(module) if t.device.type == "meta"}
         if not fresh:
             return
+        split = {name: tensor for name, tensor in fresh.items() if is_split(tensor)}
         with _without_weak_references(module):
-            split = {name: outline(tensor) for name, tensor in fresh.items() if is_split(tensor)}
             for name, tensor in fresh.items():
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in split else tensor
                 real = torch.full_like(whole, _unset(tensor.dtype), device=self._device)
-                if isinstance(tensor, nn.Parameter):
-                    become(tensor, real)
-                else:
+                if not isinstance(tensor, nn.Parameter):
                     module._buffers[name] = real
+                elif name in split:  # a whole one stands in for it until it is filled
+                    module._parameters[name] = nn.Parameter(real, requires_grad=tensor.requires_grad)
+                    self._aliases[id(module._parameters[name])] = self._aliases[id(tensor)]
+                else:
+                    become(tensor, real)
         empty = {name: (tensor, tensor._version) for name, tensor in _own(module) if name in fresh}
         if self._values is not None:
             self._fill_from_values(prefix, module, list(fresh))
@@ -87,12 +90,14 @@ class Builder:
                 f"{', '.join(left)} got no values: {type(module).__name__} was built on the meta device, and neither "
                 f"its reset_parameters nor `init` fills it; give shard(init=…) a function that does, or a state dict"
             )
-        with torch.no_grad(), _without_weak_references(module):
-            for name, tensor in _own(module):
-                if name in split and isinstance(tensor, nn.Parameter):
-                    become(tensor, cut(split[name], tensor.detach()))
-                elif name in split:
-                    module._buffers[name] = cut(split[name], tensor)
+        with torch.no_grad():
+            for name, tensor in split.items():
+                part = cut(tensor, dict(_own(module))[name].detach())
+                if isinstance(tensor, nn.Parameter):
+                    become(tensor, part)
+                    module._parameters[name] = tensor
+                else:
+                    module._buffers[name] = part
 
     def _fill_from_values(self, prefix: str, module: nn.Module, names: list[str]) -> None:
         assert self._values is not None

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from onefold.containers import cast_in
 from onefold.engine import Engine
+from onefold.errors import StateError
+from onefold.parts import held, is_split, wrapped
 from onefold.rounding import narrowed
 
 
@@ -49,6 +51,16 @@ def _load_masters(
         unit = engine.units[place.unit]
         if unit.dtypes.narrow:
             unit.take_edits()
+            value = _local(prefix + name, value, param).to(device=param.device, dtype=torch.float32)
             with torch.no_grad():
-                unit.load_master(place.slot, value.to(torch.float32))
-            state[prefix + name] = narrowed(value.to(device=param.device, dtype=torch.float32), unit.dtypes.compute)
+                unit.load_master(place.slot, value)
+            state[prefix + name] = wrapped(param, narrowed(value, unit.dtypes.compute))
+
+
+def _local(name: str, value: Any, param: Any) -> Tensor:
+    if is_split(param) and getattr(value, "placements", None) != param.placements:
+        raise StateError(
+            f"{name} is split over the ranks of 'tp' and the state has it in another way; use onefold.load, which cuts "
+            f"whole tensors, or load DTensors with placements {param.placements}"
+        )
+    return held(value)

@@ -89,8 +89,8 @@ class Zero:
     """At shard time: "rank0" broadcasts rank 0's values to all, "check" compares them and raises."""
 
     mesh: DeviceMesh | None = None
-    """A DeviceMesh whose ranks share the state: one axis, or two named "replica" and "shard" (sharded inside "shard",
-    the same on every "replica"); None is all ranks."""
+    """A DeviceMesh whose ranks share the state: one axis, or several named "replica", "shard", "tp" and "pp" (sharded
+    inside "shard", the same on every "replica", other parts along "tp" and "pp"); None is all ranks."""
 
     timeout_s: float = 600.0
     """How long one collective may wait for its peers before it raises, naming them."""

@@ -46,6 +46,17 @@ class Place(NamedTuple):
     slot: int
 
 
+class Pipeline(NamedTuple):
+    """What ranks know of those that hold other layers: along "pp" units differ."""
+
+    most_units: int  # that any rank trains
+    near: frozenset[int]  # of all ranks, those of this pipeline stage
+
+    def rows(self, comm: Comm) -> list[int]:
+        """The ranks of an axis that have the same units."""
+        return [row for row in range(comm.size) if comm.simulated or comm.world_rank(row) in self.near]
+
+
 class Engine:
     def __init__(
         self,
@@ -62,14 +73,14 @@ class Engine:
         precision: Precision,
         layouts: Sequence[UnitLayout],
         parts: Parts,
-        most_units: int,
+        pipeline: Pipeline,
         why: str = "",
     ) -> None:
         self.why = why  # stage="auto": what was chosen, and the reason
         self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
         self.comms, self.comm, self.everyone = comms, comms.shard, comms.everyone
         self.parts = parts  # of what is split over "tp"
-        self.most_units = most_units  # that any rank trains: pipeline stages differ
+        self.pipeline = pipeline
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.comm import Label
+from onefold.comm import Comm, Label
 from onefold.engine import Engine
 from onefold.errors import PrecisionError
 from onefold.scaling import Scaler
@@ -36,7 +36,7 @@ class FiniteCheck:
             return None
         if not all(unit.fused(group) for unit in self._by_unit for group in groups):
             return None
-        finite = torch.isfinite(self.norms).all(dim=0)
+        finite = torch.isfinite(self.norms)
         self._told = finite.to("cpu", non_blocking=True), torch.cuda.Event()
         self._told[1].record()
         return 1.0 - finite.all().float()
@@ -46,34 +46,33 @@ class FiniteCheck:
             return
         (finite, event), self._told = self._told, None
         event.synchronize()  # long past: it was recorded a step ago
-        bad = self._first_bad(finite.tolist())
+        bad = self._first_bad(self._engine.comms.holders, finite)
         if bad is not None:
             for unit in self._by_unit:
                 unit.not_taken()
             self.skip(bad)
 
-    def _first_bad(self, finite: Sequence[bool]) -> str | None:
-        """The unit that backward meets first among those whose gradients are not finite."""
+    def _first_bad(self, comm: Comm, finite: Tensor) -> str | None:
+        """The unit that backward meets first among those whose gradients are not finite; `finite` is by rank."""
         engine = self._engine
-        first = next((engine.units[index].name for index in engine.schedule.order if not finite[index]), None)
-        return "of another pipeline stage" if first is None and not all(finite) else first
+        near = finite[engine.pipeline.rows(comm)].all(dim=0).tolist()
+        first = next((engine.units[index].name for index in engine.schedule.order if not near[index]), None)
+        return first if first or bool(finite.all()) else "of another pipeline stage"
 
     def bad_unit(self) -> str | None:
         """The unit whose gradients first went non-finite in backward, on any rank: looked for where it may be known."""
-        engine = self._engine
+        engine, world = self._engine, self._engine.comms.world
         if self.norms is not None:
-            finite = torch.isfinite(self.norms).all(dim=0).tolist()
-        elif self._scaler:
+            return self._first_bad(engine.comms.holders, torch.isfinite(self.norms))
+        if self._scaler:
             engine.schedule.drain()
             mine = bytes(
                 unit.gradients.reduced and not bool(torch.isfinite(unit.gradients.mine()).all())
                 for unit in engine.units
             )
-            rows = engine.comms.world.gather_bytes(mine.ljust(engine.most_units, b"\0"), Label("overflow", "step"))
-            finite = [not any(column) for column in zip(*rows, strict=True)]
-        else:
-            return None
-        return self._first_bad(finite)
+            rows = world.gather_bytes(mine.ljust(engine.pipeline.most_units, b"\0"), Label("overflow", "step"))
+            return self._first_bad(world, torch.tensor([list(row) for row in rows]) == 0)
+        return None
 
     def skip(self, bad: str) -> None:
         """Everything is as it was. Every rank does the same."""

@@ -80,17 +80,21 @@ class Axes(NamedTuple):
     world: Axis  # all of the mesh
 
 
-def mesh(*, shard: int = -1, tp: int = 1, replica: int = 1, pp: int = 1, device: str | None = None) -> DeviceMesh:
-    """All ranks as a torch DeviceMesh with the axes "replica", "pp", "shard" and "tp"; one size may be -1, the rest.
+def mesh(
+    *, shard: int | None = None, tp: int = 1, replica: int = 1, pp: int = 1, device: str | None = None
+) -> DeviceMesh:
+    """All ranks as a torch DeviceMesh with the axes "replica", "pp", "shard" and "tp", the outermost first.
 
-    Neighbouring ranks share "tp". Axes of one rank are left out. `device` is "cuda" where there is one, else "cpu".
-    Call init() first. Collective.
+    One size may be -1: the ranks that are left; by default that is `shard`. Neighbouring ranks share "tp". Axes of one
+    rank are left out. `device` is "cuda" where there is one, else "cpu". Call init() first. Collective.
 
     >>> import onefold
     >>> onefold.init()
-    >>> onefold.mesh(shard=-1, tp=1).mesh_dim_names
+    >>> onefold.mesh(tp=1).mesh_dim_names
     ('shard',)
     """
+    if shard is None:
+        shard = 1 if -1 in (tp, replica, pp) else -1
     if not dist.is_initialized():
         raise StateError("no process group: call onefold.init() before onefold.mesh()")
     sizes = _sizes({"replica": replica, "pp": pp, "shard": shard, "tp": tp}, dist.get_world_size())

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from onefold.agree import agree
+from onefold.agree import agree, together
 from onefold.comm import Label
 from onefold.elementwise import examine
 from onefold.engine import engine_of
@@ -108,7 +109,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def _agree(self, error: Exception | None, where: str) -> None:
         """All ranks have the same groups with the same settings, or all raise."""
-        agree(self._engine.everyone, self._describe() if error is None else [], error, where=where)
+        comms, lines = self._engine.comms, self._describe() if error is None else []
+        if comms.pp.size == 1:
+            agree(comms.world, lines, error, where=where)
+        else:  # other stages have other parameters
+            agree(comms.world, [], error, where=where)
+            for near in (comms.everyone, comms.tp):
+                together(comms, partial(agree, near, lines, where=where), where=where)
         self._engine.comm.meter.cut()
         self._agreed = True
         self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
@@ -258,7 +265,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.settle()
         engine.schedule.drain()
         holders = engine.comms.holders
-        partials = torch.zeros(holders.size, engine.most_units, dtype=torch.float64, device=engine.device)
+        partials = torch.zeros(holders.size, engine.pipeline.most_units, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
             for slot in range(len(unit.params)):
                 if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped

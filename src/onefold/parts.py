@@ -38,7 +38,8 @@ def put(param: nn.Parameter, tensor: Tensor) -> None:
         return
     if param.dtype is not tensor.dtype:
         become(param, wrapped(param, tensor))
-    param._local_tensor = tensor.data  # type: ignore[attr-defined]  # with a count of writes of its own: neighbours share the buffer
+    # with a count of writes of its own: neighbours share the buffer
+    param._local_tensor = tensor.data  # type: ignore[attr-defined]
 
 
 def version(param: Tensor) -> int:
@@ -66,11 +67,6 @@ def become(param: nn.Parameter, value: Tensor) -> None:
             f"a parameter of shape {tuple(param.shape)} is still held by a graph or by a weak reference and cannot "
             f"be replaced; call shard() before the first forward: {error}"
         ) from error
-
-
-def outline(tensor: Any) -> Any:
-    """What `cut` needs to know of a DTensor: one on the meta device."""
-    return wrapped(tensor, held(tensor).to("meta"))
 
 
 def cut(like: Any, whole: Tensor) -> Tensor:
@@ -114,7 +110,7 @@ def _moved(grad: Any, whole: bool) -> tuple[str, int]:
     if placement.is_partial():
         return ("all-reduce", 2 * local_bytes * others // n) if whole else ("reduce-scatter", local_bytes * others // n)
     if placement.is_replicate():
-        return "none", 0
+        return "", 0
     return ("all-gather", local_bytes * others) if whole else ("all-to-all", local_bytes * others // n)
 
 
@@ -133,16 +129,12 @@ class Part(NamedTuple):
     def start(self) -> int:
         return self.bounds[self.place]
 
-    @property
-    def length(self) -> int:
-        return self.bounds[self.place + 1] - self.start
-
 
 Parts = dict[str, "Part | None"]  # of what is split; None where nobody said along which dim
 
 
 def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
-    """A DTensor is split along "tp" or the same there, and along no other axis."""
+    """A DTensor is split along "tp" or the same there, and along no other axis; a buffer is not split."""
     if not is_split(tensor):
         return
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -158,36 +150,63 @@ def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
             f"{name} is a DTensor with placement {placements[0]}; a parameter is split (Shard) or the same (Replicate) "
             f"on the ranks of 'tp': redistribute it before shard()"
         )
+    if not (isinstance(tensor, nn.Parameter) or placements[0].is_replicate()):
+        raise ModelError(
+            f"buffer {name} is split over the ranks of 'tp', and a checkpoint would keep one part of it; replicate it, "
+            f"or make it a parameter that is frozen"
+        )
 
 
-def describe(param: Any) -> list[Any]:
-    """What the ranks of "tp" tell each other: is it a part, of which shape, along which dim, of what whole."""
+class Told(NamedTuple):
+    """What the ranks of "tp" tell each other of a parameter."""
+
+    name: str
+    kind: str
+    shape: Sequence[int]  # here
+    dim: int | None = None  # along which it is split, where that is known
+    whole: Sequence[int] | None = None  # the shape of a DTensor
+    trained: bool = True
+
+    def __str__(self) -> str:
+        of = f" of {tuple(self.whole)}" if self.whole is not None and self.kind == PART else ""
+        along = f" along dim {self.dim}" if self.dim is not None else ""
+        where = "" if self.kind == LOCAL else f" ({self.kind}{of}{along})"
+        return f"{self.name}: shape {tuple(self.shape)}{where}, requires_grad={self.trained}"
+
+
+PART, SAME, LOCAL = "a part", "the same on all", "plain"
+
+
+def tell(name: str, param: Any) -> Told:
+    shape, trained = list(held(param).shape), param.requires_grad
     if is_split(param):
         placement, whole = param.placements[0], list(param.shape)
         if placement.is_replicate():
-            return ["the same", whole, None, whole]
-        return ["a part", list(held(param).shape), placement.dim % len(whole), whole]
-    marked = bool(getattr(param, "tensor_model_parallel", False))
-    dim = getattr(param, "partition_dim", None) if marked and getattr(param, "partition_stride", 1) == 1 else None
-    known = type(dim) is int and -param.ndim <= dim < param.ndim
-    return ["a part" if marked else "plain", list(param.shape), dim % param.ndim if known else None, None]
+            return Told(name, SAME, shape, None, whole, trained)
+        return Told(name, PART, shape, placement.dim % len(whole), whole, trained)
+    if not getattr(param, "tensor_model_parallel", False):
+        return Told(name, LOCAL, shape, trained=trained)
+    dim: Any = getattr(param, "partition_dim", None)
+    known = type(dim) is int and -param.ndim <= dim < param.ndim and getattr(param, "partition_stride", 1) == 1
+    return Told(name, PART, shape, dim % param.ndim if known else None, trained=trained)
 
 
 def agree_on_parts(
     exchange: Callable[[bytes], list[bytes]], rank: int, named: Sequence[tuple[str, nn.Parameter]]
 ) -> Parts:
     """What is split, as all ranks of "tp" tell it; raises where they do not hold parts of one model. Collective."""
-    rows = [json.loads(row) for row in exchange(json.dumps([[n, *describe(p)] for n, p in named]).encode())]
+    mine = json.dumps([tell(name, param) for name, param in named]).encode()
+    rows = [[Told(*row) for row in json.loads(blob)] for blob in exchange(mine)]
     parts: Parts = {}
     for told in zip(*rows):
-        first = next((i for i, one in enumerate(told) if one[0] != told[0][0] or one[3:] != told[0][3:]), None)
-        kinds = {one[1] for one in told}
-        if first is not None or len(kinds) > 1:
-            first = first or next(i for i, one in enumerate(told) if one[1] != told[0][1])
-            raise _mismatch(told[0], told[first], first)
-        shapes = [one[2] for one in told]
-        if kinds == {"a part"} or (kinds == {"plain"} and any(shape != shapes[0] for shape in shapes)):
-            parts[told[0][0]] = _part(shapes, told[0][3], told[0][4], rank)
+        for place, one in enumerate(told):
+            if one._replace(shape=()) != told[0]._replace(shape=()):
+                raise MismatchError(
+                    f"rank {place} of 'tp' has [{one}], rank 0 has [{told[0]}]; parallelize the same model in the same "
+                    f"way on every rank of 'tp'"
+                )
+        if told[0].kind == PART or (told[0].kind == LOCAL and any(one.shape != told[0].shape for one in told)):
+            parts[told[0].name] = _part(told, rank)
     if len({len(row) for row in rows}) > 1:
         raise MismatchError(
             f"the ranks of 'tp' hold {sorted({len(row) for row in rows})} parameters; they must hold parts of one model"
@@ -195,19 +214,15 @@ def agree_on_parts(
     return parts
 
 
-def _mismatch(ours: list[Any], theirs: list[Any], index: int) -> MismatchError:
-    return MismatchError(
-        f"rank {index} of 'tp' has {theirs[0]} as {theirs[1]} of shape {theirs[2]}, where rank 0 has {ours[0]} as "
-        f"{ours[1]} of shape {ours[2]}; parallelize the same model in the same way on every rank of 'tp'"
-    )
-
-
-def _part(shapes: list[list[int]], dim: int | None, whole: list[int] | None, rank: int) -> Part | None:
-    if dim is None or len({len(shape) for shape in shapes}) > 1:
+def _part(told: Sequence[Told], rank: int) -> Part | None:
+    dim, shapes = told[0].dim, [one.shape for one in told]
+    if dim is None:
         return None
     bounds = tuple(accumulate((shape[dim] for shape in shapes), initial=0))
-    full = [bounds[-1] if i == dim else size for i, size in enumerate(shapes[0])]
-    others = {tuple(size for i, size in enumerate(shape) if i != dim) for shape in shapes}
-    if len(others) > 1 or (whole is not None and whole != full):
-        raise MismatchError(f"the parts {shapes} along dim {dim} make no tensor of shape {whole or 'any kind'}")
-    return Part(tuple(full), dim, bounds, rank)
+    wholes = [[bounds[-1] if i == dim else size for i, size in enumerate(shape)] for shape in shapes]
+    if any(whole != (told[0].whole or wholes[0]) for whole in wholes):
+        raise MismatchError(
+            f"the parts {shapes} of {told[0].name} make no tensor when laid along dim {dim}; set param.partition_dim "
+            f"to the dim along which it is split"
+        )
+    return Part(tuple(wholes[0]), dim, bounds, rank)

@@ -282,7 +282,7 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         clip=True,
     )
     planned = {purpose: row.bytes for purpose, row in sent.items()}
-    planned["norm"] = 8 * engine.most_units * (engine.comms.holders.size - 1)
+    planned["norm"] = 8 * engine.pipeline.most_units * (engine.comms.holders.size - 1)
     if engine.checkpoints and (gathered := engine.checkpoints.planned_gathers()):
         planned["activation"] = gathered
     if engine.zero.buffers == "rank0":

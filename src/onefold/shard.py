@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from onefold.activations.auto import Deciding
 from onefold.activations.policy import attach_policy, check_activations
-from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint
+from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint, together
 from onefold.blocks import find_blocks
 from onefold.build import Builder
 from onefold.comm import Comm, Comms, Label, Meter
 from onefold.config import AUTO, Zero
-from onefold.engine import Engine, engine_of
+from onefold.engine import Engine, Pipeline, engine_of
 from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.hooks import attach
 from onefold.leftovers import let_go
@@ -90,9 +90,9 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
             f"{', '.join(local[:5])} is a part of a tensor, on the meta device: filled here it would be alike on all "
             f"ranks of 'tp'; build it with its values, or split it with torch's parallelize_module"
         )
-    _together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
+    together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
     if comms.tp.size > 1 and not found.meta:
-        _together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
+        together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
     pool = Pool(device)
     units: list[Unit] = []
     try:
@@ -115,7 +115,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         why=why,
         layouts=found.layouts,
         parts=parts,
-        most_units=_most(comms, sum(unit.trained for unit in units)),
+        pipeline=_pipeline(comms, sum(unit.trained for unit in units)),
     )
     blocks = find_blocks(model, settings.units)
     attach(engine, blocks)
@@ -138,28 +138,19 @@ def _agree(comms: Comms, settings: Zero, found: Survey, error: Exception | None)
     agree(world, settings.describe() if error is None else [], error)
     parts: Parts = {}
     named = sorted([*found.trained, *found.frozen], key=lambda pair: pair[0])
-    _together(comms, lambda: agree(everyone, found.lines))
-    _together(comms, lambda: parts.update(agree_on_parts(lambda row: tp.exchange(row, AGREE), tp.rank, named)))
+    together(comms, lambda: agree(everyone, found.lines))
+    together(comms, lambda: parts.update(agree_on_parts(lambda row: tp.exchange(row, AGREE), tp.rank, named)))
     return parts
 
 
-def _together(comms: Comms, work: Callable[[], None]) -> None:
-    """Do something among some ranks of the mesh; where it raises for some, all raise."""
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as mistake:
-        error = mistake
-    if comms.world is not comms.everyone:
-        agree(comms.world, [], error)
-    if error is not None:
-        raise error
-
-
-def _most(comms: Comms, count: int) -> int:
-    """The largest number that any rank has; only along "pp" they differ."""
-    rows = comms.pp.gather_bytes(count.to_bytes(8, "big"), AGREE)
-    return max(int.from_bytes(row, "big") for row in rows)
+def _pipeline(comms: Comms, units: int) -> Pipeline:
+    """Where there is no "pp", all ranks are of one stage."""
+    world, mine = comms.world, [comms.pp.rank, units]
+    rows = [mine] * world.size
+    if comms.pp.size > 1:
+        rows = [json.loads(row) for row in world.exchange(json.dumps(mine).encode(), AGREE)]
+    near = frozenset(world.world_rank(rank) for rank, row in enumerate(rows) if row[0] == mine[0])
+    return Pipeline(max(row[1] for row in rows), near)
 
 
 def _compare_over_tp(tp: Comm, named: list[tuple[str, nn.Parameter]]) -> None:

@@ -12,7 +12,7 @@ from onefold.blocks import block_of, find_blocks
 from onefold.config import Zero
 from onefold.errors import ConfigError, ModelError
 from onefold.layout import ParamInfo, UnitLayout, plan_units
-from onefold.parts import check, describe, held, is_split
+from onefold.parts import check, held, tell
 from onefold.placement import STAGES, Placement, Scope
 from onefold.precision import Precision
 from onefold.views import dense_stride
@@ -83,19 +83,11 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     ]
     layouts = plan_units(infos, ranks, settings.bucket_bytes, replicas)
     lines = settings.describe() + [
-        f"parameter {name}: {_shape(param)}, strides {dense_stride(param)}, {dtypes[name]}, "
-        f"requires_grad={param.requires_grad}"
-        for name, param in named
+        f"parameter {tell(name, param)}, strides {dense_stride(param)}, {dtypes[name]}" for name, param in named
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.name}: {unit.numel} elements, {place(unit, settings, ranks)}" for unit in layouts]
     return Survey(trained, frozen, meta, dtypes, infos, layouts, lines)
-
-
-def _shape(param: nn.Parameter) -> str:
-    what, part, dim, whole = describe(param)
-    of = f", {what} of {tuple(whole)} along {dim}" if is_split(param) else ""
-    return f"shape {tuple(part)}{of}"
 
 
 def _check_values(name: str, tensor: Tensor, meta: bool) -> None:

@@ -198,7 +198,8 @@ def run_blocks(page: str) -> int:
     return len(blocks)
 
 
-PAGES = ["README.md", "docs/usage.md", "docs/checkpoints.md", "docs/planning.md", "docs/pipeline.md"]
+NAMES = ("usage", "checkpoints", "planning", "activations", "parallelism", "pipeline")
+PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 
 @pytest.mark.parametrize("page", PAGES)

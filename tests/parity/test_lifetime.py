@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold import leftovers
-from onefold.agree import _fingerprint
+from onefold.agree import fingerprint
 from tests.harness import fresh_ranks, run_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -84,5 +84,5 @@ def test_a_forward_in_another_thread_does_not_disturb_training() -> None:
 def test_comparing_values_reads_memory_at_memory_speed() -> None:
     """A loop over bytes would take minutes."""
     start = time.perf_counter()
-    _fingerprint(torch.zeros(16 << 20))
+    fingerprint(torch.zeros(16 << 20))
     assert time.perf_counter() - start < 10

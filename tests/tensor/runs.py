@@ -70,11 +70,11 @@ def stream_of(mesh: DeviceMesh) -> int:
     return coordinate[names.index("shard")] if "shard" in names else 0
 
 
-def built(run: Run, mesh: DeviceMesh, seed: int = 0) -> tuple[GPT, onefold.Optimizer]:
+def built(run: Run, mesh: DeviceMesh, seed: int = 0, **more: Any) -> tuple[GPT, onefold.Optimizer]:
     model = parallelize(fresh(seed), mesh, run.sequence)
     fields = {"bucket_bytes": 8 << 10, **dict(run.fields)}
     onefold.shard(model, stage=run.stage, mesh=mesh, **fields)
-    return model, onefold.Optimizer(model, torch.optim.SGD, **LR)
+    return model, onefold.Optimizer(model, torch.optim.SGD, **LR, **more)
 
 
 def turn(run: Run, model: GPT, optimizer: onefold.Optimizer, step: int, stream: int) -> tuple[list[float], Tensor]:

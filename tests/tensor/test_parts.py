@@ -237,6 +237,31 @@ def parallelize_after_shard() -> None:
     model(batch(0))
 
 
+class Table(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("table", torch.arange(4.0))
+
+
+def shard_a_split_buffer() -> None:
+    mesh = onefold.mesh(shard=1, tp=2)
+    model = Table()
+    model.table = distribute_tensor(model.table, mesh, [Shard(0)])
+    onefold.shard(model, stage=2, mesh=mesh)
+
+
+def load_whole_values() -> None:
+    mesh = onefold.mesh(shard=1, tp=2)
+    model = onefold.shard(split(mesh), stage=2, mesh=mesh, precision="bf16")
+    model.load_state_dict(plain().state_dict())
+
+
+def group_otherwise() -> None:
+    mesh = onefold.mesh(shard=1, tp=2)
+    model = onefold.shard(split(mesh), stage=2, mesh=mesh)
+    onefold.Optimizer(model, torch.optim.SGD, lr=0.1 * (1 + dist.get_rank()))
+
+
 def other_models() -> None:
     mesh = onefold.mesh(shard=1, tp=2)
     layers = 1 + (dist.get_rank() == 1)
@@ -261,6 +286,9 @@ def one_rank_lacks_a_split() -> None:
         (shard_without_the_mesh, "ModelError", "0.up.weight", "shard(mesh=…)"),
         (shard_partial_sums, "ModelError", "bias is a DTensor with placement", "redistribute"),
         (parallelize_after_shard, "StateError", "0.up.weight", "parallelize_module first"),
+        (shard_a_split_buffer, "ModelError", "buffer table", "replicate it"),
+        (load_whole_values, "StateError", "0.up.weight", "onefold.load"),
+        (group_otherwise, "MismatchError", "param group 0", "same settings"),
         (other_models, "MismatchError", "", "parts of one model"),
         (one_rank_lacks_a_split, "MismatchError", "0.up.weight", "in the same way"),
     ],

@@ -217,9 +217,8 @@ class Check:
         self.that(isinstance(row, dict) and row.keys() == wanted, f"has a record that is not {sorted(wanted)}")
         kinds = {"name": str, "kind": str, "states": dict, "scalars": dict, "also": list, "dim": int}
         self._row([row[key] for key in kinds], *kinds.values())
-        self.that(
-            all(sizes(row[key]) for key in ("shape", "stride", "bounds")), f"has an odd shape for {row['name']!r}"
-        )
+        for key in ("shape", "stride", "bounds"):
+            self.that(sizes(row[key]), f"has odd {key} for {row['name']!r}")
         self._row(row["also"], *[str] * len(row["also"]))
         lists: dict[str, Any] = {key: tuple(row[key]) for key in ("shape", "stride", "also", "bounds")}
         return ParamRecord(**(row | lists))

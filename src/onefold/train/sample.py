@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.checkpoint.commit import find
+from onefold.checkpoint.order import Order
 from onefold.checkpoint.reading import Checkpoint, read_laid
 from onefold.checkpoint.storage import Storage
 from onefold.errors import CheckpointError, ConfigError
@@ -74,7 +75,7 @@ def fill(model: nn.Module, folder: Path) -> int:
             wanted = f"{checkpoint.folder} should hold {name} of {tuple(param.shape)}"
             raise CheckpointError(f"{wanted} and has {found}; is it another model's?")
         flat = torch.empty(record.numel, dtype=record.dtype())
-        read_laid(checkpoint, name, tuple(param.stride()), Span(0, record.numel), flat)
+        read_laid(checkpoint, name, Order(tuple(param.shape), tuple(param.stride())), Span(0, record.numel), flat)
         param.copy_(flat.view(param.shape))
     return checkpoint.manifest.step
 
