@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -169,11 +168,6 @@ def _along(mesh: DeviceMesh, names: list[str]) -> Axis:
         assert dist.group.WORLD is not None
         return _axis(dist.group.WORLD)
     return _axis(part.get_group() if part.ndim == 1 else part._flatten().get_group())
-
-
-def named_mesh(axes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """All ranks, as a grid with these axes. Collective."""
-    return init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 class Nobody:

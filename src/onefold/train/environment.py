@@ -39,7 +39,7 @@ def facts_of(settings: Settings, model: nn.Module, shape: Shape, data: Data, ear
     rows = placement(model)
     facts = {
         "model": {"name": settings.model.model, **dataclasses.asdict(shape), "parameters": shape.numel},
-        "ranks": everyone,
+        "ranks": engine.comms.world.size,
         "stage": engine.zero.stage,
         "stage_why": rows.why,
         "precision": settings.zero.precision,
@@ -81,7 +81,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def planned(engine: Engine, settings: Settings, shape: Shape, accumulation: int) -> dict[str, Any] | None:
     """Bytes at the fullest instant and bytes sent, rehearsed on tensors without memory; None if it is too large."""
-    if shape.numel > PLANNED:
+    if shape.numel > PLANNED or engine.comms.tp.size > 1:  # a split model is planned by its shape: see `onefold plan`
         return None
     tokens = torch.zeros(settings.steps.micro_batch, shape.seq, dtype=torch.long)
     plays = "nccl" if engine.device.type == "cuda" else "gloo"

@@ -78,7 +78,7 @@ class Loop:
     ) -> None:
         self.settings, self.model, self.optimizer, self.data, self.comm = settings, model, optimizer, data, comm
         self.engine, self.shape = engine_of(model), shape
-        self.batch, self.accumulation = settings.steps.split(comm.size)
+        self.batch, self.accumulation = settings.steps.split(self.engine.everyone.size)
         self.run_folder = RunFolder(settings.output.out)
         self.notes: list[Finding] = []  # of this rank, not told yet
         self._told: set[tuple[str, str]] = set()
@@ -147,7 +147,8 @@ class Loop:
     def _batch(self, samples: int, micro: int) -> Batch:
         """This rank's inputs and targets of a micro-batch."""
         steps = self.settings.steps
-        mine = share(samples, ranks=self.comm.size, rank=self.comm.rank, micro_batch=steps.micro_batch, micro=micro)
+        readers = self.engine.everyone  # all ranks of one tp read the same
+        mine = share(samples, ranks=readers.size, rank=readers.rank, micro_batch=steps.micro_batch, micro=micro)
         return self._here([self.data.windows.sample(steps.seed, number) for number in mine])
 
     def _here(self, windows: list[int]) -> Batch:
@@ -255,15 +256,15 @@ class Loop:
     def evaluate(self) -> float:
         """The mean loss over the windows that are always evaluated; the same on all ranks. Collective."""
         self._where = "evaluation"
-        size, ranks = self.settings.steps.micro_batch, self.comm.size
+        size, readers = self.settings.steps.micro_batch, self.engine.everyone
         total, count = 0.0, len(self._evaluated)
-        for first in range(0, count, size * ranks):  # all ranks run as many forwards; the last may repeat a window
-            mine = self._evaluated[first + self.comm.rank * size :][:size]
-            mine = mine if first + self.comm.rank * size < count else []
+        for first in range(0, count, size * readers.size):  # all run as many forwards; the last may repeat one
+            mine = self._evaluated[first + readers.rank * size :][:size]
+            mine = mine if first + readers.rank * size < count else []
             inputs, targets = self._here(mine or self._evaluated[:1])
             total += float(self.model(inputs, targets)) * len(mine)
         sums = [struct.unpack("<d", row)[0] for row in self.comm.gather_bytes(struct.pack("<d", total), TELL)]
-        return sum(sums) / count
+        return sum(sums) / (self.comm.size // readers.size) / count
 
     def _save(self, place: Place, *, wait: bool) -> None:
         path = self.run_folder.checkpoints

@@ -18,6 +18,7 @@ from onefold.precision import DTYPES
 
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
+AXES = ("replica", "shard", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +167,13 @@ class ZeroSettings:
     """With accumulation: reduce each micro-batch, or once (more memory, less traffic). Stages agree bit for bit."""
 
     mesh: str | None = None
-    """Axes of ranks, such as replica=2,shard=4; by default all ranks share the state."""
+    """Axes of ranks, such as replica=2,shard=4 or shard=2,tp=2; by default all ranks share the state."""
+
+    sequence: bool = False
+    """With an axis tp: split activations between matrices along the sequence, too."""
 
     activations: str = "keep"
-    """keep, or what else the engine can do with activations."""
+    """keep, checkpoint, checkpoint+host, partition or partition+host (both with tp), or auto."""
 
     offload: str | None = None
     """Where optimizer state lives if not on the device."""
@@ -200,14 +204,19 @@ class ZeroSettings:
             axes = {name.strip(): int(size) for name, size in pairs}
         except ValueError as error:
             raise ConfigError(f"--mesh {self.mesh!r} is not like replica=2,shard=4") from error
-        if unknown := [name for name in axes if name not in ("replica", "shard")]:
-            raise ConfigError(f"--mesh {self.mesh!r}: the engine has no axis {unknown[0]!r} yet; use replica and shard")
+        if unknown := [name for name in axes if name not in AXES]:
+            hint = "; a pipeline needs a script: see onefold.PipelineStage" if unknown[0] == "pp" else ""
+            raise ConfigError(f"--mesh {self.mesh!r}: {unknown[0]!r} is none of {', '.join(AXES)}{hint}")
         if len(axes) != len(pairs) or any(size < 1 for size in axes.values()) or math.prod(axes.values()) != ranks:
             raise ConfigError(
                 f"--mesh {self.mesh!r} has {math.prod(axes.values())} places, but there are {ranks} ranks; name each "
                 f"axis once, with sizes whose product is {ranks}"
             )
-        return {"replica": axes.get("replica", 1), "shard": axes.get("shard", 1)}
+        return {name: axes.get(name, 1) for name in AXES}
+
+    def readers(self, ranks: int) -> int:
+        """How many ranks read data of their own: those of one tp read the same."""
+        return ranks // self.axes(ranks).get("tp", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,9 +278,10 @@ class Settings:
         """Raise whatever can be known to be wrong without reading the data."""
         check_numbers(self)
         named(self.model.model)
-        self.steps.split(ranks)
         self.zero.zero(self.steps.seed)
-        self.zero.axes(ranks)
+        self.steps.split(self.zero.readers(ranks))
+        if self.zero.sequence and self.zero.axes(ranks).get("tp", 1) == 1:
+            raise ConfigError("--sequence splits along the ranks of tp, and there is one; give --mesh shard=…,tp=2")
         self.stages()
 
     def stages(self) -> list[Settings]:

@@ -17,7 +17,7 @@ from onefold.checkpoint.load import load
 from onefold.checkpoint.storage import Storage
 from onefold.comm import Comm, Meter
 from onefold.errors import ConfigError, OnefoldError
-from onefold.mesh import axes_of, init, named_mesh
+from onefold.mesh import axes_of, init, mesh
 from onefold.optimizer import Optimizer
 from onefold.planner.shapes import named
 from onefold.shard import shard
@@ -30,6 +30,7 @@ from onefold.train.model import initialise
 from onefold.train.run import RunFolder, cut_after, read_facts, replace, write_facts
 from onefold.train.settings import Settings
 from onefold.train.stop import Stop
+from onefold.train.tensor_parallel import parallelize
 from onefold.train.toml import NOT_SAVED, to_toml
 
 T = TypeVar("T")
@@ -80,16 +81,18 @@ def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
 def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place]:
     data = _data(settings, comm)
     shape = together(comm, lambda: settings.model.shape(data.vocab), "the model")
-    model: nn.Module = build(shape)
+    model = build(shape)
     axes = settings.zero.axes(comm.size)
-    mesh = named_mesh(axes, "cuda" if torch.cuda.is_available() else "cpu") if axes else None
+    places = mesh(replica=axes["replica"], shard=axes["shard"], tp=axes["tp"]) if axes else None
+    if places is not None:
+        parallelize(model, places, sequence=settings.zero.sequence)
     zero = dataclasses.replace(
-        settings.zero.zero(settings.steps.seed), init=partial(initialise, layers=shape.layers), mesh=mesh,
+        settings.zero.zero(settings.steps.seed), init=partial(initialise, layers=shape.layers), mesh=places,
         timeout_s=settings.checkpoints.timeout_s,
     )  # fmt: skip
     shard(model, zero)
     if settings.output.compile:
-        for block in model.blocks:  # type: ignore[union-attr]
+        for block in model.blocks:
             block.forward = torch.compile(block.forward)
     optimizer = Optimizer(model, torch.optim.AdamW, groups=groups(settings, model), fused=True)
     place = _go_on(settings, model, optimizer, comm)
