@@ -23,12 +23,12 @@ ORDER = [
     "checkpoint.own", "checkpoint.stages", "checkpoint.together", "checkpoint.background", "checkpoint.save",
     "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.plan", "planner.measure",
     "train.model", "train.run", "train.sampling", "train.settings", "train.toml", "train.tokens", "train.data",
-    "train.schedule", "train.stop", "train.diagnose", "train.metrics", "train.board", "train.environment",
-    "train.probe", "train.loop", "train.start", "train.figures", "train.words", "train.charts", "train.page",
-    "train.sections", "train.comparison", "train.report", "train.sample", "train.tensor_parallel", "train.cut",
-    "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.lifeline", "cli.launch", "cli.plan",
-    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.agent", "cli.screen", "cli.train",
-    "cli.main",
+    "train.schedule", "train.stop", "train.diagnose", "train.metrics", "train.notes", "train.board",
+    "train.environment", "train.probe", "train.loop", "train.start", "train.figures", "train.words", "train.charts",
+    "train.page", "train.sections", "train.comparison", "train.report", "train.sample", "train.tensor_parallel",
+    "train.cut", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.lifeline", "cli.launch",
+    "cli.plan", "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.agent", "cli.screen",
+    "cli.train", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent

@@ -30,6 +30,7 @@ class Lifeline:
         self._line: socket.socket | None = None
         if LINE in os.environ:
             self._line = connect(os.environ[LINE])
+            die_with_parent()  # the agent, which dies with the launcher: a rank that was stopped cannot listen
             if self._line is None:
                 os._exit(1)  # whoever started us is gone
             self.say({"rank": _number("RANK"), "restart": _number("TORCHELASTIC_RESTART_COUNT")})
@@ -71,10 +72,14 @@ def orphaned() -> bool:
     return line is None and LINE in os.environ
 
 
-def follow_launcher() -> None:
-    """End this process with the one that started it."""
+def die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def follow_launcher() -> None:
+    """End this process with the one that started it."""
+    die_with_parent()
     if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os._exit(1)  # it had ended before we could ask
 

@@ -7,7 +7,6 @@ a row, save. Losses add up in rank order in double precision: the same bits on e
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import time
@@ -33,7 +32,6 @@ from onefold.shard import accumulate
 from onefold.train.data import Data
 from onefold.train.diagnose import (
     FALLS_IN,
-    Finding,
     falling_scale,
     is_out_of_memory,
     lost_updates,
@@ -50,6 +48,7 @@ from onefold.train.metrics import (
     perplexity,
     traffic_now,
 )
+from onefold.train.notes import Notes
 from onefold.train.probe import UpdateProbe
 from onefold.train.run import RunFolder, append_lines
 from onefold.train.sampling import share
@@ -58,7 +57,7 @@ from onefold.train.settings import Settings
 from onefold.train.stop import Stop
 
 Batch: TypeAlias = "tuple[Tensor, Tensor]"
-WORD = struct.Struct("<?Hd")  # stop?  warnings that wait  sum of the losses of this rank's micro-batches
+WORD = struct.Struct("<??d")  # stop?  a warning to tell?  sum of the losses of this rank's micro-batches
 TELL = Label("train", "a step")
 WATCHED = 2  # the step of this process whose memory is watched: the first has its orders to learn
 
@@ -80,8 +79,7 @@ class Loop:
         self.engine, self.shape = engine_of(model), shape
         self.batch, self.accumulation = settings.steps.split(self.engine.everyone.size)
         self.run_folder = RunFolder(settings.output.out)
-        self.notes: list[Finding] = []  # of this rank, not told yet
-        self._told: set[tuple[str, str]] = set()
+        self.notes = Notes(comm, self.run_folder.warnings)
         self._scales: deque[float] = deque(maxlen=FALLS_IN + 1)
         self._peak: dict[str, int] | None = None
         self._latency_s = latency(comm)
@@ -92,9 +90,6 @@ class Loop:
         self._where, self._done = "the first step", 0
         self._spent_s, self._timed = 0.0, 0
 
-    def note(self, kind: str, message: str) -> None:
-        self.notes.append(Finding(kind, message))
-
     def go(self, place: Place, stop: Stop, listener: Listener) -> Place:
         """To the end, or to the end of the step in which somebody was told to stop; where that was."""
         steps = self.settings.steps.steps
@@ -103,6 +98,7 @@ class Loop:
                 place, stopped = self._step(place, stop, listener)
                 if stopped:
                     break
+            self.notes.tell(place.step, listener)
             self._where = "the last checkpoint"
             finish_saves()
             self._save(place, wait=True)
@@ -125,7 +121,8 @@ class Loop:
         if tracker is not None:
             self._peak = tracker.peak()
         mine = float(torch.stack(losses).double().sum()) if log else 0.0  # read only where it is wanted
-        words = [WORD.unpack(w) for w in self.comm.gather_bytes(WORD.pack(stop.asked, len(self.notes), mine), TELL)]
+        said = WORD.pack(stop.asked, len(self.notes) > 0, mine)
+        words = [WORD.unpack(row) for row in self.comm.gather_bytes(said, TELL)]
         self._spent_s, self._timed = self._spent_s + time.perf_counter() - began, self._timed + 1
         place, stopped = Place(step, place.samples + self.batch), any(word[0] for word in words)
         if log:
@@ -136,7 +133,7 @@ class Loop:
             listener.row(row)
         listener.stepped(step)
         if any(word[1] for word in words):
-            self.tell(step, listener)
+            self.notes.tell(step, listener)
         if not stopped and not last and _due(step, settings.checkpoints.save_every):
             self._where = "a checkpoint"
             self._save(place, wait=False)
@@ -183,7 +180,7 @@ class Loop:
                 f"step {step}: the loss here was {loss}, and {_lower(error)}. Lower --lr or lengthen --warmup"
             ) from error
         if probe and self.optimizer.stepped and lr > 0:
-            self._add(lost_updates(*self._probe.after(), lr))
+            self.notes.found(lost_updates(*self._probe.after(), lr))
         self.optimizer.zero_grad()
         self._scales.append(self.optimizer.loss_scale)
         self._done += 1
@@ -225,32 +222,11 @@ class Loop:
     def _diagnose(self, calls: int, step_s: float) -> None:
         """What the same figures would make every rank say, rank 0 says."""
         if self.comm.rank == 0:
-            self._add(falling_scale(list(self._scales)))
+            self.notes.found(falling_scale(list(self._scales)))
             if self._done > WATCHED:
                 blocks = [unit for unit in self.engine.units if unit.layout.slots[0].name.startswith("blocks.")]
                 cut = len(blocks) > self.shape.layers
-                self._add(small_messages(calls, self._latency_s, step_s, cut=cut))
-
-    def _add(self, finding: Finding | None) -> None:
-        """Each kind once."""
-        if finding is not None and (finding.kind, "") not in self._told:
-            self._told.add((finding.kind, ""))
-            self.notes.append(finding)
-
-    def tell(self, step: int, listener: Listener) -> None:
-        """Bring the warnings of all ranks to rank 0, which says each once. Collective."""
-        rows = [json.loads(row) for row in self.comm.exchange(json.dumps(self.notes).encode(), TELL)]
-        self.notes = []
-        by_note: dict[tuple[str, str], list[int]] = {}
-        for rank, notes in enumerate(rows):
-            for kind, message in notes:
-                by_note.setdefault((kind, message), []).append(rank)
-        for (kind, message), ranks in by_note.items():
-            if self.comm.rank == 0 and (kind, message) not in self._told:
-                self._told.add((kind, message))
-                rows = [{"step": step, "rank": rank, "kind": kind, "message": message} for rank in ranks]
-                append_lines(self.run_folder.warnings, rows)
-                listener.warned(ranks, kind, message)
+                self.notes.found(small_messages(calls, self._latency_s, step_s, cut=cut))
 
     @torch.no_grad()
     def evaluate(self) -> float:

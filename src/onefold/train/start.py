@@ -66,8 +66,8 @@ def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
                 raise out_of_memory({}, where="making the model", stage=stage, micro_batch=1) from error
             raise
         for kind, message in heard:
-            loop.note(kind, message)
-    with collected(loop.note):
+            loop.notes.note(kind, message)
+    with collected(loop.notes.note):
         if comm.rank == 0:
             facts = _write_down(loop, place)
             listener.began(facts, place.step)
