@@ -22,13 +22,13 @@ ORDER = [
     "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes", "checkpoint.state",
     "checkpoint.own", "checkpoint.stages", "checkpoint.together", "checkpoint.background", "checkpoint.save",
     "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.plan", "planner.measure",
-    "train.model", "train.run", "train.sampling", "train.settings", "train.toml", "train.tokens", "train.data",
-    "train.schedule", "train.stop", "train.diagnose", "train.metrics", "train.notes", "train.board",
-    "train.environment", "train.probe", "train.loop", "train.start", "train.figures", "train.words", "train.charts",
-    "train.page", "train.sections", "train.comparison", "train.report", "train.sample", "train.tensor_parallel",
-    "train.cut", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.lifeline", "cli.launch",
-    "cli.plan", "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.agent", "cli.screen",
-    "cli.train", "cli.main",
+    "train.model", "train.tensor_parallel", "train.run", "train.sampling", "train.settings", "train.toml",
+    "train.tokens", "train.data", "train.schedule", "train.stop", "train.diagnose", "train.metrics", "train.notes",
+    "train.board", "train.environment", "train.probe", "train.loop", "train.start", "train.figures", "train.words",
+    "train.charts", "train.page", "train.sections", "train.comparison", "train.report", "train.sample", "train.cut",
+    "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.lifeline", "cli.launch", "cli.plan",
+    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.agent", "cli.screen", "cli.train",
+    "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
@@ -36,7 +36,7 @@ FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path
 MODULES = [name for name in FILES if not name.endswith(".__init__")]  # of packages only ours says anything
 TREES = {name: ast.parse(FILES[name].read_text()) for name in MODULES}
 
-TALKERS = ("comm", "mesh", "train.tensor_parallel", "pipeline")  # these by torch's own plans and schedules
+TALKERS = ("comm", "mesh", "pipeline")  # these by torch's own plans and schedules
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "allgather", "allreduce", "alltoall", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "barrier",
