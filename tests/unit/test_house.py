@@ -36,7 +36,7 @@ FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path
 MODULES = [name for name in FILES if not name.endswith(".__init__")]  # of packages only ours says anything
 TREES = {name: ast.parse(FILES[name].read_text()) for name in MODULES}
 
-TALKERS = ("comm", "mesh", "pipeline")  # these by torch's own plans and schedules
+TALKERS = ("comm", "mesh", "pipeline", "train.tensor_parallel")  # these two by torch's own schedules and plans
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "allgather", "allreduce", "alltoall", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "barrier",
