@@ -12,6 +12,7 @@
 `run_ranks_raises`  the same, where every rank must raise
 `fresh_ranks`       processes of their own: they may be killed, exit, or set the environment
 `start_ranks`       the same with a handle: hear `tell` from inside a rank, kill it, join
+`grids.thinned`     a grid of cases, of which the suite takes a share and --soak all
 """
 
 from tests.harness.failures import CaughtError, RankError, RankFailure, RankHang

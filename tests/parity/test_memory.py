@@ -15,6 +15,7 @@ from onefold.engine import engine_of
 from onefold.memory import CATEGORIES
 from onefold.report import storages
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.parity.models import GPT, Case, token_loss
 from tests.parity.test_traffic import CASES, padded_bytes, started
 from tests.parity.training import Run
@@ -89,9 +90,10 @@ def parameter_bytes(held: Held, stage: int, ranks: int) -> int:
     return padded_bytes(every, ranks) // ranks + sum(len(sizes) * itemsize for sizes, itemsize in every)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd-momentum"])
-@pytest.mark.parametrize("model", ["gpt-tied", "conv", "odd", "skipping", "mixed"])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "ranks"),
+    thinned(["gpt-tied", "conv", "odd", "skipping", "mixed"], ["adam", "sgd-momentum"], [1, 2, 3, 4]),
+)
 def test_every_state_is_held_as_the_table_of_stages_says(model: str, optimizer: str, ranks: int) -> None:
     held = {s: run_ranks(ranks, hold, Run(model=model, optimizer=optimizer, stage=s)) for s in STAGES}
     whole = padded_bytes(held[0][0].units, ranks)
@@ -109,9 +111,9 @@ def test_every_state_is_held_as_the_table_of_stages_says(model: str, optimizer: 
         assert totals[0] > totals[1] > totals[2] > totals[3]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd-momentum", "sgd"])
-@pytest.mark.parametrize("model", ["gpt", "odd"])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "ranks"), thinned(["gpt", "odd"], ["adam", "sgd-momentum", "sgd"], [2, 3, 4])
+)
 def test_optimizer_state_is_stored_once_across_ranks(model: str, optimizer: str, ranks: int) -> None:
     """All ranks together hold what one rank holds at stage 0; only step counts, one per slice, repeat."""
     run = Run(model=model, optimizer=optimizer)
@@ -135,9 +137,9 @@ def test_four_times_the_depth_needs_no_more_communication_buffers(stage: int, ra
     assert deep.communication.measured == shallow.communication.measured > 0
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("trait", ["", "two sizes", "backward", "unused head"])
-@pytest.mark.parametrize("stage", [0, 1, 2])  # stage 3 keeps buffers of its first step when blocks run backwards
+@pytest.mark.parametrize(  # stage 3 keeps buffers of its first step when blocks run backwards
+    ("stage", "trait", "ranks"), thinned([0, 1, 2], ["", "two sizes", "backward", "unused head"], [2, 3])
+)
 def test_communication_buffers_keep_to_the_plan_at_any_depth(stage: int, trait: str, ranks: int) -> None:
     """Also where blocks run against their registration, and where some unit's gradient never comes."""
     shallow, deep = (
@@ -241,11 +243,10 @@ def storages_by_step(run: Run) -> list[list[tuple[int, str, int]]]:
     return rows
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    "steps", [{}, {"clip": 0.1}, {"micro": 3, "reduce": "each"}, {"micro": 3, "reduce": "once", "clip": 0.1}]
-)
+STEPS = [{}, {"clip": 0.1}, {"micro": 3, "reduce": "each"}, {"micro": 3, "reduce": "once", "clip": 0.1}]
+
+
+@pytest.mark.parametrize(("steps", "stage", "ranks"), thinned(STEPS, STAGES, [1, 2]))
 def test_nothing_of_ours_is_allocated_after_two_steps(steps: dict, stage: int, ranks: int) -> None:
     for first, *later in run_ranks(ranks, storages_by_step, Run(stage=stage, **steps)):
         assert {kind for _, kind, _ in first} >= {"parameters", "gradients", "optimizer"}

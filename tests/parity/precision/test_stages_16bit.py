@@ -11,6 +11,7 @@ from torch import nn
 import onefold
 from onefold import Precision
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.parity.test_stages import SHARDED, assert_equal_across_stages
 from tests.parity.training import Run, differing, train
 
@@ -29,8 +30,7 @@ def run_in(policy: str, **fields: Any) -> Run:
     return Run(fields=(("precision", POLICIES[policy]),), **fields)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "split"])
+@pytest.mark.parametrize(("policy", "ranks"), thinned(["bf16", "fp16", "split"], [1, 2, 3, 4]))
 def test_stages_are_bitwise_equal_at_every_number_of_ranks(policy: str, ranks: int) -> None:
     assert_equal_across_stages(ranks, run_in(policy, clip=0.5, grouped=True))
 

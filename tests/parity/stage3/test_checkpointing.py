@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from tests.harness.grids import thinned
 from tests.parity.stage3.compare import DIM, Case, Turn, assert_equal, batch, blocks, differences
 
 
@@ -107,9 +108,7 @@ def checkpointed(name: str, reentrant: bool, turn: Turn = learn, **fields: Any) 
     return differences(Case(lambda: BUILDS[name](reentrant), turn), **fields)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize(("name", "reentrant", "ranks"), thinned(BUILDS, [False, True], [2, 3]))
 def test_checkpointed_blocks_train_to_the_same_bits(name: str, reentrant: bool, ranks: int) -> None:
     assert_equal(ranks, checkpointed, name, reentrant)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from tests.harness.grids import thinned
 from tests.parity.stage3.compare import DIM, Case, Turn, assert_equal, batch, blocks, differences, learn
 
 
@@ -159,8 +160,7 @@ def turned(name: str, **fields: Any) -> list[str]:
     return differences(Case(Tower, TURNS[name]), **fields)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize(("name", "ranks"), thinned(TURNS, [2, 3]))
 def test_every_training_loop_gives_the_same_bits(name: str, ranks: int) -> None:
     assert_equal(ranks, turned, name)
 

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 import onefold
 from onefold.rounds import IN_FLIGHT
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.parity.test_memory import ONE_LAYER, Tower, tower
 from tests.parity.test_traffic import started
 from tests.parity.training import Run
@@ -54,9 +55,7 @@ def test_states_are_sixteen_bytes_per_parameter_over_n(depth: int, ranks: int) -
         assert used.states == 16 * psi // ranks + 8 * depth
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("trait", ["", "backward"])
+@pytest.mark.parametrize(("trait", "prefetch", "ranks"), thinned(["", "backward"], [0, 1, 3], [2, 4]))
 def test_the_peak_is_what_is_resident_and_a_constant_number_of_units(trait: str, prefetch: int, ranks: int) -> None:
     for depth in (8, 16):
         for used in run_ranks(ranks, use, 3, depth, prefetch, trait):
