@@ -16,7 +16,7 @@ from tests.train.pooled import one_rank, settings_of, trained
 ACCUMULATED = {"accumulation": 2}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
 def test_losses_are_the_same_bits_at_every_stage(tmp_path, precision):
     curves = []
     for stage in range(4):
