@@ -171,7 +171,7 @@ class Launcher:
             self._told.append(Told(said["rank"], said["error"], said["level"]))
         elif said["restart"] > self._restart:
             self._restart = said["restart"]
-            why = f" ({self._told[0].message})" if self._told else ""
+            why = f" ({self._told[0].message.split('; ')[0]})" if self._told else ""
             self._told = []
             say(f"a rank was lost; start {self._restart} of {self._max_restarts} again, from the last checkpoint{why}")
 
@@ -188,6 +188,8 @@ class Launcher:
             return Outcome(1, ", ".join(killed))
         if own:
             return Outcome(1, own[0].message)
+        if code == -signal.SIGKILL:
+            return Outcome(1, "the process that watches the ranks was killed by SIGKILL, and the ranks with it")
         return Outcome(1, "the ranks ended without a word; what they said stands above")
 
 

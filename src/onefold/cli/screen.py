@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -12,12 +13,20 @@ from onefold.planner.search import text_of
 from onefold.train.metrics import Listener, Row
 
 
+class Voice(Console):
+    """Goes silent when nobody listens any more (… | head): that is no reason to end a run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  what is left in its buffer goes there
+
+
 class Screen(Listener):
     """Rank 0's voice."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Voice(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
 
     def began(self, facts: dict[str, Any], step: int) -> None:
@@ -61,7 +70,10 @@ class Screen(Listener):
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False)
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            self._console.on_broken_pipe()
 
 
 def figures(row: Row, *, memory: bool) -> str:

@@ -25,7 +25,7 @@ from onefold.cli.lifeline import Lifeline, orphaned
 from onefold.cli.screen import Screen
 from onefold.errors import CommError, ConfigError, MismatchError, OnefoldError
 from onefold.train.board import Board, check_board
-from onefold.train.data import find_source, find_tokenizer
+from onefold.train.data import find_source, find_tokenizer, prepare
 from onefold.train.metrics import Listener
 from onefold.train.run import RunFolder, read_facts, read_metrics, replace
 from onefold.train.settings import Settings
@@ -53,7 +53,7 @@ class TrainCommand(Settings):
         if path is None and "--resume" in arguments:
             known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
             path = str(known) if known.exists() else None
-        return cls() if path is None else with_values(cls(), read_toml(Path(path)), path)
+        return cls() if path is None else with_values(cls(), _overruled(read_toml(Path(path)), arguments), path)
 
     def run(self) -> int:
         ranks = self.count()
@@ -76,10 +76,11 @@ class TrainCommand(Settings):
         """What would fail on every rank alike, before there are any."""
         source = find_source(self.data)
         vocab = (source.tokens.vocab or 1) if source.tokens else find_tokenizer(self.data.tokenizer).vocab
-        self.model.shape(vocab)
+        self.model.shape(vocab).check(self.zero.axes(self.count()).get("tp", 1), pp=1)
         check_folder(self)
         if self.output.tensorboard:
             check_board()
+        prepare(self.data)
 
     # -- the launcher ------------------------------------------------------------------------------------------------
 
@@ -180,6 +181,17 @@ def _flag(arguments: Sequence[str], name: str) -> str | None:
         if text.startswith(name + "="):
             return text.removeprefix(name + "=")
     return None
+
+
+def _overruled(values: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """A file's accumulation gives way to a flag for the global batch, and the other way round."""
+    steps = values.get("steps")
+    if isinstance(steps, dict):
+        if _flag(arguments, "--accumulation") is not None:
+            steps.pop("global_batch", None)
+        if _flag(arguments, "--global-batch") is not None:
+            steps.pop("accumulation", None)
+    return values
 
 
 def _last(run: Settings) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from onefold.checkpoint.tensorfile import bytes_of
 from onefold.errors import ConfigError, OnefoldError
 from onefold.train.sampling import Windows
 from onefold.train.settings import BYTES, DataSettings
-from onefold.train.tokens import SUFFIXES, TokenFile, largest, open_tokens, pieces
+from onefold.train.tokens import SUFFIXES, TokenFile, check_range, largest, open_tokens, pieces
 
 BETWEEN = b"\n\0\n"  # files
 LOOK = 8192  # bytes of a file that are looked at for a zero, which text has not
@@ -101,9 +101,13 @@ def _is_text(path: Path) -> bool:
     return bool(start) and b"\0" not in start
 
 
+def _bytes(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+
+
 def find_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
-        return Tokenizer(BYTES, 256, BYTES, lambda text: torch.tensor(bytearray(text), dtype=torch.uint8))
+        return Tokenizer(BYTES, 256, BYTES, _bytes)
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"--tokenizer {name} is neither 'bytes' nor a tokenizers file (tokenizer.json)")
@@ -129,6 +133,7 @@ def prepare(settings: DataSettings) -> Path | None:
     """Tokenise what is not in the cache yet, and say where it is. Other processes may do the same at once."""
     source = find_source(settings)
     if source.tokens is not None:
+        check_range(source.tokens)
         return None
     tokenizer = find_tokenizer(settings.tokenizer)
     path = _cached(settings, source, tokenizer)

@@ -48,6 +48,7 @@ def facts_of(settings: Settings, model: nn.Module, shape: Shape, data: Data, ear
         "micro_batch": settings.steps.micro_batch,
         "accumulation": accumulation,
         "tokens_per_step": batch * shape.seq,
+        "eval_windows": settings.steps.eval_windows,
         "environment": environment(engine.device),
         "placement": [dataclasses.asdict(row) for row in rows.rows],
         "data": {

@@ -70,13 +70,18 @@ class Run(NamedTuple):
         """Bytes that rank 0 sent in a step by purpose, when it was last measured."""
         return next((sizes for row in reversed(self.metrics) if (sizes := numbers(row.get("traffic")))), {})
 
+    def placed(self) -> list[Any]:
+        """Rows of the placement table, as they were written down."""
+        rows = self.fact("placement", default=[])
+        return rows if isinstance(rows, list) else []
+
     def plan(self) -> dict[str, float]:
         """Bytes on rank 0 by category: between steps, and at the fullest instant what only then is there.
 
         The plan is of the fullest instant, when a few units are gathered; between steps, placement says what is held.
         """
         planned = {key: size for key, size in self.sizes("plan", "memory").items() if key in (*LASTING, *FULLEST)}
-        placed = [numbers(row).get("parameter_bytes") for row in self.fact("placement", default=[])]
+        placed = [numbers(row).get("parameter_bytes") for row in self.placed()]
         known = [size for size in placed if size is not None]
         if "parameters" in planned and known and len(known) == len(placed):
             planned["parameters"] = min(planned["parameters"], sum(known))

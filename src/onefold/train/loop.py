@@ -129,7 +129,7 @@ class Loop:
             loss = sum(word[2] for word in words) / (self.accumulation * self.comm.size)
             row = self._row(step, loss, self.evaluate() if evaluate else None, float(norm), lr)
             if self.comm.rank == 0:
-                append_lines(self.run_folder.metrics, [row._asdict()])
+                append_lines(self.run_folder.metrics, [_finite(row._asdict())])
             listener.row(row)
         listener.stepped(step)
         if any(word[1] for word in words):
@@ -248,7 +248,7 @@ class Loop:
         told = self.comm.gather_bytes(bytes([place.step in done]), TELL)
         if not told[0][0]:  # else the run went on at its very end
             extra = {"step": place.step, "samples": place.samples}
-            keep = self.settings.checkpoints.keep
+            keep = self.settings.checkpoints.keep or None
             save(path, self.model, self.optimizer, extra=extra, step=place.step, keep=keep, wait=wait)
 
     def _out_of_memory(self) -> Exception:
@@ -265,6 +265,11 @@ class Loop:
             sizes, where=self._where, stage=stage if isinstance(stage, int) else 0,
             micro_batch=self.settings.steps.micro_batch,
         )  # fmt: skip
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity, which is what a skipped step of fp16 has for a norm."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _due(step: int, every: int) -> bool:

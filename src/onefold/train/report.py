@@ -83,11 +83,11 @@ def _title(run: Run) -> str:
 
 
 def _end(run: Run) -> str:
-    folder = text(run.folder.name)
+    folder = text(str(run.folder))
     version = text(run.fact("environment", "onefold", default=""))
     return (
-        f'Let it write: <code>onefold sample {folder} --prompt "def "</code>. Go on: <code>onefold train --config '
-        f"{folder}/config.toml --resume</code>. Made by Onefold {version}."
+        f'Let it write: <code>onefold sample {folder} --prompt "def "</code>. Go on: <code>onefold train --resume '
+        f"--out {folder}</code>. Made by Onefold {version}."
     )
 
 

@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,17 +105,15 @@ def read_warnings(run: Path) -> list[dict[str, Any]]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file, without a last line that is torn."""
     try:
-        lines = path.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     except FileNotFoundError:
         return []
-    try:
-        return [json.loads(line) for line in lines]
     except ValueError as error:
         raise OnefoldError(f"{path} has a line that is no JSON: {error}") from error
 
 
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("a") as out:
+    with writing(path), path.open("a") as out:
         out.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -127,8 +126,18 @@ def cut_after(path: Path, step: int) -> None:
 def replace(path: Path, text: str) -> None:
     """The whole file, or what was there before."""
     draft = path.with_name(f".{path.name}.writing")
-    with draft.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    draft.replace(path)
+    with writing(path):
+        with draft.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        draft.replace(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses, in our words."""
+    try:
+        yield
+    except OSError as error:
+        raise OnefoldError(f"{path} cannot be written: {error.strerror}; free space, or give another --out") from error

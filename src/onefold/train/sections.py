@@ -143,7 +143,7 @@ def traffic(run: Run, chart: Chart | None) -> Section:
 
 
 def placement(run: Run) -> Section:
-    rows: list[dict[str, Any]] = [row for row in run.fact("placement", default=[]) if isinstance(row, dict)]
+    rows: list[dict[str, Any]] = [row for row in run.placed() if isinstance(row, dict)]
     if not rows:
         return Section("Placement", "<p>Not recorded.</p>")
     heads = ("unit", "optimizer", "gradients", "parameters", "elements", "bytes here")
@@ -203,5 +203,5 @@ SHAPE = {
 def settings(run: Run) -> Section:
     if not run.config:
         return Section("Settings", "<p>config.toml is not there.</p>")
-    again = f"<p>Run it again: <code>onefold train --config {text(run.folder.name)}/config.toml</code></p>"
+    again = f"<p>Run it again: <code>onefold train --config {text(str(run.folder))}/config.toml --out NEW</code></p>"
     return Section("Settings", again + f"<pre>{text(run.config.strip())}</pre>")

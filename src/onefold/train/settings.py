@@ -13,6 +13,7 @@ from typing import Any
 
 from onefold.config import REDUCE, Zero
 from onefold.errors import ConfigError
+from onefold.planner.activations import check_policy
 from onefold.planner.shapes import Shape, named
 from onefold.precision import DTYPES
 
@@ -226,8 +227,8 @@ class CheckpointSettings:
     save_every: int = 100
     """Steps between checkpoints; 0 saves at the end only."""
 
-    keep: int | None = 2
-    """How many checkpoints stay."""
+    keep: int = 2
+    """How many checkpoints stay; 0 keeps all."""
 
     resume: bool = False
     """Go on with the run at --out, from its last checkpoint; with its settings, unless others are given."""
@@ -278,7 +279,7 @@ class Settings:
         """Raise whatever can be known to be wrong without reading the data."""
         check_numbers(self)
         named(self.model.model)
-        self.zero.zero(self.steps.seed)
+        check_policy(self.zero.zero(self.steps.seed).activations, self.zero.axes(ranks).get("tp", 1))
         self.steps.split(self.zero.readers(ranks))
         if self.zero.sequence and self.zero.axes(ranks).get("tp", 1) == 1:
             raise ConfigError("--sequence splits along the ranks of tp, and there is one; give --mesh shard=…,tp=2")
@@ -305,7 +306,7 @@ class Settings:
 AT_LEAST = {
     "ranks": 1, "steps": 1, "micro_batch": 1, "accumulation": 1, "global_batch": 1, "seed": 0, "eval_every": 0,
     "eval_windows": 1, "log_every": 1, "warmup": 0, "weight_decay": 0, "clip": 0, "min_lr": 0, "save_every": 0,
-    "keep": 1, "max_restarts": 0, "vocab": 1,
+    "keep": 0, "max_restarts": 0, "vocab": 1,
 }  # fmt: skip
 ABOVE_ZERO = ("lr", "shutdown_s", "timeout_s")
 FRACTIONS = ("beta1", "beta2")

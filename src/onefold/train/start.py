@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -27,13 +28,14 @@ from onefold.train.environment import build, facts_of
 from onefold.train.loop import Loop, Place
 from onefold.train.metrics import Listener, collected
 from onefold.train.model import initialise
-from onefold.train.run import RunFolder, cut_after, read_facts, replace, write_facts
+from onefold.train.run import RunFolder, cut_after, read_facts, read_lines, replace, write_facts
 from onefold.train.settings import Settings
 from onefold.train.stop import Stop
 from onefold.train.tensor_parallel import parallelize
 from onefold.train.toml import NOT_SAVED, to_toml
 
 T = TypeVar("T")
+PATIENCE_S = 24 * 3600.0
 
 
 class Ended(NamedTuple):
@@ -50,6 +52,13 @@ def check_folder(settings: Settings) -> None:
         raise ConfigError(f"--out {out} is a file; give a folder")
     if out.exists() and any(out.iterdir()) and not settings.checkpoints.resume:
         raise ConfigError(f"--out {out} holds something already; go on with it by --resume, or give another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".writing-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
 
 
 def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
@@ -114,6 +123,7 @@ def groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
 def _data(settings: Settings, comm: Comm) -> Data:
     """The first process of each node tokenises what is not in its cache; the others wait for it."""
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    comm = Comm(axes_of(None).everyone, torch.device("cpu"), PATIENCE_S, Meter())  # much text takes long
     together(comm, lambda: prepare(settings.data) if first else None, "the data")
     seq = settings.model.seq or named(settings.model.model).seq
     return together(comm, lambda: load_data(settings.data, seq), "the data")
@@ -137,18 +147,35 @@ def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Com
     wanted = settings.checkpoints.resume and folder.checkpoints.exists()
     known = together(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
     if not known:
+        if settings.checkpoints.resume and comm.rank == 0:
+            _set_aside(folder)
         return Place(0, 0)
     extra = load(folder.checkpoints, model, optimizer, fallback=True)
+    if extra["step"] > settings.steps.steps:
+        raise ConfigError(f"the run at {folder.path} is at step {extra['step']} already; give --steps above that")
     for group, given in zip(optimizer.param_groups, groups(settings, model), strict=True):
         group.update({key: value for key, value in given.items() if key != "params"})
     return Place(extra["step"], extra["samples"])
+
+
+def _set_aside(folder: RunFolder) -> None:
+    """Rows of a run that left no checkpoint: it starts again, and they are kept beside it."""
+    if rows := read_lines(folder.metrics):
+        kept = folder.metrics.with_name("metrics-without-checkpoint.jsonl")
+        folder.metrics.replace(kept)
+        warnings.warn(
+            f"{folder.path} has no checkpoint to go on from, so it starts at step 0; the {len(rows)} rows it wrote are "
+            f"in {kept.name}",
+            stacklevel=2,
+        )
 
 
 def _write_down(loop: Loop, place: Place) -> dict[str, Any]:
     """Of rank 0, before the first step: settings and facts; of later steps than this nothing is left."""
     settings, folder = loop.settings, loop.run_folder
     folder.path.mkdir(parents=True, exist_ok=True)
-    replace(folder.config, to_toml(settings, leave_out=NOT_SAVED))
+    batch = dataclasses.replace(settings.steps, global_batch=loop.batch, accumulation=None)  # the same on any ranks
+    replace(folder.config, to_toml(dataclasses.replace(settings, steps=batch), leave_out=NOT_SAVED))
     earlier = read_facts(folder.path) if folder.facts.exists() else {}
     facts = facts_of(settings, loop.model, loop.shape, loop.data, earlier)
     write_facts(folder.path, facts)

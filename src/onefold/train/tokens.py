@@ -85,3 +85,17 @@ def pieces(tokens: Tensor) -> Iterator[Tensor]:
 
 def largest(tokens: Tensor) -> int:
     return max(int(piece.max()) for piece in pieces(tokens))
+
+
+def check_range(file: TokenFile) -> None:
+    """No token is below 0, or beyond the vocabulary that the file says it has. Reads it once."""
+    signed = file.dtype in (torch.int32, torch.int64)
+    if not signed and file.vocab is None:
+        return
+    for number, piece in enumerate(pieces(file.tokens())):
+        low, high = int(piece.min()), int(piece.max())
+        if low < 0 or (file.vocab is not None and high >= file.vocab):
+            wrong = low if low < 0 else high
+            at = number * PIECE + int((piece == wrong).nonzero()[0])
+            known = f"its vocabulary is {file.vocab}" if file.vocab is not None else "tokens are 0 or more"
+            raise ConfigError(f"--data {file.path}: token {wrong} at place {at:,}, but {known}; write the file anew")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from onefold.errors import ConfigError
 
 T = TypeVar("T")
-NOT_SAVED = ("out", "resume", "config", "json")  # where a run is and what it says is no part of what it does
+NOT_SAVED = ("out", "resume", "config", "json", "ranks")  # where a run is, and on how many ranks, is not what it does
 
 
 def to_toml(settings: Any, leave_out: tuple[str, ...] = ()) -> str:

@@ -1,0 +1,120 @@
+"""What --resume keeps, refuses and says; what it is told stays told."""
+
+import json
+
+import pytest
+import torch
+
+from onefold.cli.train import TrainCommand
+from onefold.errors import ConfigError, OnefoldError
+from onefold.train.data import prepare
+from onefold.train.run import append_lines, read_facts, read_metrics, read_warnings
+from onefold.train.settings import DataSettings, Settings
+from onefold.train.start import check_folder
+from onefold.train.toml import read_toml, to_toml, with_values
+from tests.harness import run_ranks, run_ranks_raises
+from tests.train.pooled import one_rank, settings_of, trained
+
+
+def resumed(out, **changes):
+    """As the command line does it: the run's own settings, and changes."""
+    saved = with_values(Settings(), read_toml(out / "config.toml"), "file")
+    groups = {"output": {"out": str(out)}, "checkpoints": {"resume": True}, **changes}
+    return with_values(saved, groups, "test")
+
+
+def test_on_other_ranks_a_run_goes_on_with_the_same_global_batch(tmp_path):
+    out = tmp_path / "run"
+    trained(2, out, steps={"steps": 4})
+    before = read_facts(out)["global_batch"]
+    run_ranks(1, one_rank, resumed(out, steps={"steps": 6}))
+    after = read_facts(out)
+    assert (after["global_batch"], after["ranks"], after["accumulation"]) == (before, 1, 2)
+
+
+def test_every_checkpoint_stays_if_asked(tmp_path):
+    out = tmp_path / "run"
+    trained(2, out, steps={"steps": 4}, checkpoints={"save_every": 1, "keep": 0})
+    assert len(list((out / "checkpoints").glob("step-*"))) == 4
+
+
+def test_a_run_that_is_past_the_wanted_step_says_so(tmp_path):
+    out = tmp_path / "run"
+    trained(2, out, steps={"steps": 4})
+    for caught in run_ranks_raises(2, one_rank, resumed(out, steps={"steps": 3})):
+        assert "is at step 4 already; give --steps above that" in caught.message
+    assert len(read_metrics(out)) == 4
+
+
+def test_rows_without_a_checkpoint_are_set_aside_not_lost(tmp_path):
+    out = tmp_path / "run"
+    trained(2, out, steps={"steps": 4})
+    (out / "checkpoints").rename(tmp_path / "elsewhere")
+    before = (out / "metrics.jsonl").read_text()
+    run_ranks(2, one_rank, resumed(out))
+    assert (out / "metrics-without-checkpoint.jsonl").read_text() == before
+    assert any("no checkpoint to go on from" in row["message"] for row in read_warnings(out))
+
+
+def test_the_baseline_is_of_the_windows_that_are_evaluated(tmp_path):
+    out = tmp_path / "run"
+    trained(2, out, steps={"steps": 2})
+    before = read_facts(out)["baseline"]
+    run_ranks(2, one_rank, resumed(out, steps={"steps": 3, "eval_windows": 9}))
+    assert read_facts(out)["baseline"] != before
+
+
+def test_metrics_are_json_also_where_a_norm_is_infinite(tmp_path):
+    out = tmp_path / "run"
+    trained(2, out, zero={"precision": "fp16"}, steps={"steps": 3})
+
+    def refuse(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "flag", "gone"),
+    [
+        ("accumulation = 2", ["--global-batch", "8"], "accumulation"),
+        ("global_batch = 8", ["--accumulation=2"], "global_batch"),
+    ],
+)
+def test_a_flag_for_one_wins_over_a_file_for_the_other(given, flag, gone, tmp_path):
+    path = tmp_path / "settings.toml"
+    path.write_text(f"[steps]\n{given}\n")
+    assert getattr(TrainCommand.defaults(["--config", str(path), *flag]).steps, gone) is None
+
+
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        check_folder(settings_of(tmp_path / "file" / "run"))
+    with pytest.raises(OnefoldError, match="cannot be written"):
+        append_lines(tmp_path / "file" / "metrics.jsonl", [{}])
+
+
+@pytest.mark.parametrize(
+    ("values", "beside", "said"),
+    [
+        ([1, 2, -1, 4], {"dtype": "int64"}, "token -1 at place 2"),
+        ([1, 2, 30], {"dtype": "uint16", "vocab": 10}, "token 30"),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_found_before_training(values, beside, said, tmp_path):
+    dtype = {"int64": torch.int64, "uint16": torch.uint16}[beside["dtype"]]
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(bytes(torch.tensor(values).to(dtype).view(torch.uint8).tolist()))
+    (tmp_path / "tokens.bin.json").write_text(json.dumps(beside))
+    with pytest.raises(ConfigError, match=said):
+        prepare(DataSettings(data=path))
+
+
+def test_every_setting_survives_the_file(tmp_path):
+    settings = with_values(Settings(), {"checkpoints": {"keep": 0}, "steps": {"eval_every": 0}}, "test")
+    text = to_toml(settings)
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    assert with_values(Settings(), read_toml(path), "file") == settings
