@@ -88,6 +88,7 @@ class Engine:
         self.grad_scale = 1.0  # what the gradients of this step are multiplied by
         self.inside: Any = None  # InsideUpdates, where units are updated inside backward
         self.optimizer: Any = None  # the Optimizer that was made for this model
+        self.alone_in_rank = True  # no other part of the same model is here
         self.tied: Any = None  # Tied, where another stage of a pipeline holds some of these parameters too
         self.checkpoints: Any = None  # the Store of block inputs, where blocks are computed again
         self.device = pool.device

@@ -262,6 +262,11 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine
         if self._inside:
             self._inside.refuse_clipping()
+        if not engine.alone_in_rank:
+            raise StateError(
+                "this rank holds several stages of a pipeline, so this norm would be of one of them only; use one "
+                "stage per rank (Schedule1F1B), or leave clipping out"
+            )
         engine.settle()
         engine.schedule.drain()
         holders = engine.comms.holders

@@ -11,7 +11,8 @@ reduced, not by dividing .grad afterwards, when .grad is gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,17 +74,53 @@ class PipelineStage(TorchStage):
         check_reduce(reduce)
         self._engine, self._mean, self._reduce, self._keep_bytes = engine_of(part), mean, reduce, keep_bytes
         axis = mesh[AXIS]
+        if self._engine.precision.compute is torch.float16:
+            raise ConfigError(
+                "a schedule calls backward itself, so no loss scale can go with it, which fp16 needs; shard with "
+                "precision='bf16'"
+            )
+        several = stages is not None and stages != axis.size()
+        if several and tied:
+            raise ConfigError(
+                "tied= needs one stage per rank: where a rank holds several, the ends of the pipeline wait for each "
+                "other; use Schedule1F1B, or untie the parameters"
+            )
+        self._engine.alone_in_rank = not several
         super().__init__(
             part,
             axis.get_local_rank() if index is None else index,
             axis.size() if stages is None else stages,
             self._engine.device,
-            input_args=input_args,
-            output_args=output_args,
+            input_args=_with_gradients(input_args, first=(axis.get_local_rank() if index is None else index) == 0),
+            output_args=_with_gradients(output_args),
             group=axis.get_group(),
         )
         if tied and self.is_first is not self.is_last:
             Tied(self._engine, ends(mesh, AXIS), tied)
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._learning_shapes():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._learning_shapes():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextmanager
+    def _learning_shapes(self) -> Iterator[None]:
+        """torch runs the part on inputs that hold nothing: no statistics, nothing to compare."""
+        store = self._engine.checkpoints
+        before = [buffer.clone() for buffer in self.submod.buffers()]
+        if store:
+            store.blind = True
+        try:
+            yield
+        finally:
+            if store:
+                store.blind = False
+            with torch.no_grad():
+                for buffer, value in zip(self.submod.buffers(), before, strict=True):
+                    buffer.data.copy_(value)  # .data: the graph that backward will learn from need not know
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if fwd_chunk_id == 0 and self.has_backward:
@@ -124,3 +161,11 @@ class PipelineStage(TorchStage):
                 "the schedule would divide .grad by the number of micro-batches, after gradients were reduced; make it "
                 "with scale_grads=False: the stage itself takes the mean over micro-batches (mean=False for sums)"
             )
+
+
+def _with_gradients(examples: Any, *, first: bool = False) -> Any:
+    """What passes between stages carries gradients, so its examples must; the first stage's inputs are the user's."""
+    if examples is None or first:
+        return examples
+    rows = (examples,) if isinstance(examples, Tensor) else tuple(examples)
+    return tuple(row.detach().requires_grad_() if row.is_floating_point() else row for row in rows)

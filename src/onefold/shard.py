@@ -121,7 +121,8 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     attach(engine, blocks)
     recomputed = blocks[:: settings.checkpoint_every]
     if settings.activations == AUTO:
-        Deciding(engine, recomputed, comms.tp, _room(settings, found, policy, device, axes))
+        room = _room(settings, found, policy, device, axes)
+        Deciding(engine, recomputed, comms.tp, room, len(blocks) - len(recomputed))
     else:
         attach_policy(engine, settings.activations, recomputed, comms.tp)
     meter.cut()

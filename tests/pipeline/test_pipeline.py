@@ -199,9 +199,28 @@ def split_backward() -> None:
     stage_alone().backward_one_chunk(0, full_backward=False)
 
 
+def half_precision() -> None:
+    part = onefold.shard(nn.Linear(4, 4), precision="fp16")
+    onefold.PipelineStage(part, init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)))
+
+
+def clipped_by_parts() -> None:
+    stage = stage_alone(index=0, stages=2)
+    optimizer = onefold.Optimizer(stage.submod, torch.optim.SGD, lr=0.1)
+    stage.submod(torch.ones(1, 4)).sum().backward()
+    optimizer.clip_grad_norm(1.0)
+
+
+def tied_in_several_parts() -> None:
+    stage_alone(index=0, stages=2, tied=["weight"])
+
+
 @pytest.mark.parametrize(
     ("mistake", "error", "said"),
     [
+        (half_precision, ConfigError, "precision='bf16'"),
+        (clipped_by_parts, StateError, "several stages of a pipeline"),
+        (tied_in_several_parts, ConfigError, "one stage per rank"),
         (scaled_by_torch, StateError, "scale_grads=False"),
         (not_sharded, ModelError, "onefold.shard"),
         (no_pipeline_axis, ConfigError, "axis named 'pp'"),
@@ -212,3 +231,64 @@ def split_backward() -> None:
 def test_what_a_pipeline_cannot_do_is_refused(mistake, error, said):
     [caught] = run_ranks_raises(1, mistake)
     assert caught.type_name.endswith(error.__name__) and said in caught.message
+
+
+class Counted(nn.Module):
+    """A part with statistics, which a forward that only learns shapes must not touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+def with_statistics(given: bool) -> int:
+    mesh = onefold.mesh(pp=2)
+    part = onefold.shard(Counted(), mesh=mesh)
+    example = torch.zeros(2, WIDTH) if given else None
+    stage = onefold.PipelineStage(part, mesh, input_args=example, output_args=example)
+    run = ScheduleGPipe(stage, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
+    x, y = batch(0)
+    run.step(*[x] * stage.is_first, target=y if stage.is_last else None, losses=[])
+    return int(part.norm.num_batches_tracked)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_learning_the_shapes_leaves_statistics_alone(given):
+    assert run_ranks(2, with_statistics, given) == [MICRO, MICRO]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def shared_inputs(policy: str) -> list[float]:
+    """Two stages of two ranks each that hold the same: P_a shares what they have alike."""
+    mesh = onefold.mesh(pp=2, tp=2, shard=1)
+    torch.manual_seed(mesh["pp"].get_local_rank())
+    part = onefold.shard(Blocks(), mesh=mesh, activations=policy)
+    stage = onefold.PipelineStage(part, mesh)
+    optimizer = onefold.Optimizer(part, torch.optim.SGD, lr=0.1)
+    run = Schedule1F1B(stage, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
+    norms = []
+    for step in range(2):
+        x, y = batch(step)
+        run.step(*[x] * stage.is_first, target=y if stage.is_last else None, losses=[])
+        norms.append(optimizer.clip_grad_norm(1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def test_block_inputs_are_shared_inside_the_stages_of_a_pipeline():
+    kept = run_ranks(4, shared_inputs, "keep")
+    assert run_ranks(4, shared_inputs, "partition") == kept

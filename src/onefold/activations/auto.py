@@ -38,8 +38,8 @@ class Seen(NamedTuple):
     room: int
 
 
-def decide(seen: Seen, blocks: int, tp: int) -> tuple[str, str]:
-    """The policy and the reason.
+def decide(seen: Seen, blocks: int, tp: int, others: int = 0) -> tuple[str, str]:
+    """The policy and the reason. `others` are blocks that keep what they have whatever is decided.
 
     >>> decide(Seen(kept=12, inputs=1, room=100), blocks=48, tp=1)
     ('checkpoint', 'keep needs 0.6 kB of 0.1 kB; checkpoint fits with 0.1 kB of 0.1 kB')
@@ -49,6 +49,7 @@ def decide(seen: Seen, blocks: int, tp: int) -> tuple[str, str]:
     if tp > 1:
         needs["partition"] = blocks * inputs // tp + inputs + kept
     needs["checkpoint+host" if tp == 1 else "partition+host"] = 2 * inputs + kept
+    needs = {policy: need + others * kept for policy, need in needs.items()}
     return choose_activations(
         [
             Option(policy, need <= USED * room, SPEED[policy], f"{text_of(need)} of {text_of(USED * room)}")
@@ -60,8 +61,9 @@ def decide(seen: Seen, blocks: int, tp: int) -> tuple[str, str]:
 class Deciding:
     """Waits for the first block to run."""
 
-    def __init__(self, engine: Engine, blocks: Sequence[str], tensor: Comm, room: int) -> None:
+    def __init__(self, engine: Engine, blocks: Sequence[str], tensor: Comm, room: int, others: int = 0) -> None:
         self._engine, self._blocks, self._tensor, self._room = engine, list(blocks), tensor, room
+        self._others = others  # blocks that keep theirs in any case
         self._handles: list[Any] = []
         self._bytes: dict[int, int] = {}
         self._inputs, self._counting = 0, False
@@ -111,4 +113,4 @@ class Deciding:
             rows = comm.gather_bytes(blob, Label("agree", "activations")) if comm.size > 1 else [blob]
             seen = [Seen(*(int.from_bytes(row[i : i + 8], "big") for i in (0, 8, 16))) for row in rows]
             mine = [Seen(max(s.kept for s in seen), max(s.inputs for s in seen), min(s.room for s in seen))]
-        return decide(mine[0], len(self._blocks), self._tensor.size)
+        return decide(mine[0], len(self._blocks), self._tensor.size, self._others)

@@ -10,12 +10,14 @@ in our stead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -39,6 +41,37 @@ def others_keep(passes: Passes) -> bool:
     return top is not None and top[0] != passes.pack
 
 
+class Written:
+    """Buffers that a block's forward changes, such as BatchNorm's statistics: to be changed once, not twice."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._names = {  # their statistics change without a new version
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in block.named_modules()
+            if isinstance(module, _NormBase)
+            for name in module._buffers
+        }
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        before = {name: buffer._version for name, buffer in self._block.named_buffers()}
+        yield
+        after = self._block.named_buffers()
+        self._names |= {name for name, buffer in after if buffer._version != before.get(name)}
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        kept = {name: buffer.clone() for name, buffer in self._block.named_buffers() if name in self._names}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in self._block.named_buffers():
+                    if name in kept:
+                        buffer.data.copy_(kept[name])  # .data: a graph that saved it need not know
+
+
 class Recompute:
     """Ties a store to the blocks of a model."""
 
@@ -49,20 +82,28 @@ class Recompute:
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
         modules = dict(model.named_modules())
         for name in blocks:
-            modules[name].forward = self._again(name, modules[name].forward)
+            modules[name].forward = self._again(name, modules[name])
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
-    def _again(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _again(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        forward, written = block.forward, Written(block)
+
         @wraps(forward)
         def again(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
+            given = [(args, kwargs)]  # a block may write to a list it is given: the first time to that very list
 
             def run(*leaves: Any) -> Any:
+                if given:
+                    args, kwargs = given.pop()
+                    with written.noted():
+                        return forward(*args, **kwargs)
                 args, kwargs = tree_unflatten(leaves, spec)
-                return forward(*args, **kwargs)
+                with written.undone():
+                    return forward(*args, **kwargs)
 
             call = self.store.call(name)
             if others_keep(self._passes):
