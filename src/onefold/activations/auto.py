@@ -27,6 +27,7 @@ from onefold.planner.search import text_of
 LOG = logging.getLogger("onefold")
 USED = 0.8  # of the room beside states that blocks may take: heads and losses need some too
 SPEED = {"keep": 1.0, "checkpoint": 0.75, "partition": 0.73, "checkpoint+host": 0.7, "partition+host": 0.69}
+LEFT = 'activations="auto" leaves them to the checkpoint around the model, or other hooks on saved tensors'
 UNDECIDED = 'activations="auto" decides when the first block runs'
 
 
@@ -74,8 +75,11 @@ class Deciding:
         engine.why = "; ".join([*([engine.why] if engine.why else []), UNDECIDED])
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
-        self._counting = torch.is_grad_enabled() and not in_backward() and not others_keep(self._engine.passes)
+        watched = torch.is_grad_enabled() and not in_backward()
+        self._counting = watched and not others_keep(self._engine.passes)
         if not self._counting:
+            if watched:
+                self._engine.why = self._engine.why.replace(UNDECIDED, LEFT)
             return
         carrying = [t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad]
         self._inputs = sum(tensor.nbytes for tensor in carrying)
@@ -99,7 +103,7 @@ class Deciding:
         policy, why = self._agreed()
         engine = self._engine
         said = f"activations={policy!r}: {why}"
-        engine.why = engine.why.replace(UNDECIDED, said)
+        engine.why = engine.why.replace(UNDECIDED, said).replace(LEFT, said)
         if engine.everyone.rank == 0 and self._tensor.rank == 0:
             LOG.info('activations="auto" chose %s', said)
         attach_policy(engine, policy, self._blocks, self._tensor)

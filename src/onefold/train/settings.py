@@ -283,6 +283,11 @@ class Settings:
         self.steps.split(self.zero.readers(ranks))
         if self.zero.sequence and self.zero.axes(ranks).get("tp", 1) == 1:
             raise ConfigError("--sequence splits along the ranks of tp, and there is one; give --mesh shard=…,tp=2")
+        if self.zero.sequence and self.zero.activations.startswith("partition"):
+            raise ConfigError(
+                f"--sequence splits block inputs over tp already, so --activations {self.zero.activations} has nothing "
+                f"left to share; use {self.zero.activations.replace('partition', 'checkpoint')}"
+            )
         self.stages()
 
     def stages(self) -> list[Settings]:
