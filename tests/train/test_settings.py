@@ -67,7 +67,7 @@ def test_the_defaults_are_well():
         ({"zero": {"precision": "int8"}}, "use one of fp32, bf16, fp16"),
         ({"zero": {"mesh": "replica=2,shard=2"}}, "has 4 places, but there are 2 ranks"),
         ({"zero": {"mesh": "pp=2"}}, "see onefold.PipelineStage"),
-        ({"zero": {"mesh": "tp=2", "sequence": True, "activations": "partition"}}, "splits block inputs over tp already"),
+        ({"zero": {"mesh": "tp=2", "sequence": True, "activations": "partition"}}, "splits block inputs"),
         ({"zero": {"mesh": "shard=2", "sequence": True}}, "--sequence splits along the ranks of tp"),
         ({"zero": {"mesh": "shard"}}, "is not like replica=2,shard=4"),
         ({"zero": {"bucket_mb": 0.0}}, "try 32"),
