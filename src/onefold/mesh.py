@@ -46,6 +46,12 @@ def init(*, timeout_s: float = 600.0) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def leave() -> None:
+    """Where NCCL serves, end its groups: it complains at exit if nobody did. All ranks have met and need nothing more."""
+    if dist.is_initialized() and torch.cuda.is_available():
+        dist.destroy_process_group()
+
+
 @dataclass(frozen=True)
 class Axis:
     """The ranks that share one model's state, and this process's place among them."""

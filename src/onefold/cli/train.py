@@ -24,6 +24,7 @@ from onefold.cli.launch import Launcher, is_rank, say
 from onefold.cli.lifeline import Lifeline, orphaned
 from onefold.cli.screen import Screen
 from onefold.errors import CommError, ConfigError, MismatchError, OnefoldError
+from onefold.mesh import leave
 from onefold.train.board import Board, check_board
 from onefold.train.data import find_source, find_tokenizer, prepare
 from onefold.train.metrics import Listener
@@ -134,6 +135,7 @@ class TrainCommand(Settings):
                 self._train(stop)
             except Exception as error:
                 _give_up(line, error)
+            leave()
             if not line.there and int(os.environ["RANK"]) == 0:
                 self._finish()
             return 0
