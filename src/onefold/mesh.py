@@ -47,7 +47,7 @@ def init(*, timeout_s: float = 600.0) -> None:
 
 
 def leave() -> None:
-    """Where NCCL serves, end its groups: it complains at exit if nobody did. All ranks have met and need nothing more."""
+    """Where NCCL serves, end its groups, or it complains at exit. All ranks have met and need nothing more."""
     if dist.is_initialized() and torch.cuda.is_available():
         dist.destroy_process_group()
 
