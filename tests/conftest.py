@@ -1,5 +1,9 @@
 """What every test gets: what the marks `gpu` and `soak` mean, and no rank left running when pytest ends."""
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: all ranks, however they are started, add up alike
+
 import pytest
 import torch
 

@@ -84,7 +84,7 @@ CASES = {
     "stage=True": Case(lambda: onefold.shard(net(), stage=True), "ConfigError", "stage=True", "use one of"),
     "stage=[2]": Case(lambda: onefold.shard(net(), stage=[2]), "ConfigError", "stage=[2]", "use one of"),
     "a string for Zero": Case(lambda: onefold.shard(net(), "zero2"), "ConfigError", "'zero2'", "a Zero object"),
-    "unknown keyword": Case(lambda: onefold.shard(net(), stgae=2), "ConfigError", "stgae", "known are bucket_bytes"),
+    "unknown keyword": Case(lambda: onefold.shard(net(), stgae=2), "ConfigError", "stgae", "known are activations"),
     "units is a list": Case(lambda: onefold.shard(net(), units=[nn.Linear]), "ConfigError", "units=[", "tuple"),
     "no parameters": Case(lambda: onefold.shard(nn.ReLU()), "ModelError", "ReLU", "requires grad"),
     "all frozen": Case(lambda: onefold.shard(frozen(nn.Linear(2, 2))), "ModelError", "2 frozen", "requires grad"),

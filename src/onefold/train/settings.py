@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onefold.config import REDUCE, Zero
+from onefold.config import AUTO, REDUCE, Zero
 from onefold.errors import ConfigError
 from onefold.planner.activations import check_policy
 from onefold.planner.shapes import Shape, named
@@ -279,7 +279,9 @@ class Settings:
         """Raise whatever can be known to be wrong without reading the data."""
         check_numbers(self)
         named(self.model.model)
-        check_policy(self.zero.zero(self.steps.seed).activations, self.zero.axes(ranks).get("tp", 1))
+        policy = self.zero.zero(self.steps.seed).activations
+        if policy != AUTO:
+            check_policy(policy, self.zero.axes(ranks).get("tp", 1))
         self.steps.split(self.zero.readers(ranks))
         if self.zero.sequence and self.zero.axes(ranks).get("tp", 1) == 1:
             raise ConfigError("--sequence splits along the ranks of tp, and there is one; give --mesh shard=…,tp=2")

@@ -62,6 +62,7 @@ def test_16_bits_follow_fp32_over_200_steps(precision: str | Precision) -> None:
     assert abs(end_of(losses) - end_of(in_fp32)) < BAND * end_of(in_fp32[:40]), (end_of(losses), end_of(in_fp32))
 
 
+@pytest.mark.soak  # over a few steps: test_a_split_master_trains_to_the_bits_of_a_plain_one
 def test_split_and_plain_masters_agree_bit_for_bit_over_200_steps() -> None:
     plain, parts = (learnt(Precision(compute="bf16", master=master)) for master in ("fp32", "split"))
     assert plain[0] == parts[0] and all(map(same_bits, plain[1], parts[1]))
