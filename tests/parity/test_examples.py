@@ -29,7 +29,7 @@ from tests.harness import run_ranks
 ROOT = Path(__file__).parents[2]
 DOCS = [path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md")]
 SMALL = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--eval-windows", "4", "--log-every", "1",
-         "--micro-batch", "1", "--data", __file__)  # fmt: skip
+         "--micro-batch", "1", "--global-batch", "2", "--data", __file__)  # fmt: skip
 PATIENCE_S = 300.0
 
 
