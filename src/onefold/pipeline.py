@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
 from onefold.config import check_reduce
-from onefold.engine import engine_of
+from onefold.engine import Engine, engine_of
 from onefold.errors import ConfigError, StateError
 from onefold.mesh import ends
 from onefold.tied import Tied
@@ -61,37 +61,20 @@ class PipelineStage(TorchStage):
         input_args: Tensor | tuple[Tensor, ...] | None = None,
         output_args: Tensor | tuple[Tensor, ...] | None = None,
     ) -> None:
-        names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
-        if AXIS not in (names or ()):
-            raise ConfigError(
-                f"a pipeline needs a mesh with an axis named {AXIS!r}, found {names or mesh!r}; make one with "
-                f"onefold.mesh(pp=2, shard=-1)"
-            )
-        if (index is None) != (stages is None):
-            raise ConfigError("give both index and stages, where a rank holds several stages, or neither")
-        if type(keep_bytes) is not int or keep_bytes < 0:
-            raise ConfigError(f"keep_bytes={keep_bytes!r} is not a number of bytes; 0 keeps nothing")
-        check_reduce(reduce)
         self._engine, self._mean, self._reduce, self._keep_bytes = engine_of(part), mean, reduce, keep_bytes
+        check_reduce(reduce)
+        _check_mesh(mesh)
         axis = mesh[AXIS]
-        if self._engine.precision.compute is torch.float16:
-            raise ConfigError(
-                "a schedule calls backward itself, so no loss scale can go with it, which fp16 needs; shard with "
-                "precision='bf16'"
-            )
         several = stages is not None and stages != axis.size()
-        if several and tied:
-            raise ConfigError(
-                "tied= needs one stage per rank: where a rank holds several, the ends of the pipeline wait for each "
-                "other; use Schedule1F1B, or untie the parameters"
-            )
+        _check(self._engine, keep_bytes, index, stages, tied=bool(tied), several=several)
+        at = axis.get_local_rank() if index is None else index
         self._engine.alone_in_rank = not several
         super().__init__(
             part,
-            axis.get_local_rank() if index is None else index,
+            at,
             axis.size() if stages is None else stages,
             self._engine.device,
-            input_args=_with_gradients(input_args, first=(axis.get_local_rank() if index is None else index) == 0),
+            input_args=_with_gradients(input_args, first=at == 0),
             output_args=_with_gradients(output_args),
             group=axis.get_group(),
         )
@@ -169,3 +152,32 @@ def _with_gradients(examples: Any, *, first: bool = False) -> Any:
         return examples
     rows = (examples,) if isinstance(examples, Tensor) else tuple(examples)
     return tuple(row.detach().requires_grad_() if row.is_floating_point() else row for row in rows)
+
+
+def _check_mesh(mesh: Any) -> None:
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
+    if AXIS not in (names or ()):
+        raise ConfigError(
+            f"a pipeline needs a mesh with an axis named {AXIS!r}, found {names or mesh!r}; make one with "
+            f"onefold.mesh(pp=2, shard=-1)"
+        )
+
+
+def _check(
+    engine: Engine, keep_bytes: Any, index: int | None, stages: int | None, *, tied: bool, several: bool
+) -> None:
+    """What no schedule could do."""
+    if (index is None) != (stages is None):
+        raise ConfigError("give both index and stages, where a rank holds several stages, or neither")
+    if type(keep_bytes) is not int or keep_bytes < 0:
+        raise ConfigError(f"keep_bytes={keep_bytes!r} is not a number of bytes; 0 keeps nothing")
+    if engine.precision.compute is torch.float16:
+        raise ConfigError(
+            "a schedule calls backward itself, so no loss scale can go with it, which fp16 needs; shard with "
+            "precision='bf16'"
+        )
+    if several and tied:
+        raise ConfigError(
+            "tied= needs one stage per rank: where a rank holds several, the ends of the pipeline wait for each other; "
+            "use Schedule1F1B, or untie the parameters"
+        )

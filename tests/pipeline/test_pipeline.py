@@ -15,6 +15,7 @@ import onefold
 from onefold.engine import engine_of
 from onefold.errors import ConfigError, ModelError, StateError
 from tests.harness import run_ranks, run_ranks_raises
+from tests.pipeline.steps import place_in, stepped
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 WIDTH, LAYERS, MICRO, STEPS, BATCH, CLIP = 32, 4, 4, 3, 8, 0.3
@@ -78,7 +79,7 @@ def alone(clip: float = CLIP) -> Trained:
 def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_bytes: int = 0) -> Trained:
     shards = dist.get_world_size() // stages
     mesh = onefold.mesh(pp=stages, shard=shards)
-    at, shard = mesh["pp"].get_local_rank(), mesh.get_local_rank("shard") if shards > 1 else 0
+    at, shard, _ = place_in(mesh)
     torch.manual_seed(0)
     part = Part(LAYERS * at // stages, LAYERS * (at + 1) // stages)
     onefold.shard(part, stage=zero, mesh=mesh, bucket_bytes=1 << 12)
@@ -88,16 +89,9 @@ def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_byte
     means, norms = [], []
     for step in range(STEPS):
         x, y = (t.tensor_split(shards)[shard] for t in batch(step))
-        losses: list[Tensor] = []
-        run.step(*[x] * stage.is_first, target=y if stage.is_last else None, losses=losses)
-        norms.append(optimizer.clip_grad_norm(CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if stage.is_last:
-            mean = torch.stack(losses).mean().detach()
-            if shards > 1:
-                dist.all_reduce(mean, group=mesh.get_group("shard"))
-            means.append(mean.item() / shards)
+        norm, mean = stepped(run, stage, optimizer, mesh, x, y, CLIP)
+        norms.append(norm)
+        means += mean
     sent = onefold.traffic(part).by_purpose
     units = {unit.name: unit.layout.shard_numel * unit.layout.itemsize for unit in engine_of(part).units}
     return Trained(means, norms, onefold.full_state_dict(part), sent, units)

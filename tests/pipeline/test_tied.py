@@ -15,6 +15,7 @@ from onefold.planner.shapes import Shape
 from onefold.train.cut import Part, loss_of
 from onefold.train.model import GPT, Block, initialise
 from tests.harness import run_ranks, run_ranks_raises
+from tests.pipeline.steps import place_in, stepped
 
 SHAPE = Shape(layers=3, hidden=32, heads=2, seq=16, vocab=48)
 STEPS, BATCH, MICRO, CLIP = 3, 8, 4, 0.5
@@ -63,7 +64,7 @@ def alone() -> Trained:
 def piped(stages: int, zero: int, precision: str = "fp32") -> Trained:
     shards = dist.get_world_size() // stages
     mesh = onefold.mesh(pp=stages, shard=shards)
-    at, shard = mesh["pp"].get_local_rank(), mesh.get_local_rank("shard") if shards > 1 else 0
+    at, shard, _ = place_in(mesh)
     with torch.device("meta"):
         part = Part(SHAPE, at, stages)
     onefold.shard(part, stage=zero, mesh=mesh, init=fill, units=unit, precision=precision)
@@ -72,17 +73,10 @@ def piped(stages: int, zero: int, precision: str = "fp32") -> Trained:
     run = Schedule1F1B(stage, MICRO // shards, loss_fn=loss_of, scale_grads=False)
     for step in range(STEPS):
         tokens = batch(step).tensor_split(shards)[shard]
-        losses: list[Tensor] = []
         x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        run.step(*[x] * stage.is_first, target=y if stage.is_last else None, losses=losses)
-        norms.append(optimizer.clip_grad_norm(CLIP).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if stage.is_last:
-            mean = torch.stack(losses).mean().detach()
-            if shards > 1:
-                dist.all_reduce(mean, group=mesh.get_group("shard"))
-            means.append(mean.item() / shards)
+        norm, mean = stepped(run, stage, optimizer, mesh, x, y, CLIP)
+        norms.append(norm)
+        means += mean
     return Trained(means, norms, onefold.full_state_dict(part), onefold.traffic(part).by_purpose)
 
 
