@@ -35,7 +35,6 @@ from onefold.survey import ATTRIBUTE
 from onefold.tree import ParameterTree
 from onefold.unit import Unit
 
-ASIDE_TIMEOUT_S = 24 * 3600.0  # a disk may be slow; a peer that has ended is noticed at once
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
 
 
@@ -92,7 +91,7 @@ class Engine:
         self.tied: Any = None  # Tied, where another stage of a pipeline holds some of these parameters too
         self.checkpoints: Any = None  # the Store of block inputs, where blocks are computed again
         self.device = pool.device
-        self._aside: Comm | None = None
+        self.aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.spoilt = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
@@ -349,49 +348,6 @@ class Engine:
             self._rounds_due = self._touched_nothing = False
             self.shown.hide()
             self.used = bytearray(len(self.params))
-
-    # -- saved and loaded ------------------------------------------------------------------------------------------
-
-    def quiet(self, where: str) -> None:
-        """Nothing is half done, so that all values may be read, or replaced, as one state."""
-        if self.spoilt and where == "save()":
-            raise StateError(self.spoilt)
-        if self.whole_for_now:
-            raise StateError(f"{where} inside full_parameters would miss what is written there; leave it first")
-        if torch._C._current_graph_task_id() != -1:
-            raise StateError(f"{where} inside backward would see some units before and some after it; call it later")
-        if self.inside:
-            if self.unsettled:
-                raise StateError(f"{where} between a backward that updates and its step(): call optimizer.step() first")
-            self.inside.finish()
-        for unit in self.units:
-            unit.take_edits()
-
-    @property
-    def aside(self) -> Comm:
-        """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
-        if self._aside is None:
-            self._aside = self.comms.world.beside("aside", ASIDE_TIMEOUT_S)
-        return self._aside
-
-    def begin_load(self) -> None:
-        """Every value is about to be replaced: gradients of the old ones go, and so do whole copies."""
-        self.spoilt = "load() failed half way, so the model holds values of two states; load a checkpoint again"
-        self.drop_gradients()
-        self.passes.gathers.catch_up()
-        self.passes.release_all()
-
-    def end_load(self) -> None:
-        """Each rank has new values of what it owns: bring the others, and tell whoever remembers the old ones."""
-        owners = [u for u in self.units if u.placement.optimizer is Scope.SHARD]
-        gathers = [u.values.gather_updated() for u in owners if u.placement.parameters is Scope.WHOLE]
-        for pending in gathers:
-            pending.wait()
-        torch.autograd.graph.increment_version([param for unit in self.all_units for param in unit.params])
-        for unit in self.units:
-            unit.know_edits()
-        self.comm.meter.cut()
-        self.spoilt = ""
 
     def sums_were_kept(self) -> None:
         """Gradients have accumulated in this run: from then on sums are fp32."""

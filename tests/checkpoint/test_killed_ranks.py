@@ -11,6 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.commit import committed, step_name
+from onefold.checkpoint.moment import aside
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.verify import verify
 from onefold.engine import engine_of
@@ -30,7 +31,7 @@ def train_and_save(folder: str, sworn: str, wait: bool) -> None:
         extra = onefold.load(folder, model, optimizer)
         assert extra["sum"] == checksum(model)
     else:
-        assert engine_of(model).aside  # the ranks have met, as they do in the first save or load
+        assert aside(engine_of(model))  # the ranks have met, as they do in the first save or load
     tell(optimizer.steps)
     before = None
     while True:

@@ -21,6 +21,7 @@ from onefold.agree import digest
 from onefold.checkpoint.background import WORKER
 from onefold.checkpoint.commit import find, set_aside, step_of
 from onefold.checkpoint.importing import open_weights
+from onefold.checkpoint.moment import aside, begin_load, end_load, quiet
 from onefold.checkpoint.names import Choice, match, patterns
 from onefold.checkpoint.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
 from onefold.checkpoint.reading import Checkpoint, Source
@@ -82,7 +83,7 @@ def load(
     {'epoch': 3}
     """
     engine = engine_of(model)
-    comm = engine.aside
+    comm = aside(engine)
     WORKER.finish()
     storage, choices = Storage(), []
 
@@ -92,7 +93,7 @@ def load(
         missing, extra = patterns("allow_missing", allow_missing), patterns("allow_extra", allow_extra)
         choices.append(Choice(rename=_mapping(rename), subset=chosen, allow_missing=missing, allow_extra=extra))
         asked = [optimizer is not None, bool(fallback), list(choices[0].rename.items()), chosen, missing, extra]
-        engine.quiet("load()")
+        quiet(engine, "load()")
         part = part_of(engine, None)
         if open_weights(storage, Path(folder)) is not None:
             return [asked, None, part]
@@ -148,7 +149,7 @@ def _set_aside(comm: Comm, storage: Storage, damaged: list[Path]) -> None:
 
 @torch.no_grad()
 def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opened: Any) -> Any:
-    comm, plans = engine.aside, []
+    comm, plans = aside(engine), []
 
     def plan() -> str:
         plans.append(_plan(engine, optimizer, choice, opened()))
@@ -163,10 +164,10 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
     whole = len(found.found) == len(params_of(engine)) and (optimizer is not None or engine.optimizer is None)
     if engine.spoilt and not whole:
         raise StateError(f"{engine.spoilt}: all of it, with the optimizer")
-    attempt(comm, engine.begin_load)
+    attempt(comm, lambda: begin_load(engine))
     attempt(comm, lambda: _fill(engine, optimizer, found))
     attempt(comm, lambda: set_random_state(found.random, engine.device))
-    engine.end_load()
+    end_load(engine)
     if found.own is not None and optimizer is not None:
         _warn_of_other_ranks(engine, found.own)
     return found.extra

@@ -22,6 +22,7 @@ from torch import nn
 from onefold.checkpoint.background import WORKER
 from onefold.checkpoint.commit import Draft, begin, clean, commit, retain, step_name
 from onefold.checkpoint.manifest import Manifest, ParamRecord, block_of, file_name, part_to_json, put_together
+from onefold.checkpoint.moment import aside, quiet
 from onefold.checkpoint.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.stages import Part, joined_groups, part_of
 from onefold.checkpoint.state import Held, hold, on_host, vector
@@ -108,7 +109,7 @@ def save_on(
 ) -> Path:
     """As `save`, on a storage of the caller's."""
     engine = engine_of(model)
-    comm = engine.aside
+    comm = aside(engine)
     WORKER.finish()
     jobs: list[Job] = []
 
@@ -137,7 +138,7 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
     optimizer, wait = asked.optimizer, asked.wait
     check_optimizer(engine, optimizer)
     step = _check(asked)
-    engine.quiet("save()")
+    quiet(engine, "save()")
     holding = hold(engine, optimizer)
     own = notes_of(engine.model, asked.extra, engine.device, copy=not wait)
     about = {
