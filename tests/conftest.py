@@ -2,7 +2,7 @@
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: all ranks, however they are started, add up alike
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch, whatever was set: all ranks, however started, add up alike
 
 import pytest
 import torch
