@@ -103,6 +103,7 @@ def restore_defaults(environ: dict[str, str], folder: str) -> None:
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(True)  # torch turns it off for good when a 16-bit product fails in it
     if torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)  # not always: it imports the compiler, which takes seconds
 

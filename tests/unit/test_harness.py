@@ -104,6 +104,7 @@ def spoil():
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.set_num_threads(2)
+    torch.backends.mkldnn.set_flags(False)
     torch.use_deterministic_algorithms(True)
     torch.rand(3), random.random(), numpy.random.rand()
     warnings.simplefilter("error")
@@ -117,6 +118,7 @@ def observe():
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
         "threads": torch.get_num_threads(),
+        "mkldnn": torch.backends.mkldnn.enabled,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "draws": (torch.rand(3).tolist(), random.random(), numpy.random.rand()),
         "filters": warnings.filters[:],
