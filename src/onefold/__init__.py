@@ -1,5 +1,7 @@
 """Onefold: every byte of training state stored once across the cluster."""
 
+from typing import TYPE_CHECKING
+
 from onefold.checkpoint.background import finish_saves
 from onefold.checkpoint.export import export
 from onefold.checkpoint.load import load
@@ -20,7 +22,6 @@ from onefold.errors import (
 from onefold.full import full_parameters, full_state_dict
 from onefold.mesh import init, mesh
 from onefold.optimizer import Optimizer
-from onefold.pipeline import PipelineStage
 from onefold.planner.plan import Plan, plan
 from onefold.precision import Precision
 from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory, placement, track_memory, traffic
@@ -30,6 +31,19 @@ from onefold.shard import accumulate, catch_up, shard
 from onefold.version import VERSION
 
 __version__ = VERSION
+
+if TYPE_CHECKING:
+    from onefold.pipeline import PipelineStage
+else:
+
+    def __getattr__(name: str) -> type:
+        """PipelineStage when it is asked for: torch's pipelining brings the compiler, half of all imports."""
+        if name != "PipelineStage":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from onefold.pipeline import PipelineStage
+
+        return PipelineStage
+
 
 __all__ = [
     "CheckpointDamaged",

@@ -31,7 +31,6 @@ from onefold.train.model import initialise
 from onefold.train.run import RunFolder, cut_after, read_facts, read_lines, replace, write_facts
 from onefold.train.settings import Settings
 from onefold.train.stop import Stop
-from onefold.train.tensor_parallel import parallelize
 from onefold.train.toml import NOT_SAVED, to_toml
 
 T = TypeVar("T")
@@ -94,6 +93,8 @@ def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place]:
     axes = settings.zero.axes(comm.size)
     places = mesh(replica=axes["replica"], shard=axes["shard"], tp=axes["tp"]) if axes else None
     if places is not None:
+        from onefold.train.tensor_parallel import parallelize  # here: it brings the compiler, a second of imports
+
         parallelize(model, places, sequence=settings.zero.sequence)
     zero = dataclasses.replace(
         settings.zero.zero(settings.steps.seed), init=partial(initialise, layers=shape.layers), mesh=places,

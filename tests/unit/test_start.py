@@ -1,0 +1,34 @@
+"""What a start waits for: of torch what every rank needs, and not its compiler, which takes as long again."""
+
+import json
+import subprocess
+import sys
+
+import onefold
+from onefold.cli.main import COMMANDS
+
+SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.pipelining", "sympy",
+        "matplotlib", "transformers")  # fmt: skip
+LOADED = """
+import importlib, json, sys, torch
+before = set(sys.modules)
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_neither_the_package_nor_a_command_loads_the_compiler():
+    modules = ["onefold", *sorted({command.module for command in COMMANDS.values()}), "onefold.cli.agent"]
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, json.dumps(modules)], capture_output=True, text=True, check=True, timeout=120
+    )
+    loaded = json.loads(done.stdout)
+    assert set(modules) <= set(loaded)
+    assert [name for name in loaded if name in SLOW] == []
+
+
+def test_what_is_loaded_late_is_there_when_it_is_asked_for():
+    assert all(hasattr(onefold, name) for name in onefold.__all__)
+    assert onefold.PipelineStage.__module__ == "onefold.pipeline"
+    assert not hasattr(onefold, "PipelineStages")
