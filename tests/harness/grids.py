@@ -13,7 +13,8 @@ def thinned(*axes: Iterable[Any], share: int = 2) -> list[Any]:
     @pytest.mark.parametrize(("model", "ranks"), thinned(MODELS, (1, 2, 3, 4)))
     """
     values = [list(axis) for axis in axes]
-    assert all(len(axis) >= share for axis in values), "a value would occur in no run"
+    spare = sum(len(axis) - 1 for axis in values)
+    assert all(spare - (len(axis) - 1) >= share - 1 for axis in values), "a value would occur in no run"
     cases = []
     for places in product(*(range(len(axis)) for axis in values)):
         case = [axis[place] for axis, place in zip(values, places, strict=True)]

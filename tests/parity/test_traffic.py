@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.engine import engine_of
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.parity.models import DIM, MODELS, Case, vector_loss
 from tests.parity.training import OPTIMIZERS, Run, batch_for
 
@@ -110,9 +111,10 @@ def expected(seen: Seen, run: Run, ranks: int, rounds: int = 1) -> dict[str, int
     return sent
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("model", ["gpt", "gpt-tied", "conv", "skipping", "odd", "mixed"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "model", "ranks"),
+    thinned(STAGES, ["gpt", "gpt-tied", "conv", "skipping", "odd", "mixed"], RANKS, share=3),
+)
 def test_a_step_sends_two_psi_to_the_byte(stage: int, model: str, ranks: int) -> None:
     run = Run(model=model, stage=stage, clip=1.0)
     for seen in run_ranks(ranks, watch, run):
@@ -131,8 +133,7 @@ def test_a_step_sends_two_psi_to_the_byte(stage: int, model: str, ranks: int) ->
         assert third == second
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "ranks"), thinned(STAGES, RANKS))
 def test_the_first_step_also_agrees_on_an_order_and_nothing_else(stage: int, ranks: int) -> None:
     run = Run(stage=stage)
     for seen in run_ranks(ranks, watch, run):
@@ -142,12 +143,17 @@ def test_the_first_step_also_agrees_on_an_order_and_nothing_else(stage: int, ran
         assert first == wanted
 
 
+ROUNDS: dict[str | None, tuple[int, int, int]] = {"once": (1, 1, 1), "each": (3, 3, 3), None: (1, 1, 3)}  # by stage
+
+
 def nonzero(sent: dict[str, int]) -> dict[str, int]:
     return {purpose: size for purpose, size in sent.items() if size}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("model", ["gpt", "gpt-tied", "gpt-checkpoint", "conv", "skipping", "twice", "odd", "mixed"])
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    thinned(["gpt", "gpt-tied", "gpt-checkpoint", "conv", "skipping", "twice", "odd", "mixed"], RANKS),
+)
 def test_stage_3_sends_what_its_recorded_schedule_says(model: str, ranks: int) -> None:
     """At most Ψ each for forward, backward and gradients; frozen units are gathered too, and never reduced."""
     run = Run(model=model, stage=3, clip=1.0)
@@ -160,18 +166,16 @@ def test_stage_3_sends_what_its_recorded_schedule_says(model: str, ranks: int) -
             assert second.planned["gather-forward"] == second.planned["reduce"] > second.planned["gather-backward"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(("reduce", "rounds"), [("once", (1, 1, 1)), ("each", (3, 3, 3)), (None, (1, 1, 3))])
-@pytest.mark.parametrize("model", ["gpt", "odd"])
+@pytest.mark.parametrize(("model", "reduce", "ranks"), thinned(["gpt", "odd"], ROUNDS, [2, 3]))
 def test_accumulation_sends_two_psi_reduced_once_and_m_plus_one_psi_reduced_each_time(
-    model: str, reduce: str | None, rounds: tuple[int, int, int], ranks: int
+    model: str, reduce: str | None, ranks: int
 ) -> None:
     """Left alone, it reduces once where gradients are whole (2Ψ) and each time where they are sharded (4Ψ)."""
     for stage in STAGES:
         run = Run(model=model, stage=stage, micro=3, reduce=reduce, clip=1.0)
         for seen in run_ranks(ranks, watch, run):
-            assert seen.steps[1].by_purpose == expected(seen, run, ranks, rounds[stage]), f"stage {stage}"
-            assert seen.steps[1].by_collective["reduce-scatter"].calls == rounds[stage] * len(seen.units)
+            assert seen.steps[1].by_purpose == expected(seen, run, ranks, ROUNDS[reduce][stage]), f"stage {stage}"
+            assert seen.steps[1].by_collective["reduce-scatter"].calls == ROUNDS[reduce][stage] * len(seen.units)
             assert seen.steps[2] == seen.steps[1]
 
 

@@ -41,7 +41,7 @@ class Run:
     grouped: bool = False
     micro: int = 1
     reduce: str | None = None
-    steps: int = 5
+    steps: int | None = None  # as many as its model needs to show what is odd about it
     bucket_bytes: int = 64 << 10
     threads: int = 1
     fields: tuple[tuple[str, Any], ...] = ()
@@ -114,7 +114,7 @@ def _loop(
 ) -> Trained:
     losses, norms = [], []
     bare = getattr(model, "module", model)
-    for step in range(run.steps):
+    for step in range(run.steps or MODELS[run.model].steps):
         for micro in range(run.micro):
             last = micro == run.micro - 1
             torch.manual_seed(step)  # dropout
