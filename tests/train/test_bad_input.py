@@ -1,8 +1,15 @@
 """A mistake is one line that says what to do, an exit code, and no process left."""
 
+import resource
+from pathlib import Path
+
 import pytest
 
+from onefold.cli.main import main
+from onefold.train.settings import Settings
+from tests.harness import fresh_ranks
 from tests.train.launched import SMALL, run
+from tests.train.pooled import one_rank, settings_of
 
 
 def said_once(err: str) -> str:
@@ -21,18 +28,18 @@ def said_once(err: str) -> str:
         (("--stage", "7"), "use one of 0, 1, 2, 3 or 'auto'"),
     ],
 )
-def test_a_mistake_is_found_before_any_rank_starts(tmp_path, flags, said):
-    code, out, err = run(tmp_path / "run", *flags)
-    assert code == 2 and out == ""
-    assert said in said_once(err)
+def test_a_mistake_is_found_before_any_rank_starts(tmp_path, capsys, flags, said):
+    assert main(["train", "--out", str(tmp_path / "run"), *flags]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and said in said_once(err)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_with_something_in_it_is_not_written_over(tmp_path):
+def test_a_folder_with_something_in_it_is_not_written_over(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").touch()
-    code, _, err = run(tmp_path / "run")
-    assert code == 2 and "--resume" in said_once(err)
+    assert main(["train", "--out", str(tmp_path / "run")]) == 2
+    assert "--resume" in said_once(capsys.readouterr().err)
 
 
 def test_a_loss_that_is_not_a_number_ends_all_ranks_with_the_step_and_the_way_out(tmp_path):
@@ -44,10 +51,16 @@ def test_a_loss_that_is_not_a_number_ends_all_ranks_with_the_step_and_the_way_ou
     assert "step " in line and "first in unit" in line and "Lower --lr" in line
 
 
+def with_little_memory(settings: Settings) -> None:
+    """On a rank: all it holds already, and half a gigabyte."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 29), used + (1 << 29)))
+    one_rank(settings)
+
+
 def test_memory_that_runs_out_names_what_grew_and_the_way_out(tmp_path):
-    large = ("--layers", "1", "--hidden", "1024", "--heads", "1", "--seq", "1024", "--micro-batch", "256")
-    code, _, err = run(tmp_path / "run", *large, "--steps", "3", limit="ulimit -v 4500000")
-    assert code == 1
-    line = said_once(err)
-    assert "out of memory in forward and backward, where activations grew" in line
-    assert "halve --micro-batch 256 and double --accumulation" in line
+    large = {"layers": 1, "hidden": 256, "heads": 1, "seq": 256}
+    settings = settings_of(tmp_path / "run", model=large, steps={"steps": 3, "micro_batch": 256})
+    for outcome in fresh_ranks(2, with_little_memory, settings, timeout_s=120):
+        assert "out of memory in forward and backward, where activations grew" in outcome.error
+        assert "halve --micro-batch 256 and double --accumulation" in outcome.error

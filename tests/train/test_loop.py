@@ -13,7 +13,16 @@ from tests.harness import run_ranks
 from tests.train.launched import curve
 from tests.train.pooled import one_rank, settings_of, trained
 
+LR = {"lr": 1e-3}  # not that of the settings
 ACCUMULATED = {"accumulation": 2}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A run that nobody disturbs, with all its checkpoints."""
+    out = tmp_path_factory.mktemp("loop") / "whole"
+    trained(2, out, adam=LR, checkpoints={"keep": 9})
+    return out
 
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
@@ -43,12 +52,11 @@ def test_a_row_has_all_figures_and_they_are_those_that_were_planned(tmp_path):
     assert json.loads(json.dumps(row)) == row
 
 
-def test_the_saved_settings_repeat_the_run(tmp_path):
-    trained(2, tmp_path / "run", adam={"lr": 1e-3})
-    values = read_toml(tmp_path / "run" / "config.toml")
+def test_the_saved_settings_repeat_the_run(whole, tmp_path):
+    values = read_toml(whole / "config.toml")
     again = with_values(with_values(Settings(), values, "file"), {"output": {"out": str(tmp_path / "again")}}, "test")
     run_ranks(2, one_rank, again)
-    assert curve(tmp_path / "again") == curve(tmp_path / "run")
+    assert curve(tmp_path / "again") == curve(whole)
 
 
 def copied(run: Path, to: Path, upto: int) -> Path:
@@ -61,20 +69,16 @@ def copied(run: Path, to: Path, upto: int) -> Path:
     return to
 
 
-def test_a_run_goes_on_bit_for_bit_also_at_another_stage(tmp_path):
-    whole = tmp_path / "whole"
-    trained(2, whole, checkpoints={"keep": 9})
+def test_a_run_goes_on_bit_for_bit_also_at_another_stage(whole, tmp_path):
     for stage in (3, 1):
         out = copied(whole, tmp_path / f"again{stage}", upto=5)
-        trained(2, out, zero={"stage": stage}, checkpoints={"resume": True})
+        trained(2, out, adam=LR, zero={"stage": stage}, checkpoints={"resume": True})
         assert curve(out) == curve(whole)
 
 
-def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batches(tmp_path):
-    whole = tmp_path / "whole"
-    trained(2, whole, steps={"global_batch": 4}, checkpoints={"keep": 9})
+def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batches(whole, tmp_path):
     out = copied(whole, tmp_path / "again", upto=5)
-    trained(1, out, steps={"global_batch": 4}, checkpoints={"resume": True})
+    trained(1, out, adam=LR, steps={"global_batch": 4}, checkpoints={"resume": True})
     ours, theirs = curve(out), curve(whole)
     assert list(ours) == list(theirs)
     assert all(ours[step] == theirs[step] for step in range(1, 6))
@@ -82,27 +86,25 @@ def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batches(tmp_path
         assert ours[step][0] == pytest.approx(theirs[step][0], rel=1e-4)
 
 
-def test_a_batch_is_the_same_however_it_is_split(tmp_path):
-    losses = []
-    for ranks, micro in ((1, 4), (2, 2), (2, 1)):
+def test_a_batch_is_the_same_however_it_is_split(whole, tmp_path):
+    losses = [[row[0] for row in curve(whole).values()]]  # two ranks, two rows each
+    for ranks, micro in ((1, 4), (2, 1)):
         out = tmp_path / f"{ranks}x{micro}"
-        trained(ranks, out, steps={"micro_batch": micro, "global_batch": 4})
+        trained(ranks, out, adam=LR, steps={"micro_batch": micro, "global_batch": 4})
         losses.append([row[0] for row in curve(out).values()])
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_a_run_that_is_done_is_left_as_it_is(tmp_path):
-    trained(2, tmp_path / "run")
-    before = curve(tmp_path / "run")
-    assert trained(2, tmp_path / "run", checkpoints={"resume": True}).finished
-    assert curve(tmp_path / "run") == before
+def test_a_run_that_is_done_is_left_as_it_is(whole, tmp_path):
+    out = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert trained(2, out, adam=LR, checkpoints={"resume": True}).finished
+    assert curve(out) == curve(whole)
 
 
-def test_ranks_on_a_mesh_train_one_model(tmp_path):
-    trained(2, tmp_path / "plain", zero={"stage": 2})
-    trained(2, tmp_path / "mesh", zero={"stage": 2, "mesh": "replica=2,shard=1"})
-    plain, mesh = curve(tmp_path / "plain"), curve(tmp_path / "mesh")
+def test_ranks_on_a_mesh_train_one_model(whole, tmp_path):
+    trained(2, tmp_path / "mesh", adam=LR, zero={"stage": 2, "mesh": "replica=2,shard=1"})
+    plain, mesh = curve(whole), curve(tmp_path / "mesh")
     assert [row[0] for row in mesh.values()] == pytest.approx([row[0] for row in plain.values()], rel=1e-5)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from onefold.train.run import read_facts, read_metrics
@@ -11,36 +13,41 @@ from tests.train.pooled import trained
 FOUR = {"steps": 6, "global_batch": 8}
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """Two ranks, everything whole and kept."""
+    out = tmp_path_factory.mktemp("mesh") / "plain"
+    trained(2, out, steps=FOUR)
+    return out
+
+
 @pytest.mark.parametrize(
     ("ranks", "zero"),
     [
-        (2, {"mesh": "tp=2", "stage": 2}),
+        pytest.param(2, {"mesh": "tp=2", "stage": 2}, marks=pytest.mark.soak),
         (4, {"mesh": "shard=2,tp=2", "stage": 3}),
         (2, {"mesh": "tp=2", "sequence": True, "activations": "checkpoint+host"}),
-        (2, {"mesh": "tp=2", "activations": "partition"}),
+        pytest.param(2, {"mesh": "tp=2", "activations": "partition"}, marks=pytest.mark.soak),
     ],
 )
-def test_tensors_split_over_ranks_learn_what_whole_ones_do(ranks, zero, tmp_path):
-    trained(2, tmp_path / "plain", steps=FOUR)
+def test_tensors_split_over_ranks_learn_what_whole_ones_do(ranks, zero, plain, tmp_path):
     trained(ranks, tmp_path / "split", steps=FOUR, zero=zero)
-    for before, after in zip(read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "split"), strict=True):
+    for before, after in zip(read_metrics(plain), read_metrics(tmp_path / "split"), strict=True):
         for figure in [name for name in ("loss", "grad_norm", "lr", "val_loss") if before[name] is not None]:
             assert after[figure] == pytest.approx(before[figure], rel=1e-4), (after["step"], figure)
     facts = read_facts(tmp_path / "split")
     assert (facts["ranks"], facts["global_batch"]) == (ranks, 8)
 
 
-@pytest.mark.parametrize("policy", ["checkpoint", "checkpoint+host", "auto"])
-def test_activations_that_are_computed_again_change_no_bit(policy, tmp_path):
-    trained(2, tmp_path / "plain", steps=FOUR)
+@pytest.mark.parametrize("policy", [pytest.param("checkpoint", marks=pytest.mark.soak), "checkpoint+host", "auto"])
+def test_activations_that_are_computed_again_change_no_bit(policy, plain, tmp_path):
     trained(2, tmp_path / "again", steps=FOUR, zero={"activations": policy})
-    assert curve(tmp_path / "again") == curve(tmp_path / "plain")
+    assert curve(tmp_path / "again") == curve(plain)
 
 
-def test_a_run_goes_on_with_its_tensors_split_another_way(tmp_path):
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    trained(2, whole, steps=FOUR)
+def test_a_run_goes_on_with_its_tensors_split_another_way(plain, tmp_path):
+    out = tmp_path / "run"
     trained(2, out, steps={**FOUR, "steps": 3})
     trained(4, out, steps=FOUR, zero={"mesh": "shard=2,tp=2"}, checkpoints={"resume": True})
     assert [row["step"] for row in read_metrics(out)] == list(range(1, 7))
-    assert read_metrics(out)[-1]["loss"] == pytest.approx(read_metrics(whole)[-1]["loss"], rel=1e-2)
+    assert read_metrics(out)[-1]["loss"] == pytest.approx(read_metrics(plain)[-1]["loss"], rel=1e-2)
