@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness import RankFailure, run_ranks
+from tests.harness.grids import thinned
 from tests.parity.stage3.compare import DIM, Case, assert_equal, batch, blocks, differences
 
 Pick = Callable[[int, int], list[int]]  # step, rank -> blocks to run
@@ -71,11 +72,10 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def picked(name: str, **fields: Any) -> list[str]:
-    return differences(Case(lambda: Chain({**PICKS, **APART}[name]), stepped), **fields)
+    return differences(Case(lambda: Chain({**PICKS, **APART}[name]), stepped, steps=5), **fields)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", PICKS)
+@pytest.mark.parametrize(("name", "ranks"), thinned(PICKS, [2, 3]))
 def test_blocks_may_be_skipped_repeated_and_reordered(name: str, ranks: int) -> None:
     assert_equal(ranks, picked, name)
 
@@ -86,7 +86,7 @@ def test_four_ranks_skip_and_repeat_too(name: str) -> None:
 
 
 def impatient(name: str) -> list[str]:
-    return picked(name, bucket_bytes=1 << 20, timeout_s=1.0)
+    return picked(name, bucket_bytes=1 << 20, timeout_s=3.0)  # of a machine that may be busy
 
 
 @pytest.mark.parametrize("name", APART)
@@ -141,7 +141,6 @@ def routed(experts_are_units: bool) -> list[str]:
     return differences(Case(MoE, fields={"units": Expert} if experts_are_units else {}))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("experts_are_units", [False, True])
+@pytest.mark.parametrize(("experts_are_units", "ranks"), thinned([False, True], [2, 3]))
 def test_an_expert_may_get_no_tokens_on_some_ranks(experts_are_units: bool, ranks: int) -> None:
     assert_equal(ranks, routed, experts_are_units)

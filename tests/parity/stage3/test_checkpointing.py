@@ -113,14 +113,15 @@ def test_checkpointed_blocks_train_to_the_same_bits(name: str, reentrant: bool, 
     assert_equal(ranks, checkpointed, name, reentrant)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["two blocks each", "a block in two checkpoints", "other modules' parameters"])
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    thinned(["two blocks each", "a block in two checkpoints", "other modules' parameters"], [False, True]),
+)
 def test_checkpointed_blocks_may_run_in_two_backwards_of_a_step(name: str, reentrant: bool) -> None:
     assert_equal(2, checkpointed, name, reentrant, accumulate_twice)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize(("prefetch", "reentrant"), thinned([0, 3], [False, True]))
 def test_checkpoints_work_at_any_look_ahead_with_one_unit_per_block(prefetch: int, reentrant: bool) -> None:
     for name in ("two blocks each", "two blocks in two checkpoints"):
         assert_equal(2, checkpointed, name, reentrant, prefetch=prefetch, bucket_bytes=1 << 20)

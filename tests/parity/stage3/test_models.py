@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.harness.grids import thinned
 from tests.parity.stage3.compare import DIM, Case, assert_equal, blocks, differences
 
 VOCAB = 40
@@ -63,14 +64,12 @@ def language(trait: str) -> list[str]:
     return differences(Case(lambda: Language(trait), spelled))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("trait", LANGUAGES)
+@pytest.mark.parametrize(("trait", "ranks"), thinned(LANGUAGES, [2, 3]))
 def test_a_parameter_may_be_used_outside_its_own_module(trait: str, ranks: int) -> None:
     assert_equal(ranks, language, trait)
 
 
-@pytest.mark.parametrize("trait", ["plain", "tied"])
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("trait", "ranks"), thinned(["plain", "tied"], [1, 4]))
 def test_one_and_four_ranks_train_a_language_model(trait: str, ranks: int) -> None:
     assert_equal(ranks, language, trait)
 
@@ -122,7 +121,6 @@ def frozen(name: str) -> list[str]:
     return differences(Case(FROZEN[name]))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.parametrize(("name", "ranks"), thinned(FROZEN, [2, 3]))
 def test_frozen_layers_and_adapters_are_spread_too(name: str, ranks: int) -> None:
     assert_equal(ranks, frozen, name)

@@ -46,8 +46,7 @@ def use(stage: int, depth: int, prefetch: int = 1, trait: str = "") -> Used:
     return Used(report.total, report.states, peak["parameters"], gradients, peak["activations"], tracker.peak_bytes)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("depth", [8, 16])
+@pytest.mark.parametrize(("depth", "ranks"), thinned([8, 16], [2, 4]))
 def test_states_are_sixteen_bytes_per_parameter_over_n(depth: int, ranks: int) -> None:
     """fp32: a value, a gradient and two moments; besides a mark and a step count per unit, which are 4 bytes each."""
     psi = sum(p.numel() for p in Tower(depth).parameters())
@@ -74,8 +73,7 @@ def test_the_peak_grows_with_depth_by_the_shard_only(ranks: int) -> None:
     assert deep.gradients - shallow.gradients == 8 * ONE_LAYER // ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("depth", [8, 16])
+@pytest.mark.parametrize(("depth", "ranks"), thinned([8, 16], [2, 4]))
 def test_a_higher_stage_holds_less_and_peaks_lower(depth: int, ranks: int) -> None:
     by_stage = [run_ranks(ranks, use, stage, depth)[0] for stage in STAGES]
     for lower, higher in pairwise(by_stage):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from tests.harness.grids import thinned
 from tests.parity.stage3.compare import DIM, Block, Case, assert_equal, batch, blocks, differences
 
 SEQ = 5
@@ -189,8 +190,7 @@ def of_torch(name: str) -> list[str]:
     return differences(CASES[name])
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "ranks"), thinned(CASES, [2, 3]))
 def test_modules_of_torch_train_to_the_same_bits(name: str, ranks: int) -> None:
     assert_equal(ranks, of_torch, name)
 
