@@ -24,6 +24,7 @@ from onefold.simulate import train_step
 from onefold.survey import FROZEN, place, survey
 from onefold.train.model import GPT
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 
 PRECISIONS = {
     "fp32": Precision(),
@@ -97,12 +98,8 @@ def states_by_formula(model: nn.Module, zero: Zero, optimizer: str, ranks: int, 
 
 
 CASES = itertools.count()
-
-
-@settings(
-    max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-)
-@given(
+BARE = settings(deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+RANDOM = given(
     fields=st.fixed_dictionaries(
         {
             "width": st.integers(1, 40),
@@ -115,10 +112,25 @@ CASES = itertools.count()
     optimizer=st.sampled_from(["adamw", "momentum", "sgd", "adagrad"]),
     bucket_bytes=st.sampled_from([256, 4096, 32 << 20]),
 )
+
+
+@settings(BARE, max_examples=8)
+@RANDOM
 def test_states_and_traffic_of_random_models_are_planned_to_the_byte(fields, optimizer, bucket_bytes):
-    """Each model at one N and one precision, all stages; over all models every N from 1 to 4 and every precision."""
+    assert_planned(fields, optimizer, bucket_bytes)
+
+
+@pytest.mark.soak
+@settings(BARE, max_examples=100)
+@RANDOM
+def test_states_and_traffic_of_a_hundred_random_models_are_planned_to_the_byte(fields, optimizer, bucket_bytes):
+    assert_planned(fields, optimizer, bucket_bytes)
+
+
+def assert_planned(fields: dict[str, Any], optimizer: str, bucket_bytes: int) -> None:
+    """Each model at one N and one precision, all stages; over four models every N from 1 to 4 and every precision."""
     case = next(CASES)
-    ranks, name = 1 + case % 4, list(PRECISIONS)[(case // 4) % 4]
+    ranks, name = 1 + case % 4, list(PRECISIONS)[(case + case // 4) % 4]
     zeros = [Zero(stage=stage, precision=PRECISIONS[name], bucket_bytes=bucket_bytes) for stage in range(4)]
     found = run_ranks(ranks, random_cases, fields, zeros, optimizer)
     for rank, by_stage in enumerate(found):
@@ -162,8 +174,7 @@ def model_case(name: str, zero: Zero) -> list[Any]:
     return measure(*MODELS[name](), zero, "adamw")
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("name", "stage"), thinned(MODELS, [0, 2, 3]))
 def test_the_peak_is_planned_within_a_tenth(name, stage):
     zero = Zero(stage=stage, bucket_bytes=1 << 20)
     (states, buffers, peak, sent), _ = run_ranks(2, model_case, name, zero)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import pytest
 import torch
@@ -25,10 +26,16 @@ def tokens(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(batch, SHAPE.seq, dtype=torch.long), torch.zeros(batch, SHAPE.seq, dtype=torch.long)
 
 
-def test_a_module_is_planned_and_left_as_it_was():
+@cache
+def planned() -> tuple[GPT, dict[str, torch.Tensor], onefold.Plan]:
+    """A model, its values before it was planned, and the plan."""
     model = GPT(SHAPE)
-    before = {name: param.clone() for name, param in model.named_parameters()}
-    found = onefold.plan(model, tokens(), ranks=4, hardware="laptop")
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return model, before, onefold.plan(model, tokens(), ranks=4, hardware="laptop")
+
+
+def test_a_module_is_planned_and_left_as_it_was():
+    model, before, found = planned()
     assert [row.stage for row in found.stages] == [0, 1, 2, 3]
     states = [row.states_bytes for row in found.stages]
     assert states == sorted(states, reverse=True) and len(set(states)) == 4
@@ -45,14 +52,14 @@ def test_a_module_is_planned_and_left_as_it_was():
 
 
 def test_micro_batches_and_checkpointing_change_a_plan():
-    plain = onefold.plan(GPT(SHAPE), tokens(), ranks=2, hardware="laptop")
-    several = onefold.plan(GPT(SHAPE), tokens(), ranks=2, hardware="laptop", micro_batches=3, activations="checkpoint")
+    _, _, plain = planned()
+    several = onefold.plan(GPT(SHAPE), tokens(), ranks=4, hardware="laptop", micro_batches=2, activations="checkpoint")
 
     def sent(found: onefold.Plan, stage: int, purpose: str) -> int:
         return next(message.bytes for message in found.stages[stage].messages if message.purpose == purpose)
 
     assert sent(several, 1, "reduce") == sent(plain, 1, "reduce")  # whole gradients are reduced once
-    assert sent(several, 3, "reduce") == 3 * sent(plain, 3, "reduce")
+    assert sent(several, 3, "reduce") == 2 * sent(plain, 3, "reduce")
     assert several.stages[3].activations_bytes < plain.stages[3].activations_bytes
     with pytest.raises(ConfigError, match="stage"):
         onefold.plan(GPT(SHAPE), tokens(), ranks=2, stage=3)
@@ -71,7 +78,7 @@ def test_a_larger_batch_needs_more_and_checkpointing_less():
     from onefold.planner.dry import rehearse
     from onefold.planner.states import StateCost
 
-    shape = Shape(layers=8, hidden=64, heads=2, seq=64, vocab=64)
+    shape = Shape(layers=4, hidden=64, heads=2, seq=64, vocab=64)
 
     def activations(batch: int, policy: str) -> int:
         rows = torch.zeros(batch, shape.seq, dtype=torch.long)
