@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.parity.behaviours.engines import DIM, STAGES, Engine, bare, batch, check, mlp, on_rank, params_of
 
 STEPS = 6
@@ -74,8 +75,7 @@ def train_branches(engine: Engine, bucket_bytes: int = 1 << 10, optimizer: str =
     return {"params": params_of(model), "losses": losses}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 10, 1 << 20])
+@pytest.mark.parametrize(("ranks", "bucket_bytes"), thinned([2, 3], [1, 1 << 10, 1 << 20]))
 def test_parameters_used_by_some_ranks_and_steps_train_as_with_ddp(ranks: int, bucket_bytes: int) -> None:
     check(ranks, train_branches, "ddp", bucket_bytes=bucket_bytes)
     check(ranks, train_branches, "ddp", "plain", bucket_bytes=bucket_bytes, optimizer="SGD")

@@ -136,7 +136,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.soak)])
 def test_every_kind_of_module_trains_as_with_ddp(ranks: int) -> None:
     with_ddp = [name for name in TRAITS if name not in NOT_DDP]
     check(ranks, train_trait, "ddp", names=with_ddp)

@@ -17,6 +17,7 @@ import onefold
 from onefold.comm import Comm
 from onefold.engine import engine_of
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.parity.behaviours.engines import STAGES, Engine, Staged, bare, batch, check, compare, mlp, on_rank, params_of
 
 
@@ -38,9 +39,7 @@ def train_accumulating(engine: Engine, reduce: str | None, all_inside: bool, cli
     return {"params": params_of(model), "norms": norms}
 
 
-@pytest.mark.parametrize("reduce", ["once", "each"])
-@pytest.mark.parametrize("all_inside", [False, True])
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("reduce", "all_inside", "clip"), thinned(["once", "each"], [False, True], [False, True]))
 def test_accumulated_gradients_are_those_of_the_whole_batch(reduce: str, all_inside: bool, clip: bool) -> None:
     for ranks in (1, 2, 3):
         check(ranks, train_accumulating, "plain", exact=False, reduce=reduce, all_inside=all_inside, clip=clip)

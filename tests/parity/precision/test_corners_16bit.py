@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import onefold
 from onefold import LossScale, Precision
 from tests.harness import run_ranks, run_ranks_raises
+from tests.harness.grids import thinned
 from tests.parity.precision.test_stages_16bit import SPLIT
 
 POLICIES: dict[str, Any] = {"fp32": "fp32", "bf16": "bf16", "split": SPLIT}
@@ -336,8 +337,7 @@ def buffers(stage: int, precision: Any, reduce: str | None) -> tuple[int, int]:
     return report.measured, report.planned or 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("reduce", [None, "once", "each"])
+@pytest.mark.parametrize(("reduce", "ranks"), thinned([None, "once", "each"], [1, 2]))
 def test_communication_buffers_keep_to_the_plan(reduce: str | None, ranks: int) -> None:
     for precision in (
         "fp32",

@@ -30,24 +30,24 @@ def run_in(policy: str, **fields: Any) -> Run:
     return Run(fields=(("precision", POLICIES[policy]),), **fields)
 
 
-@pytest.mark.parametrize(("policy", "ranks"), thinned(["bf16", "fp16", "split"], [1, 2, 3, 4]))
+@pytest.mark.parametrize(("policy", "ranks"), thinned(["bf16", "fp16", "split"], [1, 2, 3, 4], share=3))
 def test_stages_are_bitwise_equal_at_every_number_of_ranks(policy: str, ranks: int) -> None:
     assert_equal_across_stages(ranks, run_in(policy, clip=0.5, grouped=True))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_stages_are_bitwise_equal_for_every_policy(policy: str) -> None:
-    assert_equal_across_stages(3, run_in(policy, optimizer="adamw-fused"))
+    assert_equal_across_stages(2, run_in(policy, optimizer="adamw-fused"))
 
 
-@pytest.mark.parametrize("policy", ["fp16", "split"])
-@pytest.mark.parametrize("model", ["gpt-tied", "gpt-checkpoint", "skipping", "odd"])
+@pytest.mark.parametrize(
+    ("model", "policy"), thinned(["gpt-tied", "gpt-checkpoint", "skipping", "odd"], ["fp16", "split"])
+)
 def test_stages_are_bitwise_equal_for_other_models(model: str, policy: str) -> None:
     assert_equal_across_stages(2, run_in(policy, model=model))
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp16", "split"])
-@pytest.mark.parametrize("reduce", ["once", "each"])
+@pytest.mark.parametrize(("reduce", "policy"), thinned(["once", "each"], ["bf16", "fp16", "split"]))
 def test_stages_are_bitwise_equal_under_accumulation(reduce: str, policy: str) -> None:
     assert_equal_across_stages(3, run_in(policy, micro=2, reduce=reduce, clip=0.5))
 
@@ -58,14 +58,13 @@ def test_stages_are_bitwise_equal_for_every_optimizer(optimizer: str) -> None:
 
 
 def compare_masters(stage: int, optimizer: str) -> list[str]:
-    plain = train(run_in("bf16", stage=stage, optimizer=optimizer, steps=20, clip=0.5))
-    parts = train(run_in("split", stage=stage, optimizer=optimizer, steps=20, clip=0.5))
+    plain = train(run_in("bf16", stage=stage, optimizer=optimizer, steps=8, clip=0.5))
+    parts = train(run_in("split", stage=stage, optimizer=optimizer, steps=8, clip=0.5))
     assert plain.params["head.weight"].dtype is torch.bfloat16
     return differing(plain, parts) + [f"loss {a}, {b}" for a, b in zip(plain.losses, parts.losses) if a != b]
 
 
-@pytest.mark.parametrize("stage", [0, *SHARDED])
-@pytest.mark.parametrize("optimizer", ["adamw-fused", "sgd-momentum"])
+@pytest.mark.parametrize(("optimizer", "stage"), thinned(["adamw-fused", "sgd-momentum"], [0, *SHARDED]))
 def test_a_split_master_trains_to_the_bits_of_a_plain_one(optimizer: str, stage: int) -> None:
     assert run_ranks(2, compare_masters, stage, optimizer) == [[], []]
 

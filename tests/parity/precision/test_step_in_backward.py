@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from onefold import Precision
 from tests.harness import run_ranks, run_ranks_raises
+from tests.harness.grids import thinned
 from tests.parity.models import MODELS
 from tests.parity.precision.test_bytes import DEPTH, PSI, SPLIT, WIDTH
 from tests.parity.training import OPTIMIZERS, batch_for, same_bits
@@ -44,8 +45,7 @@ def compare(model_name: str, policy: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "ranks"), thinned(POLICIES, [1, 2, 3]))
 def test_it_ends_with_the_bits_of_an_ordinary_step(policy: str, ranks: int) -> None:
     assert run_ranks(ranks, compare, "gpt", policy) == [[]] * ranks
 
