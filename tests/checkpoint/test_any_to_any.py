@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,13 +65,32 @@ def written(tmp_path_factory) -> dict[tuple[int, Case], tuple[str, dict[str, str
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_rank_count_and_stage_reads_every_other_bitwise(ranks, written):
-    """All 16 pairs of rank counts, all 16 pairs of stages, and all 16 pairs of precisions."""
-    pairs = [
+    """From each of the 16 to one stage: all pairs of rank counts, and here all pairs of stages and of precisions."""
+    pairs = pairs_of(written, lambda before, stage: [(stage + before + ranks) % 4])
+    assert len(pairs) == 16
+    assert len({(case.stage, source.stage) for case, _, source, _, _ in pairs}) == 16
+    assert len({(case.precision, source.precision) for case, _, source, _, _ in pairs}) == 16
+    assert_all_read(ranks, pairs)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", RANKS)
+def test_every_rank_count_reads_every_other_at_every_pair_of_stages_bitwise(ranks, written):
+    pairs = pairs_of(written, lambda before, stage: range(4))
+    assert len(pairs) == 64
+    assert_all_read(ranks, pairs)
+
+
+def pairs_of(written: Any, stages: Callable[[int, int], Iterable[int]]) -> list[tuple[Case, int, Case, str, Any]]:
+    """What is read, and from where: from the ranks and stage of the writer to the stages of the reader."""
+    return [
         (Case(stage, NAMES[(source.stage + stage) % 4]), before, source, folder, state)
         for (before, source), (folder, state) in written.items()
-        for stage in range(4)
+        for stage in stages(before, source.stage)
     ]
-    assert len(pairs) == 64 and len({(case.precision, source.precision) for case, _, source, _, _ in pairs}) == 16
+
+
+def assert_all_read(ranks: int, pairs: list[tuple[Case, int, Case, str, Any]]) -> None:
     answers = run_ranks(ranks, read, [(case, folder) for case, _, _, folder, _ in pairs])
     for rank, answer in enumerate(answers):
         for (case, before, source, _, state), (found, stale) in zip(pairs, answer, strict=True):

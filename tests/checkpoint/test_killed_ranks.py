@@ -81,7 +81,7 @@ def kill_at_random(folder: Path, kills: int, dice: random.Random) -> None:
 
 
 def test_nothing_is_lost_when_ranks_are_killed_while_they_save(tmp_path):
-    kill_at_random(tmp_path, 50, random.Random(0))
+    kill_at_random(tmp_path, 20, random.Random(0))
 
 
 @pytest.mark.soak

@@ -28,9 +28,12 @@ def interrupted(cases: list[Case], folder: str, wait: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one(ranks, tmp_path):
-    cases = CASES if ranks > 1 else CASES[-4:]  # one rank has all there is, at every stage
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(1, CASES[-4:]), (2, CASES), (4, CASES[::5]), pytest.param(4, CASES, marks=pytest.mark.soak)],
+    ids=["1", "2", "4", "4-all"],
+)  # one rank has all there is, at every stage; each fifth is each stage and each precision once
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(ranks, cases, tmp_path):
     assert run_ranks(ranks, interrupted, cases, str(tmp_path), True) == [[]] * ranks
 
 
