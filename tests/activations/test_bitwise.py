@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.activations.models import HOSTLESS, POLICIES, SHARED, train
+from tests.activations.models import HOSTLESS, SHARED, train
 from tests.harness import run_ranks
 
 STAGES = (0, 1, 2, 3)
@@ -48,5 +48,5 @@ def both_axes(policy: str) -> set[str]:
 def test_inputs_are_shared_along_tp_while_states_are_sharded_along_shard() -> None:
     kept = run_ranks(4, both_axes, "keep")
     assert len(kept[0]) == 1
-    for policy in POLICIES[1:]:
+    for policy in SHARED:
         assert run_ranks(4, both_axes, policy) == kept

@@ -14,6 +14,7 @@ import onefold
 from onefold.engine import engine_of
 from tests.activations.models import BATCH, DIM, INPUT_BYTES, LAYERS, SEQ, Net, batch, made, mesh_of, train
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 
 WIDE = {"bucket_bytes": 32 << 20}
 
@@ -149,8 +150,7 @@ def buffers(layers: int, policy: str, precision: str) -> dict[str, int]:
     return {"communication": onefold.memory(model).communication.measured, "moving": moving}
 
 
-@pytest.mark.parametrize("policy", ["keep", "checkpoint", "partition+host"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(("policy", "precision"), thinned(["keep", "checkpoint", "partition+host"], ["fp32", "fp16"]))
 def test_eight_times_the_depth_needs_no_more_buffers(policy, precision):
     """Neither for reductions, nor for norms and overflow checks, nor for blocks that are computed again."""
     shallow, deep = (run_ranks(2, buffers, layers, policy, precision)[0] for layers in (4, 32))

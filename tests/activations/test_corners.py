@@ -16,6 +16,7 @@ import onefold
 from onefold.engine import engine_of
 from tests.activations.models import DIM, POLICIES, Net, batch, made
 from tests.harness import run_ranks, run_ranks_raises
+from tests.harness.grids import thinned
 
 Turn = Callable[[nn.Module, int], Any]
 
@@ -147,8 +148,7 @@ CASES: dict[str, tuple[dict[str, Any], Turn]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "stage"), thinned(CASES, [2, 3]))
 def test_unusual_blocks_and_loops_train_to_the_same_bits(name: str, stage: int) -> None:
     build, turn = CASES[name]
     policies = ("checkpoint",) if "around" in build else ("checkpoint", "checkpoint+host")

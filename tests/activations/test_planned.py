@@ -22,6 +22,7 @@ from onefold.simulate import train_step
 from onefold.train.model import GPT
 from tests.activations.models import INPUT_BYTES, POLICIES, Net, batch, mesh_of
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.planner.test_recommendations import question
 
 SHAPE = Shape(layers=6, hidden=64, heads=2, seq=64, vocab=64)
@@ -44,8 +45,7 @@ def measured(zero: Zero) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "stage"), thinned(POLICIES, [2, 3]))
 def test_bytes_and_traffic_of_every_policy_are_planned(policy: str, stage: int) -> None:
     zero = Zero(stage=stage, activations=policy, bucket_bytes=1 << 20)
     shared = policy.startswith("partition")
