@@ -133,7 +133,7 @@ def stall(stage: int, at: tuple[str, int], who: int, buffers: str) -> None:
 
 STALLS = [
     (2, ("shard", 0), LOST, "local", "agree of the model"),
-    (0, ("backward", 1), LOST, "local", "reduce of "),
+    pytest.param(0, ("backward", 1), LOST, "local", "reduce of ", marks=pytest.mark.soak),
     (2, ("backward", 1), LOST, "local", "reduce of "),
     (2, ("step", 1), LOST, "local", "gather-updated of "),
     (2, ("forward", 1), 0, "rank0", "buffers of the model"),
