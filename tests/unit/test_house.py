@@ -10,7 +10,7 @@ import onefold
 
 # Each module imports only modules before it.
 ORDER = [
-    "version", "errors", "tiers.memory",
+    "version", "errors", "tiers.memory", "tiers.files", "tiers.disk",
     "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
     "precision", "scaling", "rounding", "sums", "leftovers", "config", "planner.activations", "blocks", "parts",
     "views", "survey", "mesh", "comm", "agree", "memory", "values", "master", "gradients", "unit", "rounds",
