@@ -104,9 +104,12 @@ def enter_namespace() -> None:
         _call("unshare", CLONE_NEWNS)
     except Refused:
         _call("unshare", CLONE_NEWNS | CLONE_NEWUSER)
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        try:
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+            Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+        except OSError as error:
+            raise Refused(str(error)) from error
     _call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
 
 

@@ -107,6 +107,20 @@ def test_a_disk_that_is_full_says_so_when_a_file_is_made(folder):
     assert said[1] == said[2] == said[0], "after the first error all say it"
 
 
+def fill_what_was_reserved(folder: Path) -> str:
+    with closing(Scratch(folder, 0)) as scratch:
+        file = scratch.file(MIB // 2, NAME)
+        os.truncate(f"/proc/self/fd/{file.fileno()}", 0)  # its place is given back
+        taken = scratch.file(MIB, "another")
+        assert taken.nbytes == MIB
+        return said_by(file.write(filled(MIB // 2, 1)).wait)
+
+
+def test_a_disk_that_is_full_says_so_when_written_to(folder):
+    said = on_tmpfs(fill_what_was_reserved, folder, "size=1m")
+    assert said.startswith(f"OffloadError: could not write {NAME} in {folder}: No space left on device; free space")
+
+
 def fill_while_writing(folder: Path) -> tuple[bool, list[str]]:
     with closing(Scratch(folder, 0)) as scratch:
         file = scratch.file(4 * MIB, NAME)  # more than there is: this disk cannot reserve
