@@ -15,7 +15,7 @@ from onefold.errors import ConfigError, OffloadError, OnefoldError
 from onefold.tiers import disk
 from onefold.tiers.disk import DiskFile, Scratch
 from tests.tiers.places import Refused, filled, in_child, on_ext2, on_tmpfs
-from tests.tiers.test_disk import held
+from tests.tiers.test_disk import LATEST_S, held
 
 BLOCK = 4096
 MIB = 1 << 20
@@ -259,6 +259,7 @@ def test_a_mistake_of_ours_reaches_the_caller_too(scratch):
     with held(scratch):
         pending = file.read(filled(BLOCK, 0))
         pending._buffer = None
+    assert pending.done.wait(LATEST_S)
     with pytest.raises(OffloadError, match=rf"could not read {NAME} in .*: AssertionError\(\); that is a mistake"):
         pending.wait()
 
