@@ -36,6 +36,10 @@ class CommError(OnefoldError, RuntimeError):
     """A collective failed or timed out; the message names it and the ranks that did not come."""
 
 
+class OffloadError(OnefoldError, RuntimeError):
+    """Host memory or disk is too small, or a file there could not be read or written."""
+
+
 class CheckpointError(OnefoldError, RuntimeError):
     """A checkpoint could not be written, found or read."""
 

@@ -7,12 +7,12 @@ step waits for the host. On a CPU both sides are the same memory, and a copy is 
 
 from __future__ import annotations
 
-import weakref
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from onefold.tiers.memory import host_bytes
 
 
 class Moves(Protocol):
@@ -35,7 +35,7 @@ class PlainMoves:
     """Host and device are one."""
 
     def host(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return host_bytes(nbytes, pinned=False)
 
     def out(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
@@ -62,16 +62,7 @@ class CudaMoves:
         return self._stream
 
     def host(self, nbytes: int) -> Tensor:
-        """Pinned memory of exactly this size: torch's own pinned allocator rounds up to a power of two."""
-        plain = torch.empty(nbytes, dtype=torch.uint8)
-        if isinstance(plain, FakeTensor):
-            return plain
-        cuda = torch.cuda.cudart()
-        if int(cuda.cudaHostRegister(plain.data_ptr(), nbytes, 0)) != 0:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        storage = plain.untyped_storage()
-        weakref.finalize(storage, _unregister, storage.data_ptr()).atexit = False
-        return plain
+        return host_bytes(nbytes, pinned=True)
 
     def out(self, source: Tensor, target: Tensor) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -88,7 +79,3 @@ class CudaMoves:
         for _, copied in self._leaving:
             torch.cuda.current_stream(self._device).wait_event(copied)
         self._leaving.clear()
-
-
-def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)

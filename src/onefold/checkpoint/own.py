@@ -20,10 +20,11 @@ from onefold.checkpoint.notes import decode, encode
 from onefold.checkpoint.order import contiguous_stride
 from onefold.checkpoint.reading import Checkpoint
 from onefold.checkpoint.state import Held, hold_tensor, plain
-from onefold.checkpoint.tensorfile import DTYPE_NAMES, bytes_of
+from onefold.checkpoint.tensorfile import DTYPE_NAMES
 from onefold.engine import Engine
 from onefold.errors import CheckpointDamaged
 from onefold.full import EXTRA, extra_states, persistent_buffers
+from onefold.tiers.memory import bytes_of
 
 EXTRA_NOTE, BUFFERS, MODULES, RANDOM = "extra", "buffers", "modules", "random"
 KINDS = {EXTRA_NOTE, BUFFERS, MODULES, RANDOM}

@@ -13,7 +13,6 @@ file that is cut short ends the process instead of raising. Tests compare the tw
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -29,6 +28,7 @@ from torch import Tensor
 from onefold.checkpoint.storage import Storage, ends_early
 from onefold.errors import CheckpointDamaged, CheckpointError
 from onefold.layout import Span
+from onefold.tiers.memory import bytes_of
 
 CHUNK_BYTES = 4 << 20  # a multiple of every itemsize
 HEADER_BYTES_LIMIT = 64 << 20  # some 400,000 tensors; a header that claims more is not read
@@ -142,15 +142,6 @@ def _header(blocks: Sequence[Block]) -> bytes:
     if len(text) > HEADER_BYTES_LIMIT:
         raise CheckpointError(f"{len(blocks):,} tensors are too many for one file; use more ranks or larger parameters")
     return len(text).to_bytes(8, "little") + text
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """A dense host tensor's own memory."""
-    assert tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    size = tensor.numel() * tensor.itemsize
-    if not size:
-        return memoryview(b"")
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
 # -- in -------------------------------------------------------------------------------------------------------------

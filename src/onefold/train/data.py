@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onefold.checkpoint.tensorfile import bytes_of
 from onefold.errors import ConfigError, OnefoldError
+from onefold.tiers.memory import bytes_of
 from onefold.train.sampling import Windows
 from onefold.train.settings import BYTES, DataSettings
 from onefold.train.tokens import SUFFIXES, TokenFile, check_range, largest, open_tokens, pieces

@@ -1,0 +1,160 @@
+"""Host memory: buffers that a disk and a GPU can read and write directly, and how much is left for them.
+
+A disk that is used without the page cache wants addresses that are multiples of 4096; a GPU wants pages that stay where
+they are ("pinned"). Both get pages of their own from the kernel, as many as were asked for: torch's pinned allocator
+would round up to a power of two. They are zero, and cost memory from their first use on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from onefold.errors import OffloadError
+
+ALIGN = 4096  # bytes: what O_DIRECT wants of addresses, offsets and lengths
+
+
+def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
+    """So many zero bytes on a multiple of ALIGN, pinned for the GPU if asked, given back with the last tensor in them.
+
+    >>> host_bytes(12345, pinned=False).untyped_storage().nbytes()
+    12345
+    """
+    if nbytes == 0 or isinstance(torch.empty(0, device="cpu"), FakeTensor):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    try:
+        pages = Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OffloadError(
+            f"could not get {size_text(nbytes)} of host memory: {error.strerror}; {size_text(available_bytes())} are "
+            f"available; keep less on the host, or raise what this process may take (ulimit -v)"
+        ) from error
+    with suppress(OSError):  # a kernel without huge pages; with them the first use takes a sixth of the time
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    if pinned and not pages.pin(buffer.data_ptr(), nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return buffer
+
+
+class Pages(mmap.mmap):
+    """Memory that lives as long as the storage above it. A finalizer of the storage would come after it is unmapped."""
+
+    pinned_at: int | None = None
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        if int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)) == 0:
+            self.pinned_at = address
+        return self.pinned_at is not None
+
+    def __del__(self) -> None:
+        if self.pinned_at is not None and not sys.is_finalizing():  # CUDA may be gone before Python is
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A dense host tensor's own memory, which lives as long as this view of it."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    size = tensor.numel() * tensor.itemsize
+    if not size:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
+
+
+# -- how much is left --------------------------------------------------------------------------------------------------
+
+
+def check_host(needed_bytes: int, what: str) -> None:
+    """Raises if so many bytes (of all ranks of this machine together) cannot fit now; `what` they are for."""
+    found = available_bytes()
+    if needed_bytes > found:
+        raise OffloadError(
+            f"{what} needs {size_text(needed_bytes)} of host memory, but {size_text(found)} are available to this "
+            f"process (MemAvailable, or what its cgroup still allows); keep less on the host, move state to disk, use "
+            f"more machines, or give the job more memory"
+        )
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Host memory that can still be had: what the machine has, or less where a cgroup of this process allows less."""
+    machine = _counts(root / "proc/meminfo").get("MemAvailable:", 0) * 1024  # the file counts in KiB
+    return max(0, min([machine, *_allowed(root)]))
+
+
+class Names(NamedTuple):
+    """What a version of cgroups calls its files and counts."""
+
+    limits: tuple[str, ...]
+    used: str
+    cached: tuple[str, ...]  # what the kernel drops when others need the memory
+
+
+VERSIONS = {
+    "cgroup": Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    "cgroup2": Names(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
+}
+
+
+def _allowed(root: Path) -> Iterator[int]:
+    """What each cgroup still allows in which this process is, from its own up to all that contain it."""
+    for version, folders in _cgroups(root):
+        names = VERSIONS[version]
+        for folder in folders:
+            limits = [limit for name in names.limits if (limit := _number(folder / name)) is not None]
+            used = _number(folder / names.used)
+            if limits and used is not None:
+                counts = _counts(folder / "memory.stat")
+                yield min(limits) - used + sum(counts.get(name, 0) for name in names.cached)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[str, list[Path]]]:
+    """By version: the folders of this process's memory cgroup and of those that contain it."""
+    mine = {}  # /proc/self/cgroup: number:controllers:path, where version 2 is 0::path
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            mine["cgroup" if controllers else "cgroup2"] = Path(path)
+    for line in _lines(root / "proc/self/mountinfo"):
+        before, _, after = line.partition(" - ")
+        top, mounted = before.split()[3:5]
+        version, _, options = after.split()[:3]
+        if version == "cgroup2" or (version == "cgroup" and "memory" in options.split(",")):
+            whole, folder = mine.get(version, Path("/")), root / mounted.lstrip("/")
+            below = whole.relative_to(top) if whole.is_relative_to(top) else Path()  # a container sees only its own
+            yield version, [folder / below, *(folder / above for above in below.parents)]
+
+
+def _lines(path: Path) -> list[str]:
+    with suppress(OSError):
+        return path.read_text().splitlines()
+    return []
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path))
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _counts(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    return {words[0]: int(words[1]) for line in _lines(path) if len(words := line.split()) >= 2}
+
+
+def size_text(nbytes: int) -> str:
+    unit, name = next(((unit, name) for unit, name in UNITS if nbytes >= unit), (1, "bytes"))
+    return f"{nbytes / unit:,.1f} {name}"
+
+
+UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
