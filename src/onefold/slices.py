@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onefold.elementwise import bare_step
 from onefold.errors import StateError
-from onefold.fused import fits, take_back_count, update_slice
+from onefold.fused import fits, update_slice
 from onefold.layout import Span
 from onefold.master import NarrowMaster
 from onefold.memory import Pool
 from onefold.planner.states import StateCost
+from onefold.rule import take_back_count
 from onefold.unit import Unit
 
 NOT_SETTINGS = ("params", "param_names")  # of a param group
