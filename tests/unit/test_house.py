@@ -11,7 +11,8 @@ import onefold
 # Each module imports only modules before it.
 ORDER = [
     "version", "errors", "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
-    "precision", "scaling", "rounding", "rule", "sums", "leftovers", "config", "planner.activations", "blocks", "parts",
+    "precision", "scaling", "rounding", "rule", "native.compiled", "native.threads", "native.update", "sums",
+    "leftovers", "config", "planner.activations", "blocks", "parts",
     "views", "survey", "mesh", "comm", "agree", "memory", "values", "master", "gradients", "unit", "rounds",
     "lookahead", "watch", "schedule", "passes", "shown", "tree", "engine", "containers", "casts", "hooks",
     "activations.arena", "activations.moves", "activations.store", "activations.recompute", "activations.policy",
