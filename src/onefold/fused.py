@@ -75,6 +75,8 @@ if triton is not None:
             upper = tl.load(copy_ptr + at, mask=inside, other=0).to(tl.int32)
             lower = tl.load(master_ptr + at, mask=inside, other=0).to(tl.int32)
             value = ((upper << 16) + lower).to(tl.float32, bitcast=True)
+            alone = (upper << 16).to(tl.float32, bitcast=True)
+            value = tl.where(value == value, value, alone)  # a copy set to 0 by hand: its remainder means nothing
         else:
             value = tl.load(master_ptr + at, mask=inside, other=0.0)
         if KIND == 0:  # Adam
