@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onefold.rule import knows, next_step
+
 try:
     import triton
     import triton.language as tl
@@ -21,13 +23,11 @@ except ImportError:  # a build of torch without CUDA
 
 ADAM, SGD = 0, 1
 BLOCK = 1024
-PLAIN_SETTINGS = {"amsgrad", "maximize", "capturable", "differentiable", "dampening"}  # known when false or zero
 
 
 def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.device) -> bool:
     """Whether the kernel knows this class with these settings."""
-    known = cls in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-    return triton is not None and device.type == "cuda" and known and not any(group.get(k) for k in PLAIN_SETTINGS)
+    return triton is not None and device.type == "cuda" and knows(cls, group)
 
 
 def update_slice(
@@ -41,31 +41,14 @@ def update_slice(
     bad: Tensor,
 ) -> None:
     """Update one slice. `master` is fp32, or the int16 remainder of a bf16 `copy`. `state` is the class's own."""
-    numel, lr, decay = grad.numel(), float(group["lr"]), float(group["weight_decay"])
-    split = master.dtype is torch.int16
-    if cls is torch.optim.SGD:
-        momentum = float(group["momentum"])
-        if momentum and state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros(numel, dtype=torch.float32, device=grad.device)
-        first = state.get("momentum_buffer", grad)
-        second, kind, beta1, beta2, eps = first, SGD, momentum, 0.0, 0.0
-        size, root = lr, 1.0
-        variant = bool(group["nesterov"])
-    else:
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros(numel, dtype=torch.float32, device=grad.device)
-        state["step"] += 1
-        count = float(state["step"])
-        first, second, kind = state["exp_avg"], state["exp_avg_sq"], ADAM
-        (beta1, beta2), eps = group["betas"], float(group["eps"])
-        size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
-        variant = cls is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+    rule, numel, split = next_step(cls, group, state, grad), grad.numel(), master.dtype is torch.int16
+    first = grad if rule.first is None else rule.first  # a moment that a rule has not is not read
+    second = first if rule.second is None else rule.second
     bits = copy.view(torch.int16) if split else copy
     _kernel[(triton.cdiv(numel, BLOCK),)](
-        grad, bits, master, first, second, factor, bad, numel, 1 - lr * decay, decay, size, root, beta1, 1 - beta1,
-        beta2, 1 - beta2, eps, KIND=kind, VARIANT=variant, SPLIT=split, MOMENTUM=beta1 != 0.0, DECAY=decay != 0.0,
+        grad, bits, master, first, second, factor, bad, numel, rule.shrink, rule.decay, rule.size, rule.root,
+        rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, KIND=ADAM if rule.adam else SGD,
+        VARIANT=rule.decoupled or rule.nesterov, SPLIT=split, MOMENTUM=rule.beta1 != 0.0, DECAY=rule.decay != 0.0,
         BF16=copy.dtype is torch.bfloat16, BLOCK=BLOCK, enable_fp_fusion=False,  # else each variant fuses its own way
     )  # fmt: skip
 
@@ -92,6 +75,8 @@ if triton is not None:
             upper = tl.load(copy_ptr + at, mask=inside, other=0).to(tl.int32)
             lower = tl.load(master_ptr + at, mask=inside, other=0).to(tl.int32)
             value = ((upper << 16) + lower).to(tl.float32, bitcast=True)
+            alone = (upper << 16).to(tl.float32, bitcast=True)
+            value = tl.where(value == value, value, alone)  # a copy set to 0 by hand: its remainder means nothing
         else:
             value = tl.load(master_ptr + at, mask=inside, other=0.0)
         if KIND == 0:  # Adam

@@ -8,6 +8,7 @@ the order of reduction: finish its gradient, update, start its gather  4 wait fo
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,13 +25,16 @@ from onefold.engine import engine_of
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.finite import FiniteCheck
 from onefold.inside import InsideUpdates
+from onefold.native.update import available
 from onefold.placement import Scope
 from onefold.precision import Precision
+from onefold.rule import KNOWN
 from onefold.scaling import LossScale, Scaler, scaled_backward
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 from onefold.unit import Unit
 
 FORMAT = 1  # of state_dict()
+LOG = logging.getLogger("onefold")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -77,6 +81,7 @@ class Optimizer(torch.optim.Optimizer):
         except Exception as mistake:  # whatever it is, the other ranks must hear of it
             error = mistake
         self._agree(error, "Optimizer()")
+        self._update_alike(cls)
         engine.optimizer = self
         if step_in_backward:
             self._inside = InsideUpdates(engine, self._by_unit, lambda: self.param_groups)
@@ -119,6 +124,20 @@ class Optimizer(torch.optim.Optimizer):
         self._engine.comm.meter.cut()
         self._agreed = True
         self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
+
+    def _update_alike(self, cls: type[torch.optim.Optimizer]) -> None:
+        """The CPU's kernel updates on all ranks or on none: where ranks hold copies, these must stay equal."""
+        engine = self._engine
+        if engine.device.type != "cpu" or not engine.precision.narrow or cls not in KNOWN:
+            return
+        rows = engine.comms.world.gather_bytes(bytes([available()]), Label("agree", "the CPU's update kernel"))
+        engine.comm.meter.cut()
+        if bytes(1) not in rows:
+            return
+        first = engine.comms.world.world_rank(rows.index(bytes(1)))
+        LOG.info("rank %d has no update kernel for its CPU, so torch updates on every rank", first)
+        for unit in self._by_unit:
+            unit.native = False
 
     def _build(self, cls: type[torch.optim.Optimizer], groups: list[Any] | None, kwargs: dict[str, Any]) -> None:
         engine = self._engine

@@ -69,7 +69,8 @@ class Precision:
 
     master: Literal["fp32", "split"] | None = None
     """What the optimizer updates: an fp32 copy, or with bf16 the copy that computes and a 16-bit remainder ("split", 2
-    bytes less per parameter, the same bits). By default "split" on CUDA and "fp32" on CPU, where it is faster."""
+    bytes less per parameter, the same bits). By default "split" on CUDA and "fp32" on CPU, where it is faster unless
+    our kernel updates."""
 
     keep_fp32: Modules = None
     """Modules whose parameters stay fp32 (norms, routers): classes, or a callable (name, module) -> bool."""

@@ -18,11 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onefold.elementwise import bare_step
 from onefold.errors import StateError
-from onefold.fused import fits, take_back_count, update_slice
+from onefold.fused import fits, update_slice
 from onefold.layout import Span
 from onefold.master import NarrowMaster
 from onefold.memory import Pool
+from onefold.native.update import fits as fits_cpu
+from onefold.native.update import update_slice as update_slice_on_cpu
 from onefold.planner.states import StateCost
+from onefold.rule import KNOWN, take_back_count
 from onefold.unit import Unit
 
 NOT_SETTINGS = ("params", "param_names")  # of a param group
@@ -43,6 +46,7 @@ class UnitOptimizer:
         self.unit, self._pool = unit, pool
         self.cls, self.kwargs = cls, kwargs
         self._lent: list[Tensor] = []
+        self.native = True  # may use the CPU's kernel; no, if another rank has none
         self._in_one_kernel: list[Slice] = []  # in the last update
         self._nothing = torch.empty(0, device=pool.device)  # what a slice holds while no master is lent to it
         self.slices: dict[int, list[Slice]] = {}  # group -> slices, in order
@@ -55,16 +59,16 @@ class UnitOptimizer:
         if not slices:
             return
         self.slices[group] = slices
-        if self.unit.dtypes.narrow:  # some classes make their state at once, in the shape of what they see
-            for piece in slices:
-                piece.tensor.data = self.unit.master.open(piece.span)
+        shown = slices if self.unit.dtypes.narrow and self.cls not in KNOWN else []
+        for piece in shown:  # some classes make their state at once, in the shape of what they see
+            piece.tensor.data = self.unit.master.open(piece.span)
         inner_group = {"params": [piece.tensor for piece in slices]}
         if self.inner is None:
             self.inner = self.cls([inner_group], **self.kwargs)
         else:
             self.inner.add_param_group(inner_group)
         self.group_numbers.append(group)
-        for piece in slices:
+        for piece in shown:
             self._take_back(piece)
 
     def update(
@@ -76,7 +80,7 @@ class UnitOptimizer:
         bad: Tensor | None = None,
     ) -> None:
         """Step the used slices with the hyperparameters of the outer groups; 16-bit gradients are times `factor`. Where
-        one kernel does it all, `bad` on the device keeps it from writing anything."""
+        one CUDA kernel does it all, `bad` on the device keeps it from writing anything."""
         if self.inner is None:
             return
         used: list[Slice] = []
@@ -103,17 +107,21 @@ class UnitOptimizer:
         return self._pool.device
 
     def fused(self, group: dict[str, Any]) -> bool:
-        return self.unit.dtypes.narrow and fits(self.cls, group, self._pool.device)
+        """Whether one kernel does the update of a slice."""
+        if not self.unit.dtypes.narrow:
+            return False
+        return fits(self.cls, group, self.device) or (self.native and fits_cpu(self.cls, group, self.device))
 
     def _update_fused(self, piece: Slice, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None) -> None:
-        assert self.inner is not None
-        device = self._pool.device
-        grad = self.unit.gradients.part(piece.span)
-        assert isinstance(self.unit.master, NarrowMaster)
-        copy, master = self.unit.master.parts(piece.span)
+        assert self.inner is not None and isinstance(self.unit.master, NarrowMaster)
+        vectors = self.unit.gradients.part(piece.span), *self.unit.master.parts(piece.span)
+        state, device = self.inner.state[piece.tensor], self.device
+        if device.type == "cpu":
+            update_slice_on_cpu(self.cls, group, state, *vectors, float(factor), torch.get_num_threads())
+            return
         factor = torch.as_tensor(factor, dtype=torch.float32, device=device)
         bad = torch.zeros((), device=device) if bad is None else bad
-        update_slice(self.cls, group, self.inner.state[piece.tensor], grad, copy, master, factor, bad)
+        update_slice(self.cls, group, state, *vectors, factor, bad)
 
     def not_taken(self) -> None:
         """The device refused the last update: it does not count."""

@@ -86,6 +86,15 @@ def test_the_copy_of_a_nan_is_a_nan() -> None:
     assert torch.equal(copy.view(torch.int16)[0].cpu(), torch.tensor(0x7FC0, dtype=torch.int16))
 
 
+def test_a_copy_set_by_hand_counts_where_its_remainder_means_nothing() -> None:
+    copy = torch.tensor([0.0, -0.0, float("inf"), 1.0], dtype=torch.bfloat16, device="cuda")
+    rest = torch.tensor([-5, -5, 5, 5], dtype=torch.int16, device="cuda")
+    group = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    one, good = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    update_slice(torch.optim.SGD, group, {}, torch.zeros_like(copy), copy, rest, one, good)
+    assert copy.tolist() == [0.0, 0.0, float("inf"), 1.0] and rest.tolist() == [0, 0, 0, 5]
+
+
 def test_bad_gradients_change_nothing_and_are_reported_one_step_later() -> None:
     for policy in ("skip", "raise"):
         model, adam = build("bf16", torch.optim.AdamW, {"lr": 1e-2}, on_nonfinite=policy)

@@ -12,7 +12,8 @@ import onefold
 ORDER = [
     "version", "errors", "tiers.memory", "tiers.files", "tiers.disk",
     "placement", "layout", "planner.shapes", "planner.sizes", "planner.states", "planner.traffic",
-    "precision", "scaling", "rounding", "sums", "leftovers", "config", "planner.activations", "blocks", "parts",
+    "precision", "scaling", "rounding", "rule", "native.compiled", "native.threads", "native.update", "sums",
+    "leftovers", "config", "planner.activations", "blocks", "parts",
     "views", "survey", "mesh", "comm", "agree", "memory", "values", "master", "gradients", "unit", "rounds",
     "lookahead", "watch", "schedule", "passes", "shown", "tree", "engine", "containers", "casts", "hooks",
     "activations.arena", "activations.moves", "activations.store", "activations.recompute", "activations.policy",

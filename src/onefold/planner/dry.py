@@ -33,6 +33,7 @@ from onefold.containers import tensors_in
 from onefold.engine import Engine, engine_of
 from onefold.errors import ModelError
 from onefold.mesh import simulated_axes
+from onefold.native.update import available
 from onefold.placement import Scope
 from onefold.planner.states import StateBytes, StateCost
 from onefold.report import memory, track_memory, traffic
@@ -103,14 +104,15 @@ def rehearse(
 
 def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage: int, count_flops: bool) -> Rehearsal:
     engine = engine_of(model)
-    _step(engine, inputs, loss)  # the order of units is learnt, buffers grow
+    one_pass = engine.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
+    _step(engine, inputs, loss, one_pass)  # the order of units is learnt, buffers grow
     flops = 0
     if count_flops:
         with FlopCounterMode(display=False) as counter:
-            _step(engine, inputs, loss)
+            _step(engine, inputs, loss, one_pass)
         flops = counter.get_total_flops()
     with track_memory(model) as tracker:
-        _step(engine, inputs, loss)
+        _step(engine, inputs, loss, one_pass)
     now = memory(model)
     moments = sum(
         unit.master.owned.numel * cost.per_element + (cost.per_tensor if unit.master.owned.numel else 0)
@@ -120,7 +122,7 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage
     peak = tracker.peak()
     peak["optimizer"] = states.optimizer
     updating = {**dict.fromkeys(peak, 0), **states._asdict(), "communication": now.communication.measured}
-    updating |= {"buffers": now.buffers.measured, "activations": _update_temporaries(engine)}
+    updating |= {"buffers": now.buffers.measured, "activations": _update_temporaries(engine, one_pass)}
     updating["checkpoints"] = now.checkpoints.measured
     peak = max(peak, updating, key=lambda rows: sum(rows.values()))
     sent = dict(traffic(model).flows)
@@ -135,7 +137,7 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage
     )  # fmt: skip
 
 
-def _step(engine: Engine, inputs: Any, loss: Loss) -> None:
+def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> None:
     """Everything of a step but the arithmetic of the update."""
     half = engine.precision.compute is torch.float16
     with scaled_backward(1.0):
@@ -147,7 +149,7 @@ def _step(engine: Engine, inputs: Any, loss: Loss) -> None:
         engine.passes.release_all()
         for index, unit in enumerate(engine.units):
             engine.finish(index)
-            if unit.dtypes.narrow and engine.comm.any_order:  # what the update borrows on a CPU, see slices.py
+            if unit.dtypes.narrow and not one_pass and engine.comm.any_order:  # what torch borrows: see slices.py
                 vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
                 lent = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
                 for wide in lent:
@@ -171,11 +173,16 @@ def _whole_step(loss: Loss, micro_batches: int) -> Loss:
     return last
 
 
-def _update_temporaries(engine: Engine) -> int:
-    """torch's Adam on a CPU makes two vectors of each one it updates; on CUDA one kernel does it all."""
+def _update_temporaries(engine: Engine, one_pass: bool) -> int:
+    """torch's Adam on a CPU makes two vectors of each one it updates; kernels of one pass, and those on CUDA, none. A
+    look for overflow, in fp16, makes the absolute values and three masks."""
     if not engine.comm.any_order:
         return 0
-    return max((2 * 4 * unit.master.owned.numel for unit in engine.units), default=0)
+    by_torch = [unit for unit in engine.units if not (unit.dtypes.narrow and one_pass)]
+    looked = engine.units if engine.precision.compute is torch.float16 else []
+    made = [2 * 4 * unit.master.owned.numel for unit in by_torch]
+    made += [unit.mine.numel * (unit.gradients.dtype.itemsize + 3) for unit in looked]
+    return max(made, default=0)
 
 
 def _as_stage_3(

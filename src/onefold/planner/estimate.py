@@ -126,8 +126,8 @@ class Estimate:
         """Constant, whatever the model's depth."""
         cuda = self.hardware.device == "cuda"
         pool = self.work.remember(
-            ("pool", self._table, cuda),
-            lambda: pool_bytes(*self._typical, self.grid.shard, cuda=cuda),
+            ("pool", self._table, cuda, self.cost.one_pass),
+            lambda: pool_bytes(*self._typical, self.grid.shard, cuda=cuda, one_pass=self.cost.one_pass),
         )
         streaming = 0
         if self.choice.optimizer != "device" or self.choice.parameters != "device":

@@ -39,8 +39,10 @@ class Segment(NamedTuple):
     gathered: int  # bytes of whole units: its own, and those on their way
 
 
-def pool_bytes(units: Sequence[UnitSize], placements: Sequence[Placement], ranks: int, *, cuda: bool) -> int:
-    """The constant buffers a rank ends up with."""
+def pool_bytes(
+    units: Sequence[UnitSize], placements: Sequence[Placement], ranks: int, *, cuda: bool, one_pass: bool
+) -> int:
+    """The constant buffers a rank ends up with. An update in one pass borrows none."""
     pool = Pool(torch.device("meta"))
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained]
     flight: deque[list[torch.Tensor]] = deque()
@@ -65,7 +67,7 @@ def pool_bytes(units: Sequence[UnitSize], placements: Sequence[Placement], ranks
         flight.append(held)
     while flight:
         retire()
-    for unit, placement in rows if not cuda else ():
+    for unit, placement in rows if not (cuda or one_pass) else ():
         if unit.widths.narrow:
             numel = updated_numel(unit, placement)
             lent = [take(numel, 4) for _ in range(2 if unit.widths.master == 2 else 1)]

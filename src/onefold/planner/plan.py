@@ -38,6 +38,7 @@ from onefold.planner.states import StateCost
 from onefold.planner.traffic import Sent
 from onefold.planner.work import Module, Work
 from onefold.precision import NAMES, Precision
+from onefold.rule import knows
 from onefold.survey import FROZEN, survey
 
 HERE = ("keep", "checkpoint", "checkpoint+host")  # what a plan for a module rehearses: it knows no tensor parallelism
@@ -178,7 +179,8 @@ def cost_of(optimizer: str | type[torch.optim.Optimizer], settings: dict[str, An
             raise ConfigError(f"optimizer {optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}, or a class")
         optimizer, defaults = OPTIMIZERS[optimizer.lower()]
         settings = {**defaults, **(settings or {})}
-    return examine(optimizer, settings or {}, torch.device("cpu"))[1]
+    settled, cost = examine(optimizer, settings or {}, torch.device("cpu"))
+    return cost._replace(one_pass=knows(optimizer, settled))
 
 
 def answer(question: Question, model: str, precision: str, tokens: float | None = None) -> Plan:

@@ -14,6 +14,7 @@ class StateCost(NamedTuple):
 
     per_element: int
     per_tensor: int = 0
+    one_pass: bool = False  # whether our kernels know it, which borrow nothing where 16 bits compute
 
 
 class StateBytes(NamedTuple):
