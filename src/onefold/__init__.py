@@ -14,6 +14,7 @@ from onefold.errors import (
     ConfigError,
     MismatchError,
     ModelError,
+    OffloadError,
     OnefoldError,
     OptimizerError,
     PrecisionError,
@@ -21,6 +22,7 @@ from onefold.errors import (
 )
 from onefold.full import full_parameters, full_state_dict
 from onefold.mesh import init, mesh
+from onefold.offload import Offload
 from onefold.optimizer import Optimizer
 from onefold.planner.plan import Plan, plan
 from onefold.precision import Precision
@@ -54,6 +56,8 @@ __all__ = [
     "MemoryReport",
     "MismatchError",
     "ModelError",
+    "Offload",
+    "OffloadError",
     "OnefoldError",
     "Optimizer",
     "OptimizerError",

@@ -25,6 +25,7 @@ class SlotState(NamedTuple):
     elements: Span  # of the parameter
     vectors: dict[str, Tensor]  # over these elements
     singles: dict[str, Any]  # the same on all ranks
+    look: Callable[[str], Tensor]  # a vector as it is now; of a unit that is at hand
 
 
 class NewState(NamedTuple):
@@ -52,12 +53,21 @@ def states_of(optimizer: UnitOptimizer, span: Span) -> Iterator[SlotState]:
             at = part.shift(-piece.span.start)
             vectors = {k: v[at.start : at.stop] for k, v in state.items() if _is_vector(v, piece)}
             singles = {k: v for k, v in state.items() if not _is_vector(v, piece)}
+
+            def look(key: str, state: dict[str, Any] = state, at: Span = at) -> Tensor:
+                return state[key][at.start : at.stop]
+
             if part.numel:
-                yield SlotState(slot, part.shift(-place.start), vectors, singles)
+                yield SlotState(slot, part.shift(-place.start), vectors, singles, look)
 
 
 def take_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: list[dict[str, Any]]) -> None:
     """State from elsewhere for some slots; the others keep theirs. `groups` are the outer ones."""
+    with optimizer.unit.at_hand(write=True):
+        _take_states(optimizer, new, groups)
+
+
+def _take_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: list[dict[str, Any]]) -> None:
     old = {state.slot: _as_new(state) for state in states_of(optimizer, optimizer.unit.master.owned)}
     states = {**old, **new}
     for group in optimizer.group_numbers:

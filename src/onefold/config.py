@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from onefold.errors import ConfigError
+from onefold.offload import Offload
 from onefold.placement import STAGES
 from onefold.precision import Precision
 
@@ -88,6 +89,9 @@ class Zero:
     sync: Literal["rank0", "check"] = "rank0"
     """At shard time: "rank0" broadcasts rank 0's values to all, "check" compares them and raises."""
 
+    offload: str | Offload | None = None
+    """Where states lie that are not on the device: an Offload, or "host" or "auto" for the optimizer's."""
+
     mesh: DeviceMesh | None = None
     """A DeviceMesh whose ranks share the state: one axis, or several named "replica", "shard", "tp" and "pp" (sharded
     inside "shard", the same on every "replica", other parts along "tp" and "pp"); None is all ranks."""
@@ -120,6 +124,7 @@ class Zero:
                 f"checkpoint_every={self.checkpoint_every} says which blocks to compute again, and activations='keep' "
                 f"has none; set activations='checkpoint', or leave it out"
             )
+        Offload.of(self.offload).check_stage(self.stage)
         _one_of("buffers", self.buffers, BUFFERS)
         _one_of("sync", self.sync, SYNC)
         if type(self.timeout_s) not in (int, float) or not 0 < self.timeout_s <= LONGEST_S:
@@ -150,9 +155,11 @@ class Zero:
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
         shared = ("stage", "bucket_bytes", "prefetch", "schedule", "activations", "checkpoint_every")
-        return [f"precision: {' '.join(str(Precision.of(self.precision)).split())}"] + [
-            f"{name}={getattr(self, name)!r}" for name in (*shared, "seed", "buffers", "sync")
-        ]
+        return (
+            [f"precision: {' '.join(str(Precision.of(self.precision)).split())}"]
+            + [f"{name}={getattr(self, name)!r}" for name in (*shared, "seed", "buffers", "sync")]
+            + [str(Offload.of(self.offload))]
+        )
 
 
 # The ZeRO paper's five configurations. Constant buffers (C_B) and arenas for block inputs (M_D) belong to all of them.

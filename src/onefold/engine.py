@@ -32,6 +32,7 @@ from onefold.rounds import ReduceSchedule
 from onefold.scaling import running_scale
 from onefold.shown import ShardedGradient, ShownGradients
 from onefold.survey import ATTRIBUTE
+from onefold.tiers.place import Tiers
 from onefold.tree import ParameterTree
 from onefold.unit import Unit
 
@@ -73,6 +74,7 @@ class Engine:
         layouts: Sequence[UnitLayout],
         parts: Parts,
         pipeline: Pipeline,
+        tiers: Tiers,
         why: str = "",
     ) -> None:
         self.why = why  # stage="auto": what was chosen, and the reason
@@ -86,6 +88,8 @@ class Engine:
         self.whole_for_now = 0  # full_parameters contexts that are open
         self.grad_scale = 1.0  # what the gradients of this step are multiplied by
         self.inside: Any = None  # InsideUpdates, where units are updated inside backward
+        self.away: Any = None  # Away, where the host updates
+        self.tiers = tiers
         self.optimizer: Any = None  # the Optimizer that was made for this model
         self.alone_in_rank = True  # no other part of the same model is here
         self.tied: Any = None  # Tied, where another stage of a pipeline holds some of these parameters too
@@ -107,7 +111,7 @@ class Engine:
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
-        self._whole_gradients = placement.optimizer is Scope.WHOLE
+        self._whole_gradients = placement.optimizer is Scope.WHOLE and not placement.away
         self.accumulators: list[Any] = []  # autograd's nodes that carry our hooks
         self._tree = ParameterTree(model)
         self._accumulating: str | None = None
@@ -246,6 +250,8 @@ class Engine:
     def _reduced(self, index: int, final: bool) -> None:
         if self.inside:
             self.inside.reduced(index)
+        elif self.away and self.units[index].away and final:
+            self.away.park(index)
         elif self._whole_gradients:
             self._ungathered.add(index)
             if final and not (self.tied and index in self.tied.units):

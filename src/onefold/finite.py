@@ -32,7 +32,7 @@ class FiniteCheck:
 
     def flag_on_device(self, groups: list[dict[str, Any]]) -> Tensor | None:
         """Where every update is one kernel, it decides by this flag, and the host hears of it in the next step."""
-        if self.norms is None or not self.norms.is_cuda or self._scaler:
+        if self.norms is None or not self.norms.is_cuda or self._scaler or self._engine.away:
             return None
         if not all(unit.fused(group) for unit in self._by_unit for group in groups):
             return None
@@ -66,10 +66,7 @@ class FiniteCheck:
             return self._first_bad(engine.comms.holders, torch.isfinite(self.norms))
         if self._scaler:
             engine.schedule.drain()
-            mine = bytes(
-                unit.gradients.reduced and not bool(torch.isfinite(unit.gradients.mine()).all())
-                for unit in engine.units
-            )
+            mine = bytes(unit.gradients.reduced and not unit.gradients.finite() for unit in engine.units)
             rows = world.gather_bytes(mine.ljust(engine.pipeline.most_units, b"\0"), Label("overflow", "step"))
             return self._first_bad(world, torch.tensor([list(row) for row in rows]) == 0)
         return None

@@ -37,14 +37,16 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     engine.whole_for_now += 1
     for unit in narrow if write else ():
         unit.take_edits()
-        unit.master.watch()
+        with unit.at_hand():
+            unit.master.watch()
     try:
         yield
         if write:
             for unit in passes.units:
                 unit.values.write_back()
             for unit in narrow:
-                unit.master.absorb()
+                with unit.at_hand(write=True):
+                    unit.master.absorb()
                 unit.know_edits()
     finally:
         engine.whole_for_now -= 1

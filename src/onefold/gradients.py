@@ -7,6 +7,9 @@ buffer is borrowed from the pool and returned when the round ends.
 
 In fp32 gradients are scaled by 1/N as they enter. In 16 bits that would round them: there the sum over ranks runs in
 fp32, is scaled, and is rounded once. Once gradients accumulate over micro-batches, sums are kept in fp32.
+
+Where the host updates, a gradient that is complete is *parked*: my shard of it goes down to the host, and its buffer
+here is free for the next unit. Should another round come before the update, what was parked comes up again first.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from onefold.layout import Span
 from onefold.memory import Pool
 from onefold.placement import Scope
 from onefold.precision import Dtypes
+from onefold.tiers.host import Host, Mark
 from onefold.views import FlatViews
 
 
@@ -34,9 +38,42 @@ class Round(NamedTuple):
     scratch: Tensor
 
 
+class Parcel:
+    """A gradient on the host, or on its way there. Its buffer is free again when nobody holds it."""
+
+    def __init__(self, host: Host, gradient: Tensor) -> None:
+        self._pool = host.staging
+        self.norm: Tensor | None = None  # found on the device, which is faster
+        if gradient.is_cuda:
+            self.norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        self._tensor = host.staging.take(gradient.numel(), gradient.dtype)
+        self.landed = host.down(gradient, self._tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensor.nbytes
+
+    def open(self) -> Tensor:
+        self.landed.wait()
+        return self._tensor
+
+    def __del__(self) -> None:
+        self._pool.give(self._tensor)
+
+
 class Gradients:
-    def __init__(self, views: FlatViews, scope: Scope, comm: Comm, replicas: Comm, pool: Pool, dtypes: Dtypes) -> None:
+    def __init__(
+        self,
+        views: FlatViews,
+        scope: Scope,
+        comm: Comm,
+        replicas: Comm,
+        pool: Pool,
+        dtypes: Dtypes,
+        host: Host | None = None,
+    ) -> None:
         self._views, self._scope, self._comm, self._replicas, self._pool = views, scope, comm, replicas, pool
+        self._host = host  # where it is parked
         self._layout = views.layout
         self._mine = views.layout.shard(comm.rank)
         mean = 1.0 / (comm.size * replicas.size)
@@ -47,7 +84,10 @@ class Gradients:
         self._home: Tensor | None = None  # whole gradient, where gradients are whole
         self._shard: Tensor | None = None  # my shard of it, where they are sharded
         self._local: Tensor | None = None  # the local sum being built
-        self.transient = False  # the gradient is used up by an update inside backward: its buffer is the pool's
+        self.transient = host is not None  # it is parked, or used up inside backward: its buffer is the pool's
+        self.parked: Parcel | None = None  # my shard of it, on the host
+        self._leaving: list[Tensor] = []  # buffers here that a copy down still reads
+        self._left = Mark()
         self._written: set[int] = set()
         self._rounds: deque[Round] = deque()
 
@@ -102,6 +142,9 @@ class Gradients:
         """End the oldest round: its sum is in the gradient, its buffers are back in the pool."""
         reduction, flat, scratch = self._rounds.popleft()
         own = self._own()
+        if self.parked is not None:
+            own.copy_(self.parked.open())
+            self.parked = None
         plus = own if self.reduced else None
         wide = self._pool.take(self._layout.shard_numel, torch.float32) if self._narrow else None
         if self._replicas.size == 1:
@@ -126,16 +169,45 @@ class Gradients:
         self._replicas.gather(shard, label).wait()
         self._pool.give(scratch)
 
+    def park(self) -> None:
+        """The gradient is complete: send my shard of it to the host and let go of it here."""
+        assert self._host is not None and self.parked is None
+        self.parked = Parcel(self._host, self._own())
+        self._leaving += [held for held in (self._home, self._shard) if held is not None]
+        self._left, self._home, self._shard = self.parked.landed, None, None
+
+    def left(self) -> None:
+        """Compute may use the buffers of what went down again, after the copy."""
+        self._left.order()
+        while self._leaving:
+            self._pool.give(self._leaving.pop())
+
     def gather(self) -> Pending:
         """Make the reduced gradient whole, where the optimizer wants it whole."""
         return self._comm.gather(self._hold_whole(), Label("gather-gradient", self._layout.name))
 
     def part(self, span: Span) -> Tensor:
         """The reduced gradient of these elements of the unit, which this rank holds."""
+        if self.parked is not None:
+            return self.of_parcel(self.parked, span)
         if self._scope is Scope.WHOLE:
             return self._hold_whole()[span.start : span.stop]
         mine = span.shift(-self._mine.start)
         return self._own()[mine.start : mine.stop]
+
+    def of_parcel(self, parcel: Parcel, span: Span) -> Tensor:
+        """These elements of what is on the host."""
+        mine = span.clip(self._mine).shift(-self._mine.start)
+        return parcel.open()[mine.start : mine.stop]
+
+    def known_norms(self, norm_type: float) -> list[Tensor]:
+        """The norm of my shard, if it was found on the device before it went down."""
+        known = self.parked.norm if self.parked is not None and norm_type == 2.0 else None
+        return [] if known is None else [known]
+
+    def finite(self) -> bool:
+        """Whether all of my shard is."""
+        return bool(torch.isfinite((self.known_norms(2.0) or [self.mine()])[0]).all())
 
     def mine(self) -> Tensor:
         return self.part(self._mine)
@@ -152,10 +224,13 @@ class Gradients:
         self._local = None
         self._written.clear()
         self.reduced = False
+        self.parked = None
+        if self._host is not None:
+            self.consume()
 
     def consume(self) -> None:
         """The gradient has been used: its buffers go back to the pool."""
-        self.reduced = False
+        self.reduced, self.parked = False, None
         for held in (self._home, self._shard):
             if held is not None:
                 self._pool.give(held)
@@ -164,8 +239,9 @@ class Gradients:
     def zero(self) -> None:
         """Keep the gradient, as zeros."""
         had_any = self.reduced or self.waiting
+        parked = self.parked is not None
         self.drop()
-        for held in (self._home, self._shard):
+        for held in (self._own() if parked else None, self._home, self._shard):
             if held is not None:
                 held.zero_()
         self.reduced = had_any
@@ -173,6 +249,8 @@ class Gradients:
     def forget(self, index: int) -> None:
         """Drop one parameter's gradient, as if no round had brought it."""
         slot = self._layout.slots[index].span
+        if self.parked is not None:
+            self.parked.norm = None
         self.part(slot if self._scope is Scope.WHOLE else slot.clip(self._mine)).zero_()
         if self._local is not None:
             self._views.view(self._local, index).zero_()

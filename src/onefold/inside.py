@@ -29,9 +29,12 @@ class InsideUpdates:
         self._engine, self._by_unit, self._groups = engine, by_unit, groups
         self._flags: dict[int, Callable[[], list[bytes]]] = {}  # who used what of a unit whose round is on the way
         self._gathers: list[Pending] = []
+        self._awaited: list[int] = []  # units that the host updates before step() returns
         engine.inside, engine.schedule.patient = self, True
         for unit in engine.units:
             unit.gradients.transient = True
+        if engine.away:
+            engine.away.make_room()
 
     def starting(self, index: int) -> None:
         """A round starts: ranks tell each other what they used of its unit."""
@@ -45,20 +48,29 @@ class InsideUpdates:
         """A round has ended: update its unit and let its gradient go."""
         engine, rows = self._engine, self._flags.pop(index)()
         first, unit = engine.first_param[index], engine.units[index]
-        if unit.placement.optimizer is Scope.WHOLE:
+        if unit.placement.optimizer is Scope.WHOLE and not unit.away:
             unit.gradients.gather().wait()
         unit.values.finish_offers()  # whoever has sent its gradients has had the values
         engine.kept[first : first + len(unit.params)] = bytes(map(max, zip(*rows, strict=True)))
         unit.take_edits()
-        self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
+        if unit.away:
+            engine.away.park_inside(index)
+            engine.away.start(index, self._groups(), inside=True)
+            if not unit.placement.late:
+                self._awaited.append(index)
+        else:
+            self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
+            if unit.gathers_updated:
+                self._gathers.append(unit.values.gather_updated())
         torch.autograd.graph.increment_version(unit.params)  # whoever still needs the old values must hear of it
-        if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
-            self._gathers.append(unit.values.gather_updated())
         unit.gradients.consume()
 
     def finish(self) -> None:
         """End the updates that are still on the way, so that all ranks hold the same values."""
         self._engine.schedule.drain()
+        for index in self._awaited:
+            self._gathers += self._engine.away.finish(index)
+        self._awaited.clear()
         while self._gathers:
             self._gathers.pop().wait()
 

@@ -5,19 +5,29 @@ The optimizer borrows fp32 vectors with `open` and gives them back with `close`,
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from onefold.layout import Span
 from onefold.memory import Pool
 from onefold.rounding import join, narrow, split
-from onefold.values import Values
+
+
+class Copies(Protocol):
+    """The values that compute sees, of what this rank owns: themselves, or a copy of them on the host."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def part(self, span: Span) -> Tensor: ...
 
 
 class Master:
     """fp32 (or fp64) values: they are their own master."""
 
-    def __init__(self, values: Values, owned: Span) -> None:
+    def __init__(self, values: Copies, owned: Span) -> None:
         self._values, self.owned = values, owned
 
     def open(self, span: Span) -> Tensor:
@@ -29,7 +39,7 @@ class Master:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._values.whole.dtype
+        return self._values.dtype
 
     def peek(self, span: Span, out: Tensor) -> None:
         """A copy of some master values."""
@@ -64,7 +74,7 @@ class NarrowMaster(Master):
 
     _before: Tensor | None = None
 
-    def __init__(self, values: Values, owned: Span, beside: Tensor) -> None:
+    def __init__(self, values: Copies, owned: Span, beside: Tensor) -> None:
         super().__init__(values, owned)
         self._beside = beside
 
@@ -129,10 +139,9 @@ class WideMaster(NarrowMaster):
 class SplitMaster(NarrowMaster):
     """bf16 values that are the upper halves of the master, and the remainders beside them."""
 
-    def __init__(self, values: Values, owned: Span, wide: Tensor, pool: Pool) -> None:
-        super().__init__(values, owned, torch.empty(owned.numel, dtype=torch.int16, device=wide.device))
+    def __init__(self, values: Copies, owned: Span, remainder: Tensor, pool: Pool) -> None:
+        super().__init__(values, owned, remainder)
         self._pool = pool
-        split(wide, values.part(owned), self._beside)
 
     def open(self, span: Span) -> Tensor:
         wide = self._pool.take(span.numel, torch.float32)
@@ -168,8 +177,19 @@ class SplitMaster(NarrowMaster):
         self._beside.masked_fill_(self._edited(self._values.part(self.owned)), 0)
 
 
-def master_of(values: Values, owned: Span, wide: Tensor | None, kind: str | None, pool: Pool) -> Master:
-    """The master of one unit; `wide` holds its fp32 values where 16 bits compute."""
-    if kind is None or wide is None:
+def beside(wide: Tensor, kind: str | None) -> Tensor | None:
+    """What is kept of fp32 values beside the 16-bit copy that `narrow` makes of them."""
+    if kind != "split":
+        return wide if kind else None
+    remainder = torch.empty(wide.numel(), dtype=torch.int16, device=wide.device)
+    split(wide, torch.empty(wide.numel(), dtype=torch.bfloat16, device=wide.device), remainder)
+    return remainder
+
+
+def master_of(values: Copies, owned: Span, beside: Tensor | None, pool: Pool) -> Master:
+    """The master of one unit, with what is beside its values."""
+    if beside is None:
         return Master(values, owned)
-    return SplitMaster(values, owned, wide, pool) if kind == "split" else WideMaster(values, owned, wide)
+    return (
+        SplitMaster(values, owned, beside, pool) if beside.dtype is torch.int16 else WideMaster(values, owned, beside)
+    )

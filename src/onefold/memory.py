@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -41,12 +41,19 @@ class Pool:
         else:
             if self._free:  # grow one that is too small rather than keep it beside a larger one
                 self._remove(max(self._free, key=Tensor.numel))
-            buffer = torch.empty(wanted_bytes, dtype=torch.uint8, device=self.device)
+            buffer = self._make(wanted_bytes)
         self._out[storage_key(buffer)] = buffer
         return buffer[: numel * dtype.itemsize].view(dtype)
 
+    def _make(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     def give(self, taken: Tensor) -> None:
         self._free.append(self._out.pop(storage_key(taken)))
+
+    def reserve(self, count: int, nbytes: int) -> None:
+        """So many free buffers of this size, at least: for whoever may need them all at once, or not."""
+        self._free += [self._make(nbytes) for _ in range(count)]
 
     def trim(self) -> None:
         """Let go of what is free now."""
@@ -58,6 +65,10 @@ class Pool:
     def buffers(self) -> list[Tensor]:
         """All of them, free or out."""
         return [*self._free, *self._out.values()]
+
+    def holds(self, key: object) -> bool:
+        """Whether a storage is of one of them."""
+        return key in self._out or any(storage_key(buffer) == key for buffer in self._free)
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -77,7 +88,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(
-        self, known: Callable[[], dict[int, tuple[str, Tensor]]], elsewhere: Collection[int] = frozenset()
+        self, known: Callable[[], dict[int, tuple[str, Tensor]]], elsewhere: Container[int] = frozenset()
     ) -> None:
         super().__init__()
         self._known, self._elsewhere = known, elsewhere

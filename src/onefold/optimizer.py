@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.agree import agree, together
+from onefold.away import Away
 from onefold.comm import Label
 from onefold.elementwise import examine
 from onefold.engine import engine_of
@@ -26,7 +27,8 @@ from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.finite import FiniteCheck
 from onefold.inside import InsideUpdates
 from onefold.native.update import available
-from onefold.placement import Scope
+from onefold.offload import Offload
+from onefold.placement import Scope, Tier
 from onefold.precision import Precision
 from onefold.rule import KNOWN
 from onefold.scaling import LossScale, Scaler, scaled_backward
@@ -83,6 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         self._agree(error, "Optimizer()")
         self._update_alike(cls)
         engine.optimizer = self
+        self._away = Away(engine, self._by_unit) if any(unit.away for unit in engine.units) else None
         if step_in_backward:
             self._inside = InsideUpdates(engine, self._by_unit, lambda: self.param_groups)
 
@@ -128,7 +131,8 @@ class Optimizer(torch.optim.Optimizer):
     def _update_alike(self, cls: type[torch.optim.Optimizer]) -> None:
         """The CPU's kernel updates on all ranks or on none: where ranks hold copies, these must stay equal."""
         engine = self._engine
-        if engine.device.type != "cpu" or not engine.precision.narrow or cls not in KNOWN:
+        on_cpu = any(unit.pool.device.type == "cpu" and unit.dtypes.narrow for unit in engine.units)
+        if not (on_cpu or engine.comms.pp.size > 1) or not engine.precision.narrow or cls not in KNOWN:
             return
         rows = engine.comms.world.gather_bytes(bytes([available()]), Label("agree", "the CPU's update kernel"))
         engine.comm.meter.cut()
@@ -144,13 +148,26 @@ class Optimizer(torch.optim.Optimizer):
         _check_finite(kwargs, "the settings")
         self._costs = {}
         for dtype in dict.fromkeys(_updated(unit) for unit in engine.units):
-            defaults, self._costs[dtype] = examine(cls, kwargs, engine.device, dtype)
+            defaults, self._costs[dtype] = examine(cls, kwargs, engine.units[0].pool.device, dtype)
+        self._reserve()
         self._index = {id(p): index for index, p in enumerate(engine.params)}
-        self._by_unit = [UnitOptimizer(unit, cls, kwargs, engine.pool) for unit in engine.units]
+        self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
         self._name = cls.__name__
         with _as_ours():
             super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
         self._check_hyperparameters()
+
+    def _reserve(self) -> None:
+        """Is there room for the state of units that the host updates, and for the gradients that wait there?"""
+        needed = dict.fromkeys(Tier, 0)
+        for unit in self._engine.units:
+            if unit.away:
+                cost = self._costs[_updated(unit)].per_element
+                needed[unit.placement.optimizer_tier] += unit.master.owned.numel * cost
+                needed[Tier.HOST] += unit.layout.shard_numel * unit.gradients.dtype.itemsize
+        path = Offload.of(self._engine.zero.offload).path
+        what = "the optimizer's state"
+        self._engine.tiers.reserve(what, host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=path)
 
     def _describe(self) -> list[str]:
         """What all ranks must share."""
@@ -241,11 +258,15 @@ class Optimizer(torch.optim.Optimizer):
         gathers = []
         for index in engine.schedule.order:
             unit = engine.finish(index)
+            if unit.away:
+                continue
             unit.take_edits()
             factor = self._clip * unscale if unit.dtypes.narrow else unscale
             self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor, flag)
-            if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
+            if unit.gathers_updated:
                 gathers.append(unit.values.gather_updated())
+        if self._away:
+            gathers += self._away.step(self.param_groups, self._clip, unscale)
         for pending in gathers:
             pending.wait()
         if self._scaler:
@@ -296,7 +317,8 @@ class Optimizer(torch.optim.Optimizer):
                     unit.gradients.forget(slot)
             if unit.gradients.reduced and (engine.tied is None or engine.tied.counts(index)):
                 wide = torch.promote_types(unit.gradients.dtype, torch.float32)
-                norms = [torch.linalg.vector_norm(grad, norm_type, dtype=wide) for grad in engine.counted(unit)]
+                norms = unit.gradients.known_norms(norm_type) if engine.comms.tp.rank == 0 else []
+                norms = norms or [torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in engine.counted(unit)]
                 mine = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
                 partials[holders.rank, index] = mine
@@ -309,7 +331,8 @@ class Optimizer(torch.optim.Optimizer):
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
             for unit in (unit for unit in engine.units if not unit.dtypes.narrow):
                 whole = unit.placement.optimizer is Scope.WHOLE
-                unit.gradients.part(unit.layout.body if whole else unit.mine).mul_(factor)
+                grad = unit.gradients.part(unit.layout.body if whole else unit.mine)
+                grad.mul_(factor.to(grad.device))
         return norm
 
     def _check_hyperparameters(self) -> None:
@@ -331,8 +354,10 @@ class Optimizer(torch.optim.Optimizer):
     def state_tensors(self) -> list[Tensor]:
         return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
 
-    def planned_bytes(self) -> int:
-        return sum(unit.planned_bytes(self._costs[_updated(unit.unit)]) for unit in self._by_unit)
+    def planned_state(self, index: int) -> tuple[int, int]:
+        """Of one unit: bytes of vectors, and of step counts."""
+        unit = self._by_unit[index]
+        return unit.planned_state(self._costs[_updated(unit.unit)])
 
     def _whoami(self) -> dict[str, Any]:
         world = self._engine.comms.world

@@ -8,18 +8,26 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onefold.comm import Flow
 from onefold.engine import Engine, engine_of
-from onefold.memory import CATEGORIES, Tracker, storage_bytes, storage_key
-from onefold.placement import Scope
-from onefold.planner.sizes import Sizes, of_layout
-from onefold.planner.states import StateCost, state_bytes
+from onefold.inventory import CHECKPOINTS_HOST as HOST
+from onefold.inventory import (
+    DISK,
+    PAGEABLE,
+    PINNED,
+    NotOnDevice,
+    TierRow,
+    elsewhere,
+    on_device,
+    planned_on_device,
+    sizes_of,
+)
+from onefold.memory import CATEGORIES, Tracker, storage_bytes
+from onefold.placement import Scope, Tier
+from onefold.planner.states import parameter_bytes
 from onefold.planner.traffic import step_traffic
-from onefold.rounds import IN_FLIGHT, WAITING
-
-HOST = "checkpoints_host"
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ class MemoryReport:
     """Block inputs that wait for backward, on the device."""
     checkpoints_host: Bytes
     """The same in host memory: not in the total."""
+    elsewhere: tuple[TierRow, ...] = ()
+    """States and staging buffers in host memory or on disk: not in the total."""
     fragmented: int | None = None
     """CUDA: what the allocator has taken from the device and nobody uses."""
 
@@ -56,13 +66,41 @@ class MemoryReport:
         """On the device."""
         return self.states + self.buffers.measured + self.communication.measured + self.checkpoints.measured
 
+    @property
+    def pinned(self) -> int:
+        """Host memory that a GPU copies from and to."""
+        return self._at(PINNED) + (self.checkpoints_host.measured if self.fragmented is not None else 0)
+
+    @property
+    def pageable(self) -> int:
+        """Other host memory; on a CPU, all that would leave a device."""
+        return self._at(PAGEABLE) + (self.checkpoints_host.measured if self.fragmented is None else 0)
+
+    @property
+    def host(self) -> int:
+        return self.pinned + self.pageable
+
+    @property
+    def disk(self) -> int:
+        return self._at(DISK)
+
+    def _at(self, place: str) -> int:
+        return sum(row.measured for row in self.elsewhere if row.place == place)
+
     def __str__(self) -> str:
         found = [(name, getattr(self, name)) for name in (*CATEGORIES[:-1], HOST)]
         shown = [(name, b) for name, b in found if name not in ("checkpoints", HOST) or b.measured or b.planned]
         rows = [(name, b.measured, b.planned) for name, b in shown if name != HOST] + [("total", self.total, None)]
         rows += [("checkpoints on the host", b.measured, b.planned) for name, b in shown if name == HOST]
         rows += [("fragmented", self.fragmented, None)] if self.fragmented is not None else []
-        return _table("memory", rows)
+        table = _table("memory", rows)
+        if self.elsewhere:
+            away: list[tuple[str, int, int | None]]
+            away = [(f"{row.state}, {row.place}", row.measured, row.planned) for row in self.elsewhere]
+            sums = [(f"total, {place}", self._at(place)) for place in (PINNED, PAGEABLE, DISK)]
+            away += [(name, measured, None) for name, measured in sums if measured]
+            table += "\n" + _table("not on the device", away)
+        return table
 
 
 @dataclass(frozen=True)
@@ -98,7 +136,7 @@ class TrafficReport:
 
 @dataclass(frozen=True)
 class PlacementRow:
-    """Where one unit's states are, and what this rank holds of it when nothing is gathered."""
+    """Where one unit's states are, and what this rank's device holds of its parameters when nothing is gathered."""
 
     unit: str
     elements: int
@@ -117,7 +155,7 @@ class PlacementReport:
 
     def __str__(self) -> str:
         def line(unit: str, elements: str, optimizer: str, gradients: str, parameters: str, held: str) -> str:
-            return f"{unit:<32}{elements:>14}  {optimizer:<10}{gradients:<10}{parameters:<11}{held:>14}"
+            return f"{unit:<32}{elements:>14}  {optimizer:<13}{gradients:<13}{parameters:<13}{held:>14}"
 
         head = line("unit", "elements", "optimizer", "gradients", "parameters", "bytes here")
         body = [
@@ -137,19 +175,24 @@ def placement(model: nn.Module) -> PlacementReport:
     """
     engine = engine_of(model)
     rows = []
-    for unit in engine.all_units:
+    for unit, size in zip(engine.all_units, sizes_of(engine).units, strict=True):
         trained = unit in engine.units
+        parked = Tier.HOST if unit.away else Tier.DEVICE
         rows.append(
             PlacementRow(
                 unit=unit.name,
                 elements=unit.layout.used_numel,
-                optimizer=unit.placement.optimizer.value if trained else "frozen",
-                gradients=unit.placement.gradients.value if trained else "frozen",
-                parameters=unit.placement.parameters.value,
-                parameter_bytes=unit.values.resident_numel * unit.layout.itemsize,
+                optimizer=_told(unit.placement.optimizer, unit.placement.optimizer_tier) if trained else "frozen",
+                gradients=_told(unit.placement.gradients, parked) if trained else "frozen",
+                parameters=_told(unit.placement.parameters, unit.placement.parameters_tier),
+                parameter_bytes=parameter_bytes(size, unit.placement),
             )
         )
     return PlacementReport(tuple(rows), engine.why)
+
+
+def _told(scope: Scope, tier: Tier) -> str:
+    return scope.value if tier is Tier.DEVICE else f"{scope.value}, {tier.value}"
 
 
 def memory(model: nn.Module) -> MemoryReport:
@@ -162,12 +205,15 @@ def memory(model: nn.Module) -> MemoryReport:
     16384
     """
     engine = engine_of(model)
+    away = elsewhere(engine)
     measured = dict.fromkeys((*CATEGORIES, HOST), 0)
-    for category, tensor in storages(engine).values():
+    kept = [tensor for place, tensor in engine.checkpoints.tensors() if place == HOST] if engine.checkpoints else []
+    measured[HOST] = storage_bytes(kept)
+    for category, tensor in on_device(engine).values():
         measured[category] += storage_bytes([tensor])
-    plans = _planned_memory(engine)
+    plans = planned_on_device(engine)
     rows = {name: Bytes(measured[name], plans[name]) for name in (*CATEGORIES[:-1], HOST)}
-    return MemoryReport(**rows, fragmented=_fragmented(engine.device))
+    return MemoryReport(**rows, elsewhere=away, fragmented=_fragmented(engine.device))
 
 
 def _fragmented(device: torch.device) -> int | None:
@@ -201,8 +247,8 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
     True
     """
     engine = engine_of(model)
-    tracker = Tracker(partial(storages, engine), engine.checkpoints.host_storages if engine.checkpoints else ())
-    tracker.watch(tensor for _, tensor in storages(engine).values())
+    tracker = Tracker(partial(on_device, engine), NotOnDevice(engine))
+    tracker.watch(tensor for _, tensor in on_device(engine).values())
     for unit in engine.passes.units:
         unit.values.on_resize = tracker.note
     try:
@@ -213,68 +259,13 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
             unit.values.on_resize = None
 
 
-def held(engine: Engine) -> dict[str, list[Tensor]]:
-    """All training state this rank holds, by category."""
-    kept = list(engine.checkpoints.tensors()) if engine.checkpoints else []
-    return {
-        **{place: [tensor for where, tensor in kept if where == place] for place in ("checkpoints", HOST)},
-        "buffers": list(engine.model.buffers()),
-        "communication": engine.pool.buffers(),
-        "gradients": [tensor for unit in engine.units for tensor in unit.gradients.tensors()],
-        "optimizer": [tensor for unit in engine.units for tensor in unit.master.tensors()]
-        + (engine.optimizer.state_tensors() if engine.optimizer is not None else []),
-        "parameters": [t for unit in engine.all_units for t in unit.values.tensors()] + [p for _, p in engine.frozen],
-    }
-
-
-def storages(engine: Engine) -> dict[int, tuple[str, Tensor]]:
-    """Storage -> its category and a tensor of it. A borrowed buffer that holds a local sum counts as gradients."""
-    return {storage_key(tensor): (category, tensor) for category, tensors in held(engine).items() for tensor in tensors}
-
-
-def _pool_limit_bytes(engine: Engine) -> int:
-    """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another. And
-    where 16 bits compute, fp32 vectors of what is summed or updated."""
-    sizes = [unit.layout.numel * unit.gradients.local_itemsize for unit in engine.units]
-    wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
-    rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
-    kept = sum(sizes) if engine.sums_kept and engine.placement.gradients is Scope.SHARD else 0
-    return (rounds * max(sizes) if engine.everyone.size > 1 or engine.sums_kept or wide else 0) + 2 * wide + kept
-
-
-def _sizes(engine: Engine) -> Sizes:
-    """All units as the planner sees them, at the widths they have now."""
-    rank, units = engine.comm.rank, []
-    for unit in engine.all_units:
-        widths = unit.dtypes.widths._replace(grad=unit.gradients.dtype.itemsize)
-        units.append(of_layout(unit.layout, rank, widths, trained=unit.trained))
-    return Sizes(tuple(units), engine.comm.size, flags=len(engine.params))
-
-
-def _planned_memory(engine: Engine) -> dict[str, int | None]:
-    placements = [unit.placement for unit in engine.all_units]
-    states = state_bytes(_sizes(engine).units, placements, StateCost(0))
-    frozen = storage_bytes([param for _, param in engine.frozen])
-    has_gradients = any(unit.gradients.tensors() for unit in engine.units)
-    return {
-        "parameters": states.parameters + frozen,
-        "gradients": states.gradients if has_gradients else 0,
-        "optimizer": states.optimizer + (engine.optimizer.planned_bytes() if engine.optimizer is not None else 0),
-        "buffers": storage_bytes(engine.model.buffers()),
-        "communication": _pool_limit_bytes(engine),  # at most
-        **dict.fromkeys(("checkpoints", HOST), 0),
-        **(engine.checkpoints.planned() if engine.checkpoints else {}),
-        "activations": None,
-    }
-
-
 def _planned_traffic(engine: Engine) -> dict[str, int]:
     """One forward and backward per step, over the units that the passes gather."""
     index = {id(unit): i for i, unit in enumerate(engine.all_units)}
     places = [index[id(unit)] for unit in engine.passes.units]
     others = engine.everyone.size - 1
     sent = step_traffic(
-        _sizes(engine),
+        sizes_of(engine),
         [unit.placement for unit in engine.all_units],
         forward=[places[i] for i in engine.passes.gathers.forward],
         backward=[places[i] for i in engine.passes.gathers.backward],

@@ -28,6 +28,7 @@ from onefold.watch import Watch
 
 AUTO = "auto"
 TRACED = 4096
+READ_AHEAD = 2  # units whose shards are read from disk before they are fetched
 FORWARD, BACKWARD, LONE = "gather-forward", "gather-backward", "gather"  # what gathers are for
 
 
@@ -46,6 +47,7 @@ class GatherSchedule:
         self.trace: deque[tuple[str, str]] = deque(maxlen=TRACED)  # the latest gathers: purpose, unit
         self._purpose, self._order = LONE, list[int]()
         self._left: set[int] = set()  # places of the list that have not been fetched
+        self._unoffered: deque[int] = deque()  # places that wait for their values
         self._at = 0  # the place behind the last need
         self._release_when_idle = False
         self._keep: int | None = None
@@ -68,8 +70,15 @@ class GatherSchedule:
         self.seen = []
         for unit in self._units:
             unit.values.finish_offers(purpose)  # peers may be one pass of a kind behind, no more
-        for index in order:
-            self._units[index].values.offer(purpose)
+        self._unoffered = deque(range(len(order)))
+        ready = not any(self._units[index].values.resting for index in order)
+        self._offer_to(len(order) if ready else 0)
+
+    def _offer_to(self, place: int) -> None:
+        """Offer what the list has before this place. Values that are being updated, or are on disk, are offered when
+        they are needed; a rank that needs one has offered all before it."""
+        while self._unoffered and self._unoffered[0] < place:
+            self._units[self._order[self._unoffered.popleft()]].values.offer(self._purpose)
 
     def need(self, *indices: int) -> None:
         """Make units whole now, and start what comes next."""
@@ -116,6 +125,7 @@ class GatherSchedule:
 
     def end(self) -> None:
         """The pass is over: fetch what is left of its list, and release all but the unit to keep."""
+        self._offer_to(len(self._order))
         keep, self._keep = self._keep, None
         self._busy.clear()
         for place in sorted(self._left):
@@ -170,6 +180,9 @@ class GatherSchedule:
         return all(row[0] for row in rows)
 
     def _fetch(self, place: int) -> None:
+        self._offer_to(place + 1)
+        for soon in self._order[place + 1 : place + 1 + READ_AHEAD]:
+            self._units[soon].values.start()
         if not self._comm.any_order:
             for earlier in sorted(other for other in self._left if other < place):
                 self._pass_over(earlier)

@@ -6,9 +6,7 @@ line with rank 0, or compared. 4 Parameters move into their units' flat buffers,
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -23,23 +21,24 @@ from onefold.blocks import find_blocks
 from onefold.build import Builder
 from onefold.comm import Comm, Comms, Label, Meter
 from onefold.config import AUTO, Zero
+from onefold.decide import decide_stage, decide_staying, room_left
 from onefold.engine import Engine, Pipeline, engine_of
 from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.hooks import attach
 from onefold.leftovers import let_go
 from onefold.memory import Pool
 from onefold.mesh import Axes, axes_of
+from onefold.offload import Offload
 from onefold.parts import Parts, agree_on_parts, held, is_split, put
-from onefold.placement import Scope
-from onefold.planner.auto import choose_stage, room_for_activations
-from onefold.planner.here import here
-from onefold.planner.sizes import Widths
+from onefold.placement import Scope, Tier
+from onefold.planner.sizes import of_layout
+from onefold.planner.states import updated_numel
 from onefold.precision import Precision
 from onefold.rounding import narrowed
 from onefold.survey import FROZEN, Survey, place, place_all, survey
+from onefold.tiers.place import Tiers
 from onefold.unit import Unit
 
-LOG = logging.getLogger("onefold")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -74,6 +73,8 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     parts = _agree(comms, settings, found, error)
     if settings.schedule == "negotiate" and not comm.any_order:
         raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
+    if Offload.of(settings.offload).optimizer is not None and comms.pp.size > 1:
+        raise ConfigError("offload does not go with a mesh axis 'pp' yet; leave one of them out")
     salt = agree_on_salt(world)
     for one in comms:
         one.salt = salt
@@ -83,7 +84,11 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     policy = Precision.of(settings.precision).decided(own_sum=comm.sums_here, cuda=device.type == "cuda")
     why = ""
     if settings.stage == "auto":
-        settings, why = _decide_stage(settings, found, policy, device, world, axes)
+        settings, why = decide_stage(settings, found, policy, device, world, axes)
+    staying: frozenset[str] = frozenset()
+    if Offload.of(settings.offload).optimizer == AUTO:
+        staying, told = decide_staying(settings, found, policy, device, world, axes)
+        why = "; ".join(part for part in (why, told) if part)
     named = [*found.trained, *found.frozen]
     if found.meta and (local := [name for name, param in named if name in parts and not is_split(param)]):
         raise ModelError(
@@ -93,10 +98,10 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
     if comms.tp.size > 1 and not found.meta:
         together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
-    pool = Pool(device)
+    pool, tiers = Pool(device), Tiers(device)
     units: list[Unit] = []
     try:
-        units = _build_units(model, found, settings, policy, comms, pool)
+        units = _build_units(model, found, settings, policy, comms, pool, tiers, staying)
     except Exception as mistake:  # a file that one rank lacks, say
         error = mistake
     agree(world, [], error)
@@ -108,7 +113,8 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         comms=comms,
         pool=pool,
         units=[unit for unit in units if unit.trained],
-        sharded=[unit for unit in units if unit.placement.parameters is Scope.SHARD],
+        sharded=[unit for unit in units if unit.placement.parameters is Scope.SHARD or unit.placement.late],
+        tiers=tiers,
         frozen=[(name, param) for name, param in found.frozen if name not in placed],
         digest=digest(found.lines),
         precision=policy,
@@ -121,7 +127,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     attach(engine, blocks)
     recomputed = blocks[:: settings.checkpoint_every]
     if settings.activations == AUTO:
-        room = _room(settings, found, policy, device, axes)
+        room = room_left(settings, found, policy, device, axes, len(staying))
         Deciding(engine, recomputed, comms.tp, room, len(blocks) - len(recomputed))
     else:
         attach_policy(engine, settings.activations, recomputed, comms.tp)
@@ -167,58 +173,31 @@ def _compare_over_tp(tp: Comm, named: list[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def _decide_stage(
-    settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
-) -> tuple[Zero, str]:
-    """stage="auto": by the smallest device of all ranks, so that all decide alike."""
-    machine = here(device)
-    memories = world.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
-    kinds, frozen = _kinds(found, policy)
-    stage, why = choose_stage(
-        found.infos,
-        kinds,
-        frozen,
-        ranks=axes.shard.size,
-        replicas=axes.replica.size,
-        bucket_bytes=settings.bucket_bytes,
-        machine=dataclasses.replace(machine, memory_bytes=min(int(row) for row in memories)),
-    )
-    if world.rank == 0:
-        LOG.info('stage="auto" chose stage %d: %s', stage, why)
-    return dataclasses.replace(settings, stage=stage), f"stage {stage}: {why}"
-
-
-def _room(settings: Zero, found: Survey, policy: Precision, device: torch.device, axes: Axes) -> int:
-    """Bytes that states leave on this device."""
-    kinds, frozen = _kinds(found, policy)
-    assert isinstance(settings.stage, int)
-    return room_for_activations(
-        found.infos, kinds, frozen, settings.stage, ranks=axes.shard.size, replicas=axes.replica.size,
-        bucket_bytes=settings.bucket_bytes, machine=here(device),
-    )  # fmt: skip
-
-
-def _kinds(found: Survey, policy: Precision) -> tuple[dict[str, Widths], frozenset[str]]:
-    """Bytes per element of each kind of parameter, and the kinds that are not trained."""
-    kinds = {info.kind: policy.dtypes(found.dtypes[info.name]).widths for info in found.infos}
-    return kinds, frozenset(kind for kind in kinds if kind.endswith(FROZEN))
-
-
 def _build_units(
-    model: nn.Module, found: Survey, settings: Zero, policy: Precision, comms: Comms, pool: Pool
+    model: nn.Module,
+    found: Survey,
+    settings: Zero,
+    policy: Precision,
+    comms: Comms,
+    pool: Pool,
+    tiers: Tiers,
+    staying: frozenset[str],
 ) -> list[Unit]:
     """Move the parameters into their units, one unit at a time; frozen ones that stay whole are left where they are."""
     builder = Builder(model, pool.device, settings.init, settings.seed) if found.meta else None
     params, units = dict(found.trained + found.frozen), []
+    _reserve(found, settings, policy, comms.shard, tiers, staying)
     for layout in found.layouts:
-        placement = place(layout, settings, comms.shard.size)
+        placement = place(layout, settings, comms.shard.size, staying)
         members = [params.pop(slot.name) for slot in layout.slots]
         if builder:
             builder.build(members)
         trained, dtype = not layout.kind.endswith(FROZEN), found.dtypes[layout.slots[0].name]
         if trained or placement.parameters is Scope.SHARD:
             dtypes = policy.dtypes(dtype)
-            units.append(Unit(layout, members, placement, comms.shard, comms.replica, pool, dtypes, trained=trained))
+            units.append(
+                Unit(layout, members, placement, comms.shard, comms.replica, pool, dtypes, tiers, trained=trained)
+            )
         else:
             for param in members:
                 if param.dtype is not dtype:
@@ -227,6 +206,21 @@ def _build_units(
     if builder:
         builder.finish()
     return units
+
+
+def _reserve(
+    found: Survey, settings: Zero, policy: Precision, comm: Comm, tiers: Tiers, staying: frozenset[str]
+) -> None:
+    """Is there room for what shard() itself puts on the host or on disk? The optimizer's state comes later."""
+    needed = dict.fromkeys(Tier, 0)
+    for layout in found.layouts:
+        placement = place(layout, settings, comm.size, staying)
+        widths = policy.dtypes(found.dtypes[layout.slots[0].name]).widths
+        size = of_layout(layout, comm.rank, widths, trained=not layout.kind.endswith(FROZEN))
+        needed[placement.optimizer_tier] += updated_numel(size, placement) * widths.master
+        needed[placement.parameters_tier] += size.shard * widths.compute
+    offload = Offload.of(settings.offload)
+    tiers.reserve("offload", host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=offload.path)
 
 
 def _device(model: nn.Module, wanted: Any, axes: Axes) -> torch.device:

@@ -8,7 +8,7 @@ Every slice starts and ends on a full vector, so cutting changes no bit of any u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from onefold.elementwise import bare_step
 from onefold.errors import StateError
 from onefold.fused import fits, update_slice
+from onefold.gradients import Parcel
 from onefold.layout import Span
 from onefold.master import NarrowMaster
-from onefold.memory import Pool
 from onefold.native.update import fits as fits_cpu
 from onefold.native.update import update_slice as update_slice_on_cpu
 from onefold.planner.states import StateCost
@@ -42,13 +42,18 @@ class Slice(NamedTuple):
 class UnitOptimizer:
     """The wrapped class, on the part of one unit that this rank updates."""
 
-    def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], pool: Pool) -> None:
-        self.unit, self._pool = unit, pool
+    def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+        self.unit, self._pool = unit, unit.pool
+        self._lends = unit.dtypes.narrow or unit.away  # what is updated is not the values that compute sees
+        unit.more_state = self.state_tensors
         self.cls, self.kwargs = cls, kwargs
         self._lent: list[Tensor] = []
+        self.threads: int | None = None  # of the CPU's kernel; None: as many as torch uses
         self.native = True  # may use the CPU's kernel; no, if another rank has none
+        self._parcel: Parcel | None = None
         self._in_one_kernel: list[Slice] = []  # in the last update
-        self._nothing = torch.empty(0, device=pool.device)  # what a slice holds while no master is lent to it
+        # what a slice holds while no master is lent to it
+        self._nothing = torch.empty(0, dtype=unit.master.dtype, device=unit.pool.device)
         self.slices: dict[int, list[Slice]] = {}  # group -> slices, in order
         self.inner: torch.optim.Optimizer | None = None
         self.group_numbers: list[int] = []  # of the inner optimizer's param groups
@@ -59,17 +64,23 @@ class UnitOptimizer:
         if not slices:
             return
         self.slices[group] = slices
-        shown = slices if self.unit.dtypes.narrow and self.cls not in KNOWN else []
-        for piece in shown:  # some classes make their state at once, in the shape of what they see
-            piece.tensor.data = self.unit.master.open(piece.span)
+        if self._lends and self.cls not in KNOWN:  # it may make its state at once, in the shape of what it sees
+            with self.unit.at_hand(write=self.unit.image is not None):
+                for piece in slices:
+                    piece.tensor.data = self.unit.master.open(piece.span)
+                self._add_inner(group, slices)
+                for piece in slices:
+                    self._take_back(piece)
+        else:
+            self._add_inner(group, slices)
+
+    def _add_inner(self, group: int, slices: list[Slice]) -> None:
         inner_group = {"params": [piece.tensor for piece in slices]}
         if self.inner is None:
             self.inner = self.cls([inner_group], **self.kwargs)
         else:
             self.inner.add_param_group(inner_group)
         self.group_numbers.append(group)
-        for piece in shown:
-            self._take_back(piece)
 
     def update(
         self,
@@ -78,11 +89,14 @@ class UnitOptimizer:
         first_param: int,
         factor: float | Tensor,
         bad: Tensor | None = None,
+        parcel: Parcel | None = None,
     ) -> None:
         """Step the used slices with the hyperparameters of the outer groups; 16-bit gradients are times `factor`. Where
-        one CUDA kernel does it all, `bad` on the device keeps it from writing anything."""
+        one kernel does it all, `bad` on the device keeps it from writing anything. The gradient is what was reduced, or
+        a parcel of it."""
         if self.inner is None:
             return
+        self._parcel = parcel
         used: list[Slice] = []
         self._in_one_kernel = []
         for inner_group, group in zip(self.inner.param_groups, self.group_numbers, strict=True):
@@ -101,6 +115,16 @@ class UnitOptimizer:
             self._take_back(piece)
         while self._lent:
             self._pool.give(self._lent.pop())
+        self._parcel = None
+
+    def covers(self, kept: Sequence[int], first_param: int) -> bool:
+        """Whether an update writes all that this rank owns."""
+        used = [piece for piece in self.all_slices() if all(kept[first_param + slot] for slot in piece.slots)]
+        return sum(piece.span.numel for piece in used) == self.unit.master.owned.numel
+
+    def _gradient(self, span: Span) -> Tensor:
+        gradients = self.unit.gradients
+        return gradients.part(span) if self._parcel is None else gradients.of_parcel(self._parcel, span)
 
     @property
     def device(self) -> torch.device:
@@ -114,10 +138,12 @@ class UnitOptimizer:
 
     def _update_fused(self, piece: Slice, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None) -> None:
         assert self.inner is not None and isinstance(self.unit.master, NarrowMaster)
-        vectors = self.unit.gradients.part(piece.span), *self.unit.master.parts(piece.span)
+        vectors = self._gradient(piece.span), *self.unit.master.parts(piece.span)
         state, device = self.inner.state[piece.tensor], self.device
         if device.type == "cpu":
-            update_slice_on_cpu(self.cls, group, state, *vectors, float(factor), torch.get_num_threads())
+            update_slice_on_cpu(
+                self.cls, group, state, *vectors, float(factor), self.threads or torch.get_num_threads()
+            )
             return
         factor = torch.as_tensor(factor, dtype=torch.float32, device=device)
         bad = torch.zeros((), device=device) if bad is None else bad
@@ -131,8 +157,8 @@ class UnitOptimizer:
 
     def _lend(self, piece: Slice, factor: float | Tensor) -> None:
         """Let the inner optimizer see values and gradient of a slice, in the dtype it works in."""
-        grad, narrow = self.unit.gradients.part(piece.span), self.unit.dtypes.narrow
-        if narrow:
+        grad, narrow = self._gradient(piece.span), self.unit.dtypes.narrow
+        if self._lends:
             piece.tensor.data = self.unit.master.open(piece.span)
         if narrow or factor != 1.0:  # in fp32: a product with a 16-bit vector would be rounded to 16 bits
             wide = self._pool.take(piece.span.numel, torch.float32 if narrow else grad.dtype)
@@ -142,7 +168,7 @@ class UnitOptimizer:
 
     def _take_back(self, piece: Slice) -> None:
         piece.tensor.grad = None
-        if self.unit.dtypes.narrow:
+        if self._lends:
             wide, piece.tensor.data = piece.tensor.data, self._nothing
             self.unit.master.close(piece.span, wide)
 
@@ -154,7 +180,7 @@ class UnitOptimizer:
             return None
         whole = Span(layout.slots[inside[0]].padded_span.start, layout.slots[inside[-1]].padded_span.stop)
         span = whole.clip(owned)
-        values = self._nothing if self.unit.dtypes.narrow else self.unit.values.part(span)
+        values = self._nothing if self._lends else self.unit.values.part(span)
         return Slice(span, inside, nn.Parameter(values))
 
     def _part(self, group: int, inner_group: dict[str, Any], kept: bytearray, first_param: int) -> None:
@@ -182,22 +208,32 @@ class UnitOptimizer:
         states = [dict(state) for state in self.inner.state.values()] if self.inner is not None else []
         return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
 
-    def planned_bytes(self, cost: StateCost) -> int:
-        """State of the slices that have been updated at least once."""
+    def planned_state(self, cost: StateCost) -> tuple[int, int]:
+        """Of the slices that have been updated at least once: bytes of vectors, and of step counts."""
         assert self.inner is not None or not self.slices
         live = [piece for piece in self.all_slices() if self.inner is not None and self.inner.state.get(piece.tensor)]
-        return sum(piece.span.numel * cost.per_element + cost.per_tensor for piece in live)
+        return sum(piece.span.numel for piece in live) * cost.per_element, len(live) * cost.per_tensor
 
     def state_dict(self) -> list[dict[str, Any]]:
+        with self.unit.at_hand():
+            return self._rows()
+
+    def _rows(self) -> list[dict[str, Any]]:
         rows = []
         for piece in self.all_slices():
             assert self.inner is not None
             state = dict(self.inner.state.get(piece.tensor, {}))
+            if self.unit.image is not None:  # they will rest again
+                state = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in state.items()}
             rows.append({"unit": self.unit.name, "slots": piece.slots, "span": tuple(piece.span), "state": state})
         return rows
 
     def load(self, rows: list[dict[str, Any]]) -> None:
         """Take back slices and their state; the cuts are the saved ones."""
+        with self.unit.at_hand(write=True):
+            self._load(rows)
+
+    def _load(self, rows: list[dict[str, Any]]) -> None:
         for group in self.group_numbers:
             slots = [slot for piece in self.slices[group] for slot in piece.slots]
             mine = [row for row in rows if set(row["slots"]) <= set(slots)]

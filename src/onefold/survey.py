@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,8 +12,9 @@ from onefold.blocks import block_of, find_blocks
 from onefold.config import Zero
 from onefold.errors import ConfigError, ModelError
 from onefold.layout import ParamInfo, UnitLayout, plan_units
+from onefold.offload import Offload
 from onefold.parts import check, held, tell
-from onefold.placement import STAGES, Placement, Scope
+from onefold.placement import STAGES, Placement, Scope, Tier
 from onefold.precision import Precision
 from onefold.views import dense_stride
 
@@ -36,15 +37,20 @@ class Survey(NamedTuple):
 
 def place_all(settings: Zero) -> Placement:
     """The row of the table for most units. As long as "auto" is undecided, any will do to compare ranks."""
-    return STAGES[3 if settings.stage == "auto" else settings.stage]
+    offload = Offload.of(settings.offload)
+    return STAGES[3 if settings.stage == "auto" else settings.stage].on(offload.optimizer_tier, offload.parameters_tier)
 
 
-def place(layout: UnitLayout, settings: Zero, ranks: int) -> Placement:
-    """The row of the placement table for one unit: small ones may keep their parameters whole."""
-    placement = place_all(settings).over(ranks)
+def place(layout: UnitLayout, settings: Zero, ranks: int, staying: Container[str] = frozenset()) -> Placement:
+    """The row of the placement table for one unit: small ones may keep their parameters whole, and units that are
+    `staying` have their optimizer state on the device (Offload(optimizer="auto"), once that is decided)."""
+    placement = place_all(settings)
+    if layout.name in staying:
+        placement = placement.on(Tier.DEVICE, placement.parameters_tier)
+    placement = placement.over(ranks)
     keep = settings.keep_whole
     small = keep(layout.name, layout.used_numel) if callable(keep) else layout.used_numel <= keep
-    return placement._replace(parameters=Scope.WHOLE) if small else placement
+    return placement._replace(parameters=Scope.WHOLE, parameters_tier=Tier.DEVICE, late=False) if small else placement
 
 
 def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_ranks: Sequence[int] = ()) -> Survey:

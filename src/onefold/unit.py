@@ -1,20 +1,29 @@
-"""One flat unit: a few parameters whose values and gradients live, move and are updated together."""
+"""One flat unit: a few parameters whose values and gradients live, move and are updated together.
+
+Where the host updates, the master and the optimizer's state are the host's, in memory or in a file, and values come to
+a *desk* there: `at_hand` is for whoever wants to see or change them between steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from onefold.comm import Comm, Label
+from onefold.desk import Desk
 from onefold.gradients import Gradients
 from onefold.layout import UnitLayout
-from onefold.master import master_of
+from onefold.master import beside, master_of
 from onefold.memory import Pool
 from onefold.parts import version
-from onefold.placement import Placement, Scope
+from onefold.placement import Placement, Scope, Tier
 from onefold.precision import Dtypes
+from onefold.tiers.host import Mark
+from onefold.tiers.image import Image
+from onefold.tiers.place import Tiers
 from onefold.values import Values
 from onefold.views import FlatViews
 
@@ -29,6 +38,7 @@ class Unit:
         replicas: Comm,
         pool: Pool,
         dtypes: Dtypes,
+        tiers: Tiers,
         *,
         trained: bool,
     ) -> None:
@@ -37,21 +47,110 @@ class Unit:
         self.mine = layout.shard(comm.rank)
         views = FlatViews(layout, params, dtypes.compute)
         owned = layout.body if placement.optimizer is Scope.WHOLE else layout.body.clip(self.mine)
+        self.away = placement.away and trained  # the host updates
         wide = views.lay(params, owned, torch.float32) if trained and dtypes.narrow else None
-        self.values = Values(views, params, placement.parameters, comm)
-        self.master = master_of(self.values, owned, wide, dtypes.master, pool)
+        self.values = Values(views, params, placement, comm, tiers.host)
         self._views, self._comm = views, comm
-        self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes)
+        self.pool = tiers.host.scratch if self.away else pool  # for updates
+        self.desk = Desk(self.values, owned, tiers.host) if self.away else None
+        kept = beside(wide, dtypes.master) if wide is not None else None
+        kept = tiers.host.keep(kept, pinned=False) if kept is not None and self.away else kept
+        self.master = master_of(self.desk or self.values, owned, kept, self.pool)
+        host = tiers.host if self.away else None
+        self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes, host)
+        self.more_state: Callable[[], list[Tensor]] = list  # of the optimizer
+        self.image: Image | None = None  # of master and state, where they are in a file
+        if self.away and placement.optimizer_tier is Tier.DISK:
+            self.image = tiers.image(f"optimizer state of {self.name}", tiers.host.scratch, self.state_tensors)
+            self.image.close(changed=True)
+            self.image.reap()  # or the buffers of all units would be held at once
+        if placement.parameters_tier is Tier.DISK:
+            self.values.rest(tiers.image(f"parameters of {self.name}", tiers.host.staging, self.values.shards))
+        self._tiers, self._at_hand = tiers, False
         self._versions: list[int] = []
         self.know_edits()
 
+    @property
+    def gathers_updated(self) -> bool:
+        """Each rank updates its shard, and all have them whole."""
+        return self.placement.optimizer is Scope.SHARD and self.placement.parameters is Scope.WHOLE
+
+    def state_tensors(self) -> list[Tensor]:
+        """The master and the optimizer's state."""
+        return [*self.master.tensors(), *self.more_state()]
+
     def take_edits(self) -> None:
         """Whole 16-bit parameters that were edited in place tell their master."""
-        if self.dtypes.narrow and self.placement.parameters is Scope.WHOLE:
-            for slot, param, before in zip(self.layout.slots, self.params, self._versions, strict=True):
-                if version(param) != before:
-                    self.master.adopt(slot.span)
+        if self.dtypes.narrow and self.placement.parameters is Scope.WHOLE and not self.placement.late:
+            now = [version(param) for param in self.params]
+            edited = [s.span for s, new, old in zip(self.layout.slots, now, self._versions, strict=True) if new != old]
+            with self.at_hand(write=True) if edited else nullcontext():
+                for span in edited:
+                    self.master.adopt(span)
             self.know_edits()
+
+    # -- on the host -------------------------------------------------------------------------------------------------
+
+    def prepare(self, after: Mark | None = None, *, values: bool = True) -> None:
+        """Start to bring what an update needs to where it runs."""
+        if self.image is not None:
+            self.image.start()
+        if self.desk is not None:
+            self.desk.start(after, fill=values)
+
+    def open(self) -> None:
+        """It is there."""
+        if self.image is not None:
+            self.image.open()
+        if self.desk is not None:
+            self.desk.open()
+
+    def close(self, *, changed: bool, after: Mark | None = None) -> Mark:
+        """Back to where it belongs; when the values are there."""
+        if self.image is not None:
+            self.image.close(changed=changed)
+        return self.desk.close(changed=changed, after=after) if self.desk is not None else Mark()
+
+    def reap(self) -> None:
+        """Wait until what was changed is back."""
+        if self.image is not None:
+            self.image.reap()
+        if self.desk is not None:
+            self.desk.reap()
+
+    @contextmanager
+    def at_hand(self, *, write: bool = False) -> Iterator[None]:
+        """Master and state can be read, and with `write` changed."""
+        if not self.away or self._at_hand:
+            yield
+            return
+        self._tiers.turn_to(None)
+        self._bring()
+        try:
+            yield
+        finally:
+            self._take_away(changed=write)
+
+    def stay_at_hand(self) -> None:
+        """The same for whoever reads bit by bit: until another unit is turned to."""
+        if self.away and not self._at_hand:
+            self._tiers.turn_to(self)
+
+    def _bring(self) -> None:
+        self.values.settle()
+        self._at_hand = True
+        self.prepare()
+        self.open()
+
+    def _take_away(self, *, changed: bool) -> None:
+        self._at_hand = False
+        self.close(changed=changed).order()
+        self.reap()
+
+    def turned_to(self, here: bool) -> None:
+        self._bring() if here else self._take_away(changed=False)
+
+    # -- of the master -----------------------------------------------------------------------------------------------
 
     def know_edits(self) -> None:
         """Whatever was edited by now has reached the master."""
@@ -68,12 +167,17 @@ class Unit:
         if part.numel:
             flat = self._views.in_memory_order(value, slot)
             at = part.shift(-self.layout.slots[slot].start)
-            self.master.poke(part, flat[at.start : at.stop].to(self._views.device))
+            with self.at_hand(write=True):
+                self.master.poke(part, flat[at.start : at.stop].to(self.pool.device))
 
     def whole_master(self) -> list[Tensor]:
         """Every parameter as the master has it, gathered from all ranks. Collective where the optimizer is sharded."""
         flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self._views.device)
-        self.master.peek(self.master.owned, flat[self.master.owned.start : self.master.owned.stop])
+        owned = self.master.owned
+        with self.at_hand():
+            mine = torch.empty(owned.numel, dtype=torch.float32, device=self.pool.device)
+            self.master.peek(owned, mine)
+        flat[owned.start : owned.stop].copy_(mine)
         if self.placement.optimizer is Scope.SHARD:
             self._comm.gather(flat, Label("gather", self.name)).wait()
         return self._views.all(flat)

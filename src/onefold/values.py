@@ -8,11 +8,16 @@ bytes back and fills them; the parameters become views of it. On release the sto
 autograd saved lose their memory too and come back to life with the next fetch. A released parameter reads as NaN: it is
 a placeholder of its true shape, one NaN of its own seen many times. Most writes to that raise in torch; those that do
 not change the NaN, and the next fetch finds it.
+
+My shard may rest in host memory, or in a file (an image of one tensor), from where a fetch brings it to the device.
+Where the host updates, new values may still be on their way when the next pass begins (`expect`): whoever offers or
+fetches them waits first, and values that are whole are hidden, as released ones are, until they are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import Enum
 from typing import NoReturn
 
@@ -24,8 +29,10 @@ from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.memory import storage_key
 from onefold.parts import held, put, version
-from onefold.placement import Scope
+from onefold.placement import Placement, Scope, Tier
 from onefold.rounding import narrowed
+from onefold.tiers.host import Host, Mark
+from onefold.tiers.image import Image
 from onefold.views import FlatViews
 
 
@@ -38,8 +45,11 @@ class Presence(Enum):
 
 
 class Values:
-    def __init__(self, views: FlatViews, params: Sequence[nn.Parameter], scope: Scope, comm: Comm) -> None:
-        self._views, self._params, self.scope, self._comm = views, list(params), scope, comm
+    def __init__(
+        self, views: FlatViews, params: Sequence[nn.Parameter], placement: Placement, comm: Comm, host: Host
+    ) -> None:
+        self._views, self._params, self._comm, self._host = views, list(params), comm, host
+        self.scope, self._late, self._tier = placement.parameters, placement.late, placement.parameters_tier
         self._mine = views.layout.shard(comm.rank)
         self.whole = views.empty(views.layout.numel)
         self.storage = storage_key(self.whole)
@@ -49,7 +59,12 @@ class Values:
         self._offers: dict[str, list[Pending]] = {}  # of my shard, by purpose
         self.pins = 0  # while above zero, release does nothing
         self._shard: Tensor | None = None
-        if scope is Scope.WHOLE:
+        self.image: Image | None = None  # the file in which my shard rests
+        self._coming: Callable[[], None] | None = None  # waits for an update that is on the way
+        self._copied: Mark | None = None  # my shard is on its way to the device
+        self._read = Mark()  # the last such copy
+        self._lay_marks()
+        if self.scope is Scope.WHOLE:
             self._lay_whole()
         else:
             self._lay_shard()
@@ -66,13 +81,45 @@ class Values:
         dtypes = {param.dtype for param in self._params}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         self._shard = narrowed(self._views.lay(self._params, self._mine, dtype), self._views.dtype)
-        dtype, device = self._views.dtype, self._views.device
-        self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
-        self._placeholders = [self._marks[i].expand(held(p).size()) for i, p in enumerate(self._params)]
+        if self._tier is not Tier.DEVICE:
+            self._shard = self._host.keep(self._shard)
         self.presence = Presence.SHARDED
         self._hide()
 
+    def _lay_marks(self) -> None:
+        """What stands for values that are not to be seen."""
+        if self.scope is Scope.SHARD or self._late:
+            dtype, device = self._views.dtype, self._views.device
+            self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
+            self._placeholders = [self._marks[i].expand(held(p).size()) for i, p in enumerate(self._params)]
+
     # -- what the optimizer updates ---------------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._views.dtype
+
+    @property
+    def resting(self) -> bool:
+        """My shard is not in memory, or an update of it is on the way."""
+        return self._coming is not None or self.image is not None
+
+    def expect(self, wait: Callable[[], None]) -> None:
+        """An update was started elsewhere: nobody sees values before `wait` has returned."""
+        assert self._coming is None
+        self._coming = wait
+        if self.scope is Scope.WHOLE and self._late and self.presence is Presence.WHOLE:
+            written = [i for i, param in enumerate(self._params) if version(param) != self._versions[i]]
+            self._hide()
+            self.presence = Presence.GATHERING
+            if written:
+                self._refuse_write(written)
+
+    def settle(self) -> None:
+        """No update is on the way."""
+        if self._coming is not None:
+            coming, self._coming = self._coming, None
+            coming()
 
     def part(self, span: Span) -> Tensor:
         """The values of these elements of the unit, which this rank updates."""
@@ -89,7 +136,10 @@ class Values:
 
     def offer(self, purpose: str, to: Sequence[int] | None = None) -> None:
         """Let peers, all or some, have my shard once more."""
-        assert self._shard is not None
+        self.settle()
+        if self._shard is None or self._comm.size == 1:
+            return
+        self.wake()
         offer = self._comm.offer(self._shard, Label(purpose, self._views.layout.name), to)
         self._offers.setdefault(purpose, []).append(offer)
 
@@ -101,22 +151,71 @@ class Values:
 
     def fetch(self, purpose: str) -> None:
         """SHARDED -> GATHERING. What is whole already is fetched all the same: each offer is taken once."""
-        assert self._shard is not None
+        if self._shard is None:
+            return
+        self.settle()
         self.finish_gather()
         if self.presence is Presence.SHARDED:
             storage = self.whole.untyped_storage()
             storage.resize_(self._views.layout.numel * self.whole.itemsize)
             self._resized()
-            self.whole[self._mine.start : self._mine.stop].copy_(self._shard)
+            self._fill_mine()
             self.presence = Presence.GATHERING
-        self._arriving = self._comm.fetch(self.whole, Label(purpose, self._views.layout.name))
+        if self._comm.size > 1:
+            with self._host.before(self._copied) if self._copied else nullcontext():
+                self._arriving = self._comm.fetch(self.whole, Label(purpose, self._views.layout.name))
+
+    def _fill_mine(self) -> None:
+        """My slot of the buffer; from the host it comes beside compute."""
+        assert self._shard is not None
+        self.wake()
+        mine = self.whole[self._mine.start : self._mine.stop]
+        if self.on_host:
+            self._copied = self._host.up(self._shard, mine)
+        else:
+            mine.copy_(self._shard)
+
+    @property
+    def on_host(self) -> bool:
+        """My shard rests there, or on disk."""
+        return self._shard is not None and self._tier is not Tier.DEVICE
+
+    def rest(self, image: Image) -> None:
+        """From now on my shard rests in a file."""
+        self.image = image
+        image.close(changed=True)
+        image.reap()
+
+    def start(self) -> None:
+        """My shard will be needed soon."""
+        if self.image is not None:
+            self.image.start()
+
+    def wake(self) -> None:
+        """My shard is in memory."""
+        if self.image is not None:
+            self.image.open()
+
+    def sleep(self, *, changed: bool = False) -> None:
+        """My shard is not needed for a while."""
+        if self.image is not None and self.image.is_open:
+            (self._copied or self._read).wait()
+            self.finish_offers()
+            self.image.close(changed=changed)
+
+    def shards(self) -> list[Tensor]:
+        return [] if self._shard is None else [self._shard]
 
     def finish_gather(self) -> None:
         """GATHERING -> WHOLE: wait, and let the parameters see their values."""
         if self._arriving is not None:
             arriving, self._arriving = self._arriving, None
             arriving.wait()
+        if self._copied is not None:
+            self._read, self._copied = self._copied, None
+            self._read.order()
         if self.presence is Presence.GATHERING:
+            self.settle()
             self._check_marks()
             self._check_places(self._placeholders)
             self.presence = Presence.WHOLE
@@ -133,6 +232,7 @@ class Values:
             self.whole.untyped_storage().resize_(0)
             self._resized()
             self.presence = Presence.SHARDED
+            self.sleep()
             if written:
                 self._refuse_write(written)
 
@@ -142,11 +242,15 @@ class Values:
 
     def write_back(self) -> None:
         """Take what the whole parameters hold now as the truth."""
-        if self._shard is not None:
+        if self._shard is None:
+            self._versions = [version(param) for param in self._params]
+        else:
             assert self.presence is Presence.WHOLE
             self.finish_offers()
             self._versions = [version(param) for param in self._params]
+            self.wake()
             self._shard.copy_(self.whole[self._mine.start : self._mine.stop])
+            self.sleep(changed=True)
 
     def _show(self) -> None:
         for param, view in zip(self._params, self._flat_views, strict=True):
@@ -193,15 +297,10 @@ class Values:
             f"onefold.full_parameters(model, write=True), and not in forward (nn.Embedding(max_norm=…) does)"
         )
 
-    @property
-    def resident_numel(self) -> int:
-        """Elements this rank holds when nothing is gathered: the shard and a mark per parameter, or all."""
-        layout = self._views.layout
-        return layout.numel if self._shard is None else layout.shard_numel + len(self._params)
-
     def tensors(self) -> list[Tensor]:
         """What holds values now."""
-        return [self.whole] if self._shard is None else [self._shard, self.whole, self._marks]
+        marks = [self._marks] if self.scope is Scope.SHARD or self._late else []
+        return [self.whole, *marks] if self._shard is None else [self._shard, self.whole, *marks]
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import onefold
 from onefold.engine import engine_of
+from onefold.inventory import storages
 from onefold.memory import CATEGORIES
-from onefold.report import storages
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
 from tests.parity.models import GPT, Case, token_loss

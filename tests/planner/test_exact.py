@@ -184,3 +184,37 @@ def test_the_peak_is_planned_within_a_tenth(name, stage):
     assert planned.sent == sent
     assert planned.communication == pytest.approx(buffers, rel=0.1)
     assert planned.peak_bytes == pytest.approx(peak, rel=0.1)
+
+
+TIERS = {
+    "host": {"optimizer": "host"},
+    "half": {"optimizer": "auto", "device_bytes": 400_000},
+    "all on the host": {"optimizer": "host", "parameters": "host"},
+    "all on disk": {"optimizer": "disk", "parameters": "disk"},
+}
+
+
+def tier_case(zero: Zero) -> dict[str, Any]:
+    torch.manual_seed(0)
+    fields = {"width": 40, "inner": 90, "depth": 6, "frozen": True, "buffers": True}
+    states, buffers, peak, sent = measure(model := Random(**fields), torch.randn(4, 7), zero, "adamw")
+    rows = {(row.state, row.place == "disk"): row.measured for row in onefold.memory(model).elsewhere}
+    return {"states": states, "buffers": buffers, "peak": peak, "sent": sent, "rows": rows}
+
+
+@pytest.mark.parametrize(("tiers", "stage"), [("host", 1), ("host", 2), *((tiers, 3) for tiers in TIERS)])
+def test_states_on_every_tier_are_planned_to_the_byte(tiers, stage, tmp_path):
+    path = {"path": tmp_path} if "disk" in tiers else {}
+    zero = Zero(stage=stage, precision="bf16", bucket_bytes=8192, offload=onefold.Offload(**TIERS[tiers], **path))
+    found = run_ranks(2, tier_case, zero)[0]
+    model = Random(width=40, inner=90, depth=6, frozen=True, buffers=True)
+    planned = rehearse(model, torch.zeros(4, 7), zero, cost_of("adamw"), ranks=2)
+    assert tuple(planned.states) == found["states"]
+    assert planned.sent == found["sent"]
+    for disk, states in ((False, planned.host), (True, planned.disk)):
+        for state in ("optimizer", "parameters"):
+            assert getattr(states, state) == found["rows"].get((state, disk), 0), (state, disk)
+    assert planned.communication == pytest.approx(found["buffers"], rel=0.1)
+    assert planned.peak_bytes == pytest.approx(found["peak"], rel=0.1)
+    assert (planned.states.optimizer > 0) == (tiers == "half")
+    assert planned.host.optimizer > 0

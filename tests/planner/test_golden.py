@@ -1,5 +1,7 @@
 """The paper's numbers, and what later texts say of them, right and wrong: the planner gives the right ones."""
 
+import dataclasses
+
 import pytest
 
 from onefold.lookahead import exposed_s
@@ -259,6 +261,70 @@ def test_70b_over_pcie_takes_547_ms_one_way():
     found = estimate(70e9, 16, 3, optimizer="host")
     moved = 2 * sum(unit.shard * unit.widths.compute for unit in found.sizes.units)  # gradients down, parameters up
     assert moved / 32e9 == pytest.approx(0.547, abs=0.001)
+
+
+# -- tiers -----------------------------------------------------------------------------------------------------------
+
+MEASURED = dataclasses.replace(  # one H200 and 16 cores, as measured with a 2.78B model
+    hardware("h200"), node_ranks=1, host_rate=100e9, efficiency=0.61
+)
+GPT_2_8B = Shape(layers=32, hidden=2560, heads=20, vocab=2 * 50257)  # with an output layer of its own
+
+
+def offloaded(stage=3, *, inside=True, machine=MEASURED, widths=SPLIT, batch=16, **choice):
+    return Estimate(
+        work=Work(widths=widths, shape=GPT_2_8B), choice=Choice(stage, **{"optimizer": "host", **choice}),
+        grid=grid_of(1), hardware=machine, cost=ADAM, batch=batch, inside=inside,
+    )  # fmt: skip
+
+
+def test_a_cpu_update_and_the_gpu_run_side_by_side():
+    """2.78B, 16 sequences, checkpointed: 610 ms on the GPU; 26 bytes per parameter at 100 GB/s on the CPU."""
+    found = offloaded()
+    assert found.compute_s == pytest.approx(0.61, rel=0.05)
+    assert 0.7 <= found.host_side_s <= 0.8
+    assert found.step_s == pytest.approx(max(found.compute_s, found.host_side_s), rel=0.1)
+    wide = offloaded(widths=MIXED)
+    assert wide.host_side_s / found.host_side_s == pytest.approx(28 / 26, rel=0.001)
+
+
+def test_what_hides_an_update_on_the_host():
+    """After clipping only the next forward, and at stage 2 nothing; inside backward that too."""
+    beside_all, beside_forward = offloaded(), offloaded(inside=False)
+    forward = beside_all.compute_s / 4
+    tail = beside_all.step_s - max(beside_all.compute_s, beside_all.host_side_s)
+    assert 0 < tail < 0.1 * beside_all.host_side_s
+    assert beside_forward.step_s == pytest.approx(
+        beside_forward.compute_s + beside_forward.host_side_s - forward + tail
+    )
+    waits = offloaded(2, inside=False)
+    assert waits.step_s == pytest.approx(waits.compute_s + waits.host_side_s)
+    assert offloaded(2).step_s == pytest.approx(forward + waits.host_side_s + tail)
+
+
+def test_units_that_stay_on_the_device_take_work_off_the_host():
+    units = len(offloaded().sizes.units)
+    half = offloaded(staying=units // 2)
+    assert half.host_side_s == pytest.approx(offloaded().host_side_s / 2, rel=0.1)
+    assert half.resident.optimizer > 0.4 * 10 * GPT_2_8B.numel
+    assert half.step_s < 1.05 * half.compute_s, "the GPU is the slower one now, and no tail is left"
+
+
+def test_the_slowest_of_processors_pcie_and_disk_counts():
+    on_disk = offloaded(optimizer="disk", machine=dataclasses.replace(MEASURED, disk_rate=7e9))
+    assert on_disk.host_side_s == pytest.approx(2 * 10 * GPT_2_8B.numel / 7e9, rel=0.01)
+    slow = offloaded(machine=dataclasses.replace(MEASURED, pcie_rate=5e9))
+    assert slow.host_side_s == pytest.approx(4 * GPT_2_8B.numel / 5e9, rel=0.01)  # gradients and values down
+
+
+def test_the_runtime_streams_gradients_so_it_needs_less_than_the_formula():
+    """4 bytes per parameter by the paper's count; 2 stay, where nothing adds up over micro-batches first."""
+    found = estimate(70e9, 16, 3, optimizer="host")
+    assert (found.states.total / GB, found.resident.total / GB) == pytest.approx((17.5, 8.75), abs=0.01)
+    assert found.host_bytes == pytest.approx(14 * 70e9 / 16, rel=0.01)  # 12 of state, 2 of gradients that wait
+    assert found.pinned_bytes == pytest.approx(2 * 70e9 / 16, rel=0.05)
+    on_disk = estimate(70e9, 16, 3, optimizer="disk", parameters="disk")
+    assert on_disk.resident.total < 0.01 * GB and on_disk.disk_bytes == pytest.approx(14 * 70e9 / 16, rel=0.01)
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------

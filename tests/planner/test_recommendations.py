@@ -1,5 +1,7 @@
 """What the planner recommends in situations whose answer is known, and that it says why."""
 
+import dataclasses
+
 import pytest
 
 from onefold.planner.estimate import Choice
@@ -50,6 +52,17 @@ def test_memory_critical_gives_stage_3():
 def test_huge_gives_stage_3_with_offload():
     found = best(question(GPT_200B, 16, "a100-80"))
     assert found.estimate.choice.stage == 3 and found.estimate.choice.optimizer in ("host", "disk")
+
+
+def test_a_device_with_room_left_keeps_some_units():
+    """10B on one H200: all states do not fit, and with the optimizer on the host much of the device is empty."""
+    rows = recommend(question(Shape(layers=50, hidden=4096, heads=32), 1, "h200", batch=4))
+    mixed = next(row for row in rows if row.estimate.choice.staying)
+    assert mixed.fits and f"but for {mixed.estimate.choice.staying} units" in str(mixed.estimate.choice)
+    plain = next(row for row in rows if row.estimate.choice == mixed.estimate.choice._replace(staying=0))
+    assert mixed.estimate.step_s < plain.estimate.step_s
+    more = mixed.estimate.choice._replace(staying=mixed.estimate.choice.staying + 1)
+    assert not dataclasses.replace(mixed.estimate, choice=more).fits, "one more would not fit"
 
 
 def test_bert_needs_little_or_nothing():

@@ -32,6 +32,20 @@ def test_on_other_ranks_a_run_goes_on_with_the_same_global_batch(tmp_path):
     assert (after["global_batch"], after["ranks"], after["accumulation"]) == (before, 1, 2)
 
 
+@pytest.mark.parametrize("clip", [1.0, 0.0])  # after backward, and inside it
+def test_an_offloaded_run_goes_on_with_and_without_offload_to_the_same_losses(clip, tmp_path):
+    plain, moved, back = (tmp_path / name for name in ("plain", "moved", "back"))
+    for out, tier in ((plain, None), (moved, "host"), (back, "host")):
+        trained(2, out, steps={"steps": 4}, adam={"clip": clip, "warmup": 3}, zero={"offload": tier})
+    first = read_metrics(moved)[-1]
+    assert first["memory"]["optimizer"] == 0 < first["memory"]["host"]
+    assert (first["grad_norm"] is None) == (clip == 0)
+    for out, tier in ((plain, None), (moved, "host"), (back, None)):
+        run_ranks(2, one_rank, resumed(out, steps={"steps": 6}, zero={"offload": tier}))
+    losses = [[row["loss"] for row in read_metrics(out)] for out in (plain, moved, back)]
+    assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 6
+
+
 def test_every_checkpoint_stays_if_asked(tmp_path):
     out = tmp_path / "run"
     trained(2, out, steps={"steps": 4}, checkpoints={"save_every": 1, "keep": 0})

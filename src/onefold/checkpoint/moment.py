@@ -31,6 +31,8 @@ def quiet(engine: Engine, where: str) -> None:
         if engine.unsettled:
             raise StateError(f"{where} between a backward that updates and its step(): call optimizer.step() first")
         engine.inside.finish()
+    if engine.away:
+        engine.away.settle()
     for unit in engine.units:
         unit.take_edits()
 

@@ -81,9 +81,10 @@ def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> Non
             if slot.name in found and part.numel:
                 start = slot.start - params[slot.name].base  # of element 0, in the unit
                 order, elements = params[slot.name].order, part.shift(-start)
-                for span, values in chunks(source, found[slot.name], VALUE, order, elements):
-                    check_fits(slot.name, values, unit.dtypes.compute)
-                    unit.master.take(span.shift(start), values.to(engine.device))
+                with unit.at_hand(write=True):
+                    for span, values in chunks(source, found[slot.name], VALUE, order, elements):
+                        check_fits(slot.name, values, unit.dtypes.compute)
+                        unit.master.take(span.shift(start), values.to(unit.pool.device))
     for name, param in ((name, held(param)) for name, param in engine.frozen):
         if name in found and param.numel():
             flat = torch.empty_strided(param.shape, dense_stride(param), dtype=param.dtype, device=param.device)

@@ -184,7 +184,8 @@ def staged(held: Sequence[Held], device: torch.device) -> list[Held]:
         copies.append(vector(one.name, one.state, one.elements, flat))
         for span in one.spans():
             there = flat[span.start - one.elements.start : span.stop - one.elements.start]
-            part = one.look(span, torch.empty(span.numel, dtype=one.dtype, device=device) if cuda else there)
+            elsewhere = cuda and not one.away
+            part = one.look(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
             if part.data_ptr() != there.data_ptr():
                 there.copy_(part, non_blocking=cuda)
     if cuda:

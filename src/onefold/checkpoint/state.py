@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from onefold.carried import states_of
+from onefold.carried import SlotState, states_of
 from onefold.checkpoint.manifest import VALUE, Entry, ParamRecord
 from onefold.checkpoint.notes import encode_single
 from onefold.checkpoint.order import Order, nested_stride, rows_of
@@ -47,6 +47,7 @@ class Held(NamedTuple):
     elements: Span  # in memory order
     dtype: torch.dtype
     look: Look
+    away: bool = False  # they lie on the host, and so must the scratch
 
     @property
     def bytes(self) -> int:
@@ -102,7 +103,9 @@ def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
                     continue
                 scalars[name] = {key: encode_single(value, f"{name}: {key}") for key, value in state.singles.items()}
                 elements = state.elements.shift(base[name])
-                held += [vector(name, key, elements, flat) for key, flat in state.vectors.items()]
+                for key, flat in state.vectors.items():
+                    look = _look_at_state(by_unit.unit, state, key, elements)
+                    held.append(Held(name, key, elements, flat.dtype, look, by_unit.unit.away))
     first = engine.everyone.rank == engine.comms.tp.rank == 0
     if first:
         held += [hold_tensor(name, buffer) for name, buffer in persistent_buffers(engine.model).items()]
@@ -113,6 +116,14 @@ def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
     dtypes = truths(engine)
     records = [p.record(states.get(p.name, {VALUE: dtypes[p.name]}), scalars.get(p.name, {})) for p in params]
     return Holding([one for one in held if one.elements.numel], records)
+
+
+def _look_at_state(unit: Unit, state: SlotState, key: str, elements: Span) -> Look:
+    def look(span: Span, scratch: Tensor) -> Tensor:
+        unit.stay_at_hand()
+        return state.look(key)[span.start - elements.start : span.stop - elements.start]
+
+    return look
 
 
 def _answers(engine: Engine, name: str) -> bool:
@@ -171,9 +182,10 @@ def _in_unit(unit: Unit, layout: UnitLayout, rank: int, base: Mapping[str, int])
         start = unit.mine.start + piece.offset - elements.start  # of element 0, in the unit
 
         def look(elements: Span, scratch: Tensor, start: int = start) -> Tensor:
+            unit.stay_at_hand()
             return unit.master.look(elements.shift(start), scratch)
 
-        yield Held(piece.name, VALUE, elements, unit.master.dtype, look)
+        yield Held(piece.name, VALUE, elements, unit.master.dtype, look, unit.away)
 
 
 def _whole(layout: UnitLayout, rank: int, params: dict[str, nn.Parameter], base: Mapping[str, int]) -> Iterator[Held]:
@@ -210,13 +222,14 @@ def hold_tensor(name: str, tensor: Tensor) -> Held:
 
 def on_host(held: Sequence[Held], device: torch.device) -> Iterator[Tensor]:
     """All elements in order, on the host, in chunks; each may be scratch that the next one overwrites."""
-    scratch: dict[torch.dtype, Tensor] = {}
+    scratch: dict[tuple[torch.dtype, bool], Tensor] = {}
     landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
     for one in held:
-        if one.dtype not in scratch:
-            scratch[one.dtype] = torch.empty(CHUNK_BYTES // one.dtype.itemsize, dtype=one.dtype, device=device)
+        kind, where = (one.dtype, one.away), "cpu" if one.away else device
+        if kind not in scratch:
+            scratch[kind] = torch.empty(CHUNK_BYTES // one.dtype.itemsize, dtype=one.dtype, device=where)
         for span in one.spans():
-            part = one.look(span, scratch[one.dtype])
+            part = one.look(span, scratch[kind])
             if landing is not None and part.device.type != "cpu":
                 part = landing[: part.nbytes].view(part.dtype).copy_(part)
             yield part

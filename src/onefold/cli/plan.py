@@ -75,6 +75,9 @@ class PlanCommand(Subject):
     prefetch: int = 1
     """Units gathered ahead at stage 3."""
 
+    step_in_backward: bool = False
+    """Updates run inside backward, where those on the host have more to hide behind; nothing is clipped."""
+
     tokens: float | None = None
     """Tokens to train on, to have days."""
 
@@ -135,6 +138,7 @@ class PlanCommand(Subject):
             max_global_batch=self.max_global_batch,
             activations=self.activations,
             prefetch=self.prefetch,
+            inside=self.step_in_backward,
         )
 
     def machine(self) -> Hardware:
@@ -150,7 +154,7 @@ class PlanCommand(Subject):
         return bucket_bytes(self.bucket_mb)
 
     def _of_module(self) -> Plan:
-        shapely = ("tp", "pp", "replica", "params", "model", "layers", "hidden", "heads")
+        shapely = ("step_in_backward", "tp", "pp", "replica", "params", "model", "layers", "hidden", "heads")
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         if given := [name for name in shapely if getattr(self, name) != fields[name]]:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)

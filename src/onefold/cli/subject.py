@@ -13,6 +13,7 @@ from torch import nn
 
 from onefold.config import Zero
 from onefold.errors import ConfigError
+from onefold.offload import Offload
 from onefold.planner.plan import cost_of
 from onefold.planner.shapes import Shape, named
 from onefold.precision import Precision
@@ -107,6 +108,15 @@ class Trial(Subject):
     prefetch: int = 1
     """Units gathered ahead at stage 3."""
 
+    offload: Literal["host", "disk", "auto"] | None = None
+    """Where optimizer state is, if not on the device."""
+
+    offload_parameters: Literal["host", "disk"] | None = None
+    """Stage 3: where the shards of parameters are."""
+
+    offload_path: Path | None = None
+    """With disk: a folder on a fast disk."""
+
     json: bool = False
     """Print JSON."""
 
@@ -119,6 +129,7 @@ class Trial(Subject):
         return Zero(
             stage=self.stage, precision=policy(precision, self.master), bucket_bytes=bucket_bytes(self.bucket_mb),
             prefetch=self.prefetch,
+            offload=Offload(optimizer=self.offload, parameters=self.offload_parameters, path=self.offload_path),
         )  # fmt: skip
 
     def arguments(self) -> list[str]:

@@ -15,7 +15,7 @@ from onefold.planner.search import text_of
 def console() -> Console:
     """Wide enough for our tables where the output is no terminal."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=190)
+    return found if found.is_terminal else Console(highlight=False, width=210)
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
@@ -65,12 +65,12 @@ def show_plan(plan: Plan) -> None:
 
 def _memory(rows: Sequence[Row]) -> Table:
     heads = ("on each rank", "params", "grads", "optimizer", "states", "buffers", "gathered", "activ.",
-             "margin", "peak", "host", "disk", "fits", "max batch", "min ranks", "max model")  # fmt: skip
+             "margin", "peak", "host", "pinned", "disk", "fits", "max batch", "min ranks", "max model")  # fmt: skip
     body = []
     for row in rows:
         cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.buffers_bytes,
                  row.gathered_bytes, row.activations_bytes, row.margin_bytes, row.peak_bytes)  # fmt: skip
-        away = [amount(nbytes) for nbytes in (row.host_bytes, row.disk_bytes)]
+        away = [amount(nbytes) for nbytes in (row.host_bytes, row.pinned_bytes, row.disk_bytes)]
         most = "" if row.largest_batch is None else row.largest_batch or "none"
         fits = "[green]yes[/]" if row.fits else "[red]no[/]"
         body.append(
@@ -91,12 +91,20 @@ def _traffic(rows: Sequence[Row]) -> Table:
 
 
 def _time(rows: Sequence[Row]) -> Table:
-    heads = ("a step", "seconds", "compute", "waits for links", "tensor parallel", "update", "transfers", "bubble",
-             "look-ahead", "break-even", "tokens/s", "days")  # fmt: skip
+    heads = ("a step", "seconds", "compute", "waits for links", "tensor parallel", "update", "on the host",
+             "transfers", "bubble", "look-ahead", "break-even", "tokens/s", "days")  # fmt: skip
     body = []
     for row in rows:
         ahead = f"{row.look_ahead}{' (link bound)' if row.bandwidth_bound else ''}" if row.look_ahead else ""
-        parts = (row.compute_s, row.exposed_s, row.tensor_s, row.update_s, row.transfer_s, row.bubble_s)
+        parts = (
+            row.compute_s,
+            row.exposed_s,
+            row.tensor_s,
+            row.update_s,
+            row.host_update_s,
+            row.transfer_s,
+            row.bubble_s,
+        )
         rest = [
             ahead,
             row.break_even_batch or "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,12 +17,13 @@ from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, table
 from onefold.config import Zero
 from onefold.errors import OnefoldError
+from onefold.inventory import DISK
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
 from onefold.planner.dry import Rehearsal, rehearse
 from onefold.planner.plan import OPTIMIZERS, cost_of
 from onefold.planner.search import text_of
-from onefold.report import memory, traffic
+from onefold.report import MemoryReport, memory, traffic
 from onefold.shard import shard
 from onefold.simulate import train_step
 
@@ -120,12 +122,23 @@ def compare(planned: Rehearsal, model: torch.nn.Module, peak: int) -> list[Check
         Check("constant buffers", planned.communication, now.communication.measured, PEAK),
         Check("peak", planned.peak_bytes, peak, PEAK),
     ]
+    checks += elsewhere(planned, now)
     for key in sorted(planned.sent.keys() | sent.keys()):
         wanted, found = planned.sent.get(key), sent.get(key)
         name = f"{key[0]} ({key[1]})"
         checks.append(Check(name, wanted.sent_bytes if wanted else 0, found.sent_bytes if found else 0, STATES))
         checks.append(Check(f"{name} calls", wanted.calls if wanted else 0, found.calls if found else 0, EXACT))
     return checks
+
+
+def elsewhere(planned: Rehearsal, now: MemoryReport) -> Iterator[Check]:
+    """States that are not on the device; between steps no gradient waits."""
+    for tier, plan in (("host", planned.host), ("disk", planned.disk)):
+        rows = [row for row in now.elsewhere if (row.place == DISK) == (tier == "disk")]
+        for state, wanted in (("optimizer", plan.optimizer), ("parameters", plan.parameters)):
+            found = sum(row.measured for row in rows if row.state == state)
+            if found or wanted:
+                yield Check(f"{state} on {tier}", wanted, found, STATES)
 
 
 def verdict(rows: list[dict[str, Any]]) -> int:

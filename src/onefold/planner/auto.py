@@ -1,15 +1,22 @@
-"""stage="auto": the simplest stage whose states leave room for activations on the smallest device, and how much."""
+"""stage="auto": the simplest stage whose states leave room for activations on the smallest device, and how much.
+
+Offload(optimizer="auto"): how many units' optimizer state stays on the device. Which optimizer will come is not known
+when a model is sharded: all counts are for Adam's 8 bytes per element.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from onefold.layout import ParamInfo
+from onefold.placement import Placement, Tier
 from onefold.planner.estimate import Choice, usable_bytes
 from onefold.planner.hardware import Hardware
-from onefold.planner.search import ROOM, Question, recommend, text_of
-from onefold.planner.sizes import Widths
-from onefold.planner.states import StateCost
+from onefold.planner.peak import pool_bytes, segments
+from onefold.planner.search import ROOM, Question, fits, most, recommend, text_of
+from onefold.planner.sizes import UnitSize, Widths
+from onefold.planner.states import StateCost, state_bytes
 from onefold.planner.work import Module, Work
 
 ADAM = StateCost(8, 4)  # which optimizer will come is not known yet
@@ -24,22 +31,66 @@ def choose_stage(
     replicas: int,
     bucket_bytes: int,
     machine: Hardware,
+    optimizer: str | None = None,
 ) -> tuple[int, str]:
-    """The stage and the reason. Where nothing fits, stage 3, which comes closest."""
+    """The stage and the reason. Where nothing fits, stage 3, which comes closest. `optimizer` is where its state goes:
+    nowhere, or "auto" where that is not needed."""
     question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
     rows = [row for row in recommend(question) if row.estimate.choice in [Choice(stage) for stage in range(4)]]
-    if rows[0].fits:
-        return rows[0].estimate.choice.stage, rows[0].reason
+    if optimizer in (None, "auto") and rows[0].fits:
+        return max(rows[0].estimate.choice.stage, int(optimizer is not None)), rows[0].reason
+    if optimizer is not None:
+        tier = "host" if optimizer == "auto" else optimizer
+        moved = [question.price(Choice(stage, optimizer=tier), question.grid(), 1) for stage in (1, 2, 3)]
+        chosen = next((e for e in moved if fits(e)), None)
+        if chosen is not None:
+            needs = f"{text_of(chosen.peak_bytes)} of {text_of(machine.memory_bytes)}"
+            return chosen.choice.stage, f"the first that fits with the optimizer on {tier}: {needs}"
     last = max((row.estimate for row in rows), key=lambda e: e.choice.stage)
     room = f"{ROOM:.0%} of {text_of(machine.memory_bytes)}"
     return last.choice.stage, f"no stage leaves room for activations in {room}; {last.choice} comes closest"
+
+
+class Staying(NamedTuple):
+    """How many of the units a rank trains have their optimizer state on the device."""
+
+    units: int
+    of: int
+    why: str
+
+
+def choose_staying(
+    units: Sequence[UnitSize],
+    placements: Sequence[Placement],
+    *,
+    ranks: int,
+    machine: Hardware,
+    prefetch: int = 1,
+    device_bytes: int | None = None,
+) -> Staying:
+    """As many as fit, the first of forward: backward reaches them last and the next forward needs them first, so with
+    them on the device nobody waits for the host at the end of a step. `placements` are those of all on the host."""
+    trained = [index for index, unit in enumerate(units) if unit.trained]
+    cuda = machine.device == "cuda"
+    gathered = max((part.gathered for part in segments(units, placements, prefetch)), default=0)
+    budget = device_bytes if device_bytes is not None else int(ROOM * machine.memory_bytes) - gathered
+
+    def needed(staying: int) -> int:
+        here = set(trained[:staying])
+        rows = [p.on(Tier.DEVICE, p.parameters_tier) if i in here else p for i, p in enumerate(placements)]
+        return state_bytes(units, rows, ADAM).total + pool_bytes(units, rows, ranks, cuda=cuda, one_pass=False)
+
+    number = most(lambda staying: needed(staying) <= budget, len(trained))
+    room = "device_bytes" if device_bytes is not None else f"{ROOM:.0%} of the device less units in use"
+    why = f"with Adam, states take {text_of(needed(number))} of {text_of(max(budget, 0))} ({room})"
+    return Staying(number, len(trained), why)
 
 
 def room_for_activations(
     infos: Sequence[ParamInfo],
     widths: dict[str, Widths],
     frozen: frozenset[str],
-    stage: int,
+    choice: Choice,
     *,
     ranks: int,
     replicas: int,
@@ -48,7 +99,7 @@ def room_for_activations(
 ) -> int:
     """Bytes of a device that states, buffers and gathered units leave; 0 where they do not fit themselves."""
     question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
-    estimate = question.price(Choice(stage), question.grid(), 1)
+    estimate = question.price(choice, question.grid(), 1)
     return max(0, usable_bytes(machine) - estimate.peak_bytes)
 
 

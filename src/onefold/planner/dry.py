@@ -2,7 +2,8 @@
 
 torch's FakeTensorMode gives tensors with shapes, dtypes and storages but no memory, so what is measured here is what a
 rank of N would measure: which units are whole when, what autograd keeps, which buffers are reused, what is sent. Only
-the optimizer's own arithmetic is left out; its state is counted from what the class keeps per element.
+the optimizer's own arithmetic is left out; its state is counted from what the class keeps per element. Where the host
+updates, gradients go down as in a run; what host and disk hold then is counted, and no file is written.
 
 A model that decides by values (routing, early exit) cannot be rehearsed without them: `values=True` then takes the
 steps on real tensors of this machine, with the parameters whole, and adds what stage 3 would gather.
@@ -11,6 +12,7 @@ steps on real tensors of this machine, with the parameters whole, and adds what 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,18 +29,22 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from onefold.away import Parking
 from onefold.comm import Flow, Label
 from onefold.config import Zero
 from onefold.containers import tensors_in
 from onefold.engine import Engine, engine_of
 from onefold.errors import ModelError
+from onefold.inventory import sizes_of
 from onefold.mesh import simulated_axes
 from onefold.native.update import available
-from onefold.placement import Scope
-from onefold.planner.states import StateBytes, StateCost
+from onefold.offload import Offload
+from onefold.placement import Placement, Scope, Tier
+from onefold.planner.states import StateBytes, StateCost, parameter_bytes, state_bytes
 from onefold.report import memory, track_memory, traffic
 from onefold.scaling import scaled_backward
 from onefold.shard import shard_over
+from onefold.survey import place
 
 Loss = Callable[[nn.Module, Any], Tensor]
 BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -57,6 +63,8 @@ class Rehearsal(NamedTuple):
     block_inputs: tuple[int, ...] = ()  # bytes of each, where blocks are computed again
     checkpoints: int = 0  # what this rank keeps of them on the device
     checkpoints_host: int = 0
+    host: StateBytes = StateBytes()  # states there; gradients as they wait for the update
+    disk: StateBytes = StateBytes()
 
     @property
     def peak_bytes(self) -> int:
@@ -83,9 +91,13 @@ def rehearse(
     the same block inputs; the model is this rank's part already."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
     assert zero.stage != "auto"
-    wanted = zero.stage
-    if values and wanted == 3:  # peers would have to send values
-        zero = Zero.of(zero, {"stage": 2})
+    asked, offload = zero, Offload.of(zero.offload)
+    if "disk" in (offload.optimizer, offload.parameters):  # to the device it is all one
+        offload = Offload(optimizer="host", parameters=offload.parameters and "host")
+    if values and asked.stage == 3:  # peers would have to send values
+        zero = Zero.of(zero, {"stage": 2, "offload": dataclasses.replace(offload, parameters=None)})
+    else:
+        zero = Zero.of(zero, {"offload": offload})
     with mode, warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         try:
@@ -94,7 +106,7 @@ def rehearse(
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
             inputs = sample if values else tree_map_only(Tensor, _blank, sample)
             whole = _whole_step(loss or default_loss, micro_batches)
-            return _two_steps(twin, inputs, whole, cost, wanted, count_flops)
+            return _two_steps(twin, inputs, whole, cost, asked, count_flops)
         except BY_VALUES as error:
             raise ModelError(
                 f"{type(model).__name__} decides by values ({str(error).splitlines()[0]}), so a plan needs a real "
@@ -102,8 +114,10 @@ def rehearse(
             ) from error
 
 
-def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage: int, count_flops: bool) -> Rehearsal:
+def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked: Zero, count_flops: bool) -> Rehearsal:
     engine = engine_of(model)
+    if any(unit.away for unit in engine.units):
+        Parking(engine)
     one_pass = engine.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
     _step(engine, inputs, loss, one_pass)  # the order of units is learnt, buffers grow
     flops = 0
@@ -117,6 +131,7 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage
     moments = sum(
         unit.master.owned.numel * cost.per_element + (cost.per_tensor if unit.master.owned.numel else 0)
         for unit in engine.units
+        if not unit.away
     )
     states = StateBytes(now.parameters.measured, now.gradients.measured, now.optimizer.measured + moments)
     peak = tracker.peak()
@@ -126,15 +141,24 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, stage
     updating["checkpoints"] = now.checkpoints.measured
     peak = max(peak, updating, key=lambda rows: sum(rows.values()))
     sent = dict(traffic(model).flows)
-    if stage == 3 and engine.zero.stage != 3:
-        states, peak, sent = _as_stage_3(engine, states, peak, sent)
+    units, placements = sizes_of(engine).units, _asked_placements(engine, asked)
+    if asked.stage == 3 and engine.zero.stage != 3:
+        shards = sum(map(parameter_bytes, units, placements))
+        states, peak, sent = _as_stage_3(engine, states._replace(parameters=shards), peak, sent)
     padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
     store = engine.checkpoints
     return Rehearsal(
         states, now.buffers.measured, now.communication.measured, peak, sent, flops, padding,
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
         now.checkpoints_host.measured,
+        *(state_bytes(units, placements, cost, tier) for tier in (Tier.HOST, Tier.DISK)),
     )  # fmt: skip
+
+
+def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
+    """Of all units, where the rehearsal may have had them elsewhere."""
+    staying = {unit.name for unit in engine.units if not unit.away}
+    return [place(unit.layout, asked, engine.comm.size, staying) for unit in engine.all_units]
 
 
 def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> None:
@@ -149,7 +173,9 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> None:
         engine.passes.release_all()
         for index, unit in enumerate(engine.units):
             engine.finish(index)
-            if unit.dtypes.narrow and not one_pass and engine.comm.any_order:  # what torch borrows: see slices.py
+            if unit.away:
+                engine.away.park(index)
+            elif unit.dtypes.narrow and not one_pass and engine.comm.any_order:  # what torch borrows: see slices.py
                 vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
                 lent = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
                 for wide in lent:
@@ -178,9 +204,9 @@ def _update_temporaries(engine: Engine, one_pass: bool) -> int:
     look for overflow, in fp16, makes the absolute values and three masks."""
     if not engine.comm.any_order:
         return 0
-    by_torch = [unit for unit in engine.units if not (unit.dtypes.narrow and one_pass)]
-    looked = engine.units if engine.precision.compute is torch.float16 else []
-    made = [2 * 4 * unit.master.owned.numel for unit in by_torch]
+    here = [unit for unit in engine.units if not unit.away]
+    looked = here if engine.precision.compute is torch.float16 else []
+    made = [2 * 4 * unit.master.owned.numel for unit in here if not (unit.dtypes.narrow and one_pass)]
     made += [unit.mine.numel * (unit.gradients.dtype.itemsize + 3) for unit in looked]
     return max(made, default=0)
 
@@ -189,13 +215,10 @@ def _as_stage_3(
     engine: Engine, states: StateBytes, peak: dict[str, int], sent: dict[tuple[str, str], Flow]
 ) -> tuple[StateBytes, dict[str, int], dict[tuple[str, str], Flow]]:
     """From a rehearsal with whole parameters: shards instead, and the largest two units gathered."""
-    width = {unit.name: unit.layout.itemsize for unit in engine.units}
-    shards = sum((u.layout.shard_numel + len(u.params)) * width[u.name] for u in engine.units)
-    largest = sorted((u.layout.numel * width[u.name] for u in engine.units), reverse=True)[:2]
+    largest = sorted((u.layout.numel * u.layout.itemsize for u in engine.units), reverse=True)[:2]
     gathered = sent.pop(("gather-updated", "all-gather"), Flow())
     sent[("gather-forward", "all-gather")] = sent[("gather-backward", "all-gather")] = gathered
-    states = states._replace(parameters=shards)
-    return states, {**peak, "parameters": shards + sum(largest)}, sent
+    return states, {**peak, "parameters": states.parameters + sum(largest)}, sent
 
 
 def _twin(model: nn.Module, values: bool) -> nn.Module:

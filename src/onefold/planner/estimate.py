@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from onefold.placement import STAGES, Placement, Scope
+from onefold.placement import STAGES, Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
 from onefold.planner.hardware import Hardware
-from onefold.planner.peak import Instant, instants, pool_bytes, segments
+from onefold.planner.moves import Moves, exposed_update_s, host_side_s, moves_of, moving_s, time_beside
+from onefold.planner.peak import Instant, Staging, instants, pool_bytes, segments, staging_bytes
 from onefold.planner.seconds import StepSeconds, exposed_in_step, look_ahead
 from onefold.planner.sizes import Sizes, UnitSize
 from onefold.planner.states import StateBytes, StateCost, state_bytes
@@ -34,15 +35,17 @@ class Choice(NamedTuple):
     optimizer: str = "device"  # or host, disk
     parameters: str = "device"
     activations: str = "checkpoint"
+    staying: int = 0  # with the optimizer on the host: how many units, the first of forward, are updated on the device
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}"]
         if self.keep_whole:
             parts.append("small units whole")
-        if self.parameters != "device":
+        if self.parameters == self.optimizer != "device":
             parts.append(f"all on {self.parameters}")
         elif self.optimizer != "device":
-            parts.append(f"optimizer on {self.optimizer}")
+            parts.append(f"optimizer on {self.optimizer}" + (f" but for {self.staying} units" if self.staying else ""))
+            parts += [f"values on {self.parameters}"] if self.parameters != "device" else []
         return ", ".join(parts)
 
 
@@ -59,6 +62,7 @@ class Estimate:
     micro_batches: int = 1
     prefetch: int = 1
     reduce: str | None = None
+    inside: bool = False  # updates inside backward, where nothing is clipped or accumulated
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -68,10 +72,8 @@ class Estimate:
 
     @cached_property
     def placements(self) -> list[Placement]:
-        row = STAGES[self.choice.stage].over(self.grid.shard)
-        return self.work.remember(
-            ("placements", self._table), lambda: [self._place(unit, row) for unit in self.sizes.units]
-        )
+        row = STAGES[self.choice.stage].on(Tier(self.choice.optimizer), Tier(self.choice.parameters))
+        return self.work.remember(("placements", self._table), lambda: self._place(row.over(self.grid.shard)))
 
     @property
     def _typical(self) -> tuple[Sequence[UnitSize], Sequence[Placement]]:
@@ -80,37 +82,53 @@ class Estimate:
         return self.sizes.units[:few], self.placements[:few]
 
     @property
-    def _table(self) -> tuple[Grid, int, int]:
+    def _table(self) -> tuple[Grid, Choice]:
         """What decides who holds what."""
-        return self.grid, self.choice.stage, self.choice.keep_whole
+        return self.grid, self.choice._replace(activations="")
 
-    def _place(self, unit: UnitSize, row: Placement) -> Placement:
-        small = unit.used <= self.choice.keep_whole
-        return row._replace(parameters=Scope.WHOLE) if small else row
+    def _place(self, row: Placement) -> list[Placement]:
+        """Small units may be whole, the first ones updated on the device."""
+        found, trained = [], 0
+        for unit in self.sizes.units:
+            placed = row
+            if unit.used <= self.choice.keep_whole:
+                placed = row._replace(parameters=Scope.WHOLE, parameters_tier=Tier.DEVICE, late=False)
+            if unit.trained and trained < self.choice.staying:
+                placed = placed.on(Tier.DEVICE, Tier.DEVICE)
+            trained += unit.trained
+            found.append(placed)
+        return found
 
-    @cached_property
-    def all_states(self) -> StateBytes:
-        """Wherever they are."""
+    def states_on(self, tier: Tier) -> StateBytes:
+        """As they are between backward and step."""
         return self.work.remember(
-            ("states", self._table, self.cost), lambda: state_bytes(self.sizes.units, self.placements, self.cost)
+            ("states", self._table, self.cost, tier),
+            lambda: state_bytes(self.sizes.units, self.placements, self.cost, tier),
         )
 
     @cached_property
     def states(self) -> StateBytes:
-        """On the device."""
-        kept = self.all_states
-        if self.choice.optimizer != "device":
-            kept = kept._replace(optimizer=0)
-        if self.choice.parameters != "device":  # gradients leave as they are reduced
-            kept = kept._replace(parameters=0, gradients=0)
-        return kept
+        """On the device by the paper's count, where gradients stay until the step unless parameters are elsewhere."""
+        kept = [p.on(Tier.DEVICE, p.parameters_tier) for p in self.placements]
+        if self.choice.parameters != "device":
+            return self.states_on(Tier.DEVICE)
+        gradients = state_bytes(self.sizes.units, kept, StateCost(0)).gradients
+        return self.states_on(Tier.DEVICE)._replace(gradients=gradients)
 
-    def _away(self, tier: str) -> int:
-        """States of one rank on another tier; gradients wait on the host where parameters are not on the device."""
-        away = self.all_states.optimizer if self.choice.optimizer == tier else 0
-        away += self.all_states.parameters if self.choice.parameters == tier else 0
-        away += self.all_states.gradients if self.choice.parameters != "device" and tier == "host" else 0
-        return away
+    @property
+    def resident(self) -> StateBytes:
+        """On the device in a run: what the host updates streams there, unless it adds up over micro-batches first."""
+        return self.states if self.micro_batches > 1 else self.states_on(Tier.DEVICE)
+
+    @cached_property
+    def all_states(self) -> int:
+        """Bytes, wherever they are."""
+        return sum(self.states_on(tier).total for tier in Tier)
+
+    @cached_property
+    def staging(self) -> Staging:
+        units, placements = self._typical
+        return staging_bytes(units, placements, self.cost, inside=self.inside)
 
     @cached_property
     def activations(self) -> ActivationBytes:
@@ -125,14 +143,10 @@ class Estimate:
     def buffers(self) -> int:
         """Constant, whatever the model's depth."""
         cuda = self.hardware.device == "cuda"
-        pool = self.work.remember(
+        return self.work.remember(
             ("pool", self._table, cuda, self.cost.one_pass),
             lambda: pool_bytes(*self._typical, self.grid.shard, cuda=cuda, one_pass=self.cost.one_pass),
         )
-        streaming = 0
-        if self.choice.optimizer != "device" or self.choice.parameters != "device":
-            streaming = 4 * max((unit.shard for unit in self.sizes.units), default=0) * 4  # two each way, in fp32
-        return pool + streaming
 
     @cached_property
     def fullest(self) -> Instant:
@@ -150,7 +164,7 @@ class Estimate:
 
     @property
     def persistent_bytes(self) -> int:
-        return self.states.total + self.buffers
+        return self.resident.total + self.buffers
 
     @property
     def peak_bytes(self) -> int:
@@ -162,21 +176,34 @@ class Estimate:
         return self.activations.kept_per_block * self.work.layers_here(self.grid) * self.flying
 
     @property
+    def pinned_bytes(self) -> int:
+        """Of one rank's host memory, what a GPU copies from and to: pages that cannot move."""
+        if self.hardware.device != "cuda":
+            return 0
+        states = self.states_on(Tier.HOST)
+        waiting = 0 if self.inside else states.gradients
+        parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
+        return states.parameters + waiting + self.staging.copied + parked
+
+    @property
     def host_bytes(self) -> int:
         """Of one rank."""
+        states = self.states_on(Tier.HOST)
+        waiting = 0 if self.inside else states.gradients
         parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
-        return self._away("host") + parked
+        return states.parameters + states.optimizer + waiting + sum(self.staging) + parked
 
     @property
     def disk_bytes(self) -> int:
-        return self._away("disk")
+        return self.states_on(Tier.DISK).total
 
     @property
     def padding_bytes(self) -> int:
         """Of the states, what is no parameter's."""
         used = [u._replace(whole=u.used, shard=-(-u.used // self.sizes.ranks)) for u in self.sizes.units]
         trimmed = [u._replace(body=u.used, owned=min(u.owned, u.shard), params=0) for u in used]
-        return max(0, self.all_states.total - state_bytes(trimmed, self.placements, self.cost).total)
+        bare = sum(state_bytes(trimmed, self.placements, self.cost, tier).total for tier in Tier)
+        return max(0, self.all_states - bare)
 
     @property
     def usable_bytes(self) -> int:
@@ -263,30 +290,38 @@ class Estimate:
             rounds=self.rounds,
         )
         bubble = compute * (self.grid.pp - 1) / self.micro_batches
-        update, transfer = self._update_s()
+        update, transfer = self._update_s(compute)
         return StepSeconds(compute, exposed, messages.get("tensor-parallel", 0.0), update, transfer, bubble)
 
-    def _update_s(self) -> tuple[float, float]:
-        """Read and write all optimizer state once, where it is; and what must come and go for that."""
-        hardware, states = self.hardware, self.all_states
-        moved = 2 * states.optimizer
-        node = min(self.grid.ranks, hardware.node_ranks)
-        transfer = 0.0
-        if self.choice.optimizer == "device":
-            update = moved / hardware.memory_rate
-        else:
-            update = moved * node / hardware.host_rate
-            shard = sum(unit.shard * unit.widths.compute for unit in self.sizes.trained)
-            transfer += 2 * shard / hardware.pcie_rate  # gradients down, parameters up
-        if self.choice.optimizer == "disk":
-            transfer += moved * node / hardware.disk_rate
-        if self.choice.parameters == "host":
-            transfer += 2 * self.micro_batches * states.parameters / hardware.pcie_rate
-        if self.choice.parameters == "disk":
-            transfer += 2 * self.micro_batches * states.parameters * node / hardware.disk_rate
+    @property
+    def _node(self) -> int:
+        """Ranks that share a host."""
+        return min(self.grid.ranks, self.hardware.node_ranks)
+
+    @cached_property
+    def moves(self) -> Moves:
+        return self.work.remember(
+            ("moves", self._table, self.cost), lambda: moves_of(self.sizes.units, self.placements, self.cost)
+        )
+
+    @cached_property
+    def host_side_s(self) -> float:
+        """One step's updates on the host, hidden or not."""
+        return host_side_s(self.moves, self.hardware, self._node)
+
+    def _update_s(self, compute: float) -> tuple[float, float]:
+        """What a step waits for updates, and for what else moves between device, host and disk."""
+        hardware, moves = self.hardware, self.moves
+        update = moves.device / hardware.memory_rate
+        if moves.host:
+            late = any(placement.late for placement in self.placements)
+            forward = self.compute_s / (4 if self.choice.activations != "keep" else 3)
+            beside = time_beside(forward, compute - forward, late=late, inside=self.inside)
+            away = 0 if self.choice.staying else sum(placement.away for placement in self.placements)
+            update += exposed_update_s(self.host_side_s, beside, away)
         parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.micro_batches
-        covered = self.compute_s * self.micro_batches
-        return update, max(0.0, transfer + 2 * parked / hardware.pcie_rate - covered)
+        moving = moving_s(moves, hardware, self._node, passes=2 * self.micro_batches, parked=parked)
+        return update, max(0.0, moving - compute - update)
 
     @property
     def step_s(self) -> float:

@@ -33,7 +33,8 @@ def measured(device: torch.device | None = None) -> Hardware:
         "memory_rate": copy_rate(device),
     }
     if cuda:
-        rates["pcie_rate"] = host_rate(device)
+        rates["pcie_rate"] = pcie_rate(device)
+        rates["host_rate"] = copy_rate(torch.device("cpu"), 1 << 30)
     else:
         rates["node_ranks"] = 2
         rates["node_link"] = link_rate()
@@ -53,7 +54,7 @@ def copy_rate(device: torch.device, nbytes: int = 64 << 20) -> float:
     return 2 * nbytes / _best_s(lambda: target.copy_(source), device)
 
 
-def host_rate(device: torch.device, nbytes: int = 256 << 20) -> float:
+def pcie_rate(device: torch.device, nbytes: int = 256 << 20) -> float:
     """From pinned host memory to the device, one way."""
     source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)

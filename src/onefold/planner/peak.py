@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import torch
 
+from onefold.away import AHEAD, BEHIND, LEAST_PARKED, LEAVING, PARKED_SHARE
 from onefold.memory import Pool
-from onefold.placement import Placement, Scope
+from onefold.placement import Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
 from onefold.planner.sizes import UnitSize
-from onefold.planner.states import updated_numel
+from onefold.planner.states import StateCost, optimizer_bytes, updated_numel
 from onefold.rounds import IN_FLIGHT
 
 
@@ -42,38 +43,72 @@ class Segment(NamedTuple):
 def pool_bytes(
     units: Sequence[UnitSize], placements: Sequence[Placement], ranks: int, *, cuda: bool, one_pass: bool
 ) -> int:
-    """The constant buffers a rank ends up with. An update in one pass borrows none."""
+    """The constant buffers a rank ends up with. Where the host updates, gradients stream through them; an update in one
+    pass borrows none."""
     pool = Pool(torch.device("meta"))
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained]
-    flight: deque[list[torch.Tensor]] = deque()
+    flight: deque[tuple[UnitSize, int, list[torch.Tensor]]] = deque()
+    leaving: deque[list[torch.Tensor]] = deque()  # on the way down
 
     def take(numel: int, width: int) -> torch.Tensor:
         return pool.take(numel * width, torch.uint8)
 
     def retire() -> None:
-        for taken in flight.popleft():
+        unit, summed, held = flight.popleft()
+        leaving.append([take(summed, unit.widths.grad)] if summed else [])
+        if unit.widths.narrow:
+            pool.give(take(unit.shard, 4))
+        for taken in held:
             pool.give(taken)
+        while len(leaving) > (LEAVING if cuda else 0):
+            for taken in leaving.popleft():
+                pool.give(taken)
 
     for unit, placement in reversed(rows):
         held = []
         at_home = placement.gradients is Scope.WHOLE and unit.widths.grad == unit.widths.wire
-        if not at_home:
+        if not at_home or placement.away:
             held.append(take(unit.whole, unit.widths.wire))
         while len(flight) >= IN_FLIGHT:
-            if unit.widths.narrow:
-                pool.give(take(unit.shard, 4))
             retire()
         held.append(take(unit.shard * ((ranks - 1) if not cuda else 1), unit.widths.wire))
-        flight.append(held)
+        summed = unit.shard if placement.gradients is Scope.SHARD else unit.whole
+        flight.append((unit, summed if placement.away and not at_home else 0, held))
     while flight:
         retire()
     for unit, placement in rows if not (cuda or one_pass) else ():
-        if unit.widths.narrow:
+        if unit.widths.narrow and not placement.away:
             numel = updated_numel(unit, placement)
             lent = [take(numel, 4) for _ in range(2 if unit.widths.master == 2 else 1)]
             for taken in lent:
                 pool.give(taken)
     return sum(buffer.numel() for buffer in pool.buffers())
+
+
+class Staging(NamedTuple):
+    """Buffers in host memory beside states."""
+
+    copied: int  # pinned on CUDA: what is between device or disk and an update
+    worked: int  # pageable: what an update works in
+
+
+def staging_bytes(
+    units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, inside: bool
+) -> Staging:
+    """As the update thread has them: some units ahead, one in work, one behind. `inside` backward a share of what the
+    host holds waits there, too."""
+    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
+    if not rows:
+        return Staging(0, 0)
+    values = [u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST]
+    copied = (AHEAD + BEHIND) * max(values, default=0)
+    if inside:
+        largest = max(u.shard * u.widths.grad for u, _ in rows)
+        share = int(PARKED_SHARE * 12 * sum(updated_numel(u, p) for u, p in rows))
+        copied += min(len(rows), max(LEAST_PARKED, share // largest)) * largest
+    wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
+    files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
+    return Staging(copied, max(wide, default=0) + (AHEAD + BEHIND + 1) * max(files))
 
 
 def segments(

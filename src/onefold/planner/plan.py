@@ -16,12 +16,14 @@ from onefold.config import Zero
 from onefold.elementwise import examine
 from onefold.errors import ConfigError
 from onefold.layout import ParamInfo
+from onefold.offload import AUTO, Offload
 from onefold.planner.dry import Loss, Rehearsal, rehearse
-from onefold.planner.estimate import Estimate, usable_bytes
+from onefold.planner.estimate import Choice, Estimate, usable_bytes
 from onefold.planner.hardware import Hardware, hardware
 from onefold.planner.here import here
 from onefold.planner.search import (
     CHOICES,
+    ROOM,
     Question,
     Ranked,
     check_question,
@@ -78,6 +80,7 @@ class Row:
     peak_at: str
     padding_bytes: int
     host_bytes: int
+    pinned_bytes: int  # of the host's, what a GPU copies from and to
     disk_bytes: int
     fits: bool
     traffic_elements: int
@@ -88,6 +91,7 @@ class Row:
     exposed_s: float
     tensor_s: float
     update_s: float
+    host_update_s: float  # updates on the host, hidden or not
     transfer_s: float
     bubble_s: float
     look_ahead: int
@@ -210,8 +214,8 @@ def answer(question: Question, model: str, precision: str, tokens: float | None 
     rows = [_row(question, estimate, tokens) for estimate in priced]
     plain = [row for row, e in zip(rows, priced) if e.choice.optimizer == "device"]
     moved = [row for row, e in zip(rows, priced) if e.choice.optimizer != "device"]
-    if any(e.choice.optimizer != "device" for e in [r.estimate for r in ranked[:1]]):
-        notes.append("host and disk tiers are priced here; shard() does not move states there yet")
+    mixed = [r.estimate for r in ranked if r.estimate.choice.staying and r.estimate.grid == grid]
+    moved += [_row(question, question.price(e.choice, grid, batch), tokens) for e in mixed]
     return Plan(
         model=model,
         parameters=question.work.parameters,
@@ -243,7 +247,8 @@ def plan(
     **fields: Any,
 ) -> Plan:
     """What stages 0–3 would cost each of `ranks` ranks to train this model on a batch like `sample`, before it is
-    sharded: the runtime rehearses two steps of each on tensors without memory.
+    sharded: the runtime rehearses two steps of each on tensors without memory. With `offload`, stages 1–3 have as much
+    of it as they can.
 
     `sample` is what the model is called with (a tensor, a tuple, or a dict of keywords), rows first. `loss` is
     (model, sample) -> loss; by default the model's own, or the sum of what it returns. `fields` are those of `shard`.
@@ -263,14 +268,16 @@ def plan(
     if "stage" in fields or "mesh" in fields:
         raise ConfigError("a plan is for all stages and for `ranks` ranks: leave stage and mesh out")
     machine = _machine(hardware, model)
+    offload = _offload(fields.pop("offload", None), machine)
     zero = Zero.of(None, {**fields, "stage": 2})
     cost = cost_of(optimizer, optimizer_settings)
     plays = "nccl" if machine.device == "cuda" else "gloo"
     policy = Precision.of(zero.precision).decided(own_sum=plays == "gloo", cuda=plays == "nccl")
 
     def rehearsed(stage: int, policy: str, at: int, *, count: bool = False) -> Rehearsal:
+        asked = dataclasses.replace(zero, stage=stage, activations=policy, offload=_at_stage(offload, stage))
         return rehearse(
-            model, sample, dataclasses.replace(zero, stage=stage, activations=policy), cost, ranks=at, plays=plays,
+            model, sample, asked, cost, ranks=at, plays=plays,
             loss=loss, values=values, count_flops=count, micro_batches=1 if count else micro_batches,
         )  # fmt: skip
 
@@ -283,8 +290,36 @@ def plan(
         prefetch=zero.prefetch if isinstance(zero.prefetch, int) else 1,
     )  # fmt: skip
     found = answer(question, type(model).__name__, _name(policy), tokens)
-    exact = tuple(_exact(row, rehearsed(row.stage, activations, ranks), found.hardware) for row in found.stages)
+    rows = found.stages
+    if offload.optimizer is not None:
+        choices = [_choice(_at_stage(offload, row.stage), row.stage, activations) for row in rows]
+        priced = [question.price(choice, question.grid(), row.batch) for choice, row in zip(choices, rows)]
+        rows = tuple(_row(question, estimate, tokens) for estimate in priced)
+    exact = tuple(_exact(row, rehearsed(row.stage, activations, ranks), found.hardware) for row in rows)
     return dataclasses.replace(found, stages=exact, recommendations=_agreeing(found.recommendations, exact))
+
+
+def _offload(value: Any, machine: Hardware) -> Offload:
+    """With "auto", the budget of the machine that is planned for, not of this one."""
+    offload = Offload.of(value)
+    if offload.optimizer == AUTO and offload.device_bytes is None:
+        return dataclasses.replace(offload, device_bytes=int(ROOM * machine.memory_bytes))
+    return offload
+
+
+def _at_stage(offload: Offload, stage: int) -> Offload:
+    """As much of it as a stage can have."""
+    if stage == 0 or offload.optimizer is None:
+        return Offload()
+    if stage == 3 or offload.parameters is None:
+        return offload
+    return dataclasses.replace(offload, parameters=None, path=offload.path if offload.optimizer == "disk" else None)
+
+
+def _choice(offload: Offload, stage: int, activations: str) -> Choice:
+    return Choice(
+        stage, optimizer=offload.optimizer_tier.value, parameters=offload.parameters_tier.value, activations=activations
+    )
 
 
 def _agreeing(ranked: tuple[Recommendation, ...], rows: Sequence[Row]) -> tuple[Recommendation, ...]:
@@ -370,7 +405,8 @@ def _exact(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
         buffers_bytes=seen.communication + seen.module_buffers,
         gathered_bytes=gathered,
         activations_bytes=seen.peak["activations"] + seen.peak["checkpoints"],
-        host_bytes=seen.checkpoints_host,
+        host_bytes=seen.host.total + seen.checkpoints_host,
+        disk_bytes=seen.disk.total,
         persistent_bytes=states.total + seen.communication + seen.module_buffers,
         peak_bytes=peak,
         fits=peak <= usable_bytes(machine),
@@ -381,7 +417,7 @@ def _exact(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
 
 
 def _row(question: Question, e: Estimate, tokens: float | None) -> Row:
-    states, step, ahead = e.states, e.step, e.look_ahead
+    states, step, ahead = e.resident, e.step, e.look_ahead
     messages = tuple(_message(purpose, sent, e) for purpose, sent in e.traffic.items())
     known = question.work.knows_activations
     return Row(
@@ -402,6 +438,7 @@ def _row(question: Question, e: Estimate, tokens: float | None) -> Row:
         peak_at=e.fullest.where,
         padding_bytes=e.padding_bytes,
         host_bytes=e.host_bytes,
+        pinned_bytes=e.pinned_bytes,
         disk_bytes=e.disk_bytes,
         fits=fits(e),
         traffic_elements=e.traffic_elements,
@@ -412,6 +449,7 @@ def _row(question: Question, e: Estimate, tokens: float | None) -> Row:
         exposed_s=step.exposed,
         tensor_s=step.tensor,
         update_s=step.update,
+        host_update_s=e.host_side_s,
         transfer_s=step.transfer,
         bubble_s=step.bubble,
         look_ahead=ahead[0],

@@ -26,7 +26,8 @@ LARGEST_BATCH = 1 << 14
 # From the simplest on. Sharding optimizer state costs nothing, so stage 0 comes after it.
 CHOICES = (
     Choice(1), Choice(0), Choice(2), Choice(3), Choice(2, optimizer="host"), Choice(3, optimizer="host"),
-    Choice(3, optimizer="host", parameters="host"), Choice(3, optimizer="disk", parameters="disk"),
+    Choice(3, optimizer="host", parameters="host"), Choice(3, optimizer="disk"),
+    Choice(3, optimizer="disk", parameters="host"), Choice(3, optimizer="disk", parameters="disk"),
 )  # fmt: skip
 POLICIES = {
     False: ("checkpoint", "checkpoint+host"),
@@ -51,6 +52,7 @@ class Question:
     max_global_batch: int | None = None
     activations: str | None = None
     prefetch: int = 1
+    inside: bool = False  # updates inside backward
 
     def grid(self, tp: int | None = None) -> Grid:
         return grid_of(self.ranks, tp=tp or self.tp or 1, pp=self.pp, replica=self.replica)
@@ -58,7 +60,7 @@ class Question:
     def price(self, choice: Choice, grid: Grid, batch: int) -> Estimate:
         return Estimate(
             work=self.work, choice=choice, grid=grid, hardware=self.hardware, cost=self.cost, batch=batch,
-            micro_batches=self.micro_batches, prefetch=self.prefetch,
+            micro_batches=self.micro_batches, prefetch=self.prefetch, inside=self.inside,
         )  # fmt: skip
 
 
@@ -110,7 +112,7 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
     def enough(ranks: int) -> bool:
         smaller = dataclasses.replace(question, ranks=ranks)
         priced = smaller.price(choice, smaller.grid(), question.batch or 1)
-        return priced.states.total <= priced.usable_bytes and fits(priced)
+        return priced.resident.total <= priced.usable_bytes and fits(priced)
 
     found = next((ranks for ranks in numbers if enough(ranks)), None)
     if found is None or found == step:
@@ -124,10 +126,10 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
 
 def largest_model(estimate: Estimate) -> int:
     """Parameters whose states would fill the devices, as the paper counts: nothing else, and other tiers are free."""
-    if not estimate.states.total:
+    if not estimate.resident.total or estimate.choice.parameters != "device":
         return 0
     cut = estimate.grid.tp * estimate.grid.pp
-    return int(estimate.hardware.memory_bytes * estimate.sizes.numel / estimate.states.total * cut)
+    return int(estimate.hardware.memory_bytes * estimate.sizes.numel / estimate.resident.total * cut)
 
 
 def days(tokens: float, tokens_per_s: float) -> float:
@@ -140,6 +142,7 @@ def days(tokens: float, tokens_per_s: float) -> float:
 def recommend(question: Question) -> list[Ranked]:
     """All choices, the best first."""
     found = [_best_activations(question, choice, grid) for grid in _grids(question) for choice in _choices(question)]
+    found += [filled for e in found if (filled := fill(question, e)) is not None]
     good = [e for e in found if e.batch and fits(e) and _in_batch(question, e)]
     if not good:
         closest = sorted(found, key=lambda e: (e.peak_bytes, e.host_bytes))
@@ -222,6 +225,21 @@ def _grids(question: Question) -> list[Grid]:
     return [question.grid(tp) for tp in degrees]
 
 
+def fill(question: Question, estimate: Estimate) -> Estimate | None:
+    """The same with as many units updated on the device as it has room for (optimizer="auto"), if some and not all; at
+    a batch that was asked for, since the largest one leaves no room."""
+    choice, placements = estimate.choice, estimate.placements
+    if question.batch is None or choice.optimizer != "host" or choice.parameters != "device" or not fits(estimate):
+        return None
+    away = sum(unit.trained and p.away for unit, p in zip(estimate.sizes.units, placements, strict=True))
+
+    def priced(units: int) -> Estimate:
+        return question.price(choice._replace(staying=units), estimate.grid, estimate.batch)
+
+    units = most(lambda units: fits(priced(units)), away)
+    return priced(units) if 0 < units < away else None
+
+
 def _best_activations(question: Question, choice: Choice, grid: Grid) -> Estimate:
     """With block inputs kept as simply as the batch allows: recomputing and moving them costs time."""
     if not question.work.knows_activations:
@@ -289,7 +307,7 @@ def _why(chosen: Estimate, others: list[Estimate], found: list[Estimate]) -> str
         else:
             parts.append(f"{last.choice} would be {_percent(_speed(chosen) / _speed(last) - 1)} slower")
     if (three := next((e for e in others if e.choice[:4] == Choice(3)[:4]), None)) and chosen.choice.stage < 3:
-        saved = chosen.states.total - three.states.total
+        saved = chosen.resident.total - three.resident.total
         traffic = three.traffic_elements / max(chosen.traffic_elements, 1) - 1
         parts.append(f"stage 3 would save {text_of(saved)} you do not need and cost {_percent(traffic)} more traffic")
     elif chosen.choice.stage < 3 and chosen.grid.shard > 1:
@@ -321,7 +339,7 @@ def _why_not(estimate: Estimate, chosen: Estimate) -> str:
 
 
 def _place(estimate: Estimate) -> int:
-    plain = estimate.choice._replace(keep_whole=0, activations=Choice(0).activations)
+    plain = estimate.choice._replace(keep_whole=0, staying=0, activations=Choice(0).activations)
     return CHOICES.index(plain)
 
 
@@ -337,6 +355,8 @@ def check_question(question: Question) -> None:
         value = getattr(question, name)
         if value is not None and (type(value) is not int or value < (0 if name == "prefetch" else 1)):
             raise ConfigError(f"{name}={value!r} is not a positive whole number")
+    if question.inside and question.micro_batches > 1:
+        raise ConfigError("updates inside backward leave nothing to accumulate: use one micro-batch, or leave them out")
     grid = question.grid()
     if question.work.shape is not None:
         question.work.shape.check(grid.tp, grid.pp)

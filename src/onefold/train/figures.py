@@ -14,6 +14,7 @@ from onefold.train.run import RunFolder, read_facts, read_metrics, read_warnings
 
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shards
 LASTING = (*STATES, "buffers", "communication")  # held between steps
+ELSEWHERE = ("host", "disk")  # where states are offloaded
 FULLEST = ("activations", "peak")  # at the fullest instant of a step
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that does
 WARM_UP = 2  # steps that still fill buffers and learn orders

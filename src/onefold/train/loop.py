@@ -116,6 +116,8 @@ class Loop:
         began = time.perf_counter()
         batches = [self._batch(place.samples, micro) for micro in range(self.accumulation)]
         with self._watched() as tracker:
+            if self.engine.inside:
+                self._schedule()  # updates run inside backward
             losses = self._passes(batches)
             norm, lr = self._update(step, losses, probe=log)
         if tracker is not None:
@@ -163,14 +165,11 @@ class Loop:
         return losses
 
     def _update(self, step: int, losses: list[Tensor], *, probe: bool) -> tuple[Tensor, float]:
-        self._where, adam = "the update", self.settings.adam
-        lr = learning_rate(
-            self.optimizer.steps, steps=self.settings.steps.steps, warmup=adam.warmup, lr=adam.lr, min_lr=adam.min_lr
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self._where, lr = "the update", self._schedule()
+        norm = torch.tensor(math.nan)
         try:
-            norm = self.optimizer.clip_grad_norm(adam.clip or math.inf)
+            if not self.engine.inside:  # else no gradients are left
+                norm = self.optimizer.clip_grad_norm(self.settings.adam.clip or math.inf)
             if probe:
                 self._probe.before()
             self.optimizer.step()
@@ -185,6 +184,14 @@ class Loop:
         self._scales.append(self.optimizer.loss_scale)
         self._done += 1
         return norm, lr
+
+    def _schedule(self) -> float:
+        """The learning rate of this step."""
+        adam, steps = self.settings.adam, self.settings.steps.steps
+        lr = learning_rate(self.optimizer.steps, steps=steps, warmup=adam.warmup, lr=adam.lr, min_lr=adam.min_lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def _watched(self) -> AbstractContextManager[Any]:
         """On a CPU nothing but a look at every tensor tells the fullest instant: once."""

@@ -66,6 +66,7 @@ def memory_now(model: nn.Module, peak: dict[str, int] | None) -> dict[str, int |
     """Bytes this rank holds between steps, and the fullest instant if somebody looked (on CUDA the allocator does)."""
     now = memory(model)
     sizes: dict[str, int | None] = {name: getattr(now, name).measured for name in CATEGORIES[:-1]}
+    sizes |= {"host": now.host, "disk": now.disk} if now.elsewhere else {}
     if engine_of(model).device.type == "cuda":
         most = torch.cuda.max_memory_allocated()
         return {**sizes, "activations": max(0, most - now.total), "peak": most}

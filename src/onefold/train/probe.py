@@ -49,6 +49,7 @@ class UpdateProbe:
         return moved, wanted
 
     def _values(self, unit: Unit, span: Span) -> Tensor:
-        out = torch.empty(span.numel, dtype=unit.master.dtype, device=unit.gradients.part(span).device)
-        unit.master.peek(span, out)
+        out = torch.empty(span.numel, dtype=unit.master.dtype, device=unit.pool.device)
+        with unit.at_hand():
+            unit.master.peek(span, out)
         return out

@@ -7,6 +7,7 @@ from typing import Any
 
 from onefold.train.charts import Chart
 from onefold.train.figures import (
+    ELSEWHERE,
     FULLEST,
     LASTING,
     STATES,
@@ -97,6 +98,9 @@ def memory(run: Run, chart: Chart | None) -> Section:
             whole, wanted = states_of(held), states_of(planned)
             rows.append(["states", nbytes(whole), nbytes(wanted), off(whole, wanted) if held and planned else ""])
             marks.append("total")
+    if away := [key for key in ELSEWHERE if held.get(key)]:
+        rows += [["not on the device"], *([key, nbytes(held[key]), "", ""] for key in away)]
+        marks += ["group", *([""] * len(away))]
     body = f"<p>{_saving(run, held)}</p>" if held else ""
     body += figures(
         figure("Held by rank 0 between steps", chart), table(("", "measured", "planned", "off"), rows, marks=marks)

@@ -13,6 +13,7 @@ from typing import Any
 
 from onefold.config import AUTO, REDUCE, Zero
 from onefold.errors import ConfigError
+from onefold.offload import Offload
 from onefold.planner.activations import check_policy
 from onefold.planner.shapes import Shape, named
 from onefold.precision import DTYPES
@@ -177,7 +178,13 @@ class ZeroSettings:
     """keep, checkpoint, checkpoint+host, partition or partition+host (both with tp), or auto."""
 
     offload: str | None = None
-    """Where optimizer state lives if not on the device."""
+    """Where optimizer state is, and its update: host, disk, or auto (on the host what does not fit the device)."""
+
+    offload_parameters: str | None = None
+    """Stage 3, with --offload: where the shards of parameters are, host or disk."""
+
+    offload_path: Path | None = None
+    """With disk: a folder on a fast disk of this node; what is written there is gone when the run ends."""
 
     def zero(self, seed: int) -> Zero:
         """The settings of shard(), without its mesh, which needs ranks."""
@@ -187,13 +194,10 @@ class ZeroSettings:
             raise ConfigError(f"--bucket-mb {self.bucket_mb:g} is not a size in MiB; try 32")
         if self.reduce not in REDUCE:
             raise ConfigError(f"--reduce {self.reduce!r} is unknown; use one of {', '.join(REDUCE)}")
-        asked = {"activations": self.activations, "offload": self.offload}
-        known = {one.name for one in dataclasses.fields(Zero)}
-        extra = {name: value for name, value in asked.items() if value not in (None, "keep")}
-        for name, value in extra.items():
-            if name not in known:
-                raise ConfigError(f"--{name} {value}: the engine cannot do that yet; leave it out")
-        fields: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, **extra}
+        fields: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, "activations": self.activations}
+        tiers: dict[str, Any] = {"optimizer": self.offload, "parameters": self.offload_parameters}
+        offload = Offload(**tiers, path=self.offload_path)
+        fields["offload"] = offload if offload.optimizer is not None else None
         return Zero(precision=self.precision, bucket_bytes=int(self.bucket_mb * (1 << 20)), seed=seed, **fields)
 
     def axes(self, ranks: int) -> dict[str, int]:
@@ -290,7 +294,13 @@ class Settings:
                 f"--sequence splits block inputs over tp already, so --activations {self.zero.activations} has nothing "
                 f"left to share; use {self.zero.activations.replace('partition', 'checkpoint')}"
             )
-        self.stages()
+        for one in self.stages():
+            one.zero.zero(one.steps.seed)
+
+    def updates_inside(self, ranks: int) -> bool:
+        """Updates on the host start inside backward where they can: nothing is clipped, accumulated or skipped."""
+        one_backward = self.steps.split(self.zero.readers(ranks))[1] == 1
+        return self.zero.offload is not None and not self.adam.clip and one_backward and self.zero.precision != "fp16"
 
     def stages(self) -> list[Settings]:
         """One run, or with --compare one for each stage, in a folder of its own."""

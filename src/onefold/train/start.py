@@ -104,7 +104,8 @@ def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place]:
     if settings.output.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
-    optimizer = Optimizer(model, torch.optim.AdamW, groups=groups(settings, model), fused=True)
+    inside = settings.updates_inside(comm.size)
+    optimizer = Optimizer(model, torch.optim.AdamW, groups=groups(settings, model), fused=True, step_in_backward=inside)
     place = _go_on(settings, model, optimizer, comm)
     return Loop(settings, model, optimizer, shape, data, comm), place
 

@@ -1,0 +1,93 @@
+"""What the settings of shard() leave to the memory there is: decided alike on all ranks, by the smallest device."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import torch
+
+from onefold.comm import Comm, Label
+from onefold.config import Zero
+from onefold.mesh import Axes
+from onefold.offload import Offload
+from onefold.planner.auto import choose_stage, choose_staying, room_for_activations
+from onefold.planner.estimate import Choice
+from onefold.planner.here import here
+from onefold.planner.sizes import Widths, of_layout
+from onefold.precision import Precision
+from onefold.survey import FROZEN, Survey, place
+
+LOG = logging.getLogger("onefold")
+
+
+def decide_stage(
+    settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
+) -> tuple[Zero, str]:
+    """stage="auto": by the smallest device of all ranks, so that all decide alike."""
+    machine = here(device)
+    memories = world.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
+    kinds, frozen = _kinds(found, policy)
+    stage, why = choose_stage(
+        found.infos,
+        kinds,
+        frozen,
+        ranks=axes.shard.size,
+        replicas=axes.replica.size,
+        bucket_bytes=settings.bucket_bytes,
+        machine=dataclasses.replace(machine, memory_bytes=min(int(row) for row in memories)),
+        optimizer=Offload.of(settings.offload).optimizer,
+    )
+    if world.rank == 0:
+        LOG.info('stage="auto" chose stage %d: %s', stage, why)
+    return dataclasses.replace(settings, stage=stage), f"stage {stage}: {why}"
+
+
+def decide_staying(
+    settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
+) -> tuple[frozenset[str], str]:
+    """Offload(optimizer="auto"): the units whose optimizer state stays on the device, by the smallest budget of all."""
+    offload, machine = Offload.of(settings.offload), here(device)
+    mine = offload.device_bytes or machine.memory_bytes
+    smallest = min(int(row) for row in world.exchange(str(mine).encode(), Label("agree", "memory")))
+    blocks, sizes = {info.name: info.block for info in found.infos}, []
+    for layout in found.layouts:
+        first, trained = layout.slots[0].name, not layout.kind.endswith(FROZEN)
+        widths = policy.dtypes(found.dtypes[first]).widths  # as rank 0 has it, which owns the most
+        sizes.append(of_layout(layout, 0, widths, block=blocks[first], trained=trained))
+    staying = choose_staying(
+        sizes,
+        [place(layout, settings, axes.shard.size) for layout in found.layouts],
+        ranks=axes.shard.size,
+        machine=dataclasses.replace(machine, memory_bytes=smallest),
+        prefetch=settings.prefetch if isinstance(settings.prefetch, int) else 1,
+        device_bytes=None if offload.device_bytes is None else smallest,
+    )
+    kept = [unit.name for unit in sizes if unit.trained][: staying.units]
+    told = f"optimizer state of {staying.units} of {staying.of} units stays on the device: {staying.why}"
+    if world.rank == 0:
+        LOG.info("%s", told)
+    return frozenset(kept), told
+
+
+def room_left(settings: Zero, found: Survey, policy: Precision, device: torch.device, axes: Axes, staying: int) -> int:
+    """Bytes that states leave on this device."""
+    kinds, frozen = _kinds(found, policy)
+    offload = Offload.of(settings.offload)
+    assert isinstance(settings.stage, int)
+    choice = Choice(
+        settings.stage,
+        optimizer=offload.optimizer_tier.value,
+        parameters=offload.parameters_tier.value,
+        staying=staying,
+    )
+    return room_for_activations(
+        found.infos, kinds, frozen, choice, ranks=axes.shard.size, replicas=axes.replica.size,
+        bucket_bytes=settings.bucket_bytes, machine=here(device),
+    )  # fmt: skip
+
+
+def _kinds(found: Survey, policy: Precision) -> tuple[dict[str, Widths], frozenset[str]]:
+    """Bytes per element of each kind of parameter, and the kinds that are not trained."""
+    kinds = {info.kind: policy.dtypes(found.dtypes[info.name]).widths for info in found.infos}
+    return kinds, frozenset(kind for kind in kinds if kind.endswith(FROZEN))

@@ -1,0 +1,104 @@
+"""Where states lie changes no bit: every tier, stage, number of ranks and precision, against the same run without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import onefold
+from tests.harness import run_ranks
+from tests.harness.grids import thinned
+from tests.offload.runs import PRECISIONS, TIERS, compare, offload_of, stages_of
+from tests.parity.models import MODELS
+from tests.parity.training import Run
+
+CASES = [(tiers, stage) for tiers in TIERS for stage in stages_of(tiers)]
+
+
+def assert_same_bits(ranks: int, run: Run, tiers: str, path: str) -> None:
+    assert run_ranks(ranks, compare, run, offload_of(tiers, path)) == [[]] * ranks
+
+
+@pytest.mark.parametrize(("case", "precision", "ranks"), thinned(CASES, PRECISIONS, (1, 2), share=4))
+def test_every_tier_gives_the_same_bits(case: tuple[str, int], precision: str, ranks: int, tmp_path) -> None:
+    tiers, stage = case
+    run = Run(stage=stage, steps=3, clip=0.1, fields=(("precision", PRECISIONS[precision]),))
+    assert_same_bits(ranks, run, tiers, str(tmp_path))
+
+
+@pytest.mark.parametrize(("case", "model"), thinned(CASES, ("skipping", "conv")))
+def test_unused_parameters_and_other_layouts_give_the_same_bits(case: tuple[str, int], model: str, tmp_path) -> None:
+    tiers, stage = case
+    assert_same_bits(2, Run(model=model, stage=stage, steps=3), tiers, str(tmp_path))
+
+
+@pytest.mark.parametrize(("case", "reduce"), thinned(CASES, ("once", "each")))
+def test_accumulation_gives_the_same_bits(case: tuple[str, int], reduce: str, tmp_path) -> None:
+    tiers, stage = case
+    fields = (("precision", "bf16"),)
+    run = Run(stage=stage, steps=3, micro=3, reduce=reduce, grouped=True, fields=fields)
+    assert_same_bits(2, run, tiers, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "tiers"),
+    thinned(
+        ("sgd", "sgd-momentum", "adagrad", "rmsprop", "nadam", "adamw-fused"), ("optimizer on the host", "both on disk")
+    ),
+)
+def test_every_optimizer_gives_the_same_bits(optimizer: str, tiers: str, tmp_path) -> None:
+    run = Run(stage=3, steps=3, optimizer=optimizer, fields=(("precision", "bf16"),))
+    assert_same_bits(2, run, tiers, str(tmp_path))
+
+
+def two_steps_at_once(offload: Any) -> dict[str, Any]:
+    """step() twice after one backward, and a backward whose gradients are not dropped before the next."""
+    onefold.init()
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    model = onefold.shard(layers, stage=3, precision="bf16", offload=offload, bucket_bytes=1 << 10)
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.randn(2, 32).bfloat16()).float().square().sum().backward()
+        adam.step()
+        adam.step()
+    return onefold.full_state_dict(model)
+
+
+def compare_loops(offload: Any) -> list[str]:
+    plain, moved = two_steps_at_once(None), two_steps_at_once(offload)
+    return [name for name in plain if not torch.equal(plain[name], moved[name])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tiers", ["optimizer on the host", "both on disk"])
+def test_unusual_loops_give_the_same_bits(tiers: str, ranks: int, tmp_path) -> None:
+    assert run_ranks(ranks, compare_loops, offload_of(tiers, str(tmp_path))) == [[]] * ranks
+
+
+def kept_about_half(run: Run, device_bytes: int) -> tuple[list[str], str, list[str]]:
+    """What differs, what was decided, and where the optimizer's state of each unit is."""
+    offload = onefold.Offload(optimizer="auto", device_bytes=device_bytes)
+    onefold.init()
+    model = onefold.shard(MODELS[run.model].build(), stage=run.stage, bucket_bytes=run.bucket_bytes, offload=offload)
+    found = onefold.placement(model)
+    return compare(run, offload), found.why, [row.optimizer for row in found.rows]
+
+
+@pytest.mark.parametrize(("stage", "ranks", "clip"), thinned((1, 2, 3), (1, 2), (0.1, None)))
+def test_auto_fills_the_device_from_the_front_and_gives_the_same_bits(stage: int, ranks: int, clip: Any) -> None:
+    """Budgets that no unit, about half of them and all of them fit."""
+    run = Run(model="gpt", stage=stage, steps=3, clip=clip, bucket_bytes=16 << 10)
+    states = 16 * sum(p.numel() for p in MODELS["gpt"].build().parameters()) // (ranks if stage == 3 else 1)
+    moved = []
+    for budget in (1, int(0.8 * states), 4 * states):
+        rows = run_ranks(ranks, kept_about_half, run, budget)
+        assert [row[0] for row in rows] == [[]] * ranks
+        where = [tier.endswith(", host") for tier in rows[0][2]]
+        assert where == sorted(where), "units of the front stay"
+        assert f"{where.count(False)} of {len(where)} units stay" in rows[0][1].replace("stays", "stay")
+        moved.append(sum(where) / len(where))
+    assert moved[0] == 1 and 0 < moved[1] < 1 and moved[2] == 0

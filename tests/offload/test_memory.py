@@ -1,0 +1,174 @@
+"""Where every byte of the states is: device, host and disk hold what the table of tiers says, and nothing more."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.away import PARKED_SHARE
+from onefold.engine import engine_of
+from onefold.inventory import storages
+from tests.harness import run_ranks
+from tests.offload.runs import SPLIT
+
+WIDTH, DEPTH = 128, 40
+UNIT = WIDTH * WIDTH
+PSI = DEPTH * UNIT
+CLOSE = 0.05
+HOST, DISK = {"optimizer": "host"}, {"optimizer": "disk"}
+ALL_HOST, ALL_DISK = {**HOST, "parameters": "host"}, {**DISK, "parameters": "disk"}
+
+
+class Tower(nn.Module):
+    """Many equal blocks without padding, so that staging buffers of a few units are little beside all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Tall:
+    """A tower that trains with its states elsewhere."""
+
+    def __init__(self, offload: dict[str, str], path: str, precision: Any, inside: bool = False) -> None:
+        onefold.init()
+        torch.manual_seed(0)
+        on_disk = "disk" in offload.values()
+        tiers = onefold.Offload(**offload, path=path if on_disk else None)
+        self.model = onefold.shard(Tower(), stage=3, bucket_bytes=2 * UNIT, precision=precision, offload=tiers)
+        self.optimizer = onefold.Optimizer(self.model, torch.optim.AdamW, step_in_backward=inside)
+
+    def backward(self) -> None:
+        self.model(torch.randn(4, WIDTH).bfloat16()).float().square().mean().backward()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def reports(offload: dict[str, str], path: str, precision: Any, inside: bool = False) -> list[onefold.MemoryReport]:
+    """After a backward that follows two steps, and after the step."""
+    tall = Tall(offload, path, precision, inside)
+    tall.step()
+    tall.step()
+    tall.backward()
+    if not inside:
+        tall.optimizer.clip_grad_norm(1e9)  # all gradients are complete then
+    before = onefold.memory(tall.model)
+    tall.optimizer.step()
+    tall.optimizer.zero_grad()
+    return [before, onefold.memory(tall.model)]
+
+
+def planned_well(report: onefold.MemoryReport) -> bool:
+    """States to the byte, buffers within their bound."""
+    device = [report.parameters, report.gradients, report.optimizer]
+    states = [row for row in report.elsewhere if row.state != "staging"]
+    bounded = [row for row in report.elsewhere if row.state == "staging"]
+    return (
+        all(row.measured == row.planned for row in [*device, *states])
+        and all(row.measured <= row.planned for row in bounded)
+        and report.communication.measured <= report.communication.planned
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("precision", "kept"), [("bf16", 12), (SPLIT, 10)])
+def test_the_device_keeps_16_bit_values_and_the_host_the_rest(precision: Any, kept: int, ranks: int) -> None:
+    for waiting, after in run_ranks(ranks, reports, HOST, "", precision):
+        for report in (waiting, after):
+            assert planned_well(report), report
+            assert report.states == pytest.approx(2 * PSI / ranks, rel=CLOSE), "gradients stream: none stay here"
+            assert report.host == pytest.approx((kept + 2) * PSI / ranks, rel=CLOSE)
+            assert report.disk == report.pinned == 0
+        held = {row.state: row.measured for row in waiting.elsewhere}
+        assert held["optimizer"] == pytest.approx(kept * PSI / ranks, rel=0.001)
+        assert held["gradients"] == 2 * PSI / ranks
+        assert "gradients" not in {row.state for row in after.elsewhere}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_updates_inside_backward_park_few_gradients(ranks: int) -> None:
+    for waiting, after in run_ranks(ranks, reports, HOST, "", "bf16", True):
+        assert planned_well(waiting) and planned_well(after), f"{waiting}\n{after}"
+        assert "gradients" not in {row.state for row in after.elsewhere}
+        assert after.host == pytest.approx((1 + PARKED_SHARE) * 12 * PSI / ranks, rel=CLOSE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_with_parameters_on_the_host_the_device_keeps_next_to_nothing(ranks: int) -> None:
+    for report in [one for rank in run_ranks(ranks, reports, ALL_HOST, "", "bf16") for one in rank]:
+        assert planned_well(report), report
+        assert report.states < 0.01 * PSI
+        assert report.host == pytest.approx((2 + 12 + 2) * PSI / ranks, rel=CLOSE)
+
+
+@pytest.mark.parametrize(("offload", "kept"), [(DISK, 12), (ALL_DISK, 14)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_disk_holds_what_rests_there_and_memory_a_few_units(offload: Any, kept: int, ranks: int, tmp_path) -> None:
+    for report in [one for rank in run_ranks(ranks, reports, offload, str(tmp_path), "bf16") for one in rank]:
+        assert planned_well(report), report
+        assert report.disk == pytest.approx(kept * PSI / ranks, rel=CLOSE)
+        assert report.host <= (2 * PSI + 8 * 14 * UNIT) / ranks, "beside parked gradients a few units only"
+
+
+def keys_by_step(offload: dict[str, str], path: str, inside: bool) -> list[Any]:
+    """After the second step and after each of three more: every storage of ours, and how long it is."""
+    tall = Tall(offload, path, "bf16", inside)
+    tall.step()
+    tall.step()
+    kept, rows = [], []  # kept: a storage freed and made anew cannot come back under its old address
+    for _ in range(4):
+        engine_of(tall.model).away.settle()
+        found = storages(engine_of(tall.model))
+        kept.append([tensor for _, tensor in found.values()])
+        rows.append(sorted((key, kind, t.untyped_storage().nbytes()) for key, (kind, t) in found.items()))
+        tall.step()
+    return rows
+
+
+@pytest.mark.parametrize(("offload", "inside"), [(HOST, False), (HOST, True), (ALL_HOST, False)])
+def test_nothing_is_allocated_after_two_steps_in_device_and_host_memory(offload: Any, inside: bool) -> None:
+    for first, *later in run_ranks(2, keys_by_step, offload, "", inside):
+        assert later == [first] * 3
+
+
+def test_with_a_disk_only_buffers_of_files_may_come_later_and_never_beyond_the_plan(tmp_path) -> None:
+    """How many files are open at once is a matter of time."""
+    for rows in run_ranks(2, keys_by_step, ALL_DISK, str(tmp_path), False):
+        states = [[row for row in rows_of_step if not row[1].startswith("staging")] for rows_of_step in rows]
+        assert states == [states[0]] * 4
+        for earlier, later in pairwise([set(row) - set(kept) for row, kept in zip(rows, states, strict=True)]):
+            assert earlier <= later, "what was there is used again"
+
+
+def peak_of_a_step(offload: dict[str, str]) -> tuple[dict[str, int], onefold.MemoryReport, str]:
+    tall = Tall(offload, "", "bf16")
+    tall.step()
+    tall.step()
+    engine_of(tall.model).away.settle()
+    with onefold.track_memory(tall.model) as tracker:
+        tall.step()
+    return tracker.peak(), onefold.memory(tall.model), str(onefold.placement(tall.model).rows[0])
+
+
+def test_the_peak_of_the_device_holds_nothing_of_the_hosts() -> None:
+    """On a CPU both are the same memory, and the tracker sees every tensor."""
+    for peak, report, row in run_ranks(2, peak_of_a_step, ALL_HOST):
+        assert peak["optimizer"] == peak["gradients"] == 0
+        assert peak["communication"] == report.communication.measured
+        assert peak["parameters"] - report.parameters.measured <= 3 * 2 * UNIT, "gathered: in use, and on the way"
+        assert peak["activations"] < 0.2 * PSI
+        assert row.count("'shard, host'") == 3
+        assert "optimizer, pageable" in str(report) and "total, pageable" in str(report)

@@ -1,0 +1,129 @@
+"""Overlap is real: the host updates one unit while the model runs others, inside backward and in the next forward.
+
+Nothing is timed. A unit's update is held back until the model has come to another place, and the model is held there
+until the update has run: if either waited for the other to end first, neither would go on.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.engine import engine_of
+from tests.harness import run_ranks
+
+PATIENCE_S = 60.0
+
+
+class Meeting:
+    """Two threads are here at the same time, or neither passes."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+        self.met = False
+
+    def come(self) -> None:
+        if not self.met:
+            self._barrier.wait(PATIENCE_S)
+            self.met = True
+
+
+class Layer(nn.Module):
+    """Tells when its forward, or its backward, begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.on_forward = self.on_backward = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.on_forward()
+        out = self.linear(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: self.on_backward())
+        return out
+
+
+def built(stage: int, inside: bool):
+    onefold.init()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer() for _ in range(4)))
+    model = onefold.shard(
+        layers, stage=stage, precision="bf16", offload="host", units=Layer, bucket_bytes=1 << 10, prefetch=0
+    )
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2, step_in_backward=inside)
+    for _ in range(2):  # the order of units is known then
+        step(model, adam)
+    engine_of(model).away.settle()
+    return model, adam, {by.unit.layout.slots[0].name.split(".")[0]: by for by in adam.by_unit}
+
+
+def step(model: nn.Module, adam: onefold.Optimizer, clip: bool = False) -> None:
+    model(torch.randn(4, 32).bfloat16()).float().square().sum().backward()
+    if clip:
+        adam.clip_grad_norm(0.1)
+    adam.step()
+    adam.zero_grad()
+
+
+def update_meets(by_unit, meeting: Meeting) -> None:
+    """This unit's next update begins in the meeting."""
+    plain = by_unit.update
+
+    def update(*args, **kwargs) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        meeting.come()
+        plain(*args, **kwargs)
+
+    by_unit.update = update
+
+
+def updates_run_inside_backward(stage: int) -> bool:
+    """The last layer's update is not over before the first layer's backward has begun."""
+    model, adam, units = built(stage, inside=True)
+    meeting = Meeting()
+    update_meets(units["3"], meeting)
+    model[0].on_backward = meeting.come
+    step(model, adam)
+    return meeting.met
+
+
+def updates_run_in_the_next_forward(stage: int) -> bool:
+    """The last layer's update is not over before the first layer's next forward has begun; with clipping."""
+    model, adam, units = built(stage, inside=False)
+    meeting = Meeting()
+    update_meets(units["3"], meeting)
+    step(model, adam, clip=True)
+    model[0].on_forward = meeting.come
+    step(model, adam, clip=True)
+    engine_of(model).away.settle()
+    return meeting.met
+
+
+def test_a_unit_is_updated_while_backward_goes_on() -> None:
+    assert run_ranks(1, updates_run_inside_backward, 3) == [True]
+    assert run_ranks(2, updates_run_inside_backward, 3) == [True] * 2
+    assert run_ranks(2, updates_run_inside_backward, 2) == [True] * 2
+
+
+def test_with_clipping_a_unit_is_updated_while_the_next_forward_runs() -> None:
+    assert run_ranks(1, updates_run_in_the_next_forward, 3) == [True]
+    assert run_ranks(2, updates_run_in_the_next_forward, 3) == [True] * 2
+
+
+def first_layer_first() -> list[str]:
+    model, adam, units = built(3, inside=False)
+    seen: list[str] = []
+    for name, by_unit in units.items():
+        plain = by_unit.update
+        by_unit.update = lambda *a, plain=plain, name=name, **k: (seen.append(name), plain(*a, **k))
+    step(model, adam, clip=True)
+    engine_of(model).away.settle()
+    return seen
+
+
+def test_units_are_updated_in_the_order_in_which_forward_needs_them() -> None:
+    assert run_ranks(2, first_layer_first) == [list("0123")] * 2
