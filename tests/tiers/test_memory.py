@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_bytes_of_a_tensor_outlive_it():
     view = bytes_of(host_bytes(8192, pinned=False).fill_(7))[4096:]
     gc.collect()
     assert bytes(view) == b"\7" * 4096
+
+
+def test_a_forked_process_writes_to_its_own():
+    view = bytes_of(host_bytes(4096, pinned=False))
+    if not (child := os.fork()):
+        view[0] = 7
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert view[0] == 0
 
 
 def test_under_fake_tensors_no_memory_is_taken():
