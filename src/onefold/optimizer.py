@@ -132,9 +132,11 @@ class Optimizer(torch.optim.Optimizer):
         """The CPU's kernel updates on all ranks or on none: where ranks hold copies, these must stay equal."""
         engine = self._engine
         on_cpu = any(unit.pool.device.type == "cpu" and unit.dtypes.narrow for unit in engine.units)
-        if not (on_cpu or engine.comms.pp.size > 1) or not engine.precision.narrow or cls not in KNOWN:
+        wanted = on_cpu and cls in KNOWN
+        if not wanted and engine.comms.pp.size == 1:  # stages of a pipeline may want different things: all answer
             return
-        rows = engine.comms.world.gather_bytes(bytes([available()]), Label("agree", "the CPU's update kernel"))
+        mine = bytes([not wanted or available()])
+        rows = engine.comms.world.gather_bytes(mine, Label("agree", "the CPU's update kernel"))
         engine.comm.meter.cut()
         if bytes(1) not in rows:
             return
