@@ -53,12 +53,6 @@ def update_slice(
     )  # fmt: skip
 
 
-def take_back_count(state: dict[str, Any]) -> None:
-    """A step that the device did not take does not count."""
-    if "step" in state:
-        state["step"] -= 1
-
-
 if triton is not None:
 
     @triton.jit

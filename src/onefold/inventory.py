@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onefold.away import AHEAD, BEHIND, LEAVING
+from onefold.away import LEAVING
 from onefold.engine import Engine
+from onefold.jobs import AHEAD, BEHIND
 from onefold.memory import storage_bytes, storage_key
 from onefold.placement import Scope, Tier
 from onefold.planner.sizes import Sizes, of_layout

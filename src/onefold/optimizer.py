@@ -8,7 +8,6 @@ the order of reduction: finish its gradient, update, start its gather  4 wait fo
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,17 +25,13 @@ from onefold.engine import engine_of
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.finite import FiniteCheck
 from onefold.inside import InsideUpdates
-from onefold.native.update import available
-from onefold.offload import Offload
-from onefold.placement import Scope, Tier
+from onefold.placement import Scope
 from onefold.precision import Precision
-from onefold.rule import KNOWN
+from onefold.provide import reserve, update_alike, updated_dtype
 from onefold.scaling import LossScale, Scaler, scaled_backward
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
-from onefold.unit import Unit
 
 FORMAT = 1  # of state_dict()
-LOG = logging.getLogger("onefold")
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -83,7 +78,7 @@ class Optimizer(torch.optim.Optimizer):
         except Exception as mistake:  # whatever it is, the other ranks must hear of it
             error = mistake
         self._agree(error, "Optimizer()")
-        self._update_alike(cls)
+        update_alike(engine, self._by_unit, cls)
         engine.optimizer = self
         self._away = Away(engine, self._by_unit) if any(unit.away for unit in engine.units) else None
         if step_in_backward:
@@ -128,48 +123,19 @@ class Optimizer(torch.optim.Optimizer):
         self._agreed = True
         self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
 
-    def _update_alike(self, cls: type[torch.optim.Optimizer]) -> None:
-        """The CPU's kernel updates on all ranks or on none: where ranks hold copies, these must stay equal."""
-        engine = self._engine
-        on_cpu = any(unit.pool.device.type == "cpu" and unit.dtypes.narrow for unit in engine.units)
-        wanted = on_cpu and cls in KNOWN
-        if not wanted and engine.comms.pp.size == 1:  # stages of a pipeline may want different things: all answer
-            return
-        mine = bytes([not wanted or available()])
-        rows = engine.comms.world.gather_bytes(mine, Label("agree", "the CPU's update kernel"))
-        engine.comm.meter.cut()
-        if bytes(1) not in rows:
-            return
-        first = engine.comms.world.world_rank(rows.index(bytes(1)))
-        LOG.info("rank %d has no update kernel for its CPU, so torch updates on every rank", first)
-        for unit in self._by_unit:
-            unit.native = False
-
     def _build(self, cls: type[torch.optim.Optimizer], groups: list[Any] | None, kwargs: dict[str, Any]) -> None:
         engine = self._engine
         _check_finite(kwargs, "the settings")
         self._costs = {}
-        for dtype in dict.fromkeys(_updated(unit) for unit in engine.units):
+        for dtype in dict.fromkeys(updated_dtype(unit) for unit in engine.units):
             defaults, self._costs[dtype] = examine(cls, kwargs, engine.units[0].pool.device, dtype)
-        self._reserve()
+        reserve(engine, self._costs)
         self._index = {id(p): index for index, p in enumerate(engine.params)}
         self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
         self._name = cls.__name__
         with _as_ours():
             super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
         self._check_hyperparameters()
-
-    def _reserve(self) -> None:
-        """Is there room for the state of units that the host updates, and for the gradients that wait there?"""
-        needed = dict.fromkeys(Tier, 0)
-        for unit in self._engine.units:
-            if unit.away:
-                cost = self._costs[_updated(unit)].per_element
-                needed[unit.placement.optimizer_tier] += unit.master.owned.numel * cost
-                needed[Tier.HOST] += unit.layout.shard_numel * unit.gradients.dtype.itemsize
-        path = Offload.of(self._engine.zero.offload).path
-        what = "the optimizer's state"
-        self._engine.tiers.reserve(what, host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=path)
 
     def _describe(self) -> list[str]:
         """What all ranks must share."""
@@ -359,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
     def planned_state(self, index: int) -> tuple[int, int]:
         """Of one unit: bytes of vectors, and of step counts."""
         unit = self._by_unit[index]
-        return unit.planned_state(self._costs[_updated(unit.unit)])
+        return unit.planned_state(self._costs[updated_dtype(unit.unit)])
 
     def _whoami(self) -> dict[str, Any]:
         world = self._engine.comms.world
@@ -445,11 +411,6 @@ def _check_policies(half: bool, loss_scale: Any, on_nonfinite: Any, step_in_back
         raise ConfigError("step_in_backward=True cannot skip a step, which fp16 needs; train in bf16")
     if step_in_backward and on_nonfinite == "skip":
         raise ConfigError("step_in_backward=True cannot skip a step: it looks at no norm before it updates")
-
-
-def _updated(unit: Unit) -> torch.dtype:
-    """The dtype in which a unit is updated."""
-    return torch.float32 if unit.dtypes.narrow else unit.dtypes.compute
 
 
 def _check_finite(settings: dict[str, Any], where: str) -> None:

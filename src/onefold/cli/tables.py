@@ -8,7 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from onefold.planner.plan import Plan, Row
+from onefold.planner.plan import Plan
+from onefold.planner.rows import Row
 from onefold.planner.search import text_of
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from onefold.away import AHEAD, BEHIND, LEAST_PARKED, LEAVING, PARKED_SHARE
+from onefold.away import LEAST_PARKED, LEAVING, PARKED_SHARE
+from onefold.jobs import AHEAD, BEHIND
 from onefold.memory import Pool
 from onefold.placement import Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes

@@ -18,107 +18,25 @@ from onefold.errors import ConfigError
 from onefold.layout import ParamInfo
 from onefold.offload import AUTO, Offload
 from onefold.planner.dry import Loss, Rehearsal, rehearse
-from onefold.planner.estimate import Choice, Estimate, usable_bytes
+from onefold.planner.estimate import Choice
 from onefold.planner.hardware import Hardware, hardware
 from onefold.planner.here import here
+from onefold.planner.rows import Recommendation, Row, exact_row, recommendation_of, row_of
 from onefold.planner.search import (
     CHOICES,
     ROOM,
     Question,
-    Ranked,
     check_question,
-    days,
-    fewest_ranks,
-    fits,
-    largest_batch,
-    largest_model,
     recommend,
     text_of,
 )
-from onefold.planner.seconds import break_even_batch
 from onefold.planner.states import StateCost
-from onefold.planner.traffic import Sent
 from onefold.planner.work import Module, Work
 from onefold.precision import NAMES, Precision
 from onefold.rule import knows
 from onefold.survey import FROZEN, survey
 
 HERE = ("keep", "checkpoint", "checkpoint+host")  # what a plan for a module rehearses: it knows no tensor parallelism
-
-
-@dataclass(frozen=True)
-class Message:
-    """What one rank sends for one purpose in a step."""
-
-    purpose: str
-    collective: str
-    axis: str
-    elements: int
-    bytes: int
-    calls: int
-    link_bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one choice costs one rank. Bytes are on the device unless a name says otherwise."""
-
-    label: str
-    stage: int
-    activations: str
-    batch: int
-    params_bytes: int
-    grads_bytes: int
-    optimizer_bytes: int
-    states_bytes: int
-    buffers_bytes: int
-    gathered_bytes: int
-    activations_bytes: int
-    margin_bytes: int
-    persistent_bytes: int
-    peak_bytes: int
-    peak_at: str
-    padding_bytes: int
-    host_bytes: int
-    pinned_bytes: int  # of the host's, what a GPU copies from and to
-    disk_bytes: int
-    fits: bool
-    traffic_elements: int
-    traffic_bytes: int
-    messages: tuple[Message, ...]
-    step_s: float
-    compute_s: float
-    exposed_s: float
-    tensor_s: float
-    update_s: float
-    host_update_s: float  # updates on the host, hidden or not
-    transfer_s: float
-    bubble_s: float
-    look_ahead: int
-    bandwidth_bound: bool
-    largest_batch: int | None
-    fewest_ranks: int | None
-    largest_model: int  # parameters whose states would fill the devices: an upper bound
-    break_even_batch: int | None  # stage 3: from here on its messages take under 5% of the compute, hidden or not
-    tokens_per_s: float
-    days: float | None
-
-
-@dataclass(frozen=True)
-class Recommendation:
-    """One choice and the reason for its place."""
-
-    label: str
-    stage: int
-    tp: int
-    batch: int
-    activations: str
-    optimizer: str
-    parameters: str
-    fits: bool
-    peak_bytes: int
-    step_s: float
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -211,11 +129,11 @@ def answer(question: Question, model: str, precision: str, tokens: float | None 
         for c in sorted(CHOICES, key=lambda c: (CHOICES.index(c) > 3, c.stage))
     ]
     hybrids = [r.estimate.choice._replace(activations=policy) for r in ranked if r.estimate.choice.keep_whole]
-    rows = [_row(question, estimate, tokens) for estimate in priced]
+    rows = [row_of(question, estimate, tokens) for estimate in priced]
     plain = [row for row, e in zip(rows, priced) if e.choice.optimizer == "device"]
     moved = [row for row, e in zip(rows, priced) if e.choice.optimizer != "device"]
     mixed = [r.estimate for r in ranked if r.estimate.choice.staying and r.estimate.grid == grid]
-    moved += [_row(question, question.price(e.choice, grid, batch), tokens) for e in mixed]
+    moved += [row_of(question, question.price(e.choice, grid, batch), tokens) for e in mixed]
     return Plan(
         model=model,
         parameters=question.work.parameters,
@@ -224,8 +142,8 @@ def answer(question: Question, model: str, precision: str, tokens: float | None 
         hardware=question.hardware,
         precision=precision,
         stages=tuple(plain),
-        variants=(*(_row(question, question.price(c, grid, batch), tokens) for c in hybrids[:1]), *moved),
-        recommendations=tuple(_recommendation(r) for r in ranked),
+        variants=(*(row_of(question, question.price(c, grid, batch), tokens) for c in hybrids[:1]), *moved),
+        recommendations=tuple(recommendation_of(r) for r in ranked),
         notes=tuple(notes),
     )
 
@@ -294,8 +212,8 @@ def plan(
     if offload.optimizer is not None:
         choices = [_choice(_at_stage(offload, row.stage), row.stage, activations) for row in rows]
         priced = [question.price(choice, question.grid(), row.batch) for choice, row in zip(choices, rows)]
-        rows = tuple(_row(question, estimate, tokens) for estimate in priced)
-    exact = tuple(_exact(row, rehearsed(row.stage, activations, ranks), found.hardware) for row in rows)
+        rows = tuple(row_of(question, estimate, tokens) for estimate in priced)
+    exact = tuple(exact_row(row, rehearsed(row.stage, activations, ranks), found.hardware) for row in rows)
     return dataclasses.replace(found, stages=exact, recommendations=_agreeing(found.recommendations, exact))
 
 
@@ -380,107 +298,6 @@ def _module_work(
     )
     compute = policy.dtypes(policy.compute if isinstance(policy.compute, torch.dtype) else torch.float32)
     return Work(widths=compute.widths, module=module, bucket_bytes=zero.bucket_bytes)
-
-
-def _exact(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
-    """The formula's row with what the rehearsal measured."""
-    elements = {message.purpose: message.elements for message in row.messages}
-    rates = {message.axis: message.link_bytes_per_s for message in row.messages}
-    planned = {message.purpose: message.bytes for message in row.messages}
-    messages = tuple(
-        Message(purpose, collective, "shard",
-                elements.get(purpose, 0) * flow.sent_bytes // max(planned.get(purpose, 0), 1),
-                flow.sent_bytes, flow.calls, rates.get("shard", machine.node_link))
-        for (purpose, collective), flow in seen.sent.items()
-    )  # fmt: skip
-    states = seen.states
-    gathered = max(0, seen.peak["parameters"] - states.parameters)
-    peak = seen.peak_bytes + row.margin_bytes
-    return dataclasses.replace(
-        row,
-        params_bytes=states.parameters,
-        grads_bytes=states.gradients,
-        optimizer_bytes=states.optimizer,
-        states_bytes=states.total,
-        buffers_bytes=seen.communication + seen.module_buffers,
-        gathered_bytes=gathered,
-        activations_bytes=seen.peak["activations"] + seen.peak["checkpoints"],
-        host_bytes=seen.host.total + seen.checkpoints_host,
-        disk_bytes=seen.disk.total,
-        persistent_bytes=states.total + seen.communication + seen.module_buffers,
-        peak_bytes=peak,
-        fits=peak <= usable_bytes(machine),
-        traffic_elements=sum(message.elements for message in messages),
-        traffic_bytes=sum(message.bytes for message in messages),
-        messages=messages,
-    )
-
-
-def _row(question: Question, e: Estimate, tokens: float | None) -> Row:
-    states, step, ahead = e.resident, e.step, e.look_ahead
-    messages = tuple(_message(purpose, sent, e) for purpose, sent in e.traffic.items())
-    known = question.work.knows_activations
-    return Row(
-        label=str(e.choice),
-        stage=e.choice.stage,
-        activations=e.choice.activations if known else "unknown",
-        batch=e.batch,
-        params_bytes=states.parameters,
-        grads_bytes=states.gradients,
-        optimizer_bytes=states.optimizer,
-        states_bytes=states.total,
-        buffers_bytes=e.buffers,
-        gathered_bytes=e.fullest.gathered,
-        activations_bytes=e.fullest.activations,
-        margin_bytes=e.margin,
-        persistent_bytes=e.persistent_bytes,
-        peak_bytes=e.peak_bytes,
-        peak_at=e.fullest.where,
-        padding_bytes=e.padding_bytes,
-        host_bytes=e.host_bytes,
-        pinned_bytes=e.pinned_bytes,
-        disk_bytes=e.disk_bytes,
-        fits=fits(e),
-        traffic_elements=e.traffic_elements,
-        traffic_bytes=sum(message.bytes for message in messages),
-        messages=messages,
-        step_s=step.total,
-        compute_s=step.compute,
-        exposed_s=step.exposed,
-        tensor_s=step.tensor,
-        update_s=step.update,
-        host_update_s=e.host_side_s,
-        transfer_s=step.transfer,
-        bubble_s=step.bubble,
-        look_ahead=ahead[0],
-        bandwidth_bound=ahead[1],
-        largest_batch=largest_batch(question, e.choice, e.grid) if known else None,
-        fewest_ranks=fewest_ranks(question, e.choice),
-        largest_model=largest_model(e),
-        break_even_batch=_break_even(e),
-        tokens_per_s=e.tokens_per_s,
-        days=days(tokens, e.tokens_per_s) if tokens and e.tokens_per_s else None,
-    )
-
-
-def _break_even(e: Estimate) -> int | None:
-    shape = e.work.shape
-    if shape is None or e.choice.stage != 3 or e.grid.shard == 1:
-        return None
-    rate = e.hardware.flops * e.hardware.efficiency
-    return break_even_batch(shape.numel, shape.layers, shape.seq, rate, e.hardware.latency_s, e.link("shard"))
-
-
-def _message(purpose: str, sent: Sent, e: Estimate) -> Message:
-    return Message(purpose, sent.collective, sent.axis, sent.elements, sent.bytes, sent.calls, e.link(sent.axis))
-
-
-def _recommendation(ranked: Ranked) -> Recommendation:
-    e = ranked.estimate
-    return Recommendation(
-        str(e.choice), e.choice.stage, e.grid.tp, e.batch, e.choice.activations, e.choice.optimizer,
-        e.choice.parameters, ranked.fits, e.peak_bytes, e.step_s, ranked.reason,
-    )  # fmt: skip
 
 
 def _name(policy: Precision) -> str:

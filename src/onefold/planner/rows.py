@@ -1,0 +1,189 @@
+"""The rows of a plan: what one choice costs one rank, from the formulas, or with what a rehearsal measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from onefold.planner.dry import Rehearsal
+from onefold.planner.estimate import Estimate, usable_bytes
+from onefold.planner.hardware import Hardware
+from onefold.planner.search import Question, Ranked, days, fewest_ranks, fits, largest_batch, largest_model
+from onefold.planner.seconds import break_even_batch
+from onefold.planner.traffic import Sent
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one rank sends for one purpose in a step."""
+
+    purpose: str
+    collective: str
+    axis: str
+    elements: int
+    bytes: int
+    calls: int
+    link_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one choice costs one rank. Bytes are on the device unless a name says otherwise."""
+
+    label: str
+    stage: int
+    activations: str
+    batch: int
+    params_bytes: int
+    grads_bytes: int
+    optimizer_bytes: int
+    states_bytes: int
+    buffers_bytes: int
+    gathered_bytes: int
+    activations_bytes: int
+    margin_bytes: int
+    persistent_bytes: int
+    peak_bytes: int
+    peak_at: str
+    padding_bytes: int
+    host_bytes: int
+    pinned_bytes: int  # of the host's, what a GPU copies from and to
+    disk_bytes: int
+    fits: bool
+    traffic_elements: int
+    traffic_bytes: int
+    messages: tuple[Message, ...]
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    tensor_s: float
+    update_s: float
+    host_update_s: float  # updates on the host, hidden or not
+    transfer_s: float
+    bubble_s: float
+    look_ahead: int
+    bandwidth_bound: bool
+    largest_batch: int | None
+    fewest_ranks: int | None
+    largest_model: int  # parameters whose states would fill the devices: an upper bound
+    break_even_batch: int | None  # stage 3: from here on its messages take under 5% of the compute, hidden or not
+    tokens_per_s: float
+    days: float | None
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """One choice and the reason for its place."""
+
+    label: str
+    stage: int
+    tp: int
+    batch: int
+    activations: str
+    optimizer: str
+    parameters: str
+    fits: bool
+    peak_bytes: int
+    step_s: float
+    reason: str
+
+
+def exact_row(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
+    """The formula's row with what the rehearsal measured."""
+    elements = {message.purpose: message.elements for message in row.messages}
+    rates = {message.axis: message.link_bytes_per_s for message in row.messages}
+    planned = {message.purpose: message.bytes for message in row.messages}
+    messages = tuple(
+        Message(purpose, collective, "shard",
+                elements.get(purpose, 0) * flow.sent_bytes // max(planned.get(purpose, 0), 1),
+                flow.sent_bytes, flow.calls, rates.get("shard", machine.node_link))
+        for (purpose, collective), flow in seen.sent.items()
+    )  # fmt: skip
+    states = seen.states
+    gathered = max(0, seen.peak["parameters"] - states.parameters)
+    peak = seen.peak_bytes + row.margin_bytes
+    return dataclasses.replace(
+        row,
+        params_bytes=states.parameters,
+        grads_bytes=states.gradients,
+        optimizer_bytes=states.optimizer,
+        states_bytes=states.total,
+        buffers_bytes=seen.communication + seen.module_buffers,
+        gathered_bytes=gathered,
+        activations_bytes=seen.peak["activations"] + seen.peak["checkpoints"],
+        host_bytes=seen.host.total + seen.checkpoints_host,
+        disk_bytes=seen.disk.total,
+        persistent_bytes=states.total + seen.communication + seen.module_buffers,
+        peak_bytes=peak,
+        fits=peak <= usable_bytes(machine),
+        traffic_elements=sum(message.elements for message in messages),
+        traffic_bytes=sum(message.bytes for message in messages),
+        messages=messages,
+    )
+
+
+def row_of(question: Question, e: Estimate, tokens: float | None) -> Row:
+    states, step, ahead = e.resident, e.step, e.look_ahead
+    messages = tuple(_message(purpose, sent, e) for purpose, sent in e.traffic.items())
+    known = question.work.knows_activations
+    return Row(
+        label=str(e.choice),
+        stage=e.choice.stage,
+        activations=e.choice.activations if known else "unknown",
+        batch=e.batch,
+        params_bytes=states.parameters,
+        grads_bytes=states.gradients,
+        optimizer_bytes=states.optimizer,
+        states_bytes=states.total,
+        buffers_bytes=e.buffers,
+        gathered_bytes=e.fullest.gathered,
+        activations_bytes=e.fullest.activations,
+        margin_bytes=e.margin,
+        persistent_bytes=e.persistent_bytes,
+        peak_bytes=e.peak_bytes,
+        peak_at=e.fullest.where,
+        padding_bytes=e.padding_bytes,
+        host_bytes=e.host_bytes,
+        pinned_bytes=e.pinned_bytes,
+        disk_bytes=e.disk_bytes,
+        fits=fits(e),
+        traffic_elements=e.traffic_elements,
+        traffic_bytes=sum(message.bytes for message in messages),
+        messages=messages,
+        step_s=step.total,
+        compute_s=step.compute,
+        exposed_s=step.exposed,
+        tensor_s=step.tensor,
+        update_s=step.update,
+        host_update_s=e.host_side_s,
+        transfer_s=step.transfer,
+        bubble_s=step.bubble,
+        look_ahead=ahead[0],
+        bandwidth_bound=ahead[1],
+        largest_batch=largest_batch(question, e.choice, e.grid) if known else None,
+        fewest_ranks=fewest_ranks(question, e.choice),
+        largest_model=largest_model(e),
+        break_even_batch=_break_even(e),
+        tokens_per_s=e.tokens_per_s,
+        days=days(tokens, e.tokens_per_s) if tokens and e.tokens_per_s else None,
+    )
+
+
+def _break_even(e: Estimate) -> int | None:
+    shape = e.work.shape
+    if shape is None or e.choice.stage != 3 or e.grid.shard == 1:
+        return None
+    rate = e.hardware.flops * e.hardware.efficiency
+    return break_even_batch(shape.numel, shape.layers, shape.seq, rate, e.hardware.latency_s, e.link("shard"))
+
+
+def _message(purpose: str, sent: Sent, e: Estimate) -> Message:
+    return Message(purpose, sent.collective, sent.axis, sent.elements, sent.bytes, sent.calls, e.link(sent.axis))
+
+
+def recommendation_of(ranked: Ranked) -> Recommendation:
+    e = ranked.estimate
+    return Recommendation(
+        str(e.choice), e.choice.stage, e.grid.tp, e.batch, e.choice.activations, e.choice.optimizer,
+        e.choice.parameters, ranked.fits, e.peak_bytes, e.step_s, ranked.reason,
+    )  # fmt: skip
