@@ -23,13 +23,23 @@ from onefold.comm import Pending
 from onefold.engine import Engine
 from onefold.errors import OffloadError
 from onefold.gradients import Gradients
-from onefold.jobs import AHEAD, BEHIND, Job, Line, work
+from onefold.jobs import AHEAD, BEHIND, Job, Line, Room, work
 from onefold.native.threads import threads_here
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 
 PARKED_SHARE = 0.04  # of what the host holds: gradients that wait inside backward
-LEAST_PARKED = 4
+LEAST_PARKED = 4  # of the largest
 LEAVING = 2  # gradients on their way down before compute may have to wait
+
+
+def parked_bytes(sizes: Sequence[int], share: int) -> int:
+    """How many bytes of gradients may wait on the host inside backward, of parcels of these sizes: a share of what it
+    holds, or a few parcels.
+
+    >>> parked_bytes([10] * 100, share=50), parked_bytes([10] * 100, share=0), parked_bytes([10, 90], share=50)
+    (50, 40, 100)
+    """
+    return min(sum(sizes), max(share, sum(sorted(sizes)[-LEAST_PARKED:])))
 
 
 class Parking:
@@ -61,36 +71,39 @@ class Away(Parking):
         self._by_unit = by_unit
         self._jobs: dict[int, Job] = {}
         self._line = Line()
-        self.most_parked = self._most_parked()
-        self._room = threading.Semaphore(self.most_parked)
+        sizes = self._parcels()
+        share = PARKED_SHARE * 12 * sum(unit.master.owned.numel for unit in engine.units if unit.away)
+        self.room = Room(parked_bytes(sizes, int(share)))
         self._places: dict[int, int] = {}
         if self.host.cuda:  # the cores are idle while the device trains
             threads = threads_here()
             for optimizer in by_unit:
                 optimizer.threads = threads
         thread = threading.Thread(
-            target=work, args=(self._line, self._room, engine.device), name="onefold updates", daemon=True
+            target=work, args=(self._line, self.room, engine.device), name="onefold updates", daemon=True
         )
         thread.start()
         weakref.finalize(self, _end, self._line, thread)
 
-    def _most_parked(self) -> int:
-        """Gradients that may wait on the host inside backward."""
-        units = [unit for unit in self._engine.units if unit.away]
-        cost = [unit.master.owned.numel * 12 for unit in units]
-        return min(len(units), max(LEAST_PARKED, int(PARKED_SHARE * sum(cost)) // self._largest_parcel()))
-
-    def _largest_parcel(self) -> int:
-        return max(u.layout.shard_numel * u.dtypes.grad.itemsize for u in self._engine.units if u.away)
+    def _parcels(self) -> list[int]:
+        """Bytes of the gradients that go down, the last unit's first."""
+        units = [unit for unit in reversed(self._engine.units) if unit.away]
+        return [unit.layout.shard_numel * unit.dtypes.grad.itemsize for unit in units]
 
     def make_room(self) -> None:
         """For as many gradients as may wait inside backward: how many do is a matter of time, not of the step."""
-        self.host.staging.reserve(self.most_parked + AHEAD + BEHIND, self._largest_parcel())
+        sizes, left = self._parcels(), self.room.total_bytes
+        for nbytes in sizes:
+            if nbytes <= left:
+                self.host.staging.reserve(1, nbytes)
+                left -= nbytes
+        self.host.staging.reserve(AHEAD + BEHIND, max(sizes))
 
     def park_inside(self, index: int) -> None:
         """The same, where backward waits if the host is behind."""
         self._engine.tiers.turn_to(None)
-        self._room.acquire()
+        unit = self._engine.units[index]
+        self.room.take(unit.layout.shard_numel * unit.gradients.dtype.itemsize)
         self.park(index)
 
     def start(
@@ -100,15 +113,14 @@ class Away(Parking):
         engine, unit = self._engine, self._engine.units[index]
         first = engine.first_param[index]
         kept = bytes(engine.kept[first : first + len(unit.params)])
+        parcel = unit.gradients.parked
+        room_bytes = parcel.nbytes if parcel is not None and inside else 0
         if not any(kept):
-            if inside:
-                self._room.release()
+            self.room.give(room_bytes)
             return
         optimizer = self._by_unit[index]
         values = unit.dtypes.master != "fp32" or not optimizer.covers(kept, 0)
-        job = Job(
-            optimizer, _copied(groups), kept, factor, unit.gradients.parked, self.host.mark(), values, inside=inside
-        )
+        job = Job(optimizer, _copied(groups), kept, factor, parcel, self.host.mark(), values, room_bytes=room_bytes)
         unit.values.settle()  # two steps without a forward between them
         self._jobs[index] = job
         unit.values.expect(lambda: self._wait(index))

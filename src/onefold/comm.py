@@ -101,8 +101,10 @@ class Reduction(Pending):
     def finish(self, out: Tensor, plus: Tensor | None, scale: float = 1.0, wide: Tensor | None = None) -> None:
         """out = the sum [× scale] [+ plus], once it has arrived; with `wide`, an fp32 buffer, summed in fp32 there."""
         self.wait()
-        if wide is None:
+        if wide is None or (plus is None and scale == 1.0 and len(self._parts) == 1):
             sum_in_order(self._parts, out, plus)
+        elif plus is None and len(self._parts) == 1 and out.dtype is self._parts[0].dtype:
+            torch.mul(self._parts[0], scale, out=out)  # in fp32, and rounded once
         else:
             sum_wide(self._parts, out, plus, scale, wide)
 
@@ -127,6 +129,17 @@ class Comm:
             self._wire = StagedWire(self)
         else:
             raise ConfigError(f"{device.type} tensors over {backend}: use gloo for cpu, and nccl or gloo for cuda")
+        self._small = self._host_wire()  # for words between hosts, which need no device
+
+    def _host_wire(self) -> PairwiseWire | None:
+        """gloo, where this group has it beside what moves the device's tensors."""
+        if self.simulated or isinstance(self._wire, PairwiseWire):
+            return None
+        try:
+            backend = self._axis.backend(torch.device("cpu"))
+        except RuntimeError:  # a group that the user made, of NCCL alone
+            return None
+        return PairwiseWire(self) if backend == "gloo" else None
 
     def world_rank(self, rank: int) -> int:
         """What users call a rank of this axis."""
@@ -134,7 +147,7 @@ class Comm:
 
     def scratch_numel(self, shard_numel: int) -> int:
         """Elements of scratch that `reduce` wants beside its buffer."""
-        return self._wire.scratch_numel(shard_numel)
+        return self._wire.scratch_numel(shard_numel) if self.size > 1 else 0
 
     @property
     def any_order(self) -> bool:
@@ -143,8 +156,8 @@ class Comm:
 
     @property
     def sums_here(self) -> bool:
-        """Whether reductions are summed by us, in fp32 and in rank order, whatever travels."""
-        return type(self._wire) is not CollectiveWire
+        """Whether reductions are summed by us, in fp32 and in rank order, whatever travels. One rank has no sums."""
+        return self.size == 1 or type(self._wire) is not CollectiveWire
 
     def offer(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
@@ -163,11 +176,13 @@ class Comm:
     def gather(self, flat: Tensor, label: Label) -> Pending:
         """Fill the slots of all ranks, each of which has filled its own: an offer and a fetch."""
         self._count(label, "all-gather", flat)
-        return self._wire.gather(flat, label)
+        return self._wire.gather(flat, label) if self.size > 1 else Pending(self, label, ())
 
     def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         """The sum of this rank's slot over all ranks. `flat` and `scratch` are used up."""
         self._count(label, "reduce-scatter", flat)
+        if self.size == 1:
+            return Reduction(Pending(self, label, ()), [flat])
         return self._wire.reduce(flat, scratch, label)
 
     def broadcast(self, tensors: Sequence[Tensor], label: Label) -> None:
@@ -232,13 +247,17 @@ class Comm:
 
     def start_bytes(self, blob: bytes, label: Label) -> Callable[[], list[bytes]]:
         """As `gather_bytes`, on the way: call the result to have them."""
-        if self.simulated:
+        if self.simulated or self.size == 1:
             self.meter.count(label.purpose, "all-gather", len(blob) * (self.size - 1))
             return lambda: [blob] * self.size
         table = torch.zeros(self.size, len(blob), dtype=torch.uint8)
         table[self.rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-        table = table.to(self._wire.small_device)
-        pending = self.gather(table.view(-1), label)
+        if self._small is None:
+            table = table.to(self._wire.small_device)
+            pending = self.gather(table.view(-1), label)
+        else:
+            self._count(label, "all-gather", table)
+            pending = self._small.gather(table.view(-1), label)
 
         def rows() -> list[bytes]:
             pending.wait()
@@ -373,8 +392,6 @@ class StagedWire(CollectiveWire):
         return self._host.scratch_numel(shard_numel)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
-        if self._comm.size == 1:
-            return Pending(self._comm, label, ())
         staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         slots, target = staged.view(self._comm.size, -1), flat.view(self._comm.size, -1)
         slots[self._comm.rank].copy_(target[self._comm.rank])
@@ -384,7 +401,7 @@ class StagedWire(CollectiveWire):
         staged = torch.empty(scratch.shape, dtype=flat.dtype, pin_memory=True)
         reduction = self._host.reduce(flat.cpu(), staged, label)
         mine = flat.view(self._comm.size, -1)[self._comm.rank]
-        received = iter(scratch.view(self._comm.size - 1, -1)) if scratch.numel() else iter(())
+        received = iter(scratch.view(self._comm.size - 1, -1))
         parts = [mine if rank == self._comm.rank else next(received) for rank in range(self._comm.size)]
         return StagedReduction(reduction, parts, staged, scratch)
 

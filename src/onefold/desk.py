@@ -44,7 +44,7 @@ class Desk:
             self._buffer = self._host.staging.take(self._owned.numel, self.dtype)
             self._coming = Mark()
             if fill:
-                self._coming = self._host.down(self._values.part(self._owned), self._buffer, after)
+                self._coming = self._host.down(self._values.part(self._owned), self._buffer, after, apart=True)
 
     def open(self) -> None:
         if self._values.on_host:

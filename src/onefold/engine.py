@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from onefold.comm import Comm, Comms, Label, Pending
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
-from onefold.layout import UnitLayout, joined_spans
+from onefold.layout import UnitLayout
 from onefold.memory import Pool
 from onefold.parts import Parts, aligned, wrapped
 from onefold.passes import Passes
@@ -319,13 +319,9 @@ class Engine:
         self.schedule.finish(index)
         return self.units[index]
 
-    def counted(self, unit: Unit) -> list[Tensor]:
-        """The gradient of my shard, less what is the same on all ranks of "tp" and counts on the first of them."""
-        if self.comms.tp.rank == 0:
-            return [unit.gradients.mine()]
-        spans = [slot.padded_span for slot in unit.layout.slots if slot.name in self.parts]
-        parts = [part for span in joined_spans(spans) if (part := span.clip(unit.mine)).numel]
-        return [unit.gradients.part(part) for part in parts] or [unit.gradients.mine()[:0]]
+    def counts(self, name: str) -> bool:
+        """Whether a parameter counts here: what is the same on all ranks of "tp" counts on the first of them."""
+        return self.comms.tp.rank == 0 or name in self.parts
 
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""

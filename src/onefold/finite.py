@@ -66,7 +66,10 @@ class FiniteCheck:
             return self._first_bad(engine.comms.holders, torch.isfinite(self.norms))
         if self._scaler:
             engine.schedule.drain()
-            mine = bytes(unit.gradients.reduced and not unit.gradients.finite() for unit in engine.units)
+            norms = [unit.gradients.norms(2.0) if unit.gradients.reduced else [] for unit in engine.units]
+            none = torch.zeros((), device=engine.device)
+            finite = torch.stack([torch.stack(found).isfinite().all() if found else none == 0 for found in norms])
+            mine = bytes(not fine for fine in finite.tolist())
             rows = world.gather_bytes(mine.ljust(engine.pipeline.most_units, b"\0"), Label("overflow", "step"))
             return self._first_bad(world, torch.tensor([list(row) for row in rows]) == 0)
         return None

@@ -8,12 +8,13 @@ for the device. Other classes, and settings it does not know, take the general w
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onefold.rule import knows, next_step
+from onefold.rule import Rule, knows, next_step
 
 try:
     import triton
@@ -40,8 +41,17 @@ def update_slice(
     factor: Tensor,
     bad: Tensor,
 ) -> None:
-    """Update one slice. `master` is fp32, or the int16 remainder of a bf16 `copy`. `state` is the class's own."""
-    rule, numel, split = next_step(cls, group, state, grad), grad.numel(), master.dtype is torch.int16
+    """Update one slice; `state` is the class's own."""
+    update(next_step(cls, group, state, grad.numel(), grad.device), grad, copy, master, factor, bad)
+
+
+def update(
+    rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float | Tensor, bad: Tensor | None = None
+) -> None:
+    """Update some elements by a rule. `master` is fp32, or the int16 remainder of a bf16 `copy`."""
+    numel, split = grad.numel(), master.dtype is torch.int16
+    factor = factor if isinstance(factor, Tensor) else _constant(factor, grad.device)
+    bad = _constant(0.0, grad.device) if bad is None else bad
     first = grad if rule.first is None else rule.first  # a moment that a rule has not is not read
     second = first if rule.second is None else rule.second
     bits = copy.view(torch.int16) if split else copy
@@ -51,6 +61,12 @@ def update_slice(
         VARIANT=rule.decoupled or rule.nesterov, SPLIT=split, MOMENTUM=rule.beta1 != 0.0, DECAY=rule.decay != 0.0,
         BF16=copy.dtype is torch.bfloat16, BLOCK=BLOCK, enable_fp_fusion=False,  # else each variant fuses its own way
     )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _constant(value: float, device: torch.device) -> Tensor:
+    """On the device once: a number that is sent there makes the host wait."""
+    return torch.full((), value, dtype=torch.float32, device=device)
 
 
 if triton is not None:

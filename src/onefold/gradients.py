@@ -8,6 +8,9 @@ buffer is borrowed from the pool and returned when the round ends.
 In fp32 gradients are scaled by 1/N as they enter. In 16 bits that would round them: there the sum over ranks runs in
 fp32, is scaled, and is rounded once. Once gradients accumulate over micro-batches, sums are kept in fp32.
 
+One rank has nothing to reduce: in 16 bits, where one kernel updates whatever it is given, gradients are *loose*, as
+autograd made them, taken as activations are freed, until somebody wants them in one vector.
+
 Where the host updates, a gradient that is complete is *parked*: my shard of it goes down to the host, and its buffer
 here is free for the next unit. Should another round come before the update, what was parked comes up again first.
 """
@@ -15,6 +18,7 @@ here is free for the next unit. Should another round come before the update, wha
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -38,14 +42,15 @@ class Round(NamedTuple):
     scratch: Tensor
 
 
+ALIGNED = 16  # bytes: kernels read whole vectors
+
+
 class Parcel:
     """A gradient on the host, or on its way there. Its buffer is free again when nobody holds it."""
 
-    def __init__(self, host: Host, gradient: Tensor) -> None:
+    def __init__(self, host: Host, gradient: Tensor, norms: list[Tensor] | None) -> None:
         self._pool = host.staging
-        self.norm: Tensor | None = None  # found on the device, which is faster
-        if gradient.is_cuda:
-            self.norm = torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        self.norms = norms  # found on the device, which is faster
         self._tensor = host.staging.take(gradient.numel(), gradient.dtype)
         self.landed = host.down(gradient, self._tensor)
 
@@ -84,17 +89,19 @@ class Gradients:
         self._home: Tensor | None = None  # whole gradient, where gradients are whole
         self._shard: Tensor | None = None  # my shard of it, where they are sharded
         self._local: Tensor | None = None  # the local sum being built
-        self.transient = host is not None  # it is parked, or used up inside backward: its buffer is the pool's
+        self.transient = host is not None or not pool.keeps  # its buffer is the pool's, until it is parked or used
         self.parked: Parcel | None = None  # my shard of it, on the host
         self._leaving: list[Tensor] = []  # buffers here that a copy down still reads
         self._left = Mark()
         self._written: set[int] = set()
-        self._rounds: deque[Round] = deque()
+        self._rounds: deque[Round | None] = deque()  # None: of loose gradients, which are their own sum
+        self._may_be_loose = self._narrow and mean == 1.0 and host is None
+        self._loose: dict[int, Tensor] = {}  # by slot
 
     @property
     def waiting(self) -> bool:
         """There is a local sum that no round has taken yet."""
-        return self._local is not None
+        return self._local is not None or bool(self._loose and not (self.reduced or self._rounds))
 
     @property
     def local_itemsize(self) -> int:
@@ -115,6 +122,9 @@ class Gradients:
                 f"{self._layout.slots[index].name} has a {grad.layout} gradient; flat units need dense ones: "
                 f"build the module with sparse=False"
             )
+        if self._stays_loose(index, grad):
+            self._loose[index] = grad
+            return
         view = self._views.view(self._open_local(), index)
         if index in self._written:
             view.add_(grad, alpha=self._scale)
@@ -122,8 +132,17 @@ class Gradients:
             view.copy_(grad) if self._narrow else torch.mul(grad, self._scale, out=view)
             self._written.add(index)
 
+    def _stays_loose(self, index: int, grad: Tensor) -> bool:
+        if not self._may_be_loose or index in self._loose or self._local is not None or self.reduced or self._rounds:
+            return False
+        alike = grad.dtype is self.dtype is self._local_dtype and grad.stride() == self._views.stride(index)
+        return alike and grad.data_ptr() % ALIGNED == 0
+
     def launch(self) -> None:
         """Start a round: what this rank did not write counts as zeros."""
+        if self._loose and self._local is None and not (self.reduced or self._rounds):
+            self._rounds.append(None)
+            return
         flat = self._open_local()
         for index in range(len(self._layout.slots)):
             if index not in self._written:
@@ -140,7 +159,11 @@ class Gradients:
 
     def finish(self) -> None:
         """End the oldest round: its sum is in the gradient, its buffers are back in the pool."""
-        reduction, flat, scratch = self._rounds.popleft()
+        oldest = self._rounds.popleft()
+        if oldest is None:
+            self.reduced = True
+            return
+        reduction, flat, scratch = oldest
         own = self._own()
         if self.parked is not None:
             own.copy_(self.parked.open())
@@ -172,7 +195,8 @@ class Gradients:
     def park(self) -> None:
         """The gradient is complete: send my shard of it to the host and let go of it here."""
         assert self._host is not None and self.parked is None
-        self.parked = Parcel(self._host, self._own())
+        own = self._own()
+        self.parked = Parcel(self._host, own, self.norms(2.0) if own.is_cuda else None)
         self._leaving += [held for held in (self._home, self._shard) if held is not None]
         self._left, self._home, self._shard = self.parked.landed, None, None
 
@@ -184,7 +208,8 @@ class Gradients:
 
     def gather(self) -> Pending:
         """Make the reduced gradient whole, where the optimizer wants it whole."""
-        return self._comm.gather(self._hold_whole(), Label("gather-gradient", self._layout.name))
+        label = Label("gather-gradient", self._layout.name)
+        return Pending(self._comm, label, ()) if self._loose else self._comm.gather(self._hold_whole(), label)
 
     def part(self, span: Span) -> Tensor:
         """The reduced gradient of these elements of the unit, which this rank holds."""
@@ -195,26 +220,39 @@ class Gradients:
         mine = span.shift(-self._mine.start)
         return self._own()[mine.start : mine.stop]
 
+    def pieces(self, span: Span) -> list[tuple[Span, Tensor]]:
+        """The same, in one vector or as autograd has left it: each with the elements it is of."""
+        if not self._loose:
+            return [(span, self.part(span))]
+        inside = {i: slot.span for i, slot in enumerate(self._layout.slots) if slot.span.clip(span).numel}
+        if any(i not in self._loose or part.clip(span) != part for i, part in inside.items()):
+            return [(span, self.part(span))]
+        return [(part, _in_one_line(self._loose[i])) for i, part in inside.items()]
+
     def of_parcel(self, parcel: Parcel, span: Span) -> Tensor:
         """These elements of what is on the host."""
         mine = span.clip(self._mine).shift(-self._mine.start)
         return parcel.open()[mine.start : mine.stop]
 
-    def known_norms(self, norm_type: float) -> list[Tensor]:
-        """The norm of my shard, if it was found on the device before it went down."""
-        known = self.parked.norm if self.parked is not None and norm_type == 2.0 else None
-        return [] if known is None else [known]
-
-    def finite(self) -> bool:
-        """Whether all of my shard is."""
-        return bool(torch.isfinite((self.known_norms(2.0) or [self.mine()])[0]).all())
+    def norms(self, norm_type: float, of: Callable[[str], bool] = lambda name: True) -> list[Tensor]:
+        """The norm of what I have of each parameter, or of some by their names."""
+        known = self.parked.norms if self.parked is not None and norm_type == 2.0 else None
+        parts = {slot.name: part for slot in self._layout.slots if (part := slot.span.clip(self._mine)).numel}
+        if known is not None:
+            return [norm for name, norm in zip(parts, known, strict=True) if of(name)]
+        if self._loose:
+            names = {slot.name: index for index, slot in enumerate(self._layout.slots)}
+            found = [self._loose[names[name]] for name in parts if names[name] in self._loose and of(name)]
+        else:
+            found = [self.part(part) for name, part in parts.items() if of(name)]
+        return list(torch._foreach_norm(found, norm_type, _wide(self.dtype))) if found else []
 
     def mine(self) -> Tensor:
         return self.part(self._mine)
 
     def whole_view(self, index: int) -> Tensor:
         """One parameter's gradient as a view, where gradients are whole."""
-        return self._views.view(self._hold_whole(), index)
+        return self._loose[index] if index in self._loose else self._views.view(self._hold_whole(), index)
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -223,14 +261,16 @@ class Gradients:
             self._let_go(self._local)
         self._local = None
         self._written.clear()
+        self._loose.clear()
         self.reduced = False
         self.parked = None
-        if self._host is not None:
+        if self.transient:
             self.consume()
 
     def consume(self) -> None:
         """The gradient has been used: its buffers go back to the pool."""
         self.reduced, self.parked = False, None
+        self._loose.clear()
         for held in (self._home, self._shard):
             if held is not None:
                 self._pool.give(held)
@@ -239,19 +279,20 @@ class Gradients:
     def zero(self) -> None:
         """Keep the gradient, as zeros."""
         had_any = self.reduced or self.waiting
-        parked = self.parked is not None
         self.drop()
-        for held in (self._own() if parked else None, self._home, self._shard):
-            if held is not None:
-                held.zero_()
+        if had_any:
+            (self._hold_whole() if self._scope is Scope.WHOLE else self._own()).zero_()
         self.reduced = had_any
 
     def forget(self, index: int) -> None:
         """Drop one parameter's gradient, as if no round had brought it."""
         slot = self._layout.slots[index].span
         if self.parked is not None:
-            self.parked.norm = None
-        self.part(slot if self._scope is Scope.WHOLE else slot.clip(self._mine)).zero_()
+            self.parked.norms = None
+        if index in self._loose:
+            self._loose[index].zero_()
+        elif not self._loose:
+            self.part(slot if self._scope is Scope.WHOLE else slot.clip(self._mine)).zero_()
         if self._local is not None:
             self._views.view(self._local, index).zero_()
 
@@ -279,6 +320,14 @@ class Gradients:
     def _hold_whole(self) -> Tensor:
         if self._home is None:
             self._home = self._empty(self._layout.numel)
+        if self._loose:
+            loose, self._loose = self._loose, {}
+            for index in range(len(self._layout.slots)):
+                view = self._views.view(self._home, index)
+                view.copy_(loose[index]) if index in loose else view.zero_()
+            if not (self.reduced or self._rounds):
+                self._written.update(loose)
+            self._views.zero_gaps(self._home)
         return self._home
 
     def _empty(self, numel: int) -> Tensor:
@@ -288,4 +337,14 @@ class Gradients:
 
     def tensors(self) -> list[Tensor]:
         """What holds gradients now: the unit's own, and a local sum that waits in a borrowed buffer."""
-        return [tensor for tensor in (self._home, self._shard, self._local) if tensor is not None]
+        held = [tensor for tensor in (self._home, self._shard, self._local) if tensor is not None]
+        return [*held, *self._loose.values()]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _in_one_line(tensor: Tensor) -> Tensor:
+    """The elements of a tensor that fills its memory, as they lie there."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -164,7 +164,7 @@ def _staging_limits(engine: Engine) -> tuple[int, int]:
     values = [unit.layout.shard_numel * unit.values.dtype.itemsize for unit in engine.all_units]
     parked = sum(shards)
     if engine.inside and engine.away:
-        parked = min(parked, engine.away.most_parked * max(shards))
+        parked = min(parked, engine.away.room.total_bytes)
     in_files = any(unit.values.image is not None for unit in engine.all_units)
     moved = STAGED * max(values) + (_gathered(engine) * max(values) if in_files else 0)
     wide = [(1 + (u.dtypes.master == "split")) * 4 * u.master.owned.numel for u in units if u.dtypes.narrow]

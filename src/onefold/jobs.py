@@ -36,7 +36,7 @@ class Job:
     values: bool  # some of them stay, so all are needed
     done: threading.Event = field(default_factory=threading.Event)
     arrived: Mark = field(default_factory=Mark)
-    inside: bool = False  # backward waits for its room
+    room_bytes: int = 0  # backward waits for them
     error: BaseException | None = None
 
     def wait(self) -> None:
@@ -45,6 +45,10 @@ class Job:
         if self.error is not None:
             raise self.error
         self.arrived.order()
+
+    def fail(self, error: BaseException) -> None:
+        self.error, self.parcel = error, None
+        self.done.set()
 
     def run(self) -> None:
         unit = self.optimizer.unit
@@ -58,6 +62,26 @@ class Job:
         self.parcel = None
 
 
+class Room:
+    """Bytes that may be taken at once: who asks for more waits until others have given theirs back."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken <= 0 or self._taken + nbytes <= self.total_bytes)
+            self._taken += nbytes
+
+    def give(self, nbytes: int) -> None:
+        if nbytes:
+            with self._changed:
+                self._taken -= nbytes
+                self._changed.notify_all()
+
+
 class Line:
     """Jobs that wait, those first that come first in the next forward."""
 
@@ -66,11 +90,22 @@ class Line:
         self._count = itertools.count()
         self._changed = threading.Condition()
         self._closed = False
+        self._error: BaseException | None = None
 
     def put(self, place: int, job: Job) -> None:
         with self._changed:
+            if self._error is not None:
+                job.fail(self._error)
+                return
             heapq.heappush(self._heap, (place, next(self._count), job))
             self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody does jobs any more: whoever waits for one hears why."""
+        with self._changed:
+            self._error = error
+            while self._heap:
+                self._heap.pop()[2].fail(error)
 
     def get(self, *, wait: bool) -> Job | None:
         """The next job; None if there is none, with `wait` only once all is over."""
@@ -85,11 +120,21 @@ class Line:
             self._changed.notify()
 
 
-def work(line: Line, room: threading.Semaphore, device: torch.device) -> None:
+def work(line: Line, room: Room, device: torch.device) -> None:
     """The thread that updates."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     ready: deque[Job] = deque()
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        _work(line, room, ready)
+    except BaseException as error:
+        line.fail(error)
+        for job in ready:
+            job.fail(error)
+        room.give(1 << 60)  # backward may be waiting for it
+
+
+def _work(line: Line, room: Room, ready: deque[Job]) -> None:
     behind: deque[Job] = deque()
     while True:
         while len(ready) < AHEAD and (job := line.get(wait=not ready and not behind)):
@@ -103,8 +148,7 @@ def work(line: Line, room: threading.Semaphore, device: torch.device) -> None:
             if job.error is None:
                 job.run()
             job.done.set()
-            if job.inside:
-                room.release()
+            room.give(job.room_bytes)
             behind.append(job)
         elif not behind:
             return

@@ -24,10 +24,14 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication"
 
 
 class Pool:
-    """Flat buffers for reuse: as many as were ever out at once, none larger than the largest asked for."""
+    """Flat buffers for reuse: as many as were ever out at once, none larger than the largest asked for.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    CUDA's allocator does that for all tensors together, so there the pool keeps nothing: between their uses its buffers
+    are activations."""
+
+    def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
+        self.device, self.keeps = device, keeps
+        self.most_bytes = 0  # that were ever out at once
         self._free: list[Tensor] = []
         self._out: dict[int, Tensor] = {}
 
@@ -43,13 +47,16 @@ class Pool:
                 self._remove(max(self._free, key=Tensor.numel))
             buffer = self._make(wanted_bytes)
         self._out[storage_key(buffer)] = buffer
+        self.most_bytes = max(self.most_bytes, sum(map(Tensor.numel, self._out.values())))
         return buffer[: numel * dtype.itemsize].view(dtype)
 
     def _make(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def give(self, taken: Tensor) -> None:
-        self._free.append(self._out.pop(storage_key(taken)))
+        buffer = self._out.pop(storage_key(taken))
+        if self.keeps:
+            self._free.append(buffer)
 
     def reserve(self, count: int, nbytes: int) -> None:
         """So many free buffers of this size, at least: for whoever may need them all at once, or not."""

@@ -284,10 +284,8 @@ class Optimizer(torch.optim.Optimizer):
                 if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped
                     unit.gradients.forget(slot)
             if unit.gradients.reduced and (engine.tied is None or engine.tied.counts(index)):
-                wide = torch.promote_types(unit.gradients.dtype, torch.float32)
-                norms = unit.gradients.known_norms(norm_type) if engine.comms.tp.rank == 0 else []
-                norms = norms or [torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in engine.counted(unit)]
-                mine = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+                norms = unit.gradients.norms(norm_type, engine.counts)
+                mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
                 partials[holders.rank, index] = mine
         holders.gather(partials.view(-1), Label("norm", "step")).wait()

@@ -32,24 +32,31 @@ class Rule(NamedTuple):
     shrink: float = 1.0
     nesterov: bool = False
 
+    def at(self, start: int, stop: int) -> Rule:
+        """The same for some elements of the slice."""
+        first = self.first if self.first is None else self.first[start:stop]
+        return self._replace(first=first, second=self.second if self.second is None else self.second[start:stop])
+
 
 def knows(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> bool:
     """Whether a class with these settings is one of the known rules."""
     return cls in KNOWN and not any(group.get(key) for key in PLAIN_SETTINGS)
 
 
-def next_step(cls: type[torch.optim.Optimizer], group: dict[str, Any], state: dict[str, Any], grad: Tensor) -> Rule:
+def next_step(
+    cls: type[torch.optim.Optimizer], group: dict[str, Any], state: dict[str, Any], numel: int, device: torch.device
+) -> Rule:
     """The rule of this step, which counts from now on. `state` is the class's own, and is made if there is none."""
     lr, decay, fused = float(group["lr"]), float(group["weight_decay"]), bool(group.get("fused"))
     if cls is torch.optim.SGD:
         momentum = float(group["momentum"])
         if momentum and state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = _moment(grad, -0.0)  # -0 plus a gradient is that gradient, to its sign
+            state["momentum_buffer"] = _moment(numel, device, -0.0)  # -0 plus a gradient is that gradient, to its sign
         first = state["momentum_buffer"] if momentum else None
         return Rule(False, fused, decay, lr, momentum, first, nesterov=bool(group["nesterov"]))
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"], state["exp_avg_sq"] = _moment(grad), _moment(grad)
+        state["exp_avg"], state["exp_avg_sq"] = _moment(numel, device), _moment(numel, device)
     state["step"] += 1
     count, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
     size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
@@ -65,5 +72,5 @@ def take_back_count(state: dict[str, Any]) -> None:
         state["step"] -= 1
 
 
-def _moment(grad: Tensor, value: float = 0.0) -> Tensor:
-    return torch.full((grad.numel(),), value, dtype=torch.float32, device=grad.device)
+def _moment(numel: int, device: torch.device, value: float = 0.0) -> Tensor:
+    return torch.full((numel,), value, dtype=torch.float32, device=device)

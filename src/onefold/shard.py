@@ -98,7 +98,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
     if comms.tp.size > 1 and not found.meta:
         together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
-    pool, tiers = Pool(device), Tiers(device)
+    pool, tiers = Pool(device, keeps=comm.any_order), Tiers(device)
     units: list[Unit] = []
     try:
         units = _build_units(model, found, settings, policy, comms, pool, tiers, staying)
@@ -230,7 +230,10 @@ def _device(model: nn.Module, wanted: Any, axes: Axes) -> torch.device:
             if param.device.type != "meta":
                 return param.device
     if isinstance(wanted, str):
-        return torch.device(wanted)
+        asked = torch.device(wanted)
+        if asked == torch.device("cuda") and torch.cuda.is_available():  # the one that is current
+            return torch.device("cuda", torch.cuda.current_device())
+        return asked
     if torch.cuda.is_available() and axes.shard.backend(torch.device("cuda")) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -111,10 +111,10 @@ def simulate(
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, inputs: Any) -> int:
-    """One step, and the bytes at its fullest instant where no allocator counts them."""
+    """One step, and the bytes at its fullest instant where no allocator counts them. Gradients stay, to be counted."""
     on_cuda = optimizer.param_groups[0]["params"][0].is_cuda
     with nullcontext() if on_cuda else track_memory(model) as tracker:
+        optimizer.zero_grad()
         optimizer.backward(default_loss(model, inputs))
         optimizer.step()
-        optimizer.zero_grad()
     return tracker.peak_bytes if tracker else 0

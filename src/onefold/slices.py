@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onefold.elementwise import bare_step
 from onefold.errors import StateError
-from onefold.fused import fits, update_slice
+from onefold.fused import fits, update
 from onefold.gradients import Parcel
 from onefold.layout import Span
 from onefold.master import NarrowMaster
 from onefold.native.update import fits as fits_cpu
-from onefold.native.update import update_slice as update_slice_on_cpu
+from onefold.native.update import update as update_on_cpu
 from onefold.planner.states import StateCost
-from onefold.rule import KNOWN, take_back_count
+from onefold.rule import KNOWN, next_step, take_back_count
 from onefold.unit import Unit
 
 NOT_SETTINGS = ("params", "param_names")  # of a param group
@@ -122,9 +122,10 @@ class UnitOptimizer:
         used = [piece for piece in self.all_slices() if all(kept[first_param + slot] for slot in piece.slots)]
         return sum(piece.span.numel for piece in used) == self.unit.master.owned.numel
 
-    def _gradient(self, span: Span) -> Tensor:
+    def _gradient(self, span: Span) -> list[tuple[Span, Tensor]]:
+        """In one vector, or as autograd has left it."""
         gradients = self.unit.gradients
-        return gradients.part(span) if self._parcel is None else gradients.of_parcel(self._parcel, span)
+        return gradients.pieces(span) if self._parcel is None else [(span, gradients.of_parcel(self._parcel, span))]
 
     @property
     def device(self) -> torch.device:
@@ -138,16 +139,14 @@ class UnitOptimizer:
 
     def _update_fused(self, piece: Slice, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None) -> None:
         assert self.inner is not None and isinstance(self.unit.master, NarrowMaster)
-        vectors = self._gradient(piece.span), *self.unit.master.parts(piece.span)
-        state, device = self.inner.state[piece.tensor], self.device
-        if device.type == "cpu":
-            update_slice_on_cpu(
-                self.cls, group, state, *vectors, float(factor), self.threads or torch.get_num_threads()
-            )
-            return
-        factor = torch.as_tensor(factor, dtype=torch.float32, device=device)
-        bad = torch.zeros((), device=device) if bad is None else bad
-        update_slice(self.cls, group, state, *vectors, factor, bad)
+        rule = next_step(self.cls, group, self.inner.state[piece.tensor], piece.span.numel, self.device)
+        for span, grad in self._gradient(piece.span):
+            at, (copy, master) = span.shift(-piece.span.start), self.unit.master.parts(span)
+            if self.device.type == "cpu":
+                threads = self.threads or torch.get_num_threads()
+                update_on_cpu(rule.at(at.start, at.stop), grad, copy, master, float(factor), threads)
+            else:
+                update(rule.at(at.start, at.stop), grad, copy, master, factor, bad)
 
     def not_taken(self) -> None:
         """The device refused the last update: it does not count."""
@@ -157,14 +156,19 @@ class UnitOptimizer:
 
     def _lend(self, piece: Slice, factor: float | Tensor) -> None:
         """Let the inner optimizer see values and gradient of a slice, in the dtype it works in."""
-        grad, narrow = self._gradient(piece.span), self.unit.dtypes.narrow
+        pieces, narrow = self._gradient(piece.span), self.unit.dtypes.narrow
         if self._lends:
             piece.tensor.data = self.unit.master.open(piece.span)
         if narrow or factor != 1.0:  # in fp32: a product with a 16-bit vector would be rounded to 16 bits
-            wide = self._pool.take(piece.span.numel, torch.float32 if narrow else grad.dtype)
+            wide = self._pool.take(piece.span.numel, torch.float32 if narrow else pieces[0][1].dtype)
             self._lent.append(wide)
-            grad = wide.copy_(grad) if isinstance(factor, float) and factor == 1.0 else wide.copy_(grad).mul_(factor)
-        piece.tensor.grad = grad
+            if len(pieces) > 1:
+                wide.zero_()  # between parameters
+            for span, grad in pieces:
+                wide[span.start - piece.span.start : span.stop - piece.span.start].copy_(grad)
+            piece.tensor.grad = wide if isinstance(factor, float) and factor == 1.0 else wide.mul_(factor)
+        else:
+            [(_, piece.tensor.grad)] = pieces
 
     def _take_back(self, piece: Slice) -> None:
         piece.tensor.grad = None

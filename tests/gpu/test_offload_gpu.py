@@ -5,6 +5,7 @@ Also runs as python -m tests.gpu.test_offload_gpu.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from typing import Any
 
@@ -75,11 +76,13 @@ def test_two_ranks_that_share_a_gpu_are_near_too(stage: int) -> None:
 
 
 def bytes_on_the_device(offload: Any) -> tuple[int, int]:
+    gc.collect()  # models of other tests
+    before = torch.cuda.memory_allocated()
     *_, model, _ = trained(offload, clip=False, inside=True)
     engine_of(model).away.settle()
     torch.cuda.synchronize()
     elements = sum(unit.layout.used_numel for unit in engine_of(model).units)
-    return torch.cuda.memory_allocated(), elements
+    return torch.cuda.memory_allocated() - before, elements
 
 
 def test_the_device_holds_no_optimizer_state() -> None:

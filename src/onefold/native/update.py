@@ -60,9 +60,14 @@ def update_slice(
     factor: float,
     threads: int,
 ) -> None:
-    """Update one slice. `master` is fp32, or the int16 remainder of a bf16 `copy`. `state` is the class's own. The
-    gradient, which is fp32 or has the dtype of the copy, is times `factor`."""
-    kernel, rule = _kernel(), next_step(cls, group, state, grad)
+    """Update one slice; `state` is the class's own."""
+    update(next_step(cls, group, state, grad.numel(), grad.device), grad, copy, master, factor, threads)
+
+
+def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float, threads: int) -> None:
+    """Update some elements by a rule. `master` is fp32, or the int16 remainder of a bf16 `copy`. The gradient, which is
+    fp32 or has the dtype of the copy, is times `factor`."""
+    kernel = _kernel()
     assert kernel is not None and threads >= 1
     split = master.dtype is torch.int16
     half = copy.dtype is torch.float16

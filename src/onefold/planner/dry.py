@@ -36,6 +36,7 @@ from onefold.containers import tensors_in
 from onefold.engine import Engine, engine_of
 from onefold.errors import ModelError
 from onefold.inventory import sizes_of
+from onefold.memory import storage_bytes
 from onefold.mesh import simulated_axes
 from onefold.native.update import available
 from onefold.offload import Offload
@@ -126,14 +127,14 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
             _step(engine, inputs, loss, one_pass)
         flops = counter.get_total_flops()
     with track_memory(model) as tracker:
-        _step(engine, inputs, loss, one_pass)
+        gradients = _step(engine, inputs, loss, one_pass)
     now = memory(model)
     moments = sum(
         unit.master.owned.numel * cost.per_element + (cost.per_tensor if unit.master.owned.numel else 0)
         for unit in engine.units
         if not unit.away
     )
-    states = StateBytes(now.parameters.measured, now.gradients.measured, now.optimizer.measured + moments)
+    states = StateBytes(now.parameters.measured, gradients, now.optimizer.measured + moments)
     peak = tracker.peak()
     peak["optimizer"] = states.optimizer
     updating = {**dict.fromkeys(peak, 0), **states._asdict(), "communication": now.communication.measured}
@@ -148,7 +149,8 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
     padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
     store = engine.checkpoints
     return Rehearsal(
-        states, now.buffers.measured, now.communication.measured, peak, sent, flops, padding,
+        states, now.buffers.measured, max(now.communication.measured, engine.pool.most_bytes), peak, sent, flops,
+        padding,
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
         now.checkpoints_host.measured,
         *(state_bytes(units, placements, cost, tier) for tier in (Tier.HOST, Tier.DISK)),
@@ -161,8 +163,8 @@ def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
     return [place(unit.layout, asked, engine.comm.size, staying) for unit in engine.all_units]
 
 
-def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> None:
-    """Everything of a step but the arithmetic of the update."""
+def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
+    """Everything of a step but the arithmetic of the update; the bytes of gradients it ends with."""
     half = engine.precision.compute is torch.float16
     with scaled_backward(1.0):
         loss(engine.model, inputs).backward()
@@ -184,7 +186,9 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> None:
             if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
                 unit.values.gather_updated().wait()
     engine.after_step()
+    gradients = storage_bytes([t for unit in engine.units if not unit.away for t in unit.gradients.tensors()])
     engine.drop_gradients()
+    return gradients
 
 
 def _whole_step(loss: Loss, micro_batches: int) -> Loss:

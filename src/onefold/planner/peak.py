@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from onefold.away import LEAST_PARKED, LEAVING, PARKED_SHARE
+from onefold.away import LEAVING, PARKED_SHARE, parked_bytes
 from onefold.jobs import AHEAD, BEHIND
 from onefold.memory import Pool
 from onefold.placement import Placement, Scope, Tier
@@ -104,9 +104,8 @@ def staging_bytes(
     values = [u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST]
     copied = (AHEAD + BEHIND) * max(values, default=0)
     if inside:
-        largest = max(u.shard * u.widths.grad for u, _ in rows)
         share = int(PARKED_SHARE * 12 * sum(updated_numel(u, p) for u, p in rows))
-        copied += min(len(rows), max(LEAST_PARKED, share // largest)) * largest
+        copied += parked_bytes([u.shard * u.widths.grad for u, _ in rows], share)
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
     files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
     return Staging(copied, max(wide, default=0) + (AHEAD + BEHIND + 1) * max(files))

@@ -49,8 +49,10 @@ def gradient_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVIC
     """Where the host updates, my shard waits there and nothing stays on the device."""
     if not unit.trained or tier is not (Tier.HOST if placement.away else Tier.DEVICE):
         return 0
-    kept = unit.whole if placement.gradients is Scope.WHOLE and not placement.away else unit.shard
-    return kept * unit.widths.grad
+    if placement.away or placement.gradients is Scope.SHARD:
+        return unit.shard * unit.widths.grad
+    loose = unit.shard == unit.whole and unit.widths.narrow and unit.widths.grad == unit.widths.compute
+    return (unit.used if loose else unit.whole) * unit.widths.grad  # one rank: as autograd made them, without padding
 
 
 def updated_numel(unit: UnitSize, placement: Placement) -> int:

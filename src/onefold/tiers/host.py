@@ -77,9 +77,10 @@ class Host:
         event.record(torch.cuda.current_stream(self.device))
         return Mark(event)
 
-    def down(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        """To the host."""
-        return self._copy("down", source, target, after)
+    def down(self, source: Tensor, target: Tensor, after: Mark | None = None, *, apart: bool = False) -> Mark:
+        """To the host. Copies follow each other, and some wait long for the device: one that is `apart` does not wait
+        for those."""
+        return self._copy("down apart" if apart else "down", source, target, after)
 
     def up(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
         """To the device."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold import slices
 from onefold.config import Zero
-from onefold.native.update import _kernel, available, update_slice
+from onefold.native.update import _kernel, available, update
 from onefold.planner.dry import rehearse
 from onefold.planner.plan import cost_of
 from tests.harness import run_ranks
@@ -45,13 +45,13 @@ def counted(run: Any) -> tuple[Trained, int]:
 
     def counting(*args: Any) -> None:
         calls.append(1)
-        update_slice(*args)
+        update(*args)
 
-    slices.update_slice_on_cpu = counting
+    slices.update_on_cpu = counting
     try:
         return train(run), len(calls)
     finally:
-        slices.update_slice_on_cpu = update_slice
+        slices.update_on_cpu = update
 
 
 def compare(policy: str, optimizer: str, stages: tuple[int, ...]) -> list[str]:

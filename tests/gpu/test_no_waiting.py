@@ -1,0 +1,76 @@
+"""The host never waits for the device inside a step, so it can run ahead. Also: python -m tests.gpu.test_no_waiting."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity as Activity
+
+import onefold
+from onefold.mesh import simulated_axes
+from onefold.planner.shapes import Shape
+from onefold.shard import shard_over
+from onefold.train.model import GPT, initialise
+from tests.harness import run_ranks, shutdown_pools
+
+pytestmark = pytest.mark.gpu
+SHAPE = Shape(layers=4, hidden=256, heads=4, seq=64, vocab=512)
+WAYS: list[dict[str, Any]] = [{}, {"clip": True}, {"inside": True}, {"activations": "checkpoint"}]
+
+
+def waits(ranks: int, stage: int, clip: bool = False, inside: bool = False, **fields: Any) -> list[str]:
+    """Calls that make the host wait, in one step of rank 0 of `ranks`: as torch sees them, and as CUDA does."""
+    onefold.init()
+    with torch.device("meta"):
+        model = GPT(SHAPE)
+    fields |= {"device": "cuda", "init": lambda module: initialise(module, layers=SHAPE.layers)}
+    if ranks == 1:
+        onefold.shard(model, stage=stage, precision="bf16", **fields)
+    else:
+        shard_over(simulated_axes(ranks, plays="nccl"), model, onefold.Zero(stage=stage, precision="bf16"), fields)
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-4, step_in_backward=inside)
+    tokens = torch.randint(0, SHAPE.vocab, (4, SHAPE.seq), device="cuda")
+
+    def step() -> None:
+        model(tokens, tokens).backward()
+        if clip:
+            adam.clip_grad_norm(1.0)
+        adam.step()
+        adam.zero_grad()
+
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.profiler.profile(activities=[Activity.CPU, Activity.CUDA]) as trace:
+                with torch.profiler.record_function("the step"):
+                    step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    (span,) = [e.time_range for e in trace.events() if e.name == "the step" and e.device_type.name == "CPU"]
+    inner = [e.name for e in trace.events() if span.start <= e.time_range.start and e.time_range.end <= span.end]
+    seen = [str(c.message) for c in caught if "synchroniz" in str(c.message)]
+    # the norms of the step before are read once they have long arrived: an event that is past
+    past = 1 if clip else 0
+    return seen + [name for name in inner if "Synchronize" in name][past:]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (8, 1), (8, 2), (8, 3)])
+def test_the_host_never_waits_for_the_device_inside_a_step(ranks: int, stage: int, way: dict[str, Any]) -> None:
+    assert run_ranks(1, waits, ranks, stage, timeout_s=120, **way) == [[]]
+
+
+if __name__ == "__main__":
+    try:
+        for ranks, stage in [(1, 3), (8, 1), (8, 2), (8, 3)]:
+            for way in WAYS:
+                print(ranks, stage, way, run_ranks(1, waits, ranks, stage, timeout_s=120, **way))
+    finally:
+        shutdown_pools()
