@@ -1,7 +1,7 @@
 """Updates that run on the host, beside the device.
 
 A unit whose gradient is complete has it parked on the host. Its update is a job: 1 bring master, state and values to
-where they are updated  2 update  3 send the values up. One thread does the jobs (jobs.py). The kernels it calls use all
+where they are updated  2 update  3 send the values up. Two threads do the jobs (jobs.py). The kernels they call use the
 cores of this rank and leave Python to the thread that trains.
 
 Started inside backward (`step_in_backward`), jobs run beside the backward of earlier units, with so many gradients
@@ -23,12 +23,13 @@ from onefold.comm import Pending
 from onefold.engine import Engine
 from onefold.errors import OffloadError
 from onefold.gradients import Gradients
-from onefold.jobs import AHEAD, BEHIND, Job, Line, Room, work
+from onefold.jobs import UNDER_WAY, WORKERS, Job, Line, Room, work
 from onefold.native.threads import threads_here
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 
-PARKED_SHARE = 0.04  # of what the host holds: gradients that wait inside backward
+PARKED_SHARE = 0.03  # of what the host holds: gradients that wait inside backward
 LEAST_PARKED = 4  # of the largest
+SPARED = 2  # cores for the threads that train
 LEAVING = 2  # gradients on their way down before compute may have to wait
 
 
@@ -72,18 +73,21 @@ class Away(Parking):
         self._jobs: dict[int, Job] = {}
         self._line = Line()
         sizes = self._parcels()
-        share = PARKED_SHARE * 12 * sum(unit.master.owned.numel for unit in engine.units if unit.away)
-        self.room = Room(parked_bytes(sizes, int(share)))
+        kept = [unit.master.owned.numel * (8 + unit.dtypes.widths.master) for unit in engine.units if unit.away]
+        self.room = Room(parked_bytes(sizes, int(PARKED_SHARE * sum(kept))))
         self._places: dict[int, int] = {}
+        self._roomy = False
         if self.host.cuda:  # the cores are idle while the device trains
-            threads = threads_here()
+            cores = threads_here()
             for optimizer in by_unit:
-                optimizer.threads = threads
-        thread = threading.Thread(
-            target=work, args=(self._line, self.room, engine.device), name="onefold updates", daemon=True
-        )
-        thread.start()
-        weakref.finalize(self, _end, self._line, thread)
+                optimizer.threads = cores - SPARED if cores > 2 * SPARED else cores
+        jobs = (self._line, self.room, engine.device)
+        threads = [
+            threading.Thread(target=work, args=jobs, name="onefold updates", daemon=True) for _ in range(WORKERS)
+        ]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(self, _end, self._line, threads)
 
     def _parcels(self) -> list[int]:
         """Bytes of the gradients that go down, the last unit's first."""
@@ -91,13 +95,18 @@ class Away(Parking):
         return [unit.layout.shard_numel * unit.dtypes.grad.itemsize for unit in units]
 
     def make_room(self) -> None:
-        """For as many gradients as may wait inside backward: how many do is a matter of time, not of the step."""
-        sizes, left = self._parcels(), self.room.total_bytes
-        for nbytes in sizes:
+        """For values under way, and inside backward for as many gradients as may wait: how many do is a matter of time,
+        not of the step."""
+        self._roomy = True
+        units = [unit for unit in self._engine.units if unit.away and not unit.values.on_host]
+        values = sorted(unit.master.owned.numel * unit.values.dtype.itemsize for unit in units)
+        left = self.room.total_bytes if self._engine.inside else 0
+        for nbytes in self._parcels():
             if nbytes <= left:
                 self.host.staging.reserve(1, nbytes)
                 left -= nbytes
-        self.host.staging.reserve(AHEAD + BEHIND, max(sizes))
+        for nbytes in values[-UNDER_WAY:]:
+            self.host.staging.reserve(1, nbytes)
 
     def park_inside(self, index: int) -> None:
         """The same, where backward waits if the host is behind."""
@@ -130,6 +139,8 @@ class Away(Parking):
         """Update all units that have gradients, those first that the next forward needs first; gathers on the way."""
         engine = self._engine
         engine.tiers.turn_to(None)
+        if not self._roomy:
+            self.make_room()
         clip = float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip
         mine = sorted((i for i, unit in enumerate(engine.units) if unit.away), key=self._place)
         for index in mine:
@@ -183,7 +194,8 @@ def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in kept]
 
 
-def _end(line: Line, thread: threading.Thread) -> None:
+def _end(line: Line, threads: Sequence[threading.Thread]) -> None:
     line.close()
-    if thread is not threading.current_thread():
-        thread.join()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()

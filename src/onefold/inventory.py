@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onefold.away import LEAVING
 from onefold.engine import Engine
-from onefold.jobs import AHEAD, BEHIND
+from onefold.jobs import UNDER_WAY
 from onefold.memory import storage_bytes, storage_key
 from onefold.placement import Scope, Tier
 from onefold.planner.sizes import Sizes, of_layout
@@ -25,7 +25,7 @@ from onefold.unit import Unit
 
 CHECKPOINTS_HOST = "checkpoints_host"
 PINNED, PAGEABLE, DISK = "pinned", "pageable", "disk"
-STAGED = AHEAD + BEHIND + 1  # units on their way to an update, or back
+STAGED = UNDER_WAY + 1  # units on their way to an update, or back
 
 
 class TierRow(NamedTuple):

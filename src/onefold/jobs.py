@@ -1,6 +1,7 @@
-"""Updates as jobs of one thread: those first whose units the next forward needs first.
+"""Updates as jobs of two threads: those first whose units the next forward needs first.
 
-The thread prepares the next job before it does one, and what a job sends away travels behind the next.
+While one thread is inside a kernel, which uses the cores and does not hold Python's lock, the other brings what the
+next job needs. What a job sends away travels behind the next.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from onefold.gradients import Parcel
 from onefold.slices import UnitOptimizer
 from onefold.tiers.host import Mark
 
-AHEAD = 2  # jobs prepared before their turn
-BEHIND = 1  # jobs whose results may still travel
+WORKERS = 2
+BEHIND = 1  # jobs of each whose results may still travel
+UNDER_WAY = WORKERS * (1 + BEHIND)  # jobs that hold buffers
 
 
 @dataclass
@@ -53,6 +55,7 @@ class Job:
     def run(self) -> None:
         unit = self.optimizer.unit
         try:
+            unit.prepare(self.after, values=self.values)
             unit.open()
             with torch.no_grad():
                 self.optimizer.update(self.groups, bytearray(self.kept), 0, self.factor, parcel=self.parcel)
@@ -117,46 +120,39 @@ class Line:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            self._changed.notify()
+            self._changed.notify_all()
 
 
 def work(line: Line, room: Room, device: torch.device) -> None:
     """The thread that updates."""
-    ready: deque[Job] = deque()
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _work(line, room, ready)
+        _work(line, room)
     except BaseException as error:
         line.fail(error)
-        for job in ready:
-            job.fail(error)
         room.give(1 << 60)  # backward may be waiting for it
 
 
-def _work(line: Line, room: Room, ready: deque[Job]) -> None:
+def _work(line: Line, room: Room) -> None:
     behind: deque[Job] = deque()
     while True:
-        while len(ready) < AHEAD and (job := line.get(wait=not ready and not behind)):
-            try:
-                job.optimizer.unit.prepare(job.after, values=job.values)
-            except BaseException as error:
-                job.error = error
-            ready.append(job)
-        if ready:
-            job = ready.popleft()
-            if job.error is None:
-                job.run()
+        job = line.get(wait=not behind)
+        if job is not None:
+            job.run()
             job.done.set()
             room.give(job.room_bytes)
             behind.append(job)
         elif not behind:
             return
-        while len(behind) > (BEHIND if ready else 0):
-            last = behind.popleft()
-            if last.error is None:
-                try:
-                    last.optimizer.unit.reap()
-                except BaseException as error:
-                    last.error = error
-        job = last = None  # type: ignore[assignment]  # hold nothing while waiting
+        while len(behind) > (BEHIND if job is not None else 0):
+            _reap(behind.popleft())
+        job = None  # hold nothing while waiting
+
+
+def _reap(job: Job) -> None:
+    if job.error is None:
+        try:
+            job.optimizer.unit.reap()
+        except BaseException as error:
+            job.error = error

@@ -48,9 +48,9 @@ def waits(ranks: int, stage: int, clip: bool = False, inside: bool = False, **fi
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with torch.profiler.profile(activities=[Activity.CPU, Activity.CUDA]) as trace:
-                with torch.profiler.record_function("the step"):
-                    step()
+            both = torch.profiler.profile(activities=[Activity.CPU, Activity.CUDA])
+            with both as trace, torch.profiler.record_function("the step"):
+                step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     (span,) = [e.time_range for e in trace.events() if e.name == "the step" and e.device_type.name == "CPU"]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from onefold.away import LEAVING, PARKED_SHARE, parked_bytes
-from onefold.jobs import AHEAD, BEHIND
+from onefold.jobs import UNDER_WAY
 from onefold.memory import Pool
 from onefold.placement import Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
@@ -96,19 +96,19 @@ class Staging(NamedTuple):
 def staging_bytes(
     units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, inside: bool
 ) -> Staging:
-    """As the update thread has them: some units ahead, one in work, one behind. `inside` backward a share of what the
-    host holds waits there, too."""
+    """As the update threads have them: one unit in work, one behind. `inside` backward a share of what the host holds
+    waits there, too."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
     if not rows:
         return Staging(0, 0)
     values = [u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST]
-    copied = (AHEAD + BEHIND) * max(values, default=0)
+    copied = UNDER_WAY * max(values, default=0)
     if inside:
-        share = int(PARKED_SHARE * 12 * sum(updated_numel(u, p) for u, p in rows))
+        share = int(PARKED_SHARE * sum(updated_numel(u, p) * (8 + u.widths.master) for u, p in rows))
         copied += parked_bytes([u.shard * u.widths.grad for u, _ in rows], share)
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
     files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
-    return Staging(copied, max(wide, default=0) + (AHEAD + BEHIND + 1) * max(files))
+    return Staging(copied, max(wide, default=0) + (UNDER_WAY + 1) * max(files))
 
 
 def segments(
