@@ -19,7 +19,11 @@ TAIL = 2000  # characters of what a failed rank wrote to stderr
 
 
 class CrewFailed(RuntimeError):
-    """A rank failed, ended or fell silent."""
+    """A rank failed, ended or fell silent; and the end of what it wrote to stderr."""
+
+    def __init__(self, what: str, told: str) -> None:
+        super().__init__(what)
+        self.told = told
 
 
 class Crew:
@@ -40,21 +44,36 @@ class Crew:
 
     def hear(self) -> list[dict[str, Any]]:
         """The next answer of every rank."""
-        heard: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + self._timeout_s
-        with selectors.DefaultSelector() as readable:
+        with selectors.DefaultSelector() as waiting:
             for rank, process in enumerate(self._ranks):
-                assert process.stdout
-                readable.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(heard) < len(self._ranks):
-                for rank, unread in enumerate(self._unread):
-                    if rank not in heard and b"\n" in unread:
-                        line, _, self._unread[rank] = unread.partition(b"\n")
-                        heard[rank] = self._understand(rank, line)
-                if len(heard) == len(self._ranks):
-                    break
-                self._read(readable, deadline)
-        return [heard[rank] for rank in range(len(self._ranks))]
+                if b"\n" not in self._unread[rank]:
+                    assert process.stdout
+                    waiting.register(process.stdout, selectors.EVENT_READ, rank)
+            while silent := waiting.get_map():
+                ready = waiting.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    rank = min(key.data for key in silent.values())
+                    raise self._failure(rank, f"did not answer within {self._timeout_s:.0f} s")
+                for key, _ in ready:
+                    self._read(key, waiting)
+        return [self._answer(rank) for rank in range(len(self._ranks))]
+
+    def _read(self, key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> None:
+        """More of what a rank says; once it has said a line, it is not waited for."""
+        chunk = os.read(key.fd, 1 << 16)
+        if not chunk:
+            raise self._failure(key.data, "ended without an answer")
+        self._unread[key.data] += chunk
+        if b"\n" in chunk:
+            waiting.unregister(key.fileobj)
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        line, _, self._unread[rank] = self._unread[rank].partition(b"\n")
+        (what, found), *_ = json.loads(line).items()
+        if what == "failed":
+            raise self._failure(rank, str(found))
+        return dict(found)
 
     def ask(self, command: str) -> None:
         for rank, process in enumerate(self._ranks):
@@ -65,31 +84,11 @@ class Crew:
             except BrokenPipeError:
                 raise self._failure(rank, "has ended") from None
 
-    def _read(self, readable: selectors.BaseSelector, deadline: float) -> None:
-        ready = readable.select(max(0.0, deadline - time.monotonic()))
-        if not ready:
-            silent = next(rank for rank, unread in enumerate(self._unread) if b"\n" not in unread)
-            raise self._failure(silent, f"did not answer within {self._timeout_s:.0f} s")
-        for key, _ in ready:
-            if chunk := os.read(key.fd, 1 << 16):
-                self._unread[key.data] += chunk
-            elif b"\n" not in self._unread[key.data]:
-                raise self._failure(key.data, "ended without an answer")
-            else:
-                readable.unregister(key.fileobj)
-
-    def _understand(self, rank: int, line: bytes) -> dict[str, Any]:
-        (what, found), *_ = json.loads(line).items()
-        if what == "failed":
-            raise self._failure(rank, str(found))
-        return dict(found)
-
     def _failure(self, rank: int, what: str) -> CrewFailed:
         self.end()  # also so that all is written
         log = self._logs[rank]
         log.seek(0)
-        told = log.read()[-TAIL:]
-        return CrewFailed(f"{self.system}, rank {rank}: {what}" + (f"\n{told}" if told else ""))
+        return CrewFailed(f"rank {rank}: {what}", log.read()[-TAIL:])
 
     def end(self) -> None:
         for process in self._ranks:

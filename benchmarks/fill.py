@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 def filler(model: nn.Module, maker: torch.device) -> Callable[[nn.Module], None]:
@@ -34,11 +34,11 @@ def drawn(name: str, module: nn.Module, param: Tensor, maker: torch.device) -> T
     return torch.full(param.shape, float(scale), device=maker)
 
 
-def put(param: Tensor, values: Tensor) -> None:
-    if isinstance(param, DTensor):
-        mine = param.to_local()
-        rows = values.chunk(param.device_mesh.size())  # as fully_shard cuts
+def put(param: Any, values: Tensor) -> None:
+    if hasattr(param, "to_local"):  # a DTensor, whose import takes a second that most systems need not spend
+        mine: Tensor = param.to_local()
         if mine.numel():
+            rows = values.chunk(param.device_mesh.size())  # as fully_shard cuts
             mine.copy_(rows[param.device_mesh.get_local_rank()])
     else:
         param.copy_(values)

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Plan, measure
-from benchmarks.results import RESULTS
+from benchmarks.measure import Plan, measure, present
+from benchmarks.results import RESULTS, shown_command
 from benchmarks.systems.table import SYSTEMS
 from benchmarks.turns import one_by_one
-from benchmarks.work import Away, Work, one_gpu
+from benchmarks.work import Work, one_gpu
 
 DEVICE = ("floor", "amp", "fsdp2", "deepspeed2", "deepspeed3", "onefold", "onefold+inside")
 RANK = ("fsdp2", "onefold", "onefold+inside")
@@ -60,13 +60,14 @@ def chosen(asked: argparse.Namespace) -> Work:
     elif not torch.cuda.is_available():
         sys.exit("no CUDA device found; run this on a machine with one, or try it out with --quick")
     given = {key: getattr(asked, key) for key in ("layers", "dim", "batch", "seq", "recompute")}
+    lies = {key: getattr(asked, key) for key in ("optimizer", "parameters", "path")}
     changed = {key: value for key, value in given.items() if value is not None}
-    name = work.name if not changed else f"{work.name}-changed"
-    if asked.optimizer or asked.parameters or asked.path:
-        if not work.away:
-            sys.exit(f"--optimizer, --parameters and --path are for offload; --work {asked.work} has none")
-        changed["away"] = Away(optimizer=asked.optimizer or "host", parameters=asked.parameters, path=asked.path)
-    return dataclasses.replace(work, name=name, **changed)
+    moved = {key: value for key, value in lies.items() if value is not None}
+    if moved and not work.away:
+        sys.exit(f"--optimizer, --parameters and --path are for offload; --work {asked.work} has none")
+    name = "-".join([work.name, *(f"{key}-{value}" for key, value in (changed | moved).items() if key != "path")])
+    away = dataclasses.replace(work.away, **moved) if work.away else None
+    return dataclasses.replace(work, name=name, away=away, **changed)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -75,8 +76,8 @@ def main(words: list[str] | None = None) -> int:
     work = chosen(asked)
     usual = AWAY if work.away else RANK if work.rank_of > 1 else DEVICE
     plan = Plan(
-        what=f"{'quick' if asked.quick else 'gpu'}-{work.name}", work=work, command=("benchmarks.gpu", words),
-        asked=tuple(asked.systems or ()), usual=usual, base=asked.base, warm_up=asked.warm_up, out=asked.out,
+        what=f"{'quick' if asked.quick else 'gpu'}-{work.name}", work=work, present=present(asked.systems, usual),
+        base=asked.base, command=shown_command("benchmarks.gpu", words), warm_up=asked.warm_up, out=asked.out,
         timeout_s=asked.timeout_s,
     )  # fmt: skip
     steps = asked.warm_up + asked.steps

@@ -20,12 +20,15 @@ import torch
 
 from benchmarks.systems.table import SYSTEMS
 from benchmarks.turns import Record, Step
+from benchmarks.wire import Counted
 from benchmarks.work import Work
 from onefold.version import VERSION
 
 RESULTS = Path(__file__).parent / "results"
 NEAR = {"fp32": 1e-4, "bf16": 0.05}  # how far losses may lie apart; bf16 rounds in other places in every system
 PATHS = ("--out", "--path")  # options whose values say nothing to others
+
+PATH = re.compile(r"(?<![\w/])/[\w.-]+(/[\w.-]+)*")
 
 
 def machine(cuda: bool) -> dict[str, Any]:
@@ -112,7 +115,7 @@ def summary(work: Work, records: dict[str, Record], *, base: str, warm_up: int) 
 
 def row(work: Work, name: str, record: Record, base: list[Step], warm_up: int) -> dict[str, Any]:
     steps = measured(record, warm_up)
-    found: dict[str, Any] = {"error": record.error}
+    found: dict[str, Any] = {"error": record.error and PATH.sub("…", record.error)}
     if record.built:
         found |= record.built[0]
         found["build_s"] = [one["build_s"] for one in record.built]
@@ -134,6 +137,18 @@ def row(work: Work, name: str, record: Record, base: list[Step], warm_up: int) -
     if record.finished and record.finished[0]["says"]:
         found["says"] = record.finished[0]["says"].splitlines()
     return found
+
+
+def add_wire(work: Work, found: dict[str, Any], counted: Counted) -> None:
+    """What a rank sends in a step, and the same over theory."""
+    found["wire"] = counted.why_not or "bytes that a rank sends in a step, by the kernel's counters"
+    for name, sent in counted.sent_bytes.items():
+        if name in found["systems"] and "parameters" in found["systems"][name]:
+            row = found["systems"][name]
+            theory = SYSTEMS[name].moves * 4 * row["parameters"] * (work.world - 1) / work.world
+            row["sent_bytes"] = sent
+            if theory:
+                row["sent_over_theory"] = sent / theory
 
 
 def beside(steps: list[Step], base: list[Step]) -> dict[str, float]:
@@ -164,7 +179,7 @@ def disagreements(work: Work, records: dict[str, Record], *, base: str) -> list[
     lines = []
     for name, record in records.items():
         system = SYSTEMS[name]
-        near = max(system.near or 0.0, NEAR[work.precision])
+        near = max(system.near, NEAR[work.precision])
         for step in record.steps:
             if system.agrees == "first step" and step.step > 0:
                 continue

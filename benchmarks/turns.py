@@ -82,7 +82,7 @@ def run(
                 take(alive[turn.system], turn, record, hear)
             except CrewFailed as error:
                 record.error = str(error)
-                hear(turn.system, "failed", record.error)
+                hear(turn.system, "failed", f"{error.told}{error}")
             if turn.last or record.error:
                 alive.pop(turn.system).close()
 

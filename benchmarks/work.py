@@ -97,3 +97,14 @@ def one_gpu() -> dict[str, Work]:
         Work(name="offload-6.86b", dim=4096, **away),
     )
     return {work.name: work for work in works}
+
+
+def two_ranks() -> dict[str, Work]:
+    """The works for a CPU: mostly compute, and mostly communication."""
+    shape: dict[str, Any] = {"layers": 8, "dim": 512, "vocab": 8192, "precision": "fp32", "lr": 1e-3}
+    place: dict[str, Any] = {"device": "cpu", "ranks": 2, "threads": 1}
+    works = (
+        Work(name="2x128", batch=2, seq=128, **shape, **place),
+        Work(name="1x32", batch=1, seq=32, **shape, **place),
+    )
+    return {work.name: work for work in works}

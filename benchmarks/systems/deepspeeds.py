@@ -19,7 +19,7 @@ def deepspeed(work: Work, *, stage: int) -> Ready:
     library.logger.setLevel(logging.ERROR)
     settings = configuration(work, stage)
     count = numel(work.blank())
-    model = partitioned(work, settings) if stage == 3 and work.device == "cuda" else whole(work)
+    model = partitioned(work, settings) if stage == 3 else whole(work)
     if work.recompute:
         recompute_blocks(model)
     engine, *_ = library.initialize(model=model, optimizer=optimizer(work, model), config=settings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
@@ -11,59 +10,62 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.systems.loop import Ready
 from benchmarks.work import Work
 
-Agrees = Literal["every step", "first step", "nothing"]
+Agrees = Literal["every step", "first step"]
 
 
 class System(NamedTuple):
+    label: str  # in tables
     where: str  # module:function, imported by the process that is to run it, and no other
     settings: dict[str, Any]
     moves: float  # what a rank sends in a step by theory, in Ψ(N-1)/N elements
-    agrees: Agrees = "every step"  # how many of its losses are to be those of the reference
-    near: float | None = None  # how close, if that is not the work's
+    agrees: Agrees = "every step"  # which of its losses are to be those of the base
+    near: float = 0.0  # how far they may lie apart, if that is more than the precision allows
     needs: str | None = None  # a library that is not always there
 
     def build(self, work: Work) -> Ready:
         module, _, name = self.where.partition(":")
         build: Callable[..., Ready] = getattr(import_module(f"benchmarks.systems.{module}"), name)
-        return partial(build, **self.settings)(work)
+        return build(work, **self.settings)
 
 
-def ours(moves: float, **settings: Any) -> System:
-    return System("ours:ours", settings, moves)
+def ours(label: str, moves: float, agrees: Agrees = "every step", **settings: Any) -> System:
+    return System(label, "ours:ours", settings, moves, agrees)
 
 
-def of_torch(name: str, moves: float, agrees: Agrees = "every step", **settings: Any) -> System:
-    return System(f"torchs:{name}", settings, moves, agrees)
+def of_torch(label: str, name: str, moves: float, agrees: Agrees = "every step", **settings: Any) -> System:
+    return System(label, f"torchs:{name}", settings, moves, agrees)
 
 
 def of_deepspeed(stage: int, moves: float) -> System:
     """After equal first losses DeepSpeed's drift, in fp32 too."""
-    return System("deepspeeds:deepspeed", {"stage": stage}, moves, near=0.1, needs="deepspeed")
+    return System(
+        f"DeepSpeed {stage}", "deepspeeds:deepspeed", {"stage": stage}, moves, near=0.1, needs="deepspeed"
+    )  # fmt: skip
 
 
 SYSTEMS = {
-    "floor": of_torch("floor", 0, "first step"),  # ranks train apart, or in bf16 without a master
-    "amp": of_torch("amp", 0),
-    "amp+compile": of_torch("amp", 0, compiled=True),
-    "ddp": of_torch("ddp", 2),
-    "zero1": of_torch("zero1", 3),  # gradients to all, then updated parameters
-    "fsdp2": of_torch("fsdp2", 3),
-    "fsdp2+compile": of_torch("fsdp2", 3, compiled=True),
+    "floor": of_torch("compute only", "floor", 0, "first step"),  # ranks train apart; or bf16 without a master
+    "amp": of_torch("autocast, fp32 parameters", "amp", 0),
+    "amp+compile": of_torch("autocast, compiled", "amp", 0, compiled=True),
+    "ddp": of_torch("DDP", "ddp", 2),
+    "zero1": of_torch("DDP + ZeroRedundancyOptimizer", "zero1", 3),  # gradients to all, then updated parameters
+    "fsdp2": of_torch("FSDP2", "fsdp2", 3),
+    "fsdp2+compile": of_torch("FSDP2, compiled", "fsdp2", 3, compiled=True),
     "deepspeed1": of_deepspeed(1, 2),
     "deepspeed2": of_deepspeed(2, 2),
     "deepspeed3": of_deepspeed(3, 3),
-    "stage0": ours(2, stage=0),
-    "stage1": ours(2, stage=1),
-    "stage2": ours(2, stage=2),
-    "stage3": ours(3, stage=3),
-    "stage3+prefetch0": ours(3, stage=3, prefetch=0),
-    "stage3+prefetch2": ours(3, stage=3, prefetch=2),
-    "stage3+prefetch-auto": ours(3, stage=3, prefetch="auto"),
-    "onefold": ours(3),  # stage 3, as it comes
-    "onefold+inside": ours(3, inside=True),  # updated in backward
-    "onefold+clip": System("ours:ours", {"clip": True}, 3, "first step"),
-    "onefold+compile": ours(3, compiled=True),
-    "onefold+inside+compile": ours(3, inside=True, compiled=True),
+    "stage0": ours("Onefold, stage 0", 2, stage=0),
+    "stage1": ours("Onefold, stage 1", 2, stage=1),
+    "stage2": ours("Onefold, stage 2", 2, stage=2),
+    "stage3": ours("Onefold, stage 3", 3, stage=3),
+    "stage3+prefetch0": ours("Onefold, stage 3, gathered at need", 3, stage=3, prefetch=0),
+    "stage3+prefetch2": ours("Onefold, stage 3, two units ahead", 3, stage=3, prefetch=2),
+    "stage3+prefetch-auto": ours("Onefold, stage 3, prefetch auto", 3, stage=3, prefetch="auto"),
+    "onefold": ours("Onefold", 3),  # stage 3, as it comes
+    "onefold+inside": ours("Onefold, updated in backward", 3, inside=True),
+    "onefold+clip": ours("Onefold, clipped", 3, "first step", clip=True),  # the base does not clip
+    "onefold+compile": ours("Onefold, compiled", 3, compiled=True),
+    "onefold+inside+compile": ours("Onefold, updated in backward, compiled", 3, inside=True, compiled=True),
 }
 
 

@@ -1,4 +1,7 @@
-"""What PyTorch itself offers: no communication at all, autocast, DDP, ZeroRedundancyOptimizer, FSDP2."""
+"""What PyTorch itself offers: no communication at all, autocast, DDP, ZeroRedundancyOptimizer, FSDP2.
+
+What only one of them needs is imported there: a process pays for its own system and no other.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.fill import real
@@ -47,6 +47,8 @@ def ddp(work: Work) -> Ready:
 
 
 def zero1(work: Work) -> Ready:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     model = DistributedDataParallel(whole(work), gradient_as_bucket_view=True)
     adamw = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **work.adamw)
     return Ready(plain_loop(model, adamw, autocast=autocast(work)), numel(model))
@@ -58,6 +60,9 @@ def autocast(work: Work) -> torch.device | None:
 
 def fsdp2(work: Work, *, compiled: bool = False) -> Ready:
     """One unit per block and one for the rest. In bf16: bf16 parameters, gradients reduced in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
     fields: dict[str, Any] = {"mesh": init_device_mesh(work.device, (work.world,))}
     if work.precision == "bf16":
         fields["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
