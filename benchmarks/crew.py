@@ -36,7 +36,7 @@ class Crew:
         self._logs = [tempfile.TemporaryFile("w+") for _ in range(work.ranks)]  # noqa: SIM115
         port = free_port()
         pipe = subprocess.PIPE
-        self._ranks = [
+        self.processes = [
             subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment(work, rank, port))
             for rank, log in enumerate(self._logs)
         ]
@@ -46,7 +46,7 @@ class Crew:
         """The next answer of every rank."""
         deadline = time.monotonic() + self._timeout_s
         with selectors.DefaultSelector() as waiting:
-            for rank, process in enumerate(self._ranks):
+            for rank, process in enumerate(self.processes):
                 if b"\n" not in self._unread[rank]:
                     assert process.stdout
                     waiting.register(process.stdout, selectors.EVENT_READ, rank)
@@ -57,7 +57,7 @@ class Crew:
                     raise self._failure(rank, f"did not answer within {self._timeout_s:.0f} s")
                 for key, _ in ready:
                     self._read(key, waiting)
-        return [self._answer(rank) for rank in range(len(self._ranks))]
+        return [self._answer(rank) for rank in range(len(self.processes))]
 
     def _read(self, key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> None:
         """More of what a rank says; once it has said a line, it is not waited for."""
@@ -76,7 +76,7 @@ class Crew:
         return dict(found)
 
     def ask(self, command: str) -> None:
-        for rank, process in enumerate(self._ranks):
+        for rank, process in enumerate(self.processes):
             assert process.stdin
             try:
                 process.stdin.write(f"{command}\n".encode())
@@ -91,14 +91,14 @@ class Crew:
         return CrewFailed(f"rank {rank}: {what}", log.read()[-TAIL:])
 
     def end(self) -> None:
-        for process in self._ranks:
+        for process in self.processes:
             process.kill()
-        for process in self._ranks:
+        for process in self.processes:
             process.wait()
 
     def close(self) -> None:
         self.end()
-        for process in self._ranks:
+        for process in self.processes:
             for pipe in (process.stdin, process.stdout):
                 assert pipe
                 try:

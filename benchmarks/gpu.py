@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Plan, measure, present
-from benchmarks.results import RESULTS, shown_command
+from benchmarks.measure import Plan, folder, measure, present
+from benchmarks.results import shown_command
 from benchmarks.systems.table import SYSTEMS
 from benchmarks.turns import one_by_one
 from benchmarks.work import Work, one_gpu
@@ -48,7 +48,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--parameters", choices=("host", "disk"), help="offload, ours: where they lie")
     parser.add_argument("--path", help="offload, ours: the folder of what lies on disk")
     parser.add_argument("--timeout-s", type=float, default=300, help="how long one answer may take")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="benchmarks/results for the usual systems and sizes, else runs/bench")
     parser.add_argument("--quick", action="store_true", help="a tiny model; without a GPU on the CPU")
     return parser.parse_args(words)
 
@@ -75,9 +75,10 @@ def main(words: list[str] | None = None) -> int:
     asked = arguments(words)
     work = chosen(asked)
     usual = AWAY if work.away else RANK if work.rank_of > 1 else DEVICE
+    out = folder(asked.out, usual=not (asked.quick or asked.systems) and work.name == asked.work)
     plan = Plan(
         what=f"{'quick' if asked.quick else 'gpu'}-{work.name}", work=work, present=present(asked.systems, usual),
-        base=asked.base, command=shown_command("benchmarks.gpu", words), warm_up=asked.warm_up, out=asked.out,
+        base=asked.base, command=shown_command("benchmarks.gpu", words), warm_up=asked.warm_up, out=out,
         timeout_s=asked.timeout_s,
     )  # fmt: skip
     steps = asked.warm_up + asked.steps

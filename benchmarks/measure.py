@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from benchmarks import results
 from benchmarks.systems.table import SYSTEMS, missing
 from benchmarks.turns import Record, Turn, run
-from benchmarks.wire import Counted
 from benchmarks.work import Work
 
 
@@ -33,6 +32,11 @@ def present(asked: Sequence[str] | None, usual: Sequence[str]) -> Present:
     return Present([name for name in asked or usual if name not in lines], list(lines))
 
 
+def folder(out: Path | None, *, usual: bool) -> Path:
+    """Only runs of the usual systems and sizes belong among the results that tables are made from."""
+    return out or (results.RESULTS if usual else Path("runs", "bench"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     what: str  # the first part of the file's name
@@ -43,7 +47,7 @@ class Plan:
     warm_up: int
     out: Path
     timeout_s: float
-    wire: Counted | None = None
+    wire: results.Counted | None = None
 
 
 def measure(plan: Plan, schedule: Callable[[Sequence[str]], Iterator[Turn]]) -> int:

@@ -14,13 +14,12 @@ from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.systems.table import SYSTEMS
 from benchmarks.turns import Record, Step
-from benchmarks.wire import Counted
 from benchmarks.work import Work
 from onefold.version import VERSION
 
@@ -139,6 +138,13 @@ def row(work: Work, name: str, record: Record, base: list[Step], warm_up: int) -
     return found
 
 
+class Counted(NamedTuple):
+    """What a rank sends in a step, by system; or why that is not known."""
+
+    sent_bytes: dict[str, float]
+    why_not: str | None = None
+
+
 def add_wire(work: Work, found: dict[str, Any], counted: Counted) -> None:
     """What a rank sends in a step, and the same over theory."""
     found["wire"] = counted.why_not or "bytes that a rank sends in a step, by the kernel's counters"
@@ -176,12 +182,10 @@ def disagreements(work: Work, records: dict[str, Record], *, base: str) -> list[
     if work.rank_of > 1 or base not in records:
         return []
     theirs = {step.step: step.losses for step in records[base].steps}
-    lines = []
+    lines, near = [], NEAR[work.precision]
     for name, record in records.items():
-        system = SYSTEMS[name]
-        near = max(system.near, NEAR[work.precision])
         for step in record.steps:
-            if system.agrees == "first step" and step.step > 0:
+            if SYSTEMS[name].agrees == "first step" and step.step > 0:
                 continue
             far = [
                 (rank, mine, wanted)

@@ -12,20 +12,13 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from benchmarks.results import Counted
 from benchmarks.turns import Record, one_by_one, run
 from benchmarks.work import Work
 from tests.harness.netns import REFUSED, in_namespace
 
 WARM_UP, STEPS = 2, 3  # the first steps also agree on things
-
-
-class Counted(NamedTuple):
-    """What a rank sends in a step, by system; or why that is not known."""
-
-    sent_bytes: dict[str, float]
-    why_not: str | None = None
 
 
 def wire_bytes(work: Work, systems: Sequence[str], *, timeout_s: float) -> Counted:

@@ -17,8 +17,8 @@ from benchmarks.gpt import GPT
 class Away:
     """States that do not lie on the device: ours may choose; other systems put the optimizer into host memory."""
 
-    optimizer: str = "host"  # or "disk", or "auto"
-    parameters: str | None = None  # or "host", or "disk"
+    optimizer: Literal["host", "disk", "auto"] = "host"
+    parameters: Literal["host", "disk"] | None = None
     path: str | None = None
 
 

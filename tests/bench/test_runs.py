@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cpu, gpu
+from benchmarks.crew import Crew, CrewFailed
 from benchmarks.results import add_wire
 from benchmarks.systems.loop import numel
 from benchmarks.systems.table import SYSTEMS, missing
@@ -68,28 +71,38 @@ def test_losses_that_are_not_those_of_the_base_fail_the_run_and_are_shown(
     systems = ["--systems", "floor", "ddp", "--base", "floor"]
     assert cpu.main([*SHORT, "--work", "1x32", *systems, "--no-wire", "--out", str(tmp_path)]) == 1
     (line,) = written(tmp_path)["disagreements"]
-    assert line.startswith("ddp: the loss of step 1, rank 0 is") and "floor" in line and "1e-4" not in line
+    assert (
+        line.startswith("ddp: the loss of step 1, rank 0 is")
+        and "that of floor" in line
+        and line.endswith("near is 0.0001")
+    )
     assert f"losses differ: {line}" in capfd.readouterr().err
 
 
 def test_a_system_that_fails_is_named_and_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--work",
-        "offload-2.78b",
-        "--systems",
-        "onefold+inside",
-        "amp",
-        "--optimizer",
-        "disk",
-        "--path",
-        "/no/such",
-    ]
+    lies = ["--optimizer", "disk", "--path", "/no/such"]
+    words = ["--work", "offload-2.78b", "--systems", "onefold+inside", "amp", *lies]
     assert gpu.main([*SHORT, *words, "--out", str(tmp_path)]) == 1
     systems = written(tmp_path)["systems"]
     assert "ConfigError" in systems["onefold+inside"]["error"] and "median_s" not in systems["onefold+inside"]
     assert systems["amp"]["error"] is None and len(systems["amp"]["steps_s"]) == 2
     assert "/no/such" not in json.dumps(systems), "paths are of no use to others"
     assert "/no/such" in capfd.readouterr().err
+
+
+def test_a_rank_ends_with_its_driver_and_one_that_is_silent_is_ended() -> None:
+    work = dataclasses.replace(two_ranks()["1x32"].quick(), ranks=1)
+    slow, left = Crew(work, "floor", timeout_s=0.01), Crew(work, "floor", timeout_s=120)
+    with pytest.raises(CrewFailed, match="rank 0: did not answer within 0 s"):
+        slow.hear()
+    assert [process.poll() for process in slow.processes] == [-signal.SIGKILL]
+    left.hear()
+    (process,) = left.processes
+    assert process.stdin
+    process.stdin.close()  # as when the driver is killed
+    assert process.wait(60) == 0
+    for crew in (slow, left):
+        crew.close()
 
 
 @pytest.mark.skipif(missing("deepspeed3") is None, reason="DeepSpeed is installed")
