@@ -109,10 +109,10 @@ def write(path: Path, found: dict[str, Any]) -> None:
 def summary(work: Work, records: dict[str, Record], *, base: str, warm_up: int) -> dict[str, Any]:
     """Of each system: what it took, beside the base; medians over all measured steps of all its lives."""
     theirs = measured(records[base], warm_up) if base in records else []
-    return {name: row(work, name, record, theirs, warm_up) for name, record in records.items()}
+    return {name: row(work, record, theirs, warm_up) for name, record in records.items()}
 
 
-def row(work: Work, name: str, record: Record, base: list[Step], warm_up: int) -> dict[str, Any]:
+def row(work: Work, record: Record, base: list[Step], warm_up: int) -> dict[str, Any]:
     steps = measured(record, warm_up)
     found: dict[str, Any] = {"error": record.error and PATH.sub("…", record.error)}
     if record.built:
@@ -122,7 +122,9 @@ def row(work: Work, name: str, record: Record, base: list[Step], warm_up: int) -
         seconds = [step.seconds for step in steps]
         found |= {
             "median_s": statistics.median(seconds),
-            "quartiles_s": statistics.quantiles(seconds, n=4)[::2] if len(seconds) > 1 else seconds * 2,
+            "quartiles_s": statistics.quantiles(seconds * 2 if len(seconds) == 1 else seconds, n=4, method="inclusive")[
+                ::2
+            ],
             "tokens_per_s": work.batch * work.seq * work.ranks / statistics.median(seconds),
         }
         found |= beside(steps, base)

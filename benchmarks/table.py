@@ -92,7 +92,7 @@ def column(result: Result) -> str:
     work = result["work"]
     if work["ranks"] > 1:
         return f"{work['ranks']} ranks, GPT {work['layers']}×{work['dim']}, {work['batch']}×{work['seq']} tokens each"
-    size = f"{next(iter(result['systems'].values())).get('parameters', 0) / 1e9:.2f}B"
+    size = f"{max(row.get('parameters', 0) for row in result['systems'].values()) / 1e9:.2f}B"
     kind = "offload, " if work.get("away") else f"one rank of {work['rank_of']}, " if work["rank_of"] > 1 else ""
     return f"{kind}{size} ({work['layers']}×{work['dim']}), batch {work['batch']}"
 

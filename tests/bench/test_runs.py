@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ import pytest
 
 from benchmarks import cpu, gpu
 from benchmarks.crew import Crew, CrewFailed
+from benchmarks.measure import Plan, Present, measure
 from benchmarks.results import add_wire
 from benchmarks.systems.loop import numel
 from benchmarks.systems.table import SYSTEMS, missing
+from benchmarks.turns import Turn
 from benchmarks.wire import wire_bytes
 from benchmarks.work import two_ranks
 from tests.harness.netns import can_make_namespace
 
 SHORT = ["--quick", "--warm-up", "1", "--steps", "2"]
+ALONE = dataclasses.replace(two_ranks()["1x32"].quick(), ranks=1)
 
 
 def written(folder: Path) -> dict[str, Any]:
@@ -53,6 +57,7 @@ def test_a_cpu_run_says_where_how_and_what_it_measured(tmp_path: Path) -> None:
     assert socket.gethostname() not in text and str(tmp_path) not in text and str(Path.home()) not in text
 
 
+@pytest.mark.soak
 def test_bytes_on_the_wire_are_what_theory_says_or_why_they_are_not_known() -> None:
     work = two_ranks()["1x32"].quick()
     counted = wire_bytes(work, ["ddp"], timeout_s=120)
@@ -90,19 +95,48 @@ def test_a_system_that_fails_is_named_and_the_others_go_on(tmp_path: Path, capfd
     assert "/no/such" in capfd.readouterr().err
 
 
-def test_a_rank_ends_with_its_driver_and_one_that_is_silent_is_ended() -> None:
-    work = dataclasses.replace(two_ranks()["1x32"].quick(), ranks=1)
-    slow, left = Crew(work, "floor", timeout_s=0.01), Crew(work, "floor", timeout_s=120)
-    with pytest.raises(CrewFailed, match="rank 0: did not answer within 0 s"):
-        slow.hear()
-    assert [process.poll() for process in slow.processes] == [-signal.SIGKILL]
-    left.hear()
-    (process,) = left.processes
+@pytest.fixture(scope="module")
+def abandoned() -> Iterator[Crew]:
+    """Starts while other tests of this file wait for theirs."""
+    crew = Crew(ALONE, "floor", timeout_s=120)
+    yield crew
+    crew.close()
+
+
+def test_a_run_that_is_cut_off_keeps_every_step_it_took(tmp_path: Path, abandoned: Crew) -> None:
+    plan = Plan(
+        what="quick-cut", work=ALONE, command="", present=Present(["floor"], []), base="floor", warm_up=0, out=tmp_path,
+        timeout_s=120,
+    )  # fmt: skip
+
+    heard: list[dict[str, Any]] = []
+
+    def cut(systems: Sequence[str]) -> Iterator[Turn]:
+        yield Turn(systems[0], 0, 2, last=False)
+        (path,) = tmp_path.iterdir()
+        heard.extend(json.loads(line) for line in path.read_text().splitlines())  # what a kill would leave
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(plan, cut)
+    assert [list(one) for one in heard] == [["system", what] for what in ("built", "stepped", "stepped")]
+    assert all(one["stepped"]["seconds"] > 0 for one in heard[1:])
+
+
+def test_a_rank_ends_with_its_driver(abandoned: Crew) -> None:
+    abandoned.hear()
+    (process,) = abandoned.processes
     assert process.stdin
     process.stdin.close()  # as when the driver is killed
     assert process.wait(60) == 0
-    for crew in (slow, left):
-        crew.close()
+
+
+def test_a_rank_that_is_silent_is_named_and_ended() -> None:
+    crew = Crew(ALONE, "floor", timeout_s=0.01)
+    with pytest.raises(CrewFailed, match="rank 0: did not answer within 0 s"):
+        crew.hear()
+    assert [process.poll() for process in crew.processes] == [-signal.SIGKILL]
+    crew.close()
 
 
 @pytest.mark.skipif(missing("deepspeed3") is None, reason="DeepSpeed is installed")
@@ -127,10 +161,12 @@ def test_every_adapter_runs(tmp_path: Path, work: str) -> None:
     names = [name for name in SYSTEMS if not missing(name)]
     if work != "1.64b":
         names = [name for name in names if name.startswith(("onefold", "fsdp2"))]
+    if work.startswith("rank8"):
+        names.remove("onefold+clip")  # nonsense may be NaN, and has no norm
     assert gpu.main([*SHORT, "--work", work, "--systems", *names, "--base", "fsdp2", "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.soak
 def test_every_system_runs_on_two_ranks(tmp_path: Path) -> None:
-    names = [name for name in SYSTEMS if not missing(name)]
+    names = [name for name in SYSTEMS if not missing(name) and not name.startswith("amp")]  # which has no peers
     assert cpu.main([*SHORT, "--work", "1x32", "--systems", *names, "--no-wire", "--out", str(tmp_path)]) == 0
