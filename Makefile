@@ -29,8 +29,9 @@ types: $(READY) ## mypy over src/onefold
 soak: $(READY) ## the suite with its long-running tests
 	@$(BIN)/python -m pytest --soak $(PYTEST_ARGS)
 
-bench: $(READY) ## measure against PyTorch DDP on this machine's CPU
-	@$(BIN)/python benchmarks/cpu_ddp.py
+bench: $(READY) ## measure against DDP, FSDP2 and DeepSpeed on this machine's CPU, and write the tables
+	@$(BIN)/python -m benchmarks.cpu
+	@$(BIN)/python -m benchmarks.table
 
 clean: ## remove caches and build outputs; .venv stays (delete it to start afresh)
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -33,4 +33,5 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        logits = self.head(self.norm(x)).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten())  # in fp32 for every system, as autocast would

@@ -1,0 +1,92 @@
+"""Two gloo ranks on this machine's CPU, one thread each, fp32: `make bench`.
+
+    python -m benchmarks.cpu                                    # both works, all systems that are installed
+    python -m benchmarks.cpu --work 1x32 --systems ddp stage2   # mostly communication; 2x128 is mostly compute
+    python -m benchmarks.cpu --systems stage3 stage3+prefetch0 stage3+prefetch2 --base stage3
+    python -m benchmarks.cpu --quick                            # tiny, to see that it runs
+
+The processes of all systems are alive together and take turns step by step. Bytes on the wire come from a short run
+of their own, in a network of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+from benchmarks.measure import Plan, folder, measure, present
+from benchmarks.results import shown_command
+from benchmarks.systems.loop import numel
+from benchmarks.systems.table import SYSTEMS
+from benchmarks.turns import one_by_one, together
+from benchmarks.wire import wire_bytes
+from benchmarks.work import Work, two_ranks
+
+STAGES = ("stage0", "stage1", "stage2", "stage3")
+USUAL = ("floor", "ddp", "zero1", "fsdp2", "deepspeed1", "deepspeed2", "deepspeed3", *STAGES)
+PROCESS_BYTES = 250 << 20  # of Python and torch, beside the states
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    works = list(two_ranks())
+    parser.add_argument("--work", nargs="+", choices=works, default=works, help="sequences × tokens of a rank")
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="by default all but variants of ours")
+    parser.add_argument("--base", default="ddp", choices=list(SYSTEMS), help="ratios are to it, losses are its own")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps that do not count")
+    parser.add_argument("--steps", type=int, default=20, help="steps that do")
+    parser.add_argument("--one-by-one", type=int, metavar="ROUNDS", help="where memory is short: one system at a time")
+    parser.add_argument("--wire", action=argparse.BooleanOptionalAction, default=True, help="count bytes on the wire")
+    parser.add_argument("--timeout-s", type=float, default=300, help="how long one answer may take")
+    parser.add_argument("--out", type=Path, help="benchmarks/results for the usual systems and sizes, else runs/bench")
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    return parser.parse_args(words)
+
+
+def check_memory(work: Work, systems: int) -> None:
+    """All processes are alive at once: say before they start that they will not fit."""
+    wanted = systems * work.ranks * (PROCESS_BYTES + 16 * numel(work.blank()))
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    if wanted > found:
+        sys.exit(
+            f"{systems} systems of {work.ranks} ranks need about {wanted / 1e9:.0f} GB at once, {found / 1e9:.0f} GB "
+            f"are available; choose fewer with --systems, or run them one by one with --one-by-one 3"
+        )
+
+
+def main(words: list[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    asked = arguments(words)
+    works = [two_ranks()[name] for name in asked.work]
+    if asked.quick:
+        works = [work.quick() for work in works]
+    here = present(asked.systems, USUAL)
+    if not asked.one_by_one:
+        check_memory(works[0], len(here.systems))
+    counted = None
+    if asked.wire:
+        print("counting bytes on the wire first, one system after the other", flush=True)
+        counted = wire_bytes(works[-1], here.systems, timeout_s=asked.timeout_s)  # a batch changes nothing of it
+    steps = asked.warm_up + asked.steps
+    schedule = partial(together, steps=steps)
+    if asked.one_by_one:
+        schedule = partial(one_by_one, steps=steps, rounds=asked.one_by_one)
+    out, worst = folder(asked.out, usual=not (asked.quick or asked.systems)), 0
+    for work in works:
+        plan = Plan(
+            what=f"{'quick' if asked.quick else 'cpu'}-{work.name}", work=work, present=here, base=asked.base,
+            command=shown_command("benchmarks.cpu", words), warm_up=asked.warm_up, out=out,
+            timeout_s=asked.timeout_s, wire=counted,
+        )  # fmt: skip
+        print(f"{work.ranks} ranks, {work.layers}x{work.dim}, batch {work.batch}x{work.seq} per rank", flush=True)
+        worst = max(worst, measure(plan, schedule))
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

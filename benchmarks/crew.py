@@ -1,0 +1,134 @@
+"""The processes of one system: started, asked, heard, and ended; also when one of them fails or falls silent."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.work import Work
+
+TAIL = 2000  # characters of what a failed rank wrote to stderr
+
+
+class CrewFailed(RuntimeError):
+    """A rank failed, ended or fell silent; and the end of what it wrote to stderr."""
+
+    def __init__(self, what: str, told: str) -> None:
+        super().__init__(what)
+        self.told = told
+
+
+class Crew:
+    """All ranks of one system. Closing it ends them, whatever they are doing."""
+
+    def __init__(self, work: Work, system: str, *, timeout_s: float, counts_wire: bool = False) -> None:
+        self.system, self._timeout_s = system, timeout_s
+        asked = json.dumps({"work": dataclasses.asdict(work), "system": system, "counts_wire": counts_wire})
+        command = [sys.executable, "-m", "benchmarks.worker", asked]
+        self._logs = [tempfile.TemporaryFile("w+") for _ in range(work.ranks)]  # noqa: SIM115
+        port = free_port()
+        pipe = subprocess.PIPE
+        self.processes = [
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment(work, rank, port))
+            for rank, log in enumerate(self._logs)
+        ]
+        self._unread = [b""] * work.ranks
+
+    def hear(self) -> list[dict[str, Any]]:
+        """The next answer of every rank."""
+        deadline = time.monotonic() + self._timeout_s
+        with selectors.DefaultSelector() as waiting:
+            for rank, process in enumerate(self.processes):
+                if b"\n" not in self._unread[rank]:
+                    assert process.stdout
+                    waiting.register(process.stdout, selectors.EVENT_READ, rank)
+            while silent := waiting.get_map():
+                ready = waiting.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    rank = min(key.data for key in silent.values())
+                    raise self._failure(rank, f"did not answer within {self._timeout_s:.0f} s")
+                for key, _ in ready:
+                    self._read(key, waiting)
+        return [self._answer(rank) for rank in range(len(self.processes))]
+
+    def _read(self, key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> None:
+        """More of what a rank says; once it has said a line, it is not waited for."""
+        chunk = os.read(key.fd, 1 << 16)
+        if not chunk:
+            raise self._failure(key.data, "ended without an answer")
+        self._unread[key.data] += chunk
+        if b"\n" in chunk:
+            waiting.unregister(key.fileobj)
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        line, _, self._unread[rank] = self._unread[rank].partition(b"\n")
+        (what, found), *_ = json.loads(line).items()
+        if what == "failed":
+            raise self._failure(rank, str(found))
+        return dict(found)
+
+    def ask(self, command: str) -> None:
+        for rank, process in enumerate(self.processes):
+            assert process.stdin
+            try:
+                process.stdin.write(f"{command}\n".encode())
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise self._failure(rank, "has ended") from None
+
+    def _failure(self, rank: int, what: str) -> CrewFailed:
+        self.end()  # also so that all is written
+        log = self._logs[rank]
+        log.seek(0)
+        return CrewFailed(f"rank {rank}: {what}", log.read()[-TAIL:])
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+    def close(self) -> None:
+        self.end()
+        for process in self.processes:
+            for pipe in (process.stdin, process.stdout):
+                assert pipe
+                try:
+                    pipe.close()
+                except BrokenPipeError:
+                    pass  # it ended with a command unread
+        for log in self._logs:
+            log.close()
+
+
+def environment(work: Work, rank: int, port: int) -> dict[str, str]:
+    """What torchrun and DeepSpeed's launcher would set, and the same allocator for all."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": work.ranks, "LOCAL_WORLD_SIZE": work.ranks}
+    found = {
+        **os.environ,
+        **{name: str(value) for name, value in place.items()},
+        "LOCAL_SIZE": str(work.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": work.device,
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    if work.threads:
+        found["OMP_NUM_THREADS"] = str(work.threads)
+    if work.device == "cpu":
+        found |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

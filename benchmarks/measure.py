@@ -1,0 +1,111 @@
+"""A run from the plan to the file: who takes part, all turns, do the losses agree, what is written and shown."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import results
+from benchmarks.systems.table import SYSTEMS, missing
+from benchmarks.turns import Record, Turn, run
+from benchmarks.work import Work
+
+
+class Present(NamedTuple):
+    """Who takes part, and who would but is not installed."""
+
+    systems: list[str]
+    left_out: list[str]
+
+
+def present(asked: Sequence[str] | None, usual: Sequence[str]) -> Present:
+    """Those asked for by name must be there; of the usual ones those that are there. The others get a line each."""
+    lines = {name: line for name in asked or usual if (line := missing(name))}
+    for line in lines.values():
+        print(line, file=sys.stderr)
+    if lines and asked:
+        sys.exit(2)
+    return Present([name for name in asked or usual if name not in lines], list(lines))
+
+
+def folder(out: Path | None, *, usual: bool) -> Path:
+    """Only runs of the usual systems and sizes belong among the results that tables are made from."""
+    return out or (results.RESULTS if usual else Path("runs", "bench"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    what: str  # the first part of the file's name
+    work: Work
+    command: str
+    present: Present
+    base: str  # ratios are to it, losses are to be its own; if it takes part
+    warm_up: int
+    out: Path
+    timeout_s: float
+    wire: results.Counted | None = None
+
+
+def measure(plan: Plan, schedule: Callable[[Sequence[str]], Iterator[Turn]]) -> int:
+    """Run, write and show. The exit status is 1 if a system failed or its losses are not those of the base."""
+    systems, left_out = plan.present
+    agreeing = [name for name in systems if SYSTEMS[name].agrees == "every step"]
+    base = plan.base if plan.base in systems else (agreeing or systems)[0]
+    found = results.facts(plan.work, plan.command, base, plan.warm_up) | {"left_out": left_out}
+    file = results.file_of(plan.out, plan.what, found)
+    records: dict[str, Record] = {}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lines").open("w") as log:
+
+        def hear(system: str, what: str, heard: Any) -> None:
+            print(json.dumps({"system": system, what: heard}), file=log, flush=True)
+            if what == "failed":
+                print(f"{system}: {heard}", file=sys.stderr)
+            if what in ("finished", "failed"):
+                conclude(plan, found, records, base, file)
+            if what == "finished":
+                print(line_of(system, found["systems"][system]), flush=True)
+
+        run(plan.work, schedule(systems), records, timeout_s=plan.timeout_s, hear=hear)
+    file.with_suffix(".lines").unlink()  # all of it is in the results now
+    print(f"all steps, beside {base}:")
+    for system in systems:
+        print(line_of(system, found["systems"][system], base), flush=True)
+    for line in found["disagreements"]:
+        print(f"losses differ: {line}", file=sys.stderr)
+    print(f"written: {file.name}")
+    failed = [name for name, record in records.items() if record.error]
+    return 1 if failed or found["disagreements"] else 0
+
+
+def conclude(plan: Plan, found: dict[str, Any], records: dict[str, Record], base: str, file: Path) -> None:
+    found["disagreements"] = results.disagreements(plan.work, records, base=base)
+    found["systems"] = results.summary(plan.work, records, base=base, warm_up=plan.warm_up)
+    if plan.wire:
+        results.add_wire(plan.work, found, plan.wire)
+    results.write(file, found)
+
+
+def line_of(name: str, row: dict[str, Any], base: str | None = None) -> str:
+    """One system in a line; a failure with what is known of it."""
+    if row["error"] or "median_s" not in row:
+        return f"{name}: {row['error'] or 'no measured step'}"
+    low, high = row["quartiles_s"]
+    cells = [f"{name:<24}{1e3 * row['median_s']:9.1f} ms  [{1e3 * low:.1f}, {1e3 * high:.1f}]"]
+    if base and "ratio" in row:
+        paired = f" (pairs {row['paired_ratio']:.3f})" if "paired_ratio" in row else ""
+        cells.append(f"{row['ratio']:.3f} x {base}{paired}")
+    for key, what in (("peak_device_bytes", "device"), ("peak_rss_bytes", "host")):
+        if key in row:
+            cells.append(f"{what} {row[key] / 2**30:.2f} GiB")
+    if "sent_bytes" in row:
+        over = f", {row['sent_over_theory']:.3f} x theory" if "sent_over_theory" in row else ""
+        cells.append(f"sends {row['sent_bytes'] / 1e6:.1f} MB{over}")
+    if losses := row.get("losses"):
+        cells.append("loss " + " .. ".join(f"{float(step[0]):.4f}" for step in (losses[0], losses[-1])))
+    cells.append(f"built in {row['build_s'][-1]:.0f} s")
+    return "  ".join(cells)

@@ -1,0 +1,51 @@
+"""Onefold: a stage and what may be asked of it. Built on the meta device, as a user with a large model would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import onefold
+from benchmarks.fill import filler
+from benchmarks.systems.loop import Ready, compile_blocks, numel
+from benchmarks.work import Work
+from onefold.mesh import simulated_axes
+from onefold.shard import shard_over
+
+
+def ours(
+    work: Work, *, stage: int = 3, inside: bool = False, clip: bool = False, compiled: bool = False, **fields: Any
+) -> Ready:
+    """`inside` updates in backward, `clip` clips the norm before the update; other fields are those of shard()."""
+    model: Any = work.blank()
+    count = numel(model)
+    fields |= {"stage": stage, "precision": work.precision, "init": filler(model, work.target), "device": work.device}
+    if work.recompute:
+        fields["activations"] = "checkpoint"
+    if away := work.away:
+        fields["offload"] = onefold.Offload(optimizer=away.optimizer, parameters=away.parameters, path=away.path)
+    if work.rank_of > 1:
+        axes = simulated_axes(work.rank_of, plays="nccl" if work.device == "cuda" else "gloo")
+        shard_over(axes, model, None, fields)
+    else:
+        onefold.shard(model, **fields)
+    if compiled:
+        compile_blocks(model)
+    adamw = onefold.Optimizer(model, torch.optim.AdamW, step_in_backward=inside, fused=True, **work.adamw)
+    return Ready(_loop(model, adamw, clip), count, lambda: str(onefold.memory(model)))
+
+
+def _loop(model: Any, optimizer: onefold.Optimizer, clip: bool) -> Callable[[Tensor], Tensor]:
+    def step(tokens: Tensor) -> Tensor:
+        loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        if clip:
+            optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step

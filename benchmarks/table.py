@@ -1,0 +1,183 @@
+"""The tables of README.md and docs/performance.md, made from benchmarks/results/*.json and never by hand.
+
+    python -m benchmarks.table            # write them
+    python -m benchmarks.table --check    # fail if they are not what the results say
+
+A table stands between `<!-- measured: NAME -->` and `<!-- end -->`. What stands there is left alone until there are
+results of its kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import RESULTS
+from benchmarks.systems.table import SYSTEMS
+from benchmarks.work import one_gpu, two_ranks
+
+ROOT = Path(__file__).parent.parent
+PLACE = re.compile(r"(<!-- measured: ([a-z]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+KINDS = {"cpu": two_ranks(), "gpu": one_gpu()}
+Result = dict[str, Any]
+Group = list[Result]  # of one machine, in the order of their works
+
+
+def read(folder: Path) -> dict[str, list[Group]]:
+    """Results by kind and machine. Files of quick runs, and of works that were changed, are nobody's table."""
+    found: dict[str, list[Group]] = {}
+    for kind, works in KINDS.items():
+        machines: dict[str, Group] = {}
+        for name in works:
+            for path in sorted(folder.glob(f"{kind}-{name}-*.json")):
+                result = json.loads(path.read_text())
+                if result["work"]["name"] == name:
+                    machines.setdefault(path.stem.removeprefix(f"{kind}-{name}-"), []).append(result)
+        if machines:
+            found[kind] = [machines[machine] for machine in sorted(machines)]
+    return found
+
+
+def where(result: Result) -> str:
+    """The machine, the versions, the day."""
+    machine, versions = result["machine"], result["versions"]
+    place = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    told = [place, f"torch {versions['torch']}", f"Onefold {versions['onefold']}"]
+    if versions["deepspeed"] and any(name.startswith("deepspeed") for name in result["systems"]):
+        told.append(f"DeepSpeed {versions['deepspeed']}")
+    return ", ".join([*told, result["date"].partition(" ")[0]])
+
+
+def how(group: Group) -> str:
+    precisions = " and ".join(dict.fromkeys(result["work"]["precision"] for result in group))
+    steps = max(len(row.get("steps_s", ())) for result in group for row in result["systems"].values())
+    commands = ", ".join(dict.fromkeys(f"`{result['command']}`" for result in group))
+    bases = ", ".join(dict.fromkeys(label(result["base"]) for result in group))
+    return f"{precisions}, AdamW; medians of {steps} steps, beside those of {bases}, and the most memory ({commands})"
+
+
+def label(name: str) -> str:
+    return SYSTEMS[name].label
+
+
+def time_of(row: Result, base: bool) -> str:
+    """The base in milliseconds, the others beside it."""
+    if "median_s" not in row:
+        return "failed"
+    ms = f"{1e3 * row['median_s']:.0f} ms"
+    return ms if base or "paired_ratio" not in row else f"{row['paired_ratio']:.3f}×"
+
+
+def gib(row: Result, key: str) -> str:
+    return f"{row[key] / 2**30:.2f} GiB" if key in row else ""
+
+
+def short(groups: list[Group], memory: str) -> str:
+    """One row per system, one column per work: time, and the most memory."""
+    parts = []
+    for group in groups:
+        names = list(dict.fromkeys(name for result in group for name in result["systems"]))
+        heads = [column(result) for result in group]
+        rows = [[label(name), *(cell(result, name, memory) for result in group)] for name in names]
+        parts.append(f"{where(group[-1])}; {how(group)}.\n\n{table(['', *heads], rows)}")
+    return "\n".join(parts)
+
+
+def column(result: Result) -> str:
+    work = result["work"]
+    if work["ranks"] > 1:
+        return f"{work['ranks']} ranks, GPT {work['layers']}×{work['dim']}, {work['batch']}×{work['seq']} tokens each"
+    size = f"{max(row.get('parameters', 0) for row in result['systems'].values()) / 1e9:.2f}B"
+    kind = "offload, " if work.get("away") else f"one rank of {work['rank_of']}, " if work["rank_of"] > 1 else ""
+    return f"{kind}{size} ({work['layers']}×{work['dim']}), batch {work['batch']}"
+
+
+def cell(result: Result, name: str, memory: str) -> str:
+    row = result["systems"].get(name)
+    if row is None:
+        return ""
+    return ", ".join(part for part in (time_of(row, name == result["base"]), gib(row, memory)) if part)
+
+
+def full(groups: list[Group]) -> str:
+    """All that was measured of every work."""
+    return "\n".join(f"{where(result)}; {how([result])}.\n\n{details(result)}" for group in groups for result in group)
+
+
+def details(result: Result) -> str:
+    columns: dict[str, Callable[[str, Result], str]] = {
+        column(result): lambda name, row: label(name),
+        "median": lambda name, row: f"{1e3 * row['median_s']:.1f} ms" if "median_s" in row else "failed",
+        "middle half": lambda name, row: "–".join(f"{1e3 * one:.1f}" for one in row.get("quartiles_s", ())),
+        f"to {label(result['base'])}": lambda name, row: ratio(row, "ratio"),
+        "in pairs": lambda name, row: ratio(row, "paired_ratio"),
+        "peak, device": lambda name, row: gib(row, "peak_device_bytes"),
+        "peak, resident": lambda name, row: gib(row, "peak_rss_bytes"),
+        "sent per rank": lambda name, row: f"{row['sent_bytes'] / 1e6:.1f} MB" if "sent_bytes" in row else "",
+        "over theory": lambda name, row: ratio(row, "sent_over_theory"),
+    }
+    rows = [[show(name, row) for show in columns.values()] for name, row in result["systems"].items()]
+    filled = [any(row[at] for row in rows) for at in range(len(columns))]  # what nobody has is no column
+    rows = [[text for text, kept in zip(row, filled, strict=True) if kept] for row in rows]
+    return table([head for head, kept in zip(columns, filled, strict=True) if kept], rows)
+
+
+def ratio(row: Result, key: str) -> str:
+    return f"{row[key]:.3f}×" if key in row else ""
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+MAKERS: dict[str, dict[str, Callable[[list[Group]], str]]] = {
+    "README.md": {
+        "cpu": lambda groups: short(groups, "peak_rss_bytes"),
+        "gpu": lambda groups: short(groups, "peak_device_bytes"),
+    },
+    "docs/performance.md": {"cpu": full, "gpu": full},
+}
+
+
+def made(root: Path, folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """Each document as it is and as it should be."""
+    found = read(folder)
+    for name, makers in MAKERS.items():
+        path = root / name
+        text = path.read_text()
+        places = {match[2] for match in PLACE.finditer(text)}
+        if places != set(makers):
+            sys.exit(f"{name} has places for {sorted(places)}, wanted {sorted(makers)}; see benchmarks/table.py")
+
+        def fill(match: re.Match[str], makers: dict[str, Callable[[list[Group]], str]] = makers) -> str:
+            groups = found.get(match[2])
+            return f"{match[1]}{makers[match[2]](groups)}{match[4]}" if groups else match[0]
+
+        yield path, text, PLACE.sub(fill, text)
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.table", description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--root", type=Path, default=ROOT, help="where README.md is")
+    asked = parser.parse_args(words)
+    stale = [(path, wanted) for path, text, wanted in made(asked.root, asked.results) if text != wanted]
+    for path, wanted in stale:
+        if asked.check:
+            print(
+                f"{path.name}: a table is not what the results say; run `python -m benchmarks.table`", file=sys.stderr
+            )
+        else:
+            path.write_text(wanted)
+    return 1 if asked.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""A benchmark compares equals, says all it found, and fails when it must: real processes, tiny models."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import cpu, gpu
+from benchmarks.crew import Crew, CrewFailed
+from benchmarks.measure import Plan, Present, measure
+from benchmarks.results import add_wire
+from benchmarks.systems.loop import numel
+from benchmarks.systems.table import SYSTEMS, missing
+from benchmarks.turns import Turn
+from benchmarks.wire import wire_bytes
+from benchmarks.work import two_ranks
+from tests.harness.netns import can_make_namespace
+
+SHORT = ["--quick", "--warm-up", "1", "--steps", "2"]
+ALONE = dataclasses.replace(two_ranks()["1x32"].quick(), ranks=1)
+
+
+def written(folder: Path) -> dict[str, Any]:
+    (path,) = folder.iterdir()  # and nothing else is left
+    assert path.suffix == ".json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_a_cpu_run_says_where_how_and_what_it_measured(tmp_path: Path) -> None:
+    assert cpu.main([*SHORT, "--work", "1x32", "--systems", "ddp", "stage2", "--no-wire", "--out", str(tmp_path)]) == 0
+    found = written(tmp_path)
+    assert found["command"] == f"python -m benchmarks.cpu {' '.join(SHORT)} --work 1x32 --systems ddp stage2 --no-wire"
+    assert found["machine"]["cores"] > 0 and found["machine"]["cpu"] and found["versions"]["torch"]
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", found["date"])
+    assert found["base"] == "ddp" and found["disagreements"] == []
+    ddp, ours = found["systems"]["ddp"], found["systems"]["stage2"]
+    for theirs, mine in zip(ddp["losses"], ours["losses"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert len({str(losses) for losses in ddp["losses"]}) == 3, "every step has a batch of its own"
+    assert all(first != second for first, second in ddp["losses"]), "every rank has a batch of its own"
+    for row in (ddp, ours):
+        low, high = row["quartiles_s"]
+        assert len(row["steps_s"]) == 2 and len(row["warm_up_s"]) == 1 and 0 < low <= row["median_s"] <= high
+        assert 100e6 < row["peak_rss_bytes"] < 4e9 and row["parameters"] > 0 and row["error"] is None
+        assert "sent_bytes" not in row, "not measured, not mentioned"
+    assert ddp["ratio"] == ddp["paired_ratio"] == 1 and ours["paired_ratio"] > 0
+    text = json.dumps(found)
+    assert socket.gethostname() not in text and str(tmp_path) not in text and str(Path.home()) not in text
+
+
+@pytest.mark.soak
+def test_bytes_on_the_wire_are_what_theory_says_or_why_they_are_not_known() -> None:
+    work = two_ranks()["1x32"].quick()
+    counted = wire_bytes(work, ["ddp"], timeout_s=120)
+    found: dict[str, Any] = {"systems": {"ddp": {"parameters": numel(work.blank())}}}
+    add_wire(work, found, counted)
+    if can_make_namespace():
+        assert 1 <= found["systems"]["ddp"]["sent_over_theory"] < 1.05 and "kernel" in found["wire"]
+    else:
+        assert found == {**found, "wire": "this machine allows no network namespace"} and counted.sent_bytes == {}
+
+
+def test_losses_that_are_not_those_of_the_base_fail_the_run_and_are_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The floor's ranks train apart: DDP, held against it, is found to differ after the first update."""
+    systems = ["--systems", "floor", "ddp", "--base", "floor"]
+    assert cpu.main([*SHORT, "--work", "1x32", *systems, "--no-wire", "--out", str(tmp_path)]) == 1
+    (line,) = written(tmp_path)["disagreements"]
+    assert (
+        line.startswith("ddp: the loss of step 1, rank 0 is")
+        and "that of floor" in line
+        and line.endswith("near is 0.0001")
+    )
+    assert f"losses differ: {line}" in capfd.readouterr().err
+
+
+def test_a_system_that_fails_is_named_and_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lies = ["--optimizer", "disk", "--path", "/no/such"]
+    words = ["--work", "offload-2.78b", "--systems", "onefold+inside", "amp", *lies]
+    assert gpu.main([*SHORT, *words, "--out", str(tmp_path)]) == 1
+    systems = written(tmp_path)["systems"]
+    assert "ConfigError" in systems["onefold+inside"]["error"] and "median_s" not in systems["onefold+inside"]
+    assert systems["amp"]["error"] is None and len(systems["amp"]["steps_s"]) == 2
+    assert "/no/such" not in json.dumps(systems), "paths are of no use to others"
+    assert "/no/such" in capfd.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def abandoned() -> Iterator[Crew]:
+    """Starts while other tests of this file wait for theirs."""
+    crew = Crew(ALONE, "floor", timeout_s=120)
+    yield crew
+    crew.close()
+
+
+def test_a_run_that_is_cut_off_keeps_every_step_it_took(tmp_path: Path, abandoned: Crew) -> None:
+    plan = Plan(
+        what="quick-cut", work=ALONE, command="", present=Present(["floor"], []), base="floor", warm_up=0, out=tmp_path,
+        timeout_s=120,
+    )  # fmt: skip
+
+    heard: list[dict[str, Any]] = []
+
+    def cut(systems: Sequence[str]) -> Iterator[Turn]:
+        yield Turn(systems[0], 0, 2, last=False)
+        (path,) = tmp_path.iterdir()
+        heard.extend(json.loads(line) for line in path.read_text().splitlines())  # what a kill would leave
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(plan, cut)
+    assert [list(one) for one in heard] == [["system", what] for what in ("built", "stepped", "stepped")]
+    assert all(one["stepped"]["seconds"] > 0 for one in heard[1:])
+
+
+def test_a_rank_ends_with_its_driver(abandoned: Crew) -> None:
+    abandoned.hear()
+    (process,) = abandoned.processes
+    assert process.stdin
+    process.stdin.close()  # as when the driver is killed
+    assert process.wait(60) == 0
+
+
+def test_a_rank_that_is_silent_is_named_and_ended() -> None:
+    crew = Crew(ALONE, "floor", timeout_s=0.01)
+    with pytest.raises(CrewFailed, match="rank 0: did not answer within 0 s"):
+        crew.hear()
+    assert [process.poll() for process in crew.processes] == [-signal.SIGKILL]
+    crew.close()
+
+
+@pytest.mark.skipif(missing("deepspeed3") is None, reason="DeepSpeed is installed")
+def test_a_system_that_is_not_installed_is_one_line_with_the_remedy(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cpu.main(["--systems", "ddp", "deepspeed3", "--out", str(tmp_path)])
+    assert ended.value.code == 2 and list(tmp_path.iterdir()) == []
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "deepspeed3 is left out: it needs deepspeed, which is not installed; pip install 'onefold[peers]'"
+
+
+def test_more_processes_than_memory_are_refused_before_they_start(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"need about .* GB at once, .* --one-by-one"):
+        cpu.check_memory(two_ranks()["2x128"], systems=100_000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("work", ["1.64b", "rank8-1.64b", "offload-2.78b"])
+def test_every_adapter_runs(tmp_path: Path, work: str) -> None:
+    names = [name for name in SYSTEMS if not missing(name)]
+    if work != "1.64b":
+        names = [name for name in names if name.startswith(("onefold", "fsdp2"))]
+    if work.startswith("rank8"):
+        names.remove("onefold+clip")  # nonsense may be NaN, and has no norm
+    assert gpu.main([*SHORT, "--work", work, "--systems", *names, "--base", "fsdp2", "--out", str(tmp_path)]) == 0
+
+
+@pytest.mark.soak
+def test_every_system_runs_on_two_ranks(tmp_path: Path) -> None:
+    names = [name for name in SYSTEMS if not missing(name) and not name.startswith("amp")]  # which has no peers
+    assert cpu.main([*SHORT, "--work", "1x32", "--systems", *names, "--no-wire", "--out", str(tmp_path)]) == 0
