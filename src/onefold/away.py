@@ -26,6 +26,7 @@ from onefold.gradients import Gradients
 from onefold.jobs import AHEAD, BEHIND, Job, Line, work
 from onefold.native.threads import threads_here
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
+from onefold.spans import span
 
 PARKED_SHARE = 0.04  # of what the host holds: gradients that wait inside backward
 LEAST_PARKED = 4
@@ -90,7 +91,8 @@ class Away(Parking):
     def park_inside(self, index: int) -> None:
         """The same, where backward waits if the host is behind."""
         self._engine.tiers.turn_to(None)
-        self._room.acquire()
+        with span("wait", "room", self._engine.units[index].name):
+            self._room.acquire()
         self.park(index)
 
     def start(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onefold.gradients import Parcel
 from onefold.slices import UnitOptimizer
+from onefold.spans import NOTHING, span
 from onefold.tiers.host import Mark
 
 AHEAD = 2  # jobs prepared before their turn
@@ -41,7 +42,8 @@ class Job:
 
     def wait(self) -> None:
         """Until compute may use the new values."""
-        self.done.wait()
+        with NOTHING if self.done.is_set() else span("wait", "update", self.optimizer.unit.name):
+            self.done.wait()
         if self.error is not None:
             raise self.error
         self.arrived.order()
@@ -50,7 +52,7 @@ class Job:
         unit = self.optimizer.unit
         try:
             unit.open()
-            with torch.no_grad():
+            with torch.no_grad(), span("update", "host", unit.name):
                 self.optimizer.update(self.groups, bytearray(self.kept), 0, self.factor, parcel=self.parcel)
             self.arrived = unit.close(changed=True, after=self.after)
         except BaseException as error:
