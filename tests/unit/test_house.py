@@ -30,6 +30,7 @@ ORDER = [
     "planner.plan",
     "planner.measure", "train.model", "train.tensor_parallel", "train.run", "train.sampling", "train.settings",
     "train.toml", "train.tokens", "train.data", "train.schedule", "train.stop", "train.diagnose", "train.metrics",
+    "train.profiled",
     "train.notes", "train.board", "train.environment", "train.probe", "train.loop", "train.start", "train.figures",
     "train.words", "train.charts", "train.page", "train.sections", "train.comparison", "train.report", "train.sample",
     "train.cut", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.lifeline", "cli.launch",
