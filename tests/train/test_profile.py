@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,13 @@ def test_so_has_one_with_states_on_the_host_and_one_beside_tensor_parallelism(
     trained(2, tmp_path / "run", **SHORT, **fields, output=PROFILE)
     assert curve(tmp_path / "run") == curve(tmp_path / "plain")
     check(tmp_path / "run", *parts)
+
+
+def test_a_run_that_goes_on_and_ends_early_has_the_steps_it_saw(plain: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(plain, tmp_path / "run"))
+    fields = SHORT | {"steps": {"steps": STEPS + 3, "eval_every": 0}, "checkpoints": {"save_every": 0, "resume": True}}
+    trained(2, out, **fields, output={"profile": True, "profile_steps": 6})
+    assert [len(one.steps) for one in read_profile(out)] == [1, 1]
 
 
 def test_the_command_prints_it_writes_it_down_and_reports_it(plain: Path, tmp_path: Path) -> None:

@@ -51,15 +51,16 @@ def read_trace(chrome: dict[str, Any]) -> Trace:
                 threads.setdefault(event["tid"], []).append(Stretch(start, stop, event["name"]))
         elif event.get("cat") in DEVICE:
             work.append((event, start, stop))
-        elif event.get("cat") in LAUNCHES and "correlation" in event["args"]:
+        elif event.get("cat") in LAUNCHES and "correlation" in event.get("args", {}):
             launches[event["args"]["correlation"]] = event["tid"], start
     return Trace(threads, [_work(event, start, stop, launches) for event, start, stop in work])
 
 
 def _work(event: dict[str, Any], start: int, stop: int, launches: dict[int, tuple[int, int]]) -> Work:
-    more = event["args"]
+    more = event.get("args", {})
     launched = launches.get(more.get("correlation", -1))
-    return Work(event["name"], start, stop, int(more["stream"]), event["cat"] == "gpu_memcpy", launched)
+    stream = int(more.get("stream", event["tid"]))
+    return Work(event["name"], start, stop, stream, event["cat"] == "gpu_memcpy", launched)
 
 
 def tidied(chrome: dict[str, Any], process: str) -> dict[str, Any]:

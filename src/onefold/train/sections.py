@@ -97,7 +97,7 @@ def profile(run: Run) -> list[Section]:
     waits = {unit: sum(times.values()) for unit, times in first.units_s().items()}
     if waits:
         unit, longest = next(iter(waits.items()))
-        said += f" It waited longest for {text(unit)}: {seconds(longest)}."
+        said += f" It waited longest for <code>{text(unit)}</code>: {seconds(longest)}."
     marks = [""] * (len(rows) - 1) + ["total"]
     body = table(("", "rank 0", "share", "all ranks"), rows, marks=marks)
     return [Section("Where a step goes", f"{said}</p>{body}")]
