@@ -130,7 +130,7 @@ def test_whatever_happens_the_parts_of_a_step_add_up_to_it(cpu: list[Any], gpu: 
     for name, a, b, launch, stream in gpu:
         written.gpu(name, min(a, b), max(a, b), launch, stream)
     found = written.read()
-    assert [step.wall for step in found] == [45_000, 35_000]
+    assert [(step.name, step.wall) for step in found] == [("1", 45_000), ("2", 35_000)]
     for step in found:
         assert sum(step.parts.values()) == step.wall
         assert sum(step.exposed.values()) <= step.wall
@@ -145,7 +145,7 @@ def test_messages_that_travel_get_rows_of_their_own_named_after_what_started_the
 
 def report(rank: int, gather_ns: int) -> ProfileReport:
     parts = {Part.FORWARD: 30_000_000, Part.GATHER: gather_ns}
-    step = step_profile(Breakdown(sum(parts.values()), parts, {("gather-forward", "blocks.0"): gather_ns}, 0),
+    step = step_profile(Breakdown("3", sum(parts.values()), parts, {("gather-forward", "blocks.0"): gather_ns}, 0),
                         {"gather-forward": 1_500_000, "reduce": 700_000, "norm": 16})  # fmt: skip
     return ProfileReport(rank=rank, ranks=2, device="cpu", steps=(step, step))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -217,6 +218,22 @@ def failed_step() -> bool:
         model(torch.ones(1, 2))
         raise ZeroDivisionError
     return len(model._forward_hooks) == hooks and not torch.autograd.profiler._is_profiler_enabled
+
+
+def repeated_step() -> int:
+    """A step that fails and is tried again; how many are reported."""
+    onefold.init()
+    model = onefold.shard(torch.nn.Linear(2, 2), stage=0)
+    with onefold.profile(model, steps=2, warmup=0) as found:
+        for fails in (False, True, False):
+            with suppress(ZeroDivisionError), found.step():
+                model(torch.ones(1, 2))
+                _ = 1 / 0 if fails else 1
+    return len(found.report.steps)
+
+
+def test_a_step_that_failed_is_not_counted() -> None:
+    assert run_ranks(1, repeated_step) == [2]
 
 
 def test_an_error_inside_a_step_ends_the_profile_and_nothing_of_it_stays() -> None:

@@ -46,7 +46,7 @@ def check(out: Path, *parts: Part) -> None:
     assert (out / "profile" / "summary.txt").read_text().startswith(f"{RECORDED} steps of rank 0 of 2 (cpu)")
 
 
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_profiled_run_has_the_bits_of_one_that_is_not(plain: Path, tmp_path: Path, stage: int) -> None:
     trained(2, tmp_path / "run", **SHORT, zero={"stage": stage}, output=PROFILE)  # stages give the same bits
     assert curve(tmp_path / "run") == curve(plain)

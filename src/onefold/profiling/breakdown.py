@@ -51,6 +51,7 @@ class Spent(NamedTuple):
 class Breakdown(NamedTuple):
     """One step: the values of `parts` add up to `wall`."""
 
+    name: str
     wall: int
     parts: dict[Part, int]
     exposed: dict[tuple[str, str], int]  # what and of whom -> time in which nothing was computed because of it
@@ -73,12 +74,13 @@ def breakdowns(trace: Trace) -> list[Breakdown]:
     if trace.device:
         layers, rest = _on_device(trace.device, busy, between), Spent(Part.IDLE)
     ordered = sorted((one for _, one in steps), key=lambda one: one.start)
-    return [_step(one.start, one.stop, layers, rest, updates) for one in ordered]
+    return [_step(one, layers, rest, updates) for one in ordered]
 
 
 def _step(
-    start: int, stop: int, layers: Sequence[list[Stretch[Spent]]], rest: Spent, updates: list[Stretch[str]]
+    step: Stretch[str], layers: Sequence[list[Stretch[Spent]]], rest: Spent, updates: list[Stretch[str]]
 ) -> Breakdown:
+    start, stop, name = step
     parts: dict[Part, int] = {}
     exposed: dict[tuple[str, str], int] = {}
     for (part, what, of), time in shares(start, stop, layers, rest).items():
@@ -87,7 +89,8 @@ def _step(
             unit = of.partition(" (")[0]  # activations say which input of which forward
             exposed[what, unit] = exposed.get((what, unit), 0) + time
     beside = shares(start, stop, [updates], "").items()
-    return Breakdown(stop - start, parts, exposed, sum(time for name, time in beside if name))
+    said = read(name)
+    return Breakdown(said.of if said else "", stop - start, parts, exposed, sum(time for what, time in beside if what))
 
 
 def spent_on(name: str, around: Spent | None) -> Spent | None:
