@@ -26,6 +26,8 @@ from onefold.offload import Offload
 from onefold.optimizer import Optimizer
 from onefold.planner.plan import Plan, plan
 from onefold.precision import Precision
+from onefold.profiling.profile import profile
+from onefold.profiling.report import ProfileReport
 from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory, placement, track_memory, traffic
 from onefold.scaling import LossScale
 from onefold.scheduler import Scheduler
@@ -66,6 +68,7 @@ __all__ = [
     "Plan",
     "Precision",
     "PrecisionError",
+    "ProfileReport",
     "Scheduler",
     "StateError",
     "TrafficReport",
@@ -83,6 +86,7 @@ __all__ = [
     "placement",
     "plan",
     "preset",
+    "profile",
     "save",
     "shard",
     "track_memory",

@@ -26,6 +26,7 @@ from onefold.gradients import Gradients
 from onefold.jobs import UNDER_WAY, WORKERS, Job, Line, Room, work
 from onefold.native.threads import threads_here
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
+from onefold.spans import span
 
 PARKED_SHARE = 0.03  # of what the host holds: gradients that wait inside backward
 LEAST_PARKED = 4  # of the largest
@@ -112,7 +113,8 @@ class Away(Parking):
         """The same, where backward waits if the host is behind."""
         self._engine.tiers.turn_to(None)
         unit = self._engine.units[index]
-        self.room.take(unit.layout.shard_numel * unit.gradients.dtype.itemsize)
+        with span("wait", "room", unit.name):
+            self.room.take(unit.layout.shard_numel * unit.gradients.dtype.itemsize)
         self.park(index)
 
     def start(

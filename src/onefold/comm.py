@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -30,6 +31,7 @@ from torch import Tensor
 from onefold.errors import CommError, ConfigError
 from onefold.leftovers import Offers, keep
 from onefold.mesh import Axes, Axis, beside
+from onefold.spans import NOTHING, span
 from onefold.sums import sum_in_order, sum_wide
 
 
@@ -81,8 +83,10 @@ class Pending:
 
     def wait(self) -> None:
         works, self._works = self._works, ()
-        for peer, work in works:
-            self._comm._finish(work, self._label, peer)
+        if works:
+            with self._comm.span("wait", self._label):
+                for peer, work in works:
+                    self._comm._finish(work, self._label, peer)
 
     def __del__(self) -> None:
         """A model was let go of, after an error say, with messages on the way."""
@@ -101,12 +105,13 @@ class Reduction(Pending):
     def finish(self, out: Tensor, plus: Tensor | None, scale: float = 1.0, wide: Tensor | None = None) -> None:
         """out = the sum [× scale] [+ plus], once it has arrived; with `wide`, an fp32 buffer, summed in fp32 there."""
         self.wait()
-        if wide is None or (plus is None and scale == 1.0 and len(self._parts) == 1):
-            sum_in_order(self._parts, out, plus)
-        elif plus is None and len(self._parts) == 1 and out.dtype is self._parts[0].dtype:
-            torch.mul(self._parts[0], scale, out=out)  # in fp32, and rounded once
-        else:
-            sum_wide(self._parts, out, plus, scale, wide)
+        with self._comm.span("sum", self._label):
+            if wide is None or (plus is None and scale == 1.0 and len(self._parts) == 1):
+                sum_in_order(self._parts, out, plus)
+            elif plus is None and len(self._parts) == 1 and out.dtype is self._parts[0].dtype:
+                torch.mul(self._parts[0], scale, out=out)  # in fp32, and rounded once
+            else:
+                sum_wide(self._parts, out, plus, scale, wide)
 
 
 class Comm:
@@ -164,26 +169,32 @@ class Comm:
         peers = [peer for peer in (range(self.size) if to is None else to) if peer != self.rank]
         self.offers.made += to is None
         self.meter.count(label.purpose, "all-gather", shard.nbytes * len(peers))
-        pending = self._wire.offer(shard, label, peers)
+        with self.span("start", label):
+            pending = self._wire.offer(shard, label, peers)
         pending.offered = to is None
         return pending
 
     def fetch(self, flat: Tensor, label: Label) -> Pending:
         """Fill the slots of the others with what they offer; my own is filled."""
         self.offers.taken += 1
-        return self._wire.fetch(flat, label)
+        with self.span("start", label):
+            return self._wire.fetch(flat, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
         """Fill the slots of all ranks, each of which has filled its own: an offer and a fetch."""
         self._count(label, "all-gather", flat)
-        return self._wire.gather(flat, label) if self.size > 1 else Pending(self, label, ())
+        if self.size == 1:
+            return Pending(self, label, ())
+        with self.span("start", label):
+            return self._wire.gather(flat, label)
 
     def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         """The sum of this rank's slot over all ranks. `flat` and `scratch` are used up."""
         self._count(label, "reduce-scatter", flat)
         if self.size == 1:
             return Reduction(Pending(self, label, ()), [flat])
-        return self._wire.reduce(flat, scratch, label)
+        with self.span("start", label):
+            return self._wire.reduce(flat, scratch, label)
 
     def broadcast(self, tensors: Sequence[Tensor], label: Label) -> None:
         """Copy rank 0's values to all, in one message, whatever their dtypes."""
@@ -197,7 +208,8 @@ class Comm:
         self.meter.count(label.purpose, "broadcast", 0 if self.rank else flat.numel() * (self.size - 1))
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        self._finish(self._axis.group.broadcast([flat], options), label, 0 if self.rank else None)
+        with self.span("wait", label):
+            self._finish(self._axis.group.broadcast([flat], options), label, 0 if self.rank else None)
         if flat.data_ptr() != tensors[0].data_ptr():
             pieces = flat.split([tensor.nbytes for tensor in tensors])
             for tensor, piece in zip(tensors, pieces, strict=True):
@@ -265,6 +277,10 @@ class Comm:
             return [flat[i * len(blob) : (i + 1) * len(blob)] for i in range(self.size)]
 
         return rows
+
+    def span(self, verb: str, label: Label) -> AbstractContextManager[Any]:
+        """For a trace, where there are peers."""
+        return span(verb, *label) if self.size > 1 else NOTHING
 
     def _count(self, label: Label, collective: str, flat: Tensor) -> None:
         self.meter.count(label.purpose, collective, flat.nbytes // self.size * (self.size - 1))

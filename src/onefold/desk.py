@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from onefold.layout import Span
+from onefold.spans import span
 from onefold.tiers.host import Host, Mark
 from onefold.values import Values
 
@@ -44,7 +45,8 @@ class Desk:
             self._buffer = self._host.staging.take(self._owned.numel, self.dtype)
             self._coming = Mark()
             if fill:
-                self._coming = self._host.down(self._values.part(self._owned), self._buffer, after, apart=True)
+                with span("download", "values", self._values.name):
+                    self._coming = self._host.down(self._values.part(self._owned), self._buffer, after, apart=True)
 
     def open(self) -> None:
         if self._values.on_host:
@@ -61,7 +63,8 @@ class Desk:
         if not changed:
             self._host.staging.give(buffer)
             return Mark()
-        there = self._host.up(buffer, self._values.part(self._owned), after)
+        with span("upload", "values", self._values.name):
+            there = self._host.up(buffer, self._values.part(self._owned), after)
         self._leaving = there, buffer
         if there.event is None:
             self.reap()

@@ -31,6 +31,7 @@ from onefold.precision import Precision
 from onefold.rounds import ReduceSchedule
 from onefold.scaling import running_scale
 from onefold.shown import ShardedGradient, ShownGradients
+from onefold.spans import spanned
 from onefold.survey import ATTRIBUTE
 from onefold.tiers.place import Tiers
 from onefold.tree import ParameterTree
@@ -95,6 +96,7 @@ class Engine:
         self.tied: Any = None  # Tied, where another stage of a pipeline holds some of these parameters too
         self.checkpoints: Any = None  # the Store of block inputs, where blocks are computed again
         self.device = pool.device
+        self.blocks: list[str] = []  # modules that are repeated, by name
         self.aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.spoilt = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
@@ -217,6 +219,7 @@ class Engine:
             self.comm.meter.count("tp-gradient", collective, sent_bytes)
         return local
 
+    @spanned("close", "backward", "the model")
     def _end_of_backward(self) -> None:
         if self._in_backward:  # else an error cut it short and it has been tidied
             with torch.no_grad():

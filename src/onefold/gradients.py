@@ -30,6 +30,7 @@ from onefold.layout import Span
 from onefold.memory import Pool
 from onefold.placement import Scope
 from onefold.precision import Dtypes
+from onefold.spans import span
 from onefold.tiers.host import Host, Mark
 from onefold.views import FlatViews
 
@@ -196,7 +197,8 @@ class Gradients:
         """The gradient is complete: send my shard of it to the host and let go of it here."""
         assert self._host is not None and self.parked is None
         own = self._own()
-        self.parked = Parcel(self._host, own, self.norms(2.0) if own.is_cuda else None)
+        with span("download", "gradient", self._layout.name):
+            self.parked = Parcel(self._host, own, self.norms(2.0) if own.is_cuda else None)
         self._leaving += [held for held in (self._home, self._shard) if held is not None]
         self._left, self._home, self._shard = self.parked.landed, None, None
 

@@ -26,7 +26,7 @@ from onefold.survey import ATTRIBUTE
 
 
 def attach(engine: Engine, blocks: Sequence[str]) -> None:
-    model = engine.model
+    model, engine.blocks = engine.model, list(blocks)
     for index, param in enumerate(engine.params):
         _watch_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)

@@ -16,6 +16,7 @@ from onefold.engine import Engine
 from onefold.errors import StateError
 from onefold.placement import Scope
 from onefold.slices import UnitOptimizer
+from onefold.spans import span
 
 ASKED = "step_in_backward=True"
 
@@ -59,7 +60,8 @@ class InsideUpdates:
             if not unit.placement.late:
                 self._awaited.append(index)
         else:
-            self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
+            with span("update", "inside", unit.name):
+                self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
             if unit.gathers_updated:
                 self._gathers.append(unit.values.gather_updated())
         torch.autograd.graph.increment_version(unit.params)  # whoever still needs the old values must hear of it

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from onefold.gradients import Parcel
 from onefold.slices import UnitOptimizer
+from onefold.spans import NOTHING, span
 from onefold.tiers.host import Mark
 
 WORKERS = 2
@@ -43,7 +44,8 @@ class Job:
 
     def wait(self) -> None:
         """Until compute may use the new values."""
-        self.done.wait()
+        with NOTHING if self.done.is_set() else span("wait", "update", self.optimizer.unit.name):
+            self.done.wait()
         if self.error is not None:
             raise self.error
         self.arrived.order()
@@ -57,7 +59,7 @@ class Job:
         try:
             unit.prepare(self.after, values=self.values)
             unit.open()
-            with torch.no_grad():
+            with torch.no_grad(), span("update", "host", unit.name):
                 self.optimizer.update(self.groups, bytearray(self.kept), 0, self.factor, parcel=self.parcel)
             self.arrived = unit.close(changed=True, after=self.after)
         except BaseException as error:

@@ -30,6 +30,7 @@ from onefold.precision import Precision
 from onefold.provide import reserve, update_alike, updated_dtype
 from onefold.scaling import LossScale, Scaler, scaled_backward
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
+from onefold.spans import span, spanned
 
 FORMAT = 1  # of state_dict()
 
@@ -195,6 +196,7 @@ class Optimizer(torch.optim.Optimizer):
             found[place.unit].append(place.slot)
         return found
 
+    @spanned("step", "optimizer", "the model")
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the parameters of all ranks. Collective."""
@@ -230,7 +232,8 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             unit.take_edits()
             factor = self._clip * unscale if unit.dtypes.narrow else unscale
-            self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor, flag)
+            with span("update", "step", unit.name):
+                self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor, flag)
             if unit.gathers_updated:
                 gathers.append(unit.values.gather_updated())
         if self._away:
@@ -256,6 +259,7 @@ class Optimizer(torch.optim.Optimizer):
         """The gradients that were clipped are gone."""
         self._finite.norms, self._clip = None, 1.0
 
+    @spanned("clip", "gradients", "the model")
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; the norm. Collective.

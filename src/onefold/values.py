@@ -31,6 +31,7 @@ from onefold.memory import storage_key
 from onefold.parts import held, put, version
 from onefold.placement import Placement, Scope, Tier
 from onefold.rounding import narrowed
+from onefold.spans import span
 from onefold.tiers.host import Host, Mark
 from onefold.tiers.image import Image
 from onefold.views import FlatViews
@@ -94,6 +95,10 @@ class Values:
             self._placeholders = [self._marks[i].expand(held(p).size()) for i, p in enumerate(self._params)]
 
     # -- what the optimizer updates ---------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._views.layout.name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -171,7 +176,8 @@ class Values:
         self.wake()
         mine = self.whole[self._mine.start : self._mine.stop]
         if self.on_host:
-            self._copied = self._host.up(self._shard, mine)
+            with span("upload", "shard", self._views.layout.name):
+                self._copied = self._host.up(self._shard, mine)
         else:
             mine.copy_(self._shard)
 

@@ -22,7 +22,7 @@ from onefold.train.figures import STATES, Run, agreement, formula_memory, headli
 from onefold.train.report import write_comparison, write_report
 from tests.train.browser import look, needs_browser
 from tests.train.pooled import trained
-from tests.train.written import PSI, RANKS, facts_of, write_run
+from tests.train.written import PSI, RANKS, facts_of, write_profile, write_run
 
 SECTIONS = [
     "Loss", "Speed and optimisation", "Memory", "Traffic", "Placement", "Warnings", "Environment", "Settings",
@@ -35,6 +35,7 @@ PICTURES = {"loss.png", "memory.png", "traffic.png", "tokens-per-s.png", "lr.png
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report") / "run"
     write_run(folder, placement=long_units())
+    write_profile(folder)
     write_report(folder)
     return folder
 
@@ -92,7 +93,8 @@ def spread(picture: Path, width: int) -> list[float]:
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_a_browser_shows_every_section_and_chart_and_nothing_is_too_wide(run, tmp_path, width, dark):
     seen = look(run / "report.html", width, dark=dark, picture=tmp_path / "page.png")
-    assert seen["titles"] == ["gpt-tiny, 841\u00a0k parameters", *SECTIONS]
+    titles = [*SECTIONS[:2], "Where a step goes", *SECTIONS[2:]]
+    assert seen["titles"] == ["gpt-tiny, 841\u00a0k parameters", *titles]
     assert (seen["width"], seen["scroll"], seen["dark"]) == (width, width, dark)
     assert len(seen["charts"]) == len(PICTURES) and min(seen["charts"]) > 250
     assert seen["least"] >= 9, "text in charts is too small to read"

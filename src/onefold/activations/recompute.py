@@ -26,6 +26,7 @@ from onefold.containers import tensors_in
 from onefold.engine import Engine
 from onefold.errors import ConfigError
 from onefold.passes import Passes, in_backward
+from onefold.spans import span
 
 
 class Wrapped(NamedTuple):
@@ -102,7 +103,7 @@ class Recompute:
                     with written.noted():
                         return forward(*args, **kwargs)
                 args, kwargs = tree_unflatten(leaves, spec)
-                with written.undone():
+                with written.undone(), span("again", "forward", name):
                     return forward(*args, **kwargs)
 
             call = self.store.call(name)

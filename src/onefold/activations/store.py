@@ -26,6 +26,7 @@ from onefold.comm import Comm, Label, Pending
 from onefold.errors import ConfigError, StateError
 from onefold.layout import part_numel
 from onefold.memory import storage_key
+from onefold.spans import NOTHING, span
 from onefold.views import dense_stride
 
 ACTIVATION = "activation"  # what its messages are for
@@ -75,7 +76,11 @@ class Kept:
         flat = tensor.as_strided((self.numel,), (1,))
         mine = flat[store.rank * part : (store.rank + 1) * part]
         target = self._part[: mine.numel()]
-        store.moves.out(mine, target) if store.away else target.copy_(mine)
+        if not store.away:
+            target.copy_(mine)
+            return
+        with span("download", ACTIVATION, self.call.name):
+            store.moves.out(mine, target)
 
     def start(self) -> None:
         """Let it come back: from the host, from the others."""
@@ -85,7 +90,8 @@ class Kept:
         whole = torch.empty(part * store.ranks, dtype=self.form.dtype, device=store.device)
         pending = None
         with store.aside():
-            store.bring(self._part, whole[store.rank * part : (store.rank + 1) * part])
+            with span("upload", ACTIVATION, self.call.name) if store.away else NOTHING:
+                store.bring(self._part, whole[store.rank * part : (store.rank + 1) * part])
             if store.ranks > 1:
                 pending = store.comm.gather(whole, self._label)
             event = store.noted()

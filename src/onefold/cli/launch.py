@@ -24,6 +24,7 @@ from onefold.train.stop import Stop
 
 RESULT = "ONEFOLD_RESULT"  # the file in which rank 0 leaves what it found
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks that start again read addresses of dead ones
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch's profiler tells of its stages on the screen
 TICK_S = 0.05
 GRACE_S = 1.0  # from the first error of a rank until all are ended: the others may know more
 
@@ -100,6 +101,7 @@ class Launcher:
             threads = str(max(1, (os.cpu_count() or 1) // self._ranks))
             environment = {
                 "OMP_NUM_THREADS": threads,
+                **QUIET,
                 **os.environ,
                 LINE: path,
                 LAUNCHER: str(os.getpid()),

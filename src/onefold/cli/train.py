@@ -28,7 +28,7 @@ from onefold.mesh import leave
 from onefold.train.board import Board, check_board
 from onefold.train.data import find_source, find_tokenizer, prepare
 from onefold.train.metrics import Listener
-from onefold.train.run import RunFolder, read_facts, read_metrics, replace
+from onefold.train.run import RunFolder, read_facts, read_metrics, read_profile, replace
 from onefold.train.settings import Settings
 from onefold.train.start import check_folder, train
 from onefold.train.stop import Stop
@@ -118,12 +118,13 @@ class TrainCommand(Settings):
             return
         written = _report(out, comparison=self.compare is not None)
         if self.json:
+            finished = [(row or {}) | _profiled(run) for run, row in zip(self.stages(), finished, strict=True)]
             figures = {run.output.out.name: row for run, row in zip(self.stages(), finished, strict=True)}
             text = json.dumps(figures if self.compare else finished[0], indent=1)
             sys.stdout.write(text + "\n")
             return
         for run, row in zip(self.stages(), finished, strict=True):
-            sys.stdout.write(_verdict(run.output.out, row or {}) + "\n")
+            sys.stdout.write(_verdict(run.output.out, row or {}) + "\n" + _profile(run))
         sys.stdout.write(f"{written}\n" if written else "")
 
     # -- a rank ------------------------------------------------------------------------------------------------------
@@ -208,6 +209,21 @@ def _verdict(out: Path, row: dict[str, Any]) -> str:
     if base is not None:
         text += f"; a bigram table has {base:.4f}: {'beaten' if row['val_loss'] < base else 'not beaten'}"
     return text
+
+
+def _profile(run: Settings) -> str:
+    """Where a step went, if it was asked for."""
+    folder = RunFolder(run.output.out).profile
+    if not run.output.profile:
+        return ""
+    if not (folder / "summary.txt").exists():
+        return "no profile: the run had ended before there was a step to record\n"
+    return (folder / "summary.txt").read_text() + f"{folder}/rank….json.gz, for chrome://tracing or ui.perfetto.dev\n"
+
+
+def _profiled(run: Settings) -> dict[str, Any]:
+    """The same for programs."""
+    return {"profile": [one.as_dict() for one in read_profile(run.output.out)]} if run.output.profile else {}
 
 
 def _report(out: Path, *, comparison: bool) -> Path | None:

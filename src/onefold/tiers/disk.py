@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import OffloadError, OnefoldError, StateError
+from onefold.spans import NOTHING, span
 from onefold.tiers import files
 from onefold.tiers.memory import ALIGN, bytes_of
 
@@ -139,7 +140,8 @@ class Pending:
     def wait(self) -> None:
         """Until it is done. Raises what went wrong, once."""
         self._file.workers.check_process()
-        self.done.wait()
+        with NOTHING if self.done.is_set() else span("wait", "disk", self._file.name):
+            self.done.wait()
         error, self._error = self._error, None
         if error is not None:
             raise error

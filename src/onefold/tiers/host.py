@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.memory import Pool
+from onefold.spans import span
 from onefold.tiers.memory import host_bytes
 
 
@@ -27,7 +28,8 @@ class Mark(NamedTuple):
     def wait(self) -> None:
         """Until the device has come there."""
         if self.event is not None:
-            self.event.synchronize()
+            with span("wait", "copy", "the device"):
+                self.event.synchronize()
 
     def order(self) -> None:
         """What compute does from here on comes after it."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.errors import OnefoldError
-from onefold.train.run import RunFolder, read_facts, read_metrics, read_warnings
+from onefold.profiling.report import ProfileReport
+from onefold.train.run import RunFolder, read_facts, read_metrics, read_profile, read_warnings
 
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shards
 LASTING = (*STATES, "buffers", "communication")  # held between steps
@@ -28,6 +29,7 @@ class Run(NamedTuple):
     metrics: list[dict[str, Any]]
     warnings: list[dict[str, Any]]
     config: str
+    profile: Sequence[ProfileReport] = ()  # of each rank
 
     def fact(self, *path: str, default: Any = None) -> Any:
         """What facts.json says at a path of keys, which an older or unfinished run may lack."""
@@ -125,7 +127,7 @@ def read_run(folder: Path) -> Run:
         config = ""
     metrics = [row for row in read_metrics(folder) if isinstance(row, dict) and type(row.get("step")) is int]
     warnings = [row for row in read_warnings(folder) if isinstance(row, dict)]
-    return Run(folder, facts, metrics, warnings, config)
+    return Run(folder, facts, metrics, warnings, config, read_profile(folder))
 
 
 def run_folders(folder: Path) -> list[Path]:

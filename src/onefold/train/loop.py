@@ -12,7 +12,6 @@ import struct
 import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -42,6 +41,7 @@ from onefold.train.metrics import (
     Listener,
     Row,
     flops_per_token,
+    in_use,
     latency,
     memory_now,
     peak_flops,
@@ -50,6 +50,7 @@ from onefold.train.metrics import (
 )
 from onefold.train.notes import Notes
 from onefold.train.probe import UpdateProbe
+from onefold.train.profiled import RunProfile
 from onefold.train.run import RunFolder, append_lines
 from onefold.train.sampling import share
 from onefold.train.schedule import learning_rate
@@ -89,15 +90,17 @@ class Loop:
         self._evaluated = data.windows.evaluated(settings.steps.eval_windows)
         self._where, self._done = "the first step", 0
         self._spent_s, self._timed = 0.0, 0
+        self._profile = RunProfile(settings, model, comm)
 
     def go(self, place: Place, stop: Stop, listener: Listener) -> Place:
         """To the end, or to the end of the step in which somebody was told to stop; where that was."""
         steps = self.settings.steps.steps
         try:
-            while place.step < steps:
-                place, stopped = self._step(place, stop, listener)
-                if stopped:
-                    break
+            with self._profile:
+                while place.step < steps:
+                    place, stopped = self._step(place, stop, listener)
+                    if stopped:
+                        break
             self.notes.tell(place.step, listener)
             self._where = "the last checkpoint"
             finish_saves()
@@ -113,19 +116,9 @@ class Loop:
         last = step == settings.steps.steps
         evaluate = last or _due(step, settings.steps.eval_every)
         log = evaluate or _due(step, settings.steps.log_every)
-        began = time.perf_counter()
-        batches = [self._batch(place.samples, micro) for micro in range(self.accumulation)]
-        with self._watched() as tracker:
-            if self.engine.inside:
-                self._schedule()  # updates run inside backward
-            losses = self._passes(batches)
-            norm, lr = self._update(step, losses, probe=log)
-        if tracker is not None:
-            self._peak = tracker.peak()
-        mine = float(torch.stack(losses).double().sum()) if log else 0.0  # read only where it is wanted
-        said = WORD.pack(stop.asked, len(self.notes) > 0, mine)
-        words = [WORD.unpack(row) for row in self.comm.gather_bytes(said, TELL)]
-        self._spent_s, self._timed = self._spent_s + time.perf_counter() - began, self._timed + 1
+        with self._profile.step():
+            words, norm, lr = self._train(place, stop, log=log)
+        self._profile.tell()
         place, stopped = Place(step, place.samples + self.batch), any(word[0] for word in words)
         if log:
             loss = sum(word[2] for word in words) / (self.accumulation * self.comm.size)
@@ -142,6 +135,23 @@ class Loop:
         return place, stopped
 
     # -- a step ------------------------------------------------------------------------------------------------------
+
+    def _train(self, place: Place, stop: Stop, *, log: bool) -> tuple[list[tuple[Any, ...]], Tensor, float]:
+        """What is timed of a step; what all ranks say, the norm and the learning rate."""
+        began = time.perf_counter()
+        batches = [self._batch(place.samples, micro) for micro in range(self.accumulation)]
+        with self._watched() as tracker:
+            if self.engine.inside:
+                self._schedule()  # updates run inside backward
+            losses = self._passes(batches)
+            norm, lr = self._update(place.step + 1, losses, probe=log)
+        if tracker is not None:
+            self._peak = tracker.peak()
+        mine = float(torch.stack(losses).double().sum()) if log else 0.0  # read only where it is wanted
+        said = WORD.pack(stop.asked, len(self.notes) > 0, mine)
+        words = [WORD.unpack(row) for row in self.comm.gather_bytes(said, TELL)]
+        self._spent_s, self._timed = self._spent_s + time.perf_counter() - began, self._timed + 1
+        return words, norm, lr
 
     def _batch(self, samples: int, micro: int) -> Batch:
         """This rank's inputs and targets of a micro-batch."""
@@ -264,7 +274,7 @@ class Loop:
             now = memory(self.model)
             sizes = {name: getattr(now, name).measured for name in ("parameters", "gradients", "optimizer")}
             sizes |= {"buffers": now.buffers.measured, "communication": now.communication.measured}
-            sizes["activations"] = max(0, _in_use(self.engine.device) - now.total)
+            sizes["activations"] = max(0, in_use(self.engine.device) - now.total)
         except MemoryError:
             pass  # too late even to count
         stage = self.engine.zero.stage
@@ -286,10 +296,3 @@ def _due(step: int, every: int) -> bool:
 def _lower(error: Exception) -> str:
     text = str(error).split("; nothing was updated")[0]
     return text[:1].lower() + text[1:]
-
-
-def _in_use(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
-    return pages * 4096

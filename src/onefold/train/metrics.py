@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +72,14 @@ def memory_now(model: nn.Module, peak: dict[str, int] | None) -> dict[str, int |
         most = torch.cuda.max_memory_allocated()
         return {**sizes, "activations": max(0, most - now.total), "peak": most}
     return {**sizes, "activations": peak["activations"] if peak else None, "peak": sum(peak.values()) if peak else None}
+
+
+def in_use(device: torch.device) -> int:
+    """Bytes of the device, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * 4096
 
 
 def traffic_now(model: nn.Module) -> tuple[dict[str, int], int]:

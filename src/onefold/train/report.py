@@ -65,6 +65,7 @@ def reported(run: Run) -> tuple[list[Chart], str]:
         sections=[
             sections.loss(run, narrow, wide),
             sections.progress(run, traces),
+            *sections.profile(run),
             sections.memory(run, memory),
             sections.traffic(run, traffic),
             sections.placement(run),

@@ -16,6 +16,9 @@
         traffic_bytes, traffic {purpose: bytes}, loss_scale (null but for fp16), skipped (steps so far)
     warnings.jsonl  {step, rank, kind, message}
     checkpoints/    step-…, as onefold.save makes them
+    profile/        with --profile: rank….json.gz, Chrome traces, and where a step went: summary.txt, summary.json
+        [{rank, ranks, device, steps: [{wall_ns, parts_ns {part: ns}, exposed_ns {unit: {what: ns}}, beside_ns,
+          gathered_bytes, reduced_bytes}, …]}, …], one for each rank
     report.html     and pictures beside it
     stage-0/ …      with --compare: each a run folder of its own
 
@@ -32,8 +35,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.errors import OnefoldError
+from onefold.profiling.report import ProfileReport
 
 STAGE_FOLDER = "stage-{}"
+SUMMARY = "summary.json"  # of a profile
 
 
 class RunFolder(NamedTuple):
@@ -64,6 +69,10 @@ class RunFolder(NamedTuple):
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def profile(self) -> Path:
+        return self.path / "profile"
 
     @property
     def report(self) -> Path:
@@ -100,6 +109,17 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 def read_warnings(run: Path) -> list[dict[str, Any]]:
     return read_lines(RunFolder(run).warnings)
+
+
+def read_profile(run: Path) -> list[ProfileReport]:
+    """What each rank's profile found; empty without one."""
+    path = RunFolder(run).profile / SUMMARY
+    try:
+        return [ProfileReport.from_dict(values) for values in json.loads(path.read_text())]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise OnefoldError(f"{path} cannot be read as the figures of a profile: {error!r}; remove it") from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import date
 from typing import Any
 
+from onefold.profiling.breakdown import Part
 from onefold.train.charts import Chart
 from onefold.train.figures import (
     ELSEWHERE,
@@ -79,6 +80,27 @@ def progress(run: Run, charts: dict[str, tuple[str, Chart | None]]) -> Section:
     skipped = run.last("skipped")
     said = f"<p>{digits(skipped, 1)} steps were skipped because gradients overflowed.</p>" if skipped else ""
     return Section("Speed and optimisation", (figures(*shown) if any(shown) else "<p>Nothing logged yet.</p>") + said)
+
+
+def profile(run: Run) -> list[Section]:
+    """Where a step went, if some were recorded."""
+    if not run.profile:
+        return []
+    first, rows = run.profile[0], []
+    for part in Part:
+        times = [one.part_s(part) for one in run.profile]
+        if any(times):
+            share = f"{times[0] / first.step_s:.1%}"
+            rows.append([part.value, seconds(times[0]), share, f"{seconds(min(times))} to {seconds(max(times))}"])
+    rows.append(["step", seconds(first.step_s), "100%", ""])
+    said = f"<p>The mean of {count(len(first.steps))} steps of rank {count(first.rank)}, and the least and most of all."
+    waits = {unit: sum(times.values()) for unit, times in first.units_s().items()}
+    if waits:
+        unit, longest = next(iter(waits.items()))
+        said += f" It waited longest for <code>{text(unit)}</code>: {seconds(longest)}."
+    marks = [""] * (len(rows) - 1) + ["total"]
+    body = table(("", "rank 0", "share", "all ranks"), rows, marks=marks)
+    return [Section("Where a step goes", f"{said}</p>{body}")]
 
 
 def memory(run: Run, chart: Chart | None) -> Section:

@@ -21,6 +21,7 @@ from onefold.precision import DTYPES
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
 AXES = ("replica", "shard", "tp")
+PROFILE_WARMUP = 2  # steps: the first learns orders, the second has its memory watched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,6 +261,12 @@ class OutputSettings:
     tensorboard: bool = False
     """Write TensorBoard files too, in the run's folder."""
 
+    profile: bool = False
+    """Record some early steps: a Chrome trace for each rank, and where a step goes."""
+
+    profile_steps: int = 3
+    """How many, after two that are let pass."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -294,6 +301,11 @@ class Settings:
                 f"--sequence splits block inputs over tp already, so --activations {self.zero.activations} has nothing "
                 f"left to share; use {self.zero.activations.replace('partition', 'checkpoint')}"
             )
+        if self.output.profile and self.steps.steps < PROFILE_WARMUP + self.output.profile_steps:
+            raise ConfigError(
+                f"--profile records {self.output.profile_steps} steps after {PROFILE_WARMUP} that are let pass, but "
+                f"--steps is {self.steps.steps}; raise it, or lower --profile-steps"
+            )
         for one in self.stages():
             one.zero.zero(one.steps.seed)
 
@@ -323,7 +335,7 @@ class Settings:
 AT_LEAST = {
     "ranks": 1, "steps": 1, "micro_batch": 1, "accumulation": 1, "global_batch": 1, "seed": 0, "eval_every": 0,
     "eval_windows": 1, "log_every": 1, "warmup": 0, "weight_decay": 0, "clip": 0, "min_lr": 0, "save_every": 0,
-    "keep": 0, "max_restarts": 0, "vocab": 1,
+    "keep": 0, "max_restarts": 0, "vocab": 1, "profile_steps": 1,
 }  # fmt: skip
 ABOVE_ZERO = ("lr", "shutdown_s", "timeout_s")
 FRACTIONS = ("beta1", "beta2")

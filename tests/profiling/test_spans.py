@@ -1,0 +1,47 @@
+"""A span costs next to nothing while nobody profiles, and any unit's name comes back from a trace."""
+
+from __future__ import annotations
+
+import json
+import timeit
+
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from onefold.spans import NOTHING, Said, named, read, span
+
+words = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1)
+odd = 'a "b" \\c …\n\tüber %41 <d>'
+
+
+class Unspeakable:
+    """Nobody may ask for its name."""
+
+    def __str__(self) -> str:
+        raise AssertionError("a name was made for nobody")
+
+
+def test_while_nobody_profiles_no_name_is_made_and_a_span_takes_less_than_a_microsecond() -> None:
+    assert span("wait", "gather", Unspeakable()) is NOTHING  # type: ignore[arg-type]
+
+    def site() -> None:
+        with span("wait", "gather-forward", "blocks.0"):
+            pass
+
+    assert min(timeit.repeat(site, number=2000, repeat=50)) / 2000 < 1e-6
+
+
+@given(words, words, st.text(st.characters(exclude_categories=["Cs"])).filter(lambda of: "..." not in of))
+def test_a_name_is_plain_text_and_reads_back_as_it_was(verb: str, what: str, of: str) -> None:
+    name = named(verb, what, of)
+    assert name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
+    assert read(name) == Said(verb, what, of)
+
+
+def test_a_user_who_runs_torchs_profiler_finds_our_spans_by_any_name(tmp_path) -> None:
+    with profile(activities=[ProfilerActivity.CPU]) as found, span("wait", "gather-forward", odd):
+        pass
+    found.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert Said("wait", "gather-forward", odd) in [read(event["name"]) for event in events]
