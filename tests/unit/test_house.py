@@ -30,7 +30,7 @@ ORDER = [
     "train.toml", "train.tokens", "train.data", "train.schedule", "train.stop", "train.diagnose", "train.metrics",
     "train.notes", "train.board", "train.environment", "train.probe", "train.loop", "train.start", "train.figures",
     "train.words", "train.charts", "train.page", "train.sections", "train.comparison", "train.report", "train.sample",
-    "train.cut", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.lifeline", "cli.launch",
+    "train.cut", "busy", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.lifeline", "cli.launch",
     "cli.plan", "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.agent", "cli.screen",
     "cli.train", "cli.main",
 ]  # fmt: skip
