@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.planner.hardware import Hardware, hardware
+from onefold.planner.plan import cost_of
 from onefold.planner.search import Question
 from onefold.planner.shapes import PAPER
 from onefold.planner.sizes import Widths
-from onefold.planner.states import StateCost
 from onefold.planner.throughput import RANKS, STATED, Point, at, expected, scaling
 from onefold.planner.work import Work
 
-MIXED, ADAM = Widths(compute=2, wire=2, grad=2, master=4), StateCost(8)
+MIXED, ADAM = Widths(compute=2, wire=2, grad=2, master=4), cost_of("adamw")
 V100 = hardware("v100-32")
 ONE_RING = dataclasses.replace(V100, nics=1)  # one interface of each node
 SIZES = ("1.5b", "8b", "40b", "60b", "80b", "100b", "120b", "140b", "170b")

@@ -151,7 +151,7 @@ def beside(waits: Waits, base: Trained, steps: int, **fields: Any) -> dict[str, 
     (ours, _), (theirs, waited) = (zip(*times[who][WARM_UP:], strict=True) for who in (0, 1))
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
     sent = onefold.traffic(tried.model).total
-    low, high = statistics.quantiles(ratios, n=4)[::2] if len(ratios) > 1 else ratios * 2
+    low, high = statistics.quantiles(ratios, n=4, method="inclusive")[::2] if len(ratios) > 1 else ratios * 2
     return {
         "step_s": statistics.median(theirs), "to_default": statistics.median(ratios), "quartiles": [low, high],
         "sent_bytes": sent, "waited_s": statistics.median(waited),
@@ -180,6 +180,9 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
         found["prefetch"].append(row)
         _say(rank, row)
     if rank == 0:
+        found["knee_bytes"] = {str(stage): _knee_of(found, stage) for stage in (2, 3)}
+        for stage, nbytes in found["knee_bytes"].items():
+            print(f"stage {stage}: the knee is at {nbytes / MIB:g} MiB, the default at {DEFAULT / MIB:g} MiB")
         _write("cpu", found, options)
     dist.barrier()
 
@@ -233,6 +236,11 @@ def knee(sizes: list[int], costs: list[float], near: float = 0.02) -> int:
     return next(size for size, cost in zip(sizes, costs, strict=True) if cost <= (1 + near) * min(costs))
 
 
+def _knee_of(found: dict[str, Any], stage: int) -> int:
+    rows = [row for row in found["buckets"] if row["stage"] == stage]
+    return knee([row["bucket_bytes"] for row in rows], [row["to_default"] for row in rows])
+
+
 def _write(kind: str, found: dict[str, Any], options: argparse.Namespace) -> None:
     device = torch.device("cuda" if kind == "gpu" else "cpu")
     command = "python benchmarks/sweep.py" + (" --gpu" if kind == "gpu" else "") + f" --steps {options.steps}"
@@ -250,7 +258,7 @@ def _cpu() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--draw", action="store_true")
     parser.add_argument("--out", type=Path, help="a folder for the JSON")

@@ -77,12 +77,9 @@ def _memory(axes: Any, found: dict[str, Any]) -> None:
 def _waits(axes: Any, found: dict[str, Any]) -> None:
     for stage, colour in STAGES.items():
         rows = [row for row in found["buckets"] if row["stage"] == stage]
-        sizes, waits = [row["bucket_bytes"] / MIB for row in rows], [1e3 * row["waited_s"] for row in rows]
-        axes.plot(sizes, waits, "o-", color=colour, label=f"stage {stage}")
-        last = rows[-1]["sent_bytes"] / 1e6
-        axes.annotate(f"{last:.0f} MB sent", (sizes[-1], waits[-1]), (0, 7), textcoords="offset points", ha="right",
-                      fontsize=8.5, color=colour)  # fmt: skip
-    _sizes(axes, found, "bucket_bytes", "ms waiting for messages", "A step: waits")
+        rates = [row["sent_per_waited_s"] / 1e9 for row in rows]
+        axes.plot([row["bucket_bytes"] / MIB for row in rows], rates, "o-", color=colour, label=f"stage {stage}")
+    _sizes(axes, found, "bucket_bytes", "GB/s: bytes sent over time waited", "A step: bandwidth, with what is hidden")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, loc="upper left")
 
@@ -112,7 +109,7 @@ def _copies(axes: Any, found: dict[str, Any]) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     _sizes(axes, found, "piece", "GB/s copied", f"Copies on a GPU ({found['gpu']})")
-    axes.legend(frameon=False, loc="center right")
+    axes.legend(frameon=False, loc="lower right")
 
 
 def _sizes(axes: Any, found: dict[str, Any], what: str, label: str, title: str) -> None:
@@ -120,5 +117,6 @@ def _sizes(axes: Any, found: dict[str, Any], what: str, label: str, title: str) 
     axes.set_xscale("log", base=4)
     ticks = [size for size in (1 / 16, 1 / 4, 1, 4, 16, 64, 256) if size >= axes.get_xlim()[0]]
     axes.set_xticks(ticks, [f"{size * 1024:.0f} Ki" if size < 1 else f"{size:.0f} Mi" for size in ticks])
+    axes.minorticks_off()
     axes.axvline(found["default_bucket_bytes"] / MIB, color=INK, linewidth=1, linestyle="--")
     axes.set(xlabel=f"{what} (bytes; dashed: the default)", ylabel=label, title=title)
