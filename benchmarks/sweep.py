@@ -44,7 +44,7 @@ AHEAD = (0, 1, 2, 3)
 PIECES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 256 * MIB)
 MOVED = 256 * MIB  # at least, for each size that is measured alone
 WIDTH, LAYERS, ROWS = 256, 512, 16
-SEED, WARM_UP, PATIENCE_S = 0, 2, 300.0
+SEED, WARM_UP, PATIENCE_S = 0, 1, 300.0
 ADAMW = {"lr": 1e-3, "fused": True}
 
 
