@@ -154,6 +154,7 @@ def beside(waits: Waits, base: Trained, steps: int, **fields: Any) -> dict[str, 
     low, high = statistics.quantiles(ratios, n=4, method="inclusive")[::2] if len(ratios) > 1 else ratios * 2
     return {
         "step_s": statistics.median(theirs), "to_default": statistics.median(ratios), "quartiles": [low, high],
+        "best_to_default": min(theirs) / min(ours), "steps_s": theirs, "default_steps_s": ours,
         "sent_bytes": sent, "waited_s": statistics.median(waited),
         "sent_per_waited_s": sent / max(statistics.median(waited), 1e-9), **tried.memory(),
     }  # fmt: skip
