@@ -47,6 +47,9 @@ def main() -> None:
         states = f"{planned['states'] / 1e9:>14.2f}GB{found['states'] / 1e9:>8.2f}GB{row['states_off']:>+9.2%}"
         peak = f"{planned['peak'] / 1e9:>12.2f}GB{found['peak'] / 1e9:>8.2f}GB{row['peak_off']:>+9.2%}"
         steps = ", ".join(f"{step:.2f} s" for step in row["steps_s"])
+        if row["compute_s"] is not None:
+            parts = [f"{row[f'{name}_s']:.2f} s {name}" for name in ("compute", "launch", "stand_ins")]
+            steps += f": {', '.join(parts)}"
         steps += f" (planned in {row['plan_s']:.0f} s, built in {row['build_s']:.0f} s)"
         print(f"{row['model'] + '/' + str(row['ranks']):<14}{states}{peak}  {steps}")
     if options.out:
@@ -79,6 +82,8 @@ def report(model: str, found: Simulation) -> dict[str, object]:
         "planned": {"states": found.planned.states.total, "peak": found.planned.peak_bytes, **found.planned.peak},
         "measured": {"states": found.states.total, "peak": found.peak_bytes, "reserved": found.reserved_bytes},
         "states_off": found.states_off, "peak_off": found.peak_off, "steps_s": found.steps_s,
+        "compute_s": found.compute_s, "launch_s": found.launch_s,
+        "stand_ins_s": found.busy.stand_ins_s if found.busy else None,
         "sent_bytes": found.sent_bytes, "plan_s": found.plan_s, "build_s": found.build_s,
     }  # fmt: skip
 

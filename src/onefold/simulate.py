@@ -1,8 +1,11 @@
 """One rank of N with real memory, real compute and no peers: what a cluster's rank would need, measured on one device.
 
 The model is built on the meta device and sharded as rank 0 of N, so only this rank's shards become real. Gathers fill
-their buffers with copies of this rank's shard, reductions return its own part: values are meaningless, sizes, kernels
-and the order of events are those of the real run. What a network would add is not in it.
+their buffers with copies of this rank's shard or with zeros, reductions return its own part: values are meaningless,
+sizes, kernels and the order of events are those of the real run. What a network would add is not in it.
+
+A step's time is compute, the copies that stand for messages, and launch overhead: what the host takes and no compute
+hides (Python, hooks, launches; on a CPU all that is no operator).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from onefold.busy import Busy, busy
 from onefold.config import Zero
 from onefold.mesh import simulated_axes
 from onefold.optimizer import Optimizer
@@ -42,6 +46,7 @@ class Simulation:
     reserved_bytes: int  # CUDA: what the allocator took from the device
     sent_bytes: int
     steps_s: tuple[float, ...]
+    busy: Busy | None  # of a step: operators on a CPU, kernels on CUDA; None where the profiler may not look at it
     plan_s: float  # how long the rehearsal took
     build_s: float  # and giving the shards their values
 
@@ -49,6 +54,15 @@ class Simulation:
     def states_off(self) -> float:
         """Measured over planned, less one."""
         return self.states.total / self.planned.states.total - 1
+
+    @property
+    def compute_s(self) -> float | None:
+        return self.busy.compute_s if self.busy else None
+
+    @property
+    def launch_s(self) -> float | None:
+        """Of the last step, when nothing computed: the host's time that the device did not hide."""
+        return max(0.0, self.steps_s[-1] - sum(self.busy)) if self.busy else None
 
     @property
     def peak_off(self) -> float:
@@ -84,14 +98,10 @@ def simulate(
     cuda, build_s = target.type == "cuda", clock() - began
     if cuda:
         torch.cuda.reset_peak_memory_stats(target)
-    times, wait = [], partial(torch.cuda.synchronize, target) if cuda else lambda: None
-    peak = 0
-    for _ in range(steps):
-        wait()
-        start = clock()
-        peak = max(peak, train_step(model, opt, inputs))
-        wait()
-        times.append(clock() - start)
+    step = partial(plain_step, model, opt, inputs)
+    times = [_seconds(step, target) for _ in range(steps)]
+    peak, reserved = _peak(model, opt, inputs, target)
+    seen = busy(step, target)
     now = memory(model)
     states = StateBytes(now.parameters.measured, now.gradients.measured, now.optimizer.measured)
     return Simulation(
@@ -101,20 +111,42 @@ def simulate(
         parameters=sum(p.numel() for p in model.parameters()),
         planned=planned,
         states=states,
-        peak_bytes=torch.cuda.max_memory_allocated(target) if cuda else peak,
-        reserved_bytes=torch.cuda.max_memory_reserved(target) if cuda else 0,
+        peak_bytes=peak,
+        reserved_bytes=reserved,
         sent_bytes=traffic(model).total,
         steps_s=tuple(times),
+        busy=seen,
         plan_s=plan_s,
         build_s=build_s,
     )
 
 
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    step()
+    wait()
+    return time.perf_counter() - start
+
+
+def _peak(model: nn.Module, optimizer: Optimizer, inputs: Any, device: torch.device) -> tuple[int, int]:
+    """At the fullest instant so far, used and reserved; on a CPU, where no allocator counts, of one more step."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return train_step(model, optimizer, inputs), 0
+
+
+def plain_step(model: nn.Module, optimizer: Optimizer, inputs: Any) -> None:
+    """Gradients stay, to be counted."""
+    optimizer.zero_grad()
+    optimizer.backward(default_loss(model, inputs))
+    optimizer.step()
+
+
 def train_step(model: nn.Module, optimizer: Optimizer, inputs: Any) -> int:
-    """One step, and the bytes at its fullest instant where no allocator counts them. Gradients stay, to be counted."""
+    """One step, and the bytes at its fullest instant where no allocator counts them."""
     on_cuda = optimizer.param_groups[0]["params"][0].is_cuda
     with nullcontext() if on_cuda else track_memory(model) as tracker:
-        optimizer.zero_grad()
-        optimizer.backward(default_loss(model, inputs))
-        optimizer.step()
+        plain_step(model, optimizer, inputs)
     return tracker.peak_bytes if tracker else 0

@@ -22,6 +22,7 @@ ORDER = [
     "profiling.intervals", "profiling.trace", "profiling.breakdown", "profiling.report", "profiling.profile",
     "planner.hardware", "planner.moves",
     "planner.here", "planner.seconds", "planner.peak", "planner.work", "planner.estimate", "planner.search",
+    "planner.throughput",
     "planner.auto", "activations.auto", "decide", "shard", "tied", "pipeline", "checkpoint.storage",
     "checkpoint.tensorfile", "checkpoint.order", "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading",
     "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes", "checkpoint.state",
@@ -33,7 +34,8 @@ ORDER = [
     "train.profiled",
     "train.notes", "train.board", "train.environment", "train.probe", "train.loop", "train.start", "train.figures",
     "train.words", "train.charts", "train.page", "train.sections", "train.comparison", "train.report", "train.sample",
-    "train.cut", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots", "cli.lifeline", "cli.launch",
+    "train.cut", "busy", "simulate", "__init__", "cli.subject", "cli.tables", "cli.plots",
+    "cli.throughput", "cli.lifeline", "cli.launch",
     "cli.plan", "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.agent", "cli.screen",
     "cli.train", "cli.main",
 ]  # fmt: skip

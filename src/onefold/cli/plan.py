@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from onefold.cli import throughput
 from onefold.cli.plots import check_plot, draw
 from onefold.cli.subject import Compute, Master, Subject, bucket_bytes, policy
 from onefold.cli.tables import show_plan
@@ -78,6 +79,9 @@ class PlanCommand(Subject):
     step_in_backward: bool = False
     """Updates run inside backward, where those on the host have more to hide behind; nothing is clipped."""
 
+    scaling: bool = False
+    """Instead: expected throughput against the number of ranks, up to 1024. A model, not a measurement."""
+
     tokens: float | None = None
     """Tokens to train on, to have days."""
 
@@ -92,6 +96,8 @@ class PlanCommand(Subject):
             check_plot(self.plot)
         if self.tokens is not None and not 0 < self.tokens < math.inf:
             raise ConfigError(f"--tokens {self.tokens:g} is not a positive number")
+        if self.scaling:
+            return self._scaling()
         found = self.answer()
         if self.json:
             sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n")
@@ -99,6 +105,19 @@ class PlanCommand(Subject):
             show_plan(found)
         if self.plot is not None:
             draw(self.plot, found, self.question() if self.config is None else None)
+        return 0
+
+    def _scaling(self) -> int:
+        if self.config is not None:
+            raise ConfigError("--scaling is for shapes: give --model, or --layers with --hidden and --heads")
+        question = self.question()
+        found = throughput.curves(question, self.tp)
+        if self.json:
+            sys.stdout.write(json.dumps(throughput.as_dict(self.name, question, found), indent=1) + "\n")
+        else:
+            throughput.show(self.name, question, found)
+        if self.plot is not None:
+            throughput.draw(self.plot, self.name, question, found)
         return 0
 
     def answer(self) -> Plan:

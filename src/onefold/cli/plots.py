@@ -12,7 +12,8 @@ from onefold.errors import ConfigError
 from onefold.placement import STAGES
 from onefold.planner.estimate import Choice
 from onefold.planner.plan import Plan
-from onefold.planner.search import Question, largest_batch
+from onefold.planner.search import Question
+from onefold.planner.throughput import expected
 
 GB = 1e9
 PARTS = (
@@ -28,8 +29,8 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path} is neither a .png nor an .html file")
 
 
-def draw(path: Path, plan: Plan, question: Question | None) -> None:
-    """One picture, as .png or in an .html page of its own."""
+def plotter() -> Any:
+    """matplotlib, drawing into files."""
     try:
         import matplotlib
     except ImportError as error:
@@ -37,13 +38,19 @@ def draw(path: Path, plan: Plan, question: Question | None) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(path: Path, plan: Plan, question: Question | None) -> None:
+    """One picture, as .png or in an .html page of its own."""
+    pyplot = plotter()
     figure, panels = pyplot.subplots(2, 2, figsize=(13, 9), layout="constrained")
     figure.suptitle(f"{plan.model} on {plan.ranks} × {plan.hardware.name}")
     _bars(panels[0, 0], plan)
     _against_traffic(panels[0, 1], plan)
     _against_ranks(panels[1, 0], plan, question)
     _throughput(panels[1, 1], question)
-    _save(path, figure, plan)
+    save(path, figure, plan.model, str(plan))
     pyplot.close(figure)
 
 
@@ -107,18 +114,8 @@ def _throughput(axes: Any, question: Question | None) -> None:
         return
     step = (question.tp or 1) * question.pp * question.replica
     for stage in (1, 2, 3):
-        numbers, rates = [], []
-        for ranks in [step * 2**power for power in range(1, 10)]:
-            asked = dataclasses.replace(question, ranks=ranks)
-            policy = "partition" if asked.grid().tp > 1 else "checkpoint"
-            choice = Choice(stage, activations=question.activations or policy)
-            choice = choice._replace(activations=policy) if choice.activations == "auto" else choice
-            batch = largest_batch(asked, choice, asked.grid())
-            if batch:
-                estimate = asked.price(choice, asked.grid(), batch)
-                flops = asked.work.flops(batch, choice.activations, asked.grid()) * asked.micro_batches
-                numbers.append(ranks)
-                rates.append(flops / estimate.step_s / 1e12)
+        points = expected(question, stage, [step * 2**power for power in range(1, 10)])
+        numbers, rates = [point.ranks for point in points], [point.tflops for point in points]
         axes.plot(numbers, rates, marker="o", markersize=3, color=STAGE_COLOURS[stage], label=f"stage {stage}")
     axes.set_xscale("log", base=2)
     low, high = axes.get_ylim()
@@ -133,7 +130,7 @@ def _nothing(axes: Any, why: str) -> None:
     axes.set_axis_off()
 
 
-def _save(path: Path, figure: Any, plan: Plan) -> None:
+def save(path: Path, figure: Any, title: str, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".png":
@@ -144,10 +141,10 @@ def _save(path: Path, figure: Any, plan: Plan) -> None:
         svg = drawn.getvalue()
         svg = svg[svg.index("<svg") :]
         path.write_text(
-            f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(plan.model)}</title>"
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(title)}</title>"
             f"<style>body{{font:15px sans-serif;margin:2em auto;max-width:1300px}}svg{{width:100%;height:auto}}"
-            f"pre{{background:#f5f5f5;padding:1em;overflow:auto}}</style><h1>{html.escape(plan.model)}</h1>{svg}"
-            f"<pre>{html.escape(str(plan))}</pre></html>\n"
+            f"pre{{background:#f5f5f5;padding:1em;overflow:auto}}</style><h1>{html.escape(title)}</h1>{svg}"
+            f"<pre>{html.escape(text)}</pre></html>\n"
         )
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from error

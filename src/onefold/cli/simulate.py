@@ -57,6 +57,8 @@ def as_dict(found: Simulation) -> dict[str, object]:
     plan = found.planned
     fields["planned"] = {"states_bytes": plan.states.total, "peak_bytes": plan.peak_bytes, **plan.states._asdict()}
     fields["states"] = {"states_bytes": found.states.total, **found.states._asdict()}
+    busy = fields.pop("busy") or (None, None)
+    fields |= {"compute_s": busy[0], "launch_s": found.launch_s, "stand_ins_s": busy[1]}
     return fields | {"states_off": found.states_off, "peak_off": found.peak_off}
 
 
@@ -76,3 +78,10 @@ def show(name: str, found: Simulation) -> None:
         table(title, ("per rank", "planned", "measured", "off by"), [row + [""] * (4 - len(row)) for row in rows])
     )
     screen.print(f"steps: {', '.join(seconds(step) for step in found.steps_s)}; would send {text_of(found.sent_bytes)}")
+    if found.busy is None:
+        screen.print("how much of it is compute is not known: torch's profiler saw no kernels on this device")
+        return
+    parts = [f"compute {seconds(found.busy.compute_s)}", f"launch overhead {seconds(found.launch_s or 0) or 'none'}"]
+    if found.busy.stand_ins_s:
+        parts.append(f"copies that stand for messages {seconds(found.busy.stand_ins_s)}")
+    screen.print(f"the last one: {', '.join(parts)}")

@@ -143,7 +143,7 @@ def recommend(question: Question) -> list[Ranked]:
     """All choices, the best first."""
     found = [_best_activations(question, choice, grid) for grid in _grids(question) for choice in _choices(question)]
     found += [filled for e in found if (filled := fill(question, e)) is not None]
-    good = [e for e in found if e.batch and fits(e) and _in_batch(question, e)]
+    good = [e for e in found if e.batch and fits(e) and in_batch(question, e)]
     if not good:
         closest = sorted(found, key=lambda e: (e.peak_bytes, e.host_bytes))
         return [Ranked(e, False, _unfit(question, e)) for e in closest]
@@ -174,12 +174,12 @@ def _simplest(choices: Sequence[Estimate]) -> Estimate:
     return next(e for e in choices if _speed(e) >= (1 - EQUAL) * best)
 
 
-def _in_batch(question: Question, e: Estimate) -> bool:
+def in_batch(question: Question, e: Estimate) -> bool:
     return question.max_global_batch is None or e.samples_per_step <= question.max_global_batch
 
 
 def _unfit(question: Question, e: Estimate) -> str:
-    if not _in_batch(question, e):
+    if not in_batch(question, e):
         most = question.max_global_batch
         return (
             f"{e.grid.data} replicas make a global batch of {e.samples_per_step}, and {most} is allowed; use tp or pp"

@@ -1,0 +1,112 @@
+"""One rank of many: what of its step is compute, and what the host adds."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from onefold.busy import busy, covered
+from onefold.cli.main import main
+from onefold.config import Zero
+from onefold.layout import Span
+from onefold.mesh import simulated_axes
+from onefold.native.update import available
+from onefold.simulate import Simulation, simulate
+
+CPU = torch.device("cpu")
+THOUGHT_S = 0.05
+
+
+class Thinker(nn.Sequential):
+    """A model whose host has something else to do in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(THOUGHT_S)
+        return super().forward(x)
+
+
+def taken(kind: type[nn.Sequential], ranks: int, precision: str = "fp32") -> Simulation:
+    def build() -> nn.Module:
+        return kind(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+
+    def init(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter)
+
+    return simulate(build, torch.ones(8, 64), Zero(stage=3, precision=precision), ranks=ranks, device="cpu", init=init)
+
+
+def test_what_only_the_host_does_is_launch_overhead_and_not_compute():
+    found = taken(Thinker, ranks=4)
+    assert found.launch_s >= THOUGHT_S
+    assert 0 < found.compute_s < THOUGHT_S
+    assert found.compute_s + found.launch_s + found.busy.stand_ins_s == pytest.approx(found.steps_s[-1])
+
+
+def test_one_rank_has_no_message_to_stand_for_and_several_have():
+    assert taken(nn.Sequential, ranks=1).busy.stand_ins_s == 0
+    assert taken(nn.Sequential, ranks=4).busy.stand_ins_s > 0
+
+
+@pytest.mark.skipif(not available(), reason="the update kernel needs a compiler")
+def test_an_update_in_c_is_compute():
+    from onefold.native.update import update_slice
+
+    numel = 1 << 22
+    grad, copy = (torch.ones(numel, dtype=torch.bfloat16) for _ in range(2))
+    moments = {name: torch.zeros(numel) for name in ("exp_avg", "exp_avg_sq")}
+    group = dict(torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups[0])
+    state = {"step": torch.tensor(0.0), **moments}
+    master, seconds = torch.ones(numel), []
+
+    def update() -> None:
+        start = time.perf_counter()
+        update_slice(torch.optim.AdamW, group, state, grad, copy, master, 1.0, 1)
+        seconds.append(time.perf_counter() - start)
+
+    assert busy(update, CPU).compute_s > 0.5 * seconds[0]
+
+
+def test_the_profilers_own_words_stay_off_the_screen(capfd):
+    busy(lambda: torch.ones(4).sum(), CPU)
+    print("seen")
+    assert capfd.readouterr() == ("seen\n", "")
+
+
+def test_a_rank_without_peers_hears_itself():
+    shard = simulated_axes(4, 1, plays="nccl").shard
+    flat = torch.arange(8.0)
+    shard.group._allgather_base(flat, flat.view(4, -1)[1]).wait()
+    assert flat.tolist() == [2.0, 3.0] * 4
+    part = torch.empty(2)
+    shard.group._reduce_scatter_base(part, torch.arange(8.0), None).wait()
+    assert part.tolist() == [2.0, 3.0]
+    shard.group.recv([part], 0, 7).wait()
+    assert part.tolist() == [0.0, 0.0]
+
+
+spans = st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: Span(pair[0], sum(pair)))
+
+
+@given(st.lists(spans))
+def test_time_that_two_operators_share_counts_once(found):
+    assert covered(found) == len({tick for start, stop in found for tick in range(start, stop)})
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_compute_and_launch_overhead_are_reported(form, capsys):
+    arguments = ["--model", "gpt-tiny", "--layers", "1", "--ranks", "8", "--precision", "fp32", "--device", "cpu"]
+    assert main(["simulate", *arguments, *(["--json"] if form == "json" else [])]) == 0
+    said = capsys.readouterr().out
+    if form == "text":
+        assert "the last one: compute " in said and "launch overhead " in said
+        return
+    found = json.loads(said)
+    parts = (found["compute_s"], found["launch_s"], found["stand_ins_s"])
+    assert min(parts) > 0 and sum(parts) == pytest.approx(found["steps_s"][-1])
