@@ -28,20 +28,26 @@ from onefold.native.threads import threads_here
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 from onefold.spans import span
 
-PARKED_SHARE = 0.03  # of what the host holds: gradients that wait inside backward
-LEAST_PARKED = 4  # of the largest
+STAGED_SHARE = 0.045  # of what the host holds: gradients that wait inside backward, and values under way
+LEAST_PARKED = 2  # of the largest
 SPARED = 2  # cores for the threads that train
 LEAVING = 2  # gradients on their way down before compute may have to wait
 
 
-def parked_bytes(sizes: Sequence[int], share: int) -> int:
-    """How many bytes of gradients may wait on the host inside backward, of parcels of these sizes: a share of what it
-    holds, or a few parcels.
+def under_way_bytes(values: Sequence[int]) -> int:
+    """Of units whose values take so many bytes: as many as may be on their way to an update, or back, at once."""
+    return sum(sorted(values)[-UNDER_WAY:])
 
-    >>> parked_bytes([10] * 100, share=50), parked_bytes([10] * 100, share=0), parked_bytes([10, 90], share=50)
-    (50, 40, 100)
+
+def parked_bytes(parcels: Sequence[int], values: Sequence[int], held: float) -> int:
+    """How many bytes of gradients may wait on the host inside backward, of parcels of these sizes: with values under
+    way a share of what the host holds, or a few parcels.
+
+    >>> parked_bytes([10] * 100, [], 2000), parked_bytes([10] * 100, [5, 5], 2000), parked_bytes([10] * 100, [], 0)
+    (90, 80, 20)
     """
-    return min(sum(sizes), max(share, sum(sorted(sizes)[-LEAST_PARKED:])))
+    share = int(STAGED_SHARE * held) - under_way_bytes(values)
+    return min(sum(parcels), max(share, sum(sorted(parcels)[-LEAST_PARKED:])))
 
 
 class Parking:
@@ -73,9 +79,8 @@ class Away(Parking):
         self._by_unit = by_unit
         self._jobs: dict[int, Job] = {}
         self._line = Line()
-        sizes = self._parcels()
         kept = [unit.master.owned.numel * (8 + unit.dtypes.widths.master) for unit in engine.units if unit.away]
-        self.room = Room(parked_bytes(sizes, int(PARKED_SHARE * sum(kept))))
+        self.room = Room(parked_bytes(self._parcels(), self._values(), sum(kept)))
         self._places: dict[int, int] = {}
         self._roomy = False
         if self.host.cuda:  # the cores are idle while the device trains
@@ -95,18 +100,21 @@ class Away(Parking):
         units = [unit for unit in reversed(self._engine.units) if unit.away]
         return [unit.layout.shard_numel * unit.dtypes.grad.itemsize for unit in units]
 
+    def _values(self) -> list[int]:
+        """Bytes of values that come down to be updated."""
+        units = [unit for unit in self._engine.units if unit.away and not unit.values.on_host]
+        return [unit.master.owned.numel * unit.values.dtype.itemsize for unit in units]
+
     def make_room(self) -> None:
         """For values under way, and inside backward for as many gradients as may wait: how many do is a matter of time,
         not of the step."""
         self._roomy = True
-        units = [unit for unit in self._engine.units if unit.away and not unit.values.on_host]
-        values = sorted(unit.master.owned.numel * unit.values.dtype.itemsize for unit in units)
         left = self.room.total_bytes if self._engine.inside else 0
         for nbytes in self._parcels():
             if nbytes <= left:
                 self.host.staging.reserve(1, nbytes)
                 left -= nbytes
-        for nbytes in values[-UNDER_WAY:]:
+        for nbytes in sorted(self._values())[-UNDER_WAY:]:
             self.host.staging.reserve(1, nbytes)
 
     def park_inside(self, index: int) -> None:

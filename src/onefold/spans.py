@@ -14,7 +14,7 @@ events, whoever started it: `onefold.profile`, or a user.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 from urllib.parse import quote, unquote
@@ -40,9 +40,29 @@ class Said(NamedTuple):
 
 def span(verb: str, what: str, of: str) -> AbstractContextManager[Any]:
     """Around something the engine does. Costs a look at one flag if nobody profiles."""
-    if not profiler._is_profiler_enabled:
-        return NOTHING
-    return torch._C._profiler._RecordFunctionFast(named(verb, what, of))  # record_function takes 10 times longer
+    return marked(named(verb, what, of)) if profiler._is_profiler_enabled else NOTHING
+
+
+def marked(name: str) -> AbstractContextManager[Any]:
+    """The same under any name."""
+    return Span(name) if profiler._is_profiler_enabled else NOTHING
+
+
+class Span:
+    """record_function takes 10 times longer. What is on its way in one thread while another starts to profile has not
+    been opened, and torch would complain when it is closed."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, name: str) -> None:
+        self._inner = torch._C._profiler._RecordFunctionFast(name)
+
+    def __enter__(self) -> None:
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        with suppress(RuntimeError):
+            self._inner.__exit__(*error)
 
 
 def spanned(verb: str, what: str, of: str) -> Callable[[Callable[P, T]], Callable[P, T]]:

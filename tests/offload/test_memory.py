@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.away import PARKED_SHARE
 from onefold.engine import engine_of
 from onefold.inventory import storages
 from tests.harness import run_ranks
@@ -103,7 +102,7 @@ def test_updates_inside_backward_park_few_gradients(ranks: int) -> None:
     for waiting, after in run_ranks(ranks, reports, HOST, "", "bf16", True):
         assert planned_well(waiting) and planned_well(after), f"{waiting}\n{after}"
         assert "gradients" not in {row.state for row in after.elsewhere}
-        assert after.host == pytest.approx((1 + PARKED_SHARE) * 12 * PSI / ranks, rel=CLOSE)
+        assert 1 <= after.host / (12 * PSI / ranks) < 1.05
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

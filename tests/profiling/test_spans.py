@@ -7,6 +7,7 @@ import timeit
 
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from onefold.spans import NOTHING, Said, named, read, span
@@ -37,6 +38,18 @@ def test_a_name_is_plain_text_and_reads_back_as_it_was(verb: str, what: str, of:
     name = named(verb, what, of)
     assert name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
     assert read(name) == Said(verb, what, of)
+
+
+def test_a_span_that_was_open_when_another_thread_began_to_profile_ends_quietly() -> None:
+    """torch's own object raises then; an update on the host would have failed with it."""
+    before, profiler._is_profiler_enabled = profiler._is_profiler_enabled, True
+    try:
+        begun = span("update", "host", "blocks.0")
+        begun.__enter__()
+    finally:
+        profiler._is_profiler_enabled = before
+    with profile(activities=[ProfilerActivity.CPU]):
+        begun.__exit__(None, None, None)
 
 
 def test_a_user_who_runs_torchs_profiler_finds_our_spans_by_any_name(tmp_path) -> None:

@@ -1,9 +1,9 @@
 /* One pass over memory per slice on a CPU: gradient, master, compute copy and moments are read once and written once.
 
 The gradient is widened to fp32 and scaled; Adam, AdamW or SGD updates the master in fp32; its 16-bit copy is rounded
-from it. The arithmetic is that of torch's own classes, operation by operation: where torch multiplies and adds with one
-rounding, fmaf does, and the compiler may fuse nothing else (compiled.py has the flags). Each operation here is rounded
-exactly, so every processor and every compiler gives the same bits.
+from it. The arithmetic is that of torch's own classes on ARM, operation by operation: where torch multiplies and adds
+with one rounding, fmaf does, and the compiler may fuse nothing else (compiled.py has the flags). Each operation here
+is rounded exactly, so every processor and every compiler gives the same bits; torch's kernels for x86 fuse others.
 
 Elements run in tiles of one size, so that no loop has a remainder; the rest of a slice is copied into a tile and back.
 So a result does not depend on where an element stands, on the number of threads or on the width of vectors. */

@@ -1,8 +1,8 @@
 """One pass over memory per slice on a CPU: the sibling of fused.py, and the door to update.c.
 
 For Adam, AdamW and SGD where 16 bits compute. It gives the bits that torch's class gives on an fp32 master (update.c
-says how), so whether it is here changes the time of an update and nothing else. ctypes lets go of the interpreter's
-lock while it runs: a worker thread may update while another trains.
+says how; on x86 torch's last bits may differ), and all ranks use it or none. ctypes lets go of the interpreter's lock
+while it runs: a worker thread may update while another trains.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _RecordFunctionFast
 
 from onefold.native.compiled import compiled
 from onefold.rule import Rule, knows, next_step
+from onefold.spans import marked
 
 LOG = logging.getLogger("onefold")
 UPDATE = "onefold::update"  # what profilers call the kernel
@@ -85,7 +85,7 @@ def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float
     vectors = [grad, copy, master, *moments]
     assert all(v.device.type == "cpu" and v.is_contiguous() and v.numel() == grad.numel() for v in vectors)
     pointers = _Slice(*(vector.data_ptr() for vector in vectors))
-    with _RecordFunctionFast(UPDATE):
+    with marked(UPDATE):
         unknown = kernel(ctypes.byref(step), ctypes.byref(pointers), grad.numel(), threads)
     assert not unknown, f"a gradient in {grad.dtype} beside a copy in {copy.dtype}"
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from onefold.away import LEAVING, PARKED_SHARE, parked_bytes
+from onefold.away import LEAVING, parked_bytes, under_way_bytes
 from onefold.jobs import UNDER_WAY
 from onefold.memory import Pool
 from onefold.placement import Placement, Scope, Tier
@@ -102,10 +102,10 @@ def staging_bytes(
     if not rows:
         return Staging(0, 0)
     values = [u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST]
-    copied = UNDER_WAY * max(values, default=0)
+    copied = under_way_bytes(values)
     if inside:
-        share = int(PARKED_SHARE * sum(updated_numel(u, p) * (8 + u.widths.master) for u, p in rows))
-        copied += parked_bytes([u.shard * u.widths.grad for u, _ in rows], share)
+        held = sum(updated_numel(u, p) * (8 + u.widths.master) for u, p in rows)
+        copied += parked_bytes([u.shard * u.widths.grad for u, _ in rows], values, held)
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
     files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
     return Staging(copied, max(wide, default=0) + (UNDER_WAY + 1) * max(files))
