@@ -84,6 +84,7 @@ def test_losses_that_are_not_those_of_the_base_fail_the_run_and_are_shown(
     assert f"losses differ: {line}" in capfd.readouterr().err
 
 
+@pytest.mark.soak
 def test_a_system_that_fails_is_named_and_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lies = ["--optimizer", "disk", "--path", "/no/such"]
     words = ["--work", "offload-2.78b", "--systems", "onefold+inside", "amp", *lies]

@@ -269,7 +269,10 @@ def test_gpu():
 
 @pytest.mark.parametrize(
     ("flags", "summary"),
-    [([], "1 passed, 1 skipped, 1 deselected"), (["--soak", "-k", "not pool"], "1 passed, 1 skipped, 1 deselected")],
+    [
+        pytest.param([], "1 passed, 1 skipped, 1 deselected", marks=pytest.mark.soak),
+        (["--soak", "-k", "not pool"], "1 passed, 1 skipped, 1 deselected"),
+    ],
 )
 def test_a_session_ends_without_ranks_or_warnings_and_honours_the_marks(tmp_path, flags, summary):
     (tmp_path / "test_session.py").write_text(SESSION)

@@ -44,7 +44,7 @@ def train(stage: int, per_rank: bool) -> tuple[dict[str, Tensor], list[int]]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}, peaks
 
 
-@pytest.mark.parametrize("per_rank", [False, True])
+@pytest.mark.parametrize("per_rank", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_dropping_layers_changes_neither_bits_nor_the_bound_on_memory(per_rank: bool) -> None:
     reference = run_ranks(2, train, 0, per_rank)
     for stage in (1, 2, 3):

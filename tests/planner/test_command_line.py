@@ -78,7 +78,7 @@ def test_the_table_is_for_people(capsys):
     assert "stage 3" in text and "what to choose" in text and "tokens/s" in text
 
 
-@pytest.mark.parametrize("suffix", ["png", "html"])
+@pytest.mark.parametrize("suffix", ["png", pytest.param("html", marks=pytest.mark.soak)])
 def test_plots_are_drawn(tmp_path, capsys, suffix):
     path = tmp_path / f"out.{suffix}"
     assert main(["plan", "--model", "60b-wide", "--ranks", "400", "--tp", "16", "--plot", str(path)]) == 0
@@ -182,7 +182,7 @@ def test_verify_hands_its_settings_to_the_ranks():
     assert tyro.cli(VerifyCommand, args=command.arguments(), config=(tyro.conf.FlagCreatePairsOff,)) == command
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_simulate_measures_what_was_planned(capsys, stage):
     arguments = ["--model", "gpt-tiny", "--ranks", "64", "--stage", str(stage), "--precision", "fp32", "--json"]
     assert main(["simulate", *arguments]) == 0

@@ -114,7 +114,7 @@ RANDOM = given(
 )
 
 
-@settings(BARE, max_examples=8)
+@settings(BARE, max_examples=4)
 @RANDOM
 def test_states_and_traffic_of_random_models_are_planned_to_the_byte(fields, optimizer, bucket_bytes):
     assert_planned(fields, optimizer, bucket_bytes)

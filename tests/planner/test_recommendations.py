@@ -107,9 +107,7 @@ def test_block_inputs_are_shared_at_60b_and_go_to_the_host_at_170b_only():
 
 
 def test_tensor_parallelism_stays_inside_a_node():
-    ranked = recommend(question(GPT_60B, 400, "v100-32", tp=None, max_global_batch=1600))
-    assert {row.estimate.grid.tp for row in ranked} <= {1, 2, 4, 8, 16}
-    ranked = recommend(question(GPT_60B, 64, "a100-80", tp=None))
+    ranked = recommend(question(GPT_60B, 64, "a100-80", tp=None, max_global_batch=512))
     assert max(row.estimate.grid.tp for row in ranked) == 8
 
 

@@ -64,7 +64,7 @@ def swap_data() -> list[str]:
 
     found = []
     for use in (lambda m: m(batch(0)), onefold.full_state_dict, lambda m: onefold.full_parameters(m).__enter__()):
-        model, _ = sharded(Net(), timeout_s=2.0)
+        model, _ = sharded(Net(), timeout_s=0.5)
         swap(model)
         with torch.no_grad():
             found.append(said(lambda use=use, model=model: use(model)))
