@@ -58,7 +58,10 @@ def learnt(precision: str | Precision, steps: int) -> tuple[list[float], list[Te
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize(
     "precision",
-    [pytest.param(Precision(compute="bf16", master="fp32"), id="bf16"), pytest.param("fp16", marks=pytest.mark.soak)],
+    [
+        pytest.param(Precision(compute="bf16", master="fp32"), id="bf16"),
+        pytest.param("fp16", marks=pytest.mark.soak),
+    ],
 )
 def test_16_bits_follow_fp32_until_the_task_is_learnt(precision: str | Precision, steps: int) -> None:
     in_fp32, losses = learnt("fp32", steps)[0], learnt(precision, steps)[0]
