@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from onefold.native.threads import threads_here
-from onefold.native.update import fits, update_slice
+from onefold.native.update import fits, update
 from onefold.rounding import join, narrow, split
+from onefold.rule import next_step
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
 MOVED_BYTES = {"kernel, split master": 26, "kernel, fp32 master": 28, "copy of fp32": 8}  # per parameter
@@ -30,7 +31,11 @@ Step = Callable[[], object]
 def kernel(values: Tensor, grad: Tensor, copy: Tensor, master: Tensor, threads: int) -> Step:
     assert fits(torch.optim.AdamW, ADAMW, values.device), "the kernel could not be compiled; the log says why"
     state: dict[str, Any] = {}
-    return lambda: update_slice(torch.optim.AdamW, ADAMW, state, grad, copy, master, 1.0, threads)
+
+    def step() -> None:
+        update(next_step(torch.optim.AdamW, ADAMW, state, grad.numel(), grad.device), grad, copy, master, 1.0, threads)
+
+    return step
 
 
 def by_torch(master: Tensor, grad: Tensor, after: Step, before: Step = lambda: None, **mode: bool) -> Step:

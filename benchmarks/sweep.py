@@ -31,8 +31,9 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import onefold
-from onefold.comm import Comm, Label, Meter
+from onefold.comm import Comm
 from onefold.mesh import axes_of
+from onefold.meter import Label, Meter
 from onefold.train.environment import environment
 
 HERE = Path(__file__).parent

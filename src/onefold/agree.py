@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from onefold.comm import Comm, Comms, Label
+from onefold.comm import Comm, Comms
 from onefold.errors import MismatchError
+from onefold.meter import Label
 
 AGREE = Label("agree", "the model")
 

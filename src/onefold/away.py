@@ -112,10 +112,10 @@ class Away(Parking):
         left = self.room.total_bytes if self._engine.inside else 0
         for nbytes in self._parcels():
             if nbytes <= left:
-                self.host.staging.reserve(1, nbytes)
+                self.host.staging.reserve(nbytes)
                 left -= nbytes
         for nbytes in sorted(self._values())[-UNDER_WAY:]:
-            self.host.staging.reserve(1, nbytes)
+            self.host.staging.reserve(nbytes)
 
     def park_inside(self, index: int) -> None:
         """The same, where backward waits if the host is behind."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -31,41 +30,9 @@ from torch import Tensor
 from onefold.errors import CommError, ConfigError
 from onefold.leftovers import Offers, keep
 from onefold.mesh import Axes, Axis, beside
+from onefold.meter import Label, Meter
 from onefold.spans import NOTHING, span
 from onefold.sums import sum_in_order, sum_wide
-
-
-class Label(NamedTuple):
-    """What a message is for, and which unit it carries."""
-
-    purpose: str
-    unit: str
-
-    def __str__(self) -> str:
-        return f"{self.purpose} of {self.unit}"
-
-
-class Flow(NamedTuple):
-    """Bytes this rank sent and calls it made."""
-
-    sent_bytes: int = 0
-    calls: int = 0
-
-
-@dataclass
-class Meter:
-    """Counts what this rank sends, by purpose and collective; `cut` closes a step."""
-
-    running: dict[tuple[str, str], Flow] = field(default_factory=dict)
-    last_step: dict[tuple[str, str], Flow] = field(default_factory=dict)
-
-    def count(self, purpose: str, collective: str, sent_bytes: int) -> None:
-        flow = self.running.get((purpose, collective), Flow())
-        self.running[purpose, collective] = Flow(flow.sent_bytes + sent_bytes, flow.calls + 1)
-
-    def cut(self) -> None:
-        self.last_step, self.running = self.running, {}
-
 
 HINTS = {
     "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. ',

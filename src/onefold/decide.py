@@ -7,9 +7,10 @@ import logging
 
 import torch
 
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
 from onefold.config import Zero
 from onefold.mesh import Axes
+from onefold.meter import Label
 from onefold.offload import Offload
 from onefold.planner.auto import choose_stage, choose_staying, room_for_activations
 from onefold.planner.estimate import Choice

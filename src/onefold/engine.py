@@ -19,11 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from onefold.comm import Comm, Comms, Label, Pending
+from onefold.comm import Comm, Comms, Pending
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
 from onefold.layout import UnitLayout
 from onefold.memory import Pool
+from onefold.meter import Label
 from onefold.parts import Parts, aligned, wrapped
 from onefold.passes import Passes
 from onefold.placement import Placement, Scope

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
 from onefold.engine import Engine
 from onefold.errors import PrecisionError
+from onefold.meter import Label
 from onefold.scaling import Scaler
 from onefold.slices import UnitOptimizer
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
-from onefold.comm import Label
 from onefold.engine import Engine, engine_of
 from onefold.errors import StateError
+from onefold.meter import Label
 from onefold.parts import held
 
 NOTHING = torch.empty(0)

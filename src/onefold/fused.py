@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.rule import Rule, knows, next_step
+from onefold.rule import Rule, knows
 
 try:
     import triton
@@ -29,20 +29,6 @@ BLOCK = 1024
 def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.device) -> bool:
     """Whether the kernel knows this class with these settings."""
     return triton is not None and device.type == "cuda" and knows(cls, group)
-
-
-def update_slice(
-    cls: type[torch.optim.Optimizer],
-    group: dict[str, Any],
-    state: dict[str, Any],
-    grad: Tensor,
-    copy: Tensor,
-    master: Tensor,
-    factor: Tensor,
-    bad: Tensor,
-) -> None:
-    """Update one slice; `state` is the class's own."""
-    update(next_step(cls, group, state, grad.numel(), grad.device), grad, copy, master, factor, bad)
 
 
 def update(

@@ -24,10 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onefold.comm import Comm, Label, Pending, Reduction
+from onefold.comm import Comm, Pending, Reduction
 from onefold.errors import ModelError
 from onefold.layout import Span
 from onefold.memory import Pool
+from onefold.meter import Label
 from onefold.placement import Scope
 from onefold.precision import Dtypes
 from onefold.spans import span

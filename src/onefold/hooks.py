@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from onefold.casts import attach_casts
-from onefold.comm import Label
 from onefold.containers import tensors_in
 from onefold.engine import Engine
 from onefold.errors import StateError
+from onefold.meter import Label
 from onefold.parts import held
 from onefold.passes import in_backward, watch_parameters
 from onefold.survey import ATTRIBUTE

@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from onefold.comm import Label, Pending
+from onefold.comm import Pending
 from onefold.engine import Engine
 from onefold.errors import StateError
+from onefold.meter import Label
 from onefold.placement import Scope
 from onefold.slices import UnitOptimizer
 from onefold.spans import span

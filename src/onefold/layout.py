@@ -37,17 +37,6 @@ class Span(NamedTuple):
         return Span(self.start + by, self.stop + by)
 
 
-def joined_spans(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours as one: (0, 4), (4, 8), (16, 20) -> (0, 8), (16, 20)."""
-    runs: list[Span] = []
-    for span in spans:
-        if runs and runs[-1].stop == span.start:
-            runs[-1] = Span(runs[-1].start, span.stop)
-        else:
-            runs.append(span)
-    return runs
-
-
 def padded(numel: int, to: int = ALIGN) -> int:
     return -(-numel // to) * to
 

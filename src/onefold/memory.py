@@ -58,9 +58,9 @@ class Pool:
         if self.keeps:
             self._free.append(buffer)
 
-    def reserve(self, count: int, nbytes: int) -> None:
-        """So many free buffers of this size, at least: for whoever may need them all at once, or not."""
-        self._free += [self._make(nbytes) for _ in range(count)]
+    def reserve(self, nbytes: int) -> None:
+        """One more free buffer of this size: for whoever may need it, or not."""
+        self._free.append(self._make(nbytes))
 
     def trim(self) -> None:
         """Let go of what is free now."""

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from onefold.agree import agree, together
 from onefold.away import Away
-from onefold.comm import Label
 from onefold.elementwise import examine
 from onefold.engine import engine_of
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.finite import FiniteCheck
 from onefold.inside import InsideUpdates
+from onefold.meter import Label
 from onefold.placement import Scope
 from onefold.precision import Precision
 from onefold.provide import reserve, update_alike, updated_dtype

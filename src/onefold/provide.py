@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from onefold.comm import Label
 from onefold.engine import Engine
+from onefold.meter import Label
 from onefold.native.update import available
 from onefold.offload import Offload
 from onefold.placement import Tier

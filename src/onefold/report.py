@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from onefold.comm import Flow
 from onefold.engine import Engine, engine_of
 from onefold.inventory import CHECKPOINTS_HOST as HOST
 from onefold.inventory import (
@@ -25,6 +24,7 @@ from onefold.inventory import (
     sizes_of,
 )
 from onefold.memory import CATEGORIES, Tracker, storage_bytes
+from onefold.meter import Flow
 from onefold.placement import Scope, Tier
 from onefold.planner.states import parameter_bytes
 from onefold.planner.traffic import step_traffic

@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
+from onefold.meter import Label
 from onefold.unit import Unit
 from onefold.values import Presence
 from onefold.watch import Watch

@@ -19,7 +19,7 @@ from onefold.activations.policy import attach_policy, check_activations
 from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint, together
 from onefold.blocks import find_blocks
 from onefold.build import Builder
-from onefold.comm import Comm, Comms, Label, Meter
+from onefold.comm import Comm, Comms
 from onefold.config import AUTO, Zero
 from onefold.decide import decide_stage, decide_staying, room_left
 from onefold.engine import Engine, Pipeline, engine_of
@@ -28,6 +28,7 @@ from onefold.hooks import attach
 from onefold.leftovers import let_go
 from onefold.memory import Pool
 from onefold.mesh import Axes, axes_of
+from onefold.meter import Label, Meter
 from onefold.offload import Offload
 from onefold.parts import Parts, agree_on_parts, held, is_split, put
 from onefold.placement import Scope, Tier

@@ -162,8 +162,8 @@ class UnitOptimizer:
         if narrow or factor != 1.0:  # in fp32: a product with a 16-bit vector would be rounded to 16 bits
             wide = self._pool.take(piece.span.numel, torch.float32 if narrow else pieces[0][1].dtype)
             self._lent.append(wide)
-            if len(pieces) > 1:
-                wide.zero_()  # between parameters
+            if sum(grad.numel() for _, grad in pieces) < wide.numel():
+                wide.zero_()  # behind each parameter
             for span, grad in pieces:
                 wide[span.start - piece.span.start : span.stop - piece.span.start].copy_(grad)
             piece.tensor.grad = wide if isinstance(factor, float) and factor == 1.0 else wide.mul_(factor)

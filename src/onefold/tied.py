@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import torch
 
 from onefold.agree import agree, agree_on_salt, compare_values
-from onefold.comm import Comm, Label, Meter
+from onefold.comm import Comm
 from onefold.engine import Engine
 from onefold.errors import ModelError, StateError
 from onefold.mesh import Axis
+from onefold.meter import Label, Meter
 
 
 class Tied:

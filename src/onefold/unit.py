@@ -12,12 +12,13 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
 from onefold.desk import Desk
 from onefold.gradients import Gradients
 from onefold.layout import UnitLayout
 from onefold.master import beside, master_of
 from onefold.memory import Pool
+from onefold.meter import Label
 from onefold.parts import version
 from onefold.placement import Placement, Scope, Tier
 from onefold.precision import Dtypes

@@ -24,10 +24,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from onefold.comm import Comm, Label, Pending
+from onefold.comm import Comm, Pending
 from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.memory import storage_key
+from onefold.meter import Label
 from onefold.parts import held, put, version
 from onefold.placement import Placement, Scope, Tier
 from onefold.rounding import narrowed

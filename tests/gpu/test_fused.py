@@ -13,8 +13,9 @@ from torch import nn
 
 import onefold
 from onefold import Precision
-from onefold.fused import update_slice
+from onefold.fused import update
 from onefold.rounding import join, split
+from onefold.rule import next_step
 
 pytestmark = pytest.mark.gpu
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
@@ -24,6 +25,10 @@ CLASSES: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
     (torch.optim.SGD, {"lr": 1e-1}),
 ]
+
+
+def update_slice(cls: Any, group: dict[str, Any], state: dict[str, Any], grad: torch.Tensor, *rest: Any) -> None:
+    update(next_step(cls, group, state, grad.numel(), grad.device), grad, *rest)
 
 
 def build(precision: Any, cls: Any, settings: dict[str, Any], **more: Any) -> tuple[nn.Module, onefold.Optimizer]:

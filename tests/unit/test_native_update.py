@@ -13,8 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from onefold.native.update import available, fits, update_slice
+from onefold.native.update import available, fits, update
 from onefold.rounding import join, narrow, split
+from onefold.rule import next_step
 from tests.unit.test_rounding import ADVERSE, SIGN, bits_of, floats
 
 Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
@@ -55,6 +56,10 @@ class Vectors(NamedTuple):
         """A view of some elements; the step count is of its own."""
         cut = {key: value[start:stop] if value.ndim else value.clone() for key, value in self.state.items()}
         return Vectors(self.copy[start:stop], self.master[start:stop], cut)
+
+
+def update_slice(cls, group, state, grad, copy, master, factor, threads):
+    update(next_step(cls, group, state, grad.numel(), CPU), grad, copy, master, factor, threads)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

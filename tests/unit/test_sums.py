@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onefold.comm import Flow, Label, Meter
+from onefold.meter import Flow, Label, Meter
 from onefold.sums import sum_in_order
 
 fast = settings(max_examples=60, deadline=None, derandomize=True, database=None)

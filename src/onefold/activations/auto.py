@@ -16,10 +16,11 @@ from torch import Tensor
 
 from onefold.activations.policy import attach_policy
 from onefold.activations.recompute import others_keep
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
 from onefold.containers import tensors_in
 from onefold.engine import Engine
 from onefold.memory import storage_key
+from onefold.meter import Label
 from onefold.passes import in_backward
 from onefold.planner.activations import Option, choose_activations
 from onefold.planner.search import text_of

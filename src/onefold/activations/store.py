@@ -22,10 +22,11 @@ from torch import Tensor
 from onefold.activations.arena import Arena
 from onefold.activations.moves import CudaMoves, Moves, moves_of
 from onefold.agree import fingerprint
-from onefold.comm import Comm, Label, Pending
+from onefold.comm import Comm, Pending
 from onefold.errors import ConfigError, StateError
 from onefold.layout import part_numel
 from onefold.memory import storage_key
+from onefold.meter import Label
 from onefold.spans import NOTHING, span
 from onefold.views import dense_stride
 

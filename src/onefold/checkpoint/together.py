@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import onefold.errors as errors
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
 from onefold.errors import CheckpointError, OnefoldError
+from onefold.meter import Label
 
 CHECKPOINT = Label("checkpoint", "the state")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onefold.native.compiled import compiled
-from onefold.rule import Rule, knows, next_step
+from onefold.rule import Rule, knows
 from onefold.spans import marked
 
 LOG = logging.getLogger("onefold")
@@ -50,20 +50,6 @@ def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.
 def available() -> bool:
     """Whether the kernel is here. The first call may compile it."""
     return _kernel() is not None
-
-
-def update_slice(
-    cls: type[torch.optim.Optimizer],
-    group: dict[str, Any],
-    state: dict[str, Any],
-    grad: Tensor,
-    copy: Tensor,
-    master: Tensor,
-    factor: float,
-    threads: int,
-) -> None:
-    """Update one slice; `state` is the class's own."""
-    update(next_step(cls, group, state, grad.numel(), grad.device), grad, copy, master, factor, threads)
 
 
 def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float, threads: int) -> None:

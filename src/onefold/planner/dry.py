@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from onefold.away import Parking
-from onefold.comm import Flow, Label
 from onefold.config import Zero
 from onefold.containers import tensors_in
 from onefold.engine import Engine, engine_of
@@ -38,6 +37,7 @@ from onefold.errors import ModelError
 from onefold.inventory import sizes_of
 from onefold.memory import storage_bytes
 from onefold.mesh import simulated_axes
+from onefold.meter import Flow, Label
 from onefold.native.update import available
 from onefold.offload import Offload
 from onefold.placement import Placement, Scope, Tier

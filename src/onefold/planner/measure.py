@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from onefold.comm import Comm, Label, Meter
+from onefold.comm import Comm
 from onefold.mesh import axes_of, init
+from onefold.meter import Label, Meter
 from onefold.planner.hardware import Hardware
 from onefold.planner.here import here
 

@@ -21,9 +21,10 @@ from onefold.checkpoint.background import finish_saves
 from onefold.checkpoint.commit import committed
 from onefold.checkpoint.save import save
 from onefold.checkpoint.storage import Storage
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
 from onefold.engine import engine_of
 from onefold.errors import PrecisionError
+from onefold.meter import Label
 from onefold.optimizer import Optimizer
 from onefold.planner.shapes import Shape
 from onefold.report import memory, track_memory

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
 from onefold.engine import engine_of
 from onefold.memory import CATEGORIES
+from onefold.meter import Label
 from onefold.planner.hardware import TABLE
 from onefold.planner.shapes import Shape
 from onefold.report import memory, traffic

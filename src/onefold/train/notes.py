@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
+from onefold.meter import Label
 from onefold.train.diagnose import Finding
 from onefold.train.metrics import Listener
 from onefold.train.run import append_lines

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from onefold.comm import Comm, Label
+from onefold.comm import Comm
+from onefold.meter import Label
 from onefold.profiling.profile import Profile, profile
 from onefold.profiling.report import ProfileReport, summary
 from onefold.train.run import SUMMARY, RunFolder, replace

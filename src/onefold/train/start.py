@@ -16,9 +16,10 @@ from onefold.agree import agree
 from onefold.checkpoint.commit import committed
 from onefold.checkpoint.load import load
 from onefold.checkpoint.storage import Storage
-from onefold.comm import Comm, Meter
+from onefold.comm import Comm
 from onefold.errors import ConfigError, OnefoldError
 from onefold.mesh import axes_of, init, mesh
+from onefold.meter import Meter
 from onefold.optimizer import Optimizer
 from onefold.planner.shapes import named
 from onefold.shard import shard

@@ -107,6 +107,25 @@ def test_loose_gradients_train_to_the_bits_of_one_vector(cls: type[torch.optim.O
     assert run_ranks(1, differing, [way.__name__ for way in WAYS], cls) == [[]]
 
 
+def seen_behind_a_parameter() -> list[float]:
+    """What torch's class gets for the gap behind a lone parameter, out of a buffer that was used before."""
+    onefold.init()
+    model = onefold.shard(torch.nn.Linear(7, 1, bias=False), stage=3, precision="bf16")
+    sgd = onefold.Optimizer(model, torch.optim.Adagrad, lr=0.1)
+    (unit,) = engine_of(model).units
+    used = unit.pool.take(unit.layout.numel, torch.float32).fill_(9.0)
+    unit.pool.give(used)
+    model(torch.ones(2, 7)).float().sum().backward()
+    sgd.step()
+    (state,) = sgd.by_unit[0].inner.state.values()
+    return state["sum"][7:].tolist()
+
+
+def test_a_gap_is_never_updated_from_what_a_buffer_held_before() -> None:
+    (found,) = run_ranks(1, seen_behind_a_parameter)
+    assert found and set(found) == {0.0}
+
+
 def inside_differs() -> list[str]:
     found = []
     for loose in (True, False):

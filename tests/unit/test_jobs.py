@@ -1,0 +1,57 @@
+"""Threads that update on the host: who waits for one that cannot work hears why, and who wants room waits for it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from onefold.jobs import Job, Line, Room, work
+from onefold.tiers.host import Mark
+
+NOWHERE = torch.device("cuda", 99)  # no thread can start there, with a GPU or without
+
+
+def job() -> Job:
+    nothing: Any = None
+    return Job(nothing, [], b"\1", 1.0, None, Mark(), True)
+
+
+def test_a_thread_that_cannot_start_fails_the_jobs_that_wait_those_to_come_and_lets_backward_go_on() -> None:
+    line, room, before, after = Line(), Room(10), job(), job()
+    line.put(0, before)
+    room.take(10)
+    waiting = threading.Thread(target=room.take, args=(10,), daemon=True)  # backward, with a gradient too many
+    waiting.start()
+    work(line, room, NOWHERE)
+    line.put(0, after)
+    waiting.join(timeout=30)
+    assert not waiting.is_alive()
+    for one in (before, after):
+        assert one.done.is_set() and one.error is not None
+        with pytest.raises(type(one.error)):
+            one.wait()
+
+
+def test_more_than_the_room_waits_and_what_is_larger_than_all_of_it_goes_alone() -> None:
+    room, taken = Room(10), threading.Event()
+
+    def want(nbytes: int) -> threading.Thread:
+        taken.clear()
+        thread = threading.Thread(target=lambda: (room.take(nbytes), taken.set()), daemon=True)
+        thread.start()
+        return thread
+
+    room.take(6)
+    room.take(4)
+    want(1)
+    assert not taken.wait(timeout=0.2)
+    room.give(4)
+    assert taken.wait(timeout=30)
+    large = want(99)
+    assert not taken.wait(timeout=0.2)
+    room.give(6)
+    room.give(1)
+    assert taken.wait(timeout=30) and large.join(timeout=30) is None
