@@ -17,9 +17,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from onefold.layout import Span
 from onefold.mesh import STAND_IN
 from onefold.native.update import UPDATE
+from onefold.profiling.intervals import Stretch, covered
 
 TICKS = 1000  # of a microsecond, which is the profiler's unit
 
@@ -61,23 +61,10 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def covered(spans: Iterable[Span]) -> int:
-    """How much lies in at least one of them.
-
-    >>> covered([Span(0, 4), Span(2, 6), Span(10, 11)])
-    7
-    """
-    total = end = 0
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
 def _on_cpu(events: Iterable[Any]) -> Busy:
-    named = [(event.name, _span(event)) for event in events]
-    stand_ins = [span for name, span in named if name == STAND_IN]
-    operators = [span for name, span in named if name.startswith("aten::") or name == UPDATE]
+    named = [(event.name, _stretch(event)) for event in events]
+    stand_ins = [stretch for name, stretch in named if name == STAND_IN]
+    operators = [stretch for name, stretch in named if name.startswith("aten::") or name == UPDATE]
     waited = covered(stand_ins)
     return Busy(_seconds(covered(operators + stand_ins) - waited), _seconds(waited))
 
@@ -85,7 +72,7 @@ def _on_cpu(events: Iterable[Any]) -> Busy:
 def _on_cuda(events: Iterable[Any]) -> Busy | None:
     """Stand-ins share their stream with compute, so the two never overlap."""
     events = list(events)
-    kernels = [_span(e) for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    kernels = [_stretch(e) for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     if not kernels:
         return None
     launched = [e for e in events if e.device_type == DeviceType.CPU and e.name == STAND_IN]
@@ -93,9 +80,9 @@ def _on_cuda(events: Iterable[Any]) -> Busy | None:
     return Busy(_seconds(covered(kernels) - waited), _seconds(waited))
 
 
-def _span(event: Any) -> Span:
+def _stretch(event: Any) -> Stretch[None]:
     times = event.time_range
-    return Span(round(TICKS * times.start), round(TICKS * times.end))
+    return Stretch(round(TICKS * times.start), round(TICKS * times.end), None)
 
 
 def _seconds(ticks: int) -> float:

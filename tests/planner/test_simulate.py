@@ -7,14 +7,11 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from onefold.busy import busy, covered
+from onefold.busy import busy
 from onefold.cli.main import main
 from onefold.config import Zero
-from onefold.layout import Span
 from onefold.mesh import simulated_axes
 from onefold.native.update import available, update
 from onefold.rule import next_step
@@ -88,14 +85,6 @@ def test_a_rank_without_peers_hears_itself():
     assert part.tolist() == [2.0, 3.0]
     shard.group.recv([part], 0, 7).wait()
     assert part.tolist() == [0.0, 0.0]
-
-
-spans = st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: Span(pair[0], sum(pair)))
-
-
-@given(st.lists(spans))
-def test_time_that_two_operators_share_counts_once(found):
-    assert covered(found) == len({tick for start, stop in found for tick in range(start, stop)})
 
 
 @pytest.mark.parametrize("form", ["json", "text"])

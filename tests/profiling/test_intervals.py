@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.profiling.intervals import Stretch, at, disjoint, innermost, shares
+from onefold.profiling.intervals import Stretch, at, covered, disjoint, innermost, shares
 
 END = 40
 times = st.integers(-5, END + 5)
@@ -84,3 +84,8 @@ def test_in_a_thread_each_instant_has_the_label_of_the_innermost_event_that_has_
 def test_an_event_that_outlasts_the_one_around_it_is_cut_there() -> None:
     found = innermost([Stretch(0, 10, "a"), Stretch(5, 20, "b")], lambda name, around: name)
     assert found == [Stretch(0, 5, "a"), Stretch(5, 10, "b")]
+
+
+@given(st.lists(stretches))
+def test_time_that_several_share_counts_once(found: list[Stretch[str]]) -> None:
+    assert covered(found) == len({tick for start, stop, _ in found for tick in range(start, stop)})

@@ -67,6 +67,15 @@ def disjoint(stretches: Iterable[Stretch[L]]) -> list[Stretch[L]]:
     return found
 
 
+def covered(stretches: Iterable[Stretch[L]]) -> int:
+    """How much lies in at least one of them.
+
+    >>> covered([Stretch(0, 4, "a"), Stretch(2, 6, "b"), Stretch(10, 11, "c")])
+    7
+    """
+    return sum(one.stop - one.start for one in disjoint(stretches))
+
+
 def shares(start: int, stop: int, layers: Sequence[Iterable[Stretch[L]]], rest: L) -> dict[L, int]:
     """How long each label has the whole from `start` to `stop`: earlier layers first, and what is left is `rest`'s.
 
