@@ -23,7 +23,7 @@ from onefold.comm import Pending
 from onefold.engine import Engine
 from onefold.errors import OffloadError
 from onefold.gradients import Gradients
-from onefold.jobs import UNDER_WAY, WORKERS, Job, Line, Room, work
+from onefold.jobs import WORKERS, Job, Line, Room, work
 from onefold.native.threads import threads_here
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 from onefold.spans import span
@@ -36,7 +36,7 @@ LEAVING = 2  # gradients on their way down before compute may have to wait
 
 def under_way_bytes(values: Sequence[int]) -> int:
     """Of units whose values take so many bytes: as many as may be on their way to an update, or back, at once."""
-    return sum(sorted(values)[-UNDER_WAY:])
+    return sum(sorted(values)[-WORKERS:])
 
 
 def parked_bytes(parcels: Sequence[int], values: Sequence[int], held: float) -> int:
@@ -114,7 +114,7 @@ class Away(Parking):
             if nbytes <= left:
                 self.host.staging.reserve(nbytes)
                 left -= nbytes
-        for nbytes in sorted(self._values())[-UNDER_WAY:]:
+        for nbytes in sorted(self._values())[-WORKERS:]:
             self.host.staging.reserve(nbytes)
 
     def park_inside(self, index: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onefold.away import LEAVING
 from onefold.engine import Engine
-from onefold.jobs import UNDER_WAY
+from onefold.jobs import IN_FILES, WORKERS
 from onefold.memory import storage_bytes, storage_key
 from onefold.placement import Scope, Tier
 from onefold.planner.sizes import Sizes, of_layout
@@ -25,7 +25,7 @@ from onefold.unit import Unit
 
 CHECKPOINTS_HOST = "checkpoints_host"
 PINNED, PAGEABLE, DISK = "pinned", "pageable", "disk"
-STAGED = UNDER_WAY + 1  # units on their way to an update, or back
+AT_HAND = 1  # unit that is read or changed between steps
 
 
 class TierRow(NamedTuple):
@@ -166,10 +166,10 @@ def _staging_limits(engine: Engine) -> tuple[int, int]:
     if engine.inside and engine.away:
         parked = min(parked, engine.away.room.total_bytes)
     in_files = any(unit.values.image is not None for unit in engine.all_units)
-    moved = STAGED * max(values) + (_gathered(engine) * max(values) if in_files else 0)
+    moved = (AT_HAND + (IN_FILES + _gathered(engine) if in_files else WORKERS)) * max(values)
     wide = [(1 + (u.dtypes.master == "split")) * 4 * u.master.owned.numel for u in units if u.dtypes.narrow]
     images = [unit.image.nbytes for unit in units if unit.image is not None]
-    return parked + moved, max(wide, default=0) + (STAGED + 1) * max(images, default=0)
+    return parked + moved, max(wide, default=0) + (IN_FILES + 1 + AT_HAND) * max(images, default=0)
 
 
 def _gathered(engine: Engine) -> int:

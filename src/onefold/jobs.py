@@ -1,15 +1,17 @@
-"""Updates as jobs of two threads: those first whose units the next forward needs first.
+"""Updates as jobs of two threads: of those whose gradients are there, the one whose unit the next forward needs first.
 
-While one thread is inside a kernel, which uses the cores and does not hold Python's lock, the other brings what the
-next job needs. What a job sends away travels behind the next.
+While one thread is inside a kernel, which uses the cores and does not hold Python's lock, the other brings what its job
+needs or sends away what came of it. Files are written behind the next job.
+
+Inside backward the host asks for work far ahead of the device, and the unit that the next forward needs first has its
+gradient last. So a job that was put last is not taken before the device has come to it, as long as others are ready.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +24,8 @@ from onefold.spans import NOTHING, span
 from onefold.tiers.host import Mark
 
 WORKERS = 2
-BEHIND = 1  # jobs of each whose results may still travel
-UNDER_WAY = WORKERS * (1 + BEHIND)  # jobs that hold buffers
+BEHIND = 1  # jobs of each whose files may still be written
+IN_FILES = WORKERS * (1 + BEHIND)  # jobs that hold buffers of files
 
 
 @dataclass
@@ -41,6 +43,10 @@ class Job:
     arrived: Mark = field(default_factory=Mark)
     room_bytes: int = 0  # backward waits for them
     error: BaseException | None = None
+
+    def ready(self) -> bool:
+        """Whether the device has come to where it can run."""
+        return self.after.passed() and (self.parcel is None or self.parcel.landed.passed())
 
     def wait(self) -> None:
         """Until compute may use the new values."""
@@ -88,11 +94,10 @@ class Room:
 
 
 class Line:
-    """Jobs that wait, those first that come first in the next forward."""
+    """Jobs that wait, each with its place in the next forward."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Job]] = []
-        self._count = itertools.count()
+        self._jobs: list[tuple[int, Job]] = []  # in the order in which the device comes to them
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -102,22 +107,26 @@ class Line:
             if self._error is not None:
                 job.fail(self._error)
                 return
-            heapq.heappush(self._heap, (place, next(self._count), job))
+            self._jobs.append((place, job))
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
         """Nobody does jobs any more: whoever waits for one hears why."""
         with self._changed:
             self._error = error
-            while self._heap:
-                self._heap.pop()[2].fail(error)
+            while self._jobs:
+                self._jobs.pop()[1].fail(error)
 
     def get(self, *, wait: bool) -> Job | None:
-        """The next job; None if there is none, with `wait` only once all is over."""
+        """The next job: the first in forward of those that are ready, else the one that will be ready first. None if
+        there is none, with `wait` only once all is over."""
         with self._changed:
-            while wait and not self._heap and not self._closed:
+            while wait and not self._jobs and not self._closed:
                 self._changed.wait()
-            return heapq.heappop(self._heap)[2] if self._heap and not self._closed else None
+            if not self._jobs or self._closed:
+                return None
+            ready = [number for number, (_, job) in enumerate(self._jobs) if job.ready()]
+            return self._jobs.pop(min(ready, key=lambda number: self._jobs[number][0], default=0))[1]
 
     def close(self) -> None:
         with self._changed:
@@ -144,17 +153,20 @@ def _work(line: Line, room: Room) -> None:
             job.run()
             job.done.set()
             room.give(job.room_bytes)
+            _await(job, job.optimizer.unit.arrive)
             behind.append(job)
         elif not behind:
             return
         while len(behind) > (BEHIND if job is not None else 0):
-            _reap(behind.popleft())
+            oldest = behind.popleft()
+            _await(oldest, oldest.optimizer.unit.reap)
         job = None  # hold nothing while waiting
 
 
-def _reap(job: Job) -> None:
+def _await(job: Job, end: Callable[[], None]) -> None:
+    """What a job sent away is there, and its buffers are free."""
     if job.error is None:
         try:
-            job.optimizer.unit.reap()
+            end()
         except BaseException as error:
             job.error = error

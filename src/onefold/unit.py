@@ -112,12 +112,16 @@ class Unit:
             self.image.close(changed=changed)
         return self.desk.close(changed=changed, after=after) if self.desk is not None else Mark()
 
-    def reap(self) -> None:
-        """Wait until what was changed is back."""
-        if self.image is not None:
-            self.image.reap()
+    def arrive(self) -> None:
+        """Wait until the values are back."""
         if self.desk is not None:
             self.desk.reap()
+
+    def reap(self) -> None:
+        """Wait until all that was changed is back."""
+        if self.image is not None:
+            self.image.reap()
+        self.arrive()
 
     @contextmanager
     def at_hand(self, *, write: bool = False) -> Iterator[None]:

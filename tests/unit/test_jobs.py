@@ -14,9 +14,25 @@ from onefold.tiers.host import Mark
 NOWHERE = torch.device("cuda", 99)  # no thread can start there, with a GPU or without
 
 
-def job() -> Job:
+class Ahead(Mark):
+    """A point that the device has not come to."""
+
+    def passed(self) -> bool:
+        return False
+
+
+def job(after: Mark | None = None) -> Job:
     nothing: Any = None
-    return Job(nothing, [], b"\1", 1.0, None, Mark(), True)
+    return Job(nothing, [], b"\1", 1.0, None, after or Mark(), True)
+
+
+def test_of_the_jobs_that_are_ready_the_first_of_the_next_forward_is_taken_and_one_that_is_not_waits() -> None:
+    line, jobs = Line(), [job(), job(), job(Ahead()), job(Ahead())]  # as backward puts them, the last unit first
+    for place, one in zip((3, 2, 1, 0), jobs, strict=True):
+        line.put(place, one)
+    taken = [line.get(wait=False) for _ in jobs]
+    assert [jobs.index(one) for one in taken if one] == [1, 0, 2, 3]
+    assert line.get(wait=False) is None
 
 
 def test_a_thread_that_cannot_start_fails_the_jobs_that_wait_those_to_come_and_lets_backward_go_on() -> None:

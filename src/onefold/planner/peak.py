@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from onefold.away import LEAVING, parked_bytes, under_way_bytes
-from onefold.jobs import UNDER_WAY
+from onefold.jobs import IN_FILES
 from onefold.memory import Pool
 from onefold.placement import Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
@@ -96,19 +96,21 @@ class Staging(NamedTuple):
 def staging_bytes(
     units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, inside: bool
 ) -> Staging:
-    """As the update threads have them: one unit in work, one behind. `inside` backward a share of what the host holds
-    waits there, too."""
+    """As the update threads have them: one unit in work, and one whose files are written. `inside` backward a share of
+    what the host holds waits there, too."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
     if not rows:
         return Staging(0, 0)
-    values = [u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST]
-    copied = under_way_bytes(values)
+    values, filed = (
+        [u.shard * u.widths.compute for u, p in rows if p.parameters_tier is tier] for tier in (Tier.DEVICE, Tier.DISK)
+    )
+    copied = under_way_bytes(values) + sum(sorted(filed)[-IN_FILES:])
     if inside:
         held = sum(updated_numel(u, p) * (8 + u.widths.master) for u, p in rows)
         copied += parked_bytes([u.shard * u.widths.grad for u, _ in rows], values, held)
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
     files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
-    return Staging(copied, max(wide, default=0) + (UNDER_WAY + 1) * max(files))
+    return Staging(copied, max(wide, default=0) + (IN_FILES + 1) * max(files))
 
 
 def segments(

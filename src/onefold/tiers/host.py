@@ -31,6 +31,10 @@ class Mark(NamedTuple):
             with span("wait", "copy", "the device"):
                 self.event.synchronize()
 
+    def passed(self) -> bool:
+        """Whether it has."""
+        return self.event is None or self.event.query()
+
     def order(self) -> None:
         """What compute does from here on comes after it."""
         if self.event is not None:
