@@ -26,6 +26,7 @@ from benchmarks.work import Work, one_gpu
 
 DEVICE = ("floor", "amp", "fsdp2", "deepspeed2", "deepspeed3", "onefold", "onefold+inside")
 RANK = ("fsdp2", "onefold", "onefold+inside")
+UNNAMED = ("path", "device_bytes", "host_bytes")  # not in the names of results
 AWAY = ("fsdp2", "deepspeed2", "deepspeed3", "onefold+inside", "onefold+clip")
 
 
@@ -47,6 +48,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("host", "disk", "auto"), help="offload, ours: where it lies")
     parser.add_argument("--parameters", choices=("host", "disk"), help="offload, ours: where they lie")
     parser.add_argument("--path", help="offload, ours: the folder of what lies on disk")
+    parser.add_argument("--device-bytes", type=int, help="offload, ours: what --optimizer auto may fill")
+    parser.add_argument("--host-bytes", type=int, help="the same of host memory, with --path")
     parser.add_argument("--timeout-s", type=float, default=300, help="how long one answer may take")
     parser.add_argument("--out", type=Path, help="benchmarks/results for the usual systems and sizes, else runs/bench")
     parser.add_argument("--quick", action="store_true", help="a tiny model; without a GPU on the CPU")
@@ -60,12 +63,13 @@ def chosen(asked: argparse.Namespace) -> Work:
     elif not torch.cuda.is_available():
         sys.exit("no CUDA device found; run this on a machine with one, or try it out with --quick")
     given = {key: getattr(asked, key) for key in ("layers", "dim", "batch", "seq", "recompute")}
-    lies = {key: getattr(asked, key) for key in ("optimizer", "parameters", "path")}
+    lies = {key: getattr(asked, key) for key in ("optimizer", "parameters", *UNNAMED)}
     changed = {key: value for key, value in given.items() if value is not None}
     moved = {key: value for key, value in lies.items() if value is not None}
     if moved and not work.away:
-        sys.exit(f"--optimizer, --parameters and --path are for offload; --work {asked.work} has none")
-    name = "-".join([work.name, *(f"{key}-{value}" for key, value in (changed | moved).items() if key != "path")])
+        sys.exit(f"{', '.join(f'--{key}' for key in moved)}: for offload; --work {asked.work} has none")
+    named = {key: value for key, value in (changed | moved).items() if key not in UNNAMED}
+    name = "-".join([work.name, *(f"{key}-{value}" for key, value in named.items())])
     away = dataclasses.replace(work.away, **moved) if work.away else None
     return dataclasses.replace(work, name=name, away=away, **changed)
 

@@ -20,6 +20,8 @@ class Away:
     optimizer: Literal["host", "disk", "auto"] = "host"
     parameters: Literal["host", "disk"] | None = None
     path: str | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

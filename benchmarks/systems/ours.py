@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ def ours(
     if work.recompute:
         fields["activations"] = "checkpoint"
     if away := work.away:
-        fields["offload"] = onefold.Offload(optimizer=away.optimizer, parameters=away.parameters, path=away.path)
+        fields["offload"] = onefold.Offload(**dataclasses.asdict(away))
         fields["bucket_bytes"] = OFFLOADED_BYTES
     if work.rank_of > 1:
         axes = simulated_axes(work.rank_of, plays="nccl" if work.device == "cuda" else "gloo")

@@ -1,12 +1,13 @@
 """Updates that run on the host, beside the device.
 
-A unit whose gradient is complete has it parked on the host. Its update is a job: 1 bring master, state and values to
-where they are updated  2 update  3 send the values up. Two threads do the jobs (jobs.py). The kernels they call use the
-cores of this rank and leave Python to the thread that trains.
+The update of a unit is a job: 1 bring gradient, master, state and values to where they are updated  2 update  3 send
+the values up. A few threads do the jobs (jobs.py). The kernels they call use the cores of this rank and leave Python to
+the thread that trains.
 
-Started inside backward (`step_in_backward`), jobs run beside the backward of earlier units, with so many gradients
-parked at once as fit a share of what the host holds. Started by step(), they run beside the next forward, where values
-are seen in forward and backward only; else step() waits for them.
+Started inside backward (`step_in_backward`), jobs run beside the backward of earlier units and beside the next forward.
+A gradient waits for its job on the device, in memory that activations have left; backward waits where too many do.
+Started by step(), after a norm that wants all gradients, these are parked on the host; jobs run beside the next
+forward, where values are seen in forward and backward only; else step() waits for them.
 """
 
 from __future__ import annotations
@@ -25,29 +26,28 @@ from onefold.errors import OffloadError
 from onefold.gradients import Gradients
 from onefold.jobs import WORKERS, Job, Line, Room, work
 from onefold.native.threads import threads_here
+from onefold.parcel import Parcel
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 from onefold.spans import span
 
-STAGED_SHARE = 0.045  # of what the host holds: gradients that wait inside backward, and values under way
-LEAST_PARKED = 2  # of the largest
-SPARED = 2  # cores for the threads that train
+WAITING_SHARE = 0.25  # of the gradients: so many bytes may wait on the device inside backward
+LEAST_WAITING = 2  # of the largest
+SPARED = 4  # cores for the threads that train
 LEAVING = 2  # gradients on their way down before compute may have to wait
 
 
-def under_way_bytes(values: Sequence[int]) -> int:
-    """Of units whose values take so many bytes: as many as may be on their way to an update, or back, at once."""
-    return sum(sorted(values)[-WORKERS:])
+def under_way_bytes(sizes: Sequence[int]) -> int:
+    """Of units that take so many bytes: as many as may be on their way to an update, or back, at once."""
+    return sum(sorted(sizes)[-WORKERS:])
 
 
-def parked_bytes(parcels: Sequence[int], values: Sequence[int], held: float) -> int:
-    """How many bytes of gradients may wait on the host inside backward, of parcels of these sizes: with values under
-    way a share of what the host holds, or a few parcels.
+def waiting_bytes(parcels: Sequence[int]) -> int:
+    """How many bytes of gradients may wait on the device inside backward, of parcels of these sizes.
 
-    >>> parked_bytes([10] * 100, [], 2000), parked_bytes([10] * 100, [5, 5], 2000), parked_bytes([10] * 100, [], 0)
-    (90, 80, 20)
+    >>> waiting_bytes([10] * 100), waiting_bytes([10] * 4), waiting_bytes([10])
+    (250, 20, 10)
     """
-    share = int(STAGED_SHARE * held) - under_way_bytes(values)
-    return min(sum(parcels), max(share, sum(sorted(parcels)[-LEAST_PARKED:])))
+    return max(int(WAITING_SHARE * sum(parcels)), sum(sorted(parcels)[-LEAST_WAITING:]))
 
 
 class Parking:
@@ -79,8 +79,7 @@ class Away(Parking):
         self._by_unit = by_unit
         self._jobs: dict[int, Job] = {}
         self._line = Line()
-        kept = [unit.master.owned.numel * (8 + unit.dtypes.widths.master) for unit in engine.units if unit.away]
-        self.room = Room(parked_bytes(self._parcels(), self._values(), sum(kept)))
+        self.room = Room(waiting_bytes(self._held()))
         self._places: dict[int, int] = {}
         self._roomy = False
         if self.host.cuda:  # the cores are idle while the device trains
@@ -100,46 +99,49 @@ class Away(Parking):
         units = [unit for unit in reversed(self._engine.units) if unit.away]
         return [unit.layout.shard_numel * unit.dtypes.grad.itemsize for unit in units]
 
+    def _held(self) -> list[int]:
+        """The same on the device, as long as they are there."""
+        return [unit.gradients.held_bytes for unit in reversed(self._engine.units) if unit.away]
+
     def _values(self) -> list[int]:
         """Bytes of values that come down to be updated."""
         units = [unit for unit in self._engine.units if unit.away and not unit.values.on_host]
         return [unit.master.owned.numel * unit.values.dtype.itemsize for unit in units]
 
     def make_room(self) -> None:
-        """For values under way, and inside backward for as many gradients as may wait: how many do is a matter of time,
-        not of the step."""
+        """For all that may be under way at once, and inside backward for gradients that wait: how many do is a matter
+        of time, not of the step."""
         self._roomy = True
-        left = self.room.total_bytes if self._engine.inside else 0
-        for nbytes in self._parcels():
-            if nbytes <= left:
-                self.host.staging.reserve(nbytes)
-                left -= nbytes
-        for nbytes in sorted(self._values())[-WORKERS:]:
+        under_way = sorted(self._values())[-WORKERS:]
+        if self._engine.inside:
+            under_way += sorted(self._parcels())[-WORKERS:]
+            left = self.room.total_bytes + max(self._held(), default=0)  # backward has one more
+            for nbytes in self._held():
+                if nbytes <= left:
+                    self.host.waiting.reserve(nbytes)
+                    left -= nbytes
+        for nbytes in under_way:
             self.host.staging.reserve(nbytes)
 
-    def park_inside(self, index: int) -> None:
-        """The same, where backward waits if the host is behind."""
+    def start_inside(self, index: int, groups: list[dict[str, Any]]) -> None:
+        """Update a unit whose gradient is complete; backward waits if the host is behind."""
         self._engine.tiers.turn_to(None)
-        unit = self._engine.units[index]
+        unit, room = self._engine.units[index], self.room
+        nbytes = unit.gradients.held_bytes
         with span("wait", "room", unit.name):
-            self.room.take(unit.layout.shard_numel * unit.gradients.dtype.itemsize)
-        self.park(index)
+            room.take(nbytes)
+        self._start(index, groups, 1.0, unit.gradients.lend(lambda: room.give(nbytes)))
 
-    def start(
-        self, index: int, groups: list[dict[str, Any]], factor: float | Tensor = 1.0, *, inside: bool = False
-    ) -> None:
-        """Update a unit with these settings; its gradient is parked."""
+    def _start(self, index: int, groups: list[dict[str, Any]], factor: float | Tensor, parcel: Parcel | None) -> None:
+        """Update a unit with these settings and this gradient."""
         engine, unit = self._engine, self._engine.units[index]
         first = engine.first_param[index]
         kept = bytes(engine.kept[first : first + len(unit.params)])
-        parcel = unit.gradients.parked
-        room_bytes = parcel.nbytes if parcel is not None and inside else 0
         if not any(kept):
-            self.room.give(room_bytes)
             return
         optimizer = self._by_unit[index]
         values = unit.dtypes.master != "fp32" or not optimizer.covers(kept, 0)
-        job = Job(optimizer, _copied(groups), kept, factor, parcel, self.host.mark(), values, room_bytes=room_bytes)
+        job = Job(optimizer, _copied(groups), kept, factor, parcel, self.host.mark(), values)
         unit.values.settle()  # two steps without a forward between them
         self._jobs[index] = job
         unit.values.expect(lambda: self._wait(index))
@@ -157,7 +159,7 @@ class Away(Parking):
             unit = engine.units[index]
             self.park(index)
             unit.take_edits()
-            self.start(index, groups, clip * unscale if unit.dtypes.narrow else unscale)
+            self._start(index, groups, clip * unscale if unit.dtypes.narrow else unscale, unit.gradients.parked)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.late):
             gathers += self.finish(index)

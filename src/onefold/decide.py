@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 
 import torch
 
@@ -12,14 +13,17 @@ from onefold.config import Zero
 from onefold.mesh import Axes
 from onefold.meter import Label
 from onefold.offload import Offload
-from onefold.planner.auto import choose_stage, choose_staying, room_for_activations
+from onefold.placement import Tier
+from onefold.planner.auto import choose_stage, choose_tiers, room_for_activations
 from onefold.planner.estimate import Choice
 from onefold.planner.here import here
 from onefold.planner.sizes import Widths, of_layout
 from onefold.precision import Precision
 from onefold.survey import FROZEN, Survey, place
+from onefold.tiers.memory import available_bytes
 
 LOG = logging.getLogger("onefold")
+HOST_SHARE = 0.9  # of what is available
 
 
 def decide_stage(
@@ -44,31 +48,37 @@ def decide_stage(
     return dataclasses.replace(settings, stage=stage), f"stage {stage}: {why}"
 
 
-def decide_staying(
+def decide_tiers(
     settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
-) -> tuple[frozenset[str], str]:
-    """Offload(optimizer="auto"): the units whose optimizer state stays on the device, by the smallest budget of all."""
+) -> tuple[dict[str, Tier], str]:
+    """Offload(optimizer="auto"): where the optimizer state of each unit is, by the smallest budgets of all ranks."""
     offload, machine = Offload.of(settings.offload), here(device)
-    mine = offload.device_bytes or machine.memory_bytes
-    smallest = min(int(row) for row in world.exchange(str(mine).encode(), Label("agree", "memory")))
+    mine = f"{offload.device_bytes or machine.memory_bytes} {offload.host_bytes or host_share()}"
+    rows = [row.split() for row in world.exchange(mine.encode(), Label("agree", "memory"))]
+    smallest, host_bytes = (min(map(int, column)) for column in zip(*rows, strict=True))
     blocks, sizes = {info.name: info.block for info in found.infos}, []
     for layout in found.layouts:
         first, trained = layout.slots[0].name, not layout.kind.endswith(FROZEN)
         widths = policy.dtypes(found.dtypes[first]).widths  # as rank 0 has it, which owns the most
         sizes.append(of_layout(layout, 0, widths, block=blocks[first], trained=trained))
-    staying = choose_staying(
+    chosen = choose_tiers(
         sizes,
         [place(layout, settings, axes.shard.size) for layout in found.layouts],
         ranks=axes.shard.size,
         machine=dataclasses.replace(machine, memory_bytes=smallest),
         prefetch=settings.prefetch if isinstance(settings.prefetch, int) else 1,
         device_bytes=None if offload.device_bytes is None else smallest,
+        host_bytes=None if offload.path is None else host_bytes,
     )
-    kept = [unit.name for unit in sizes if unit.trained][: staying.units]
-    told = f"optimizer state of {staying.units} of {staying.of} units stays on the device: {staying.why}"
     if world.rank == 0:
-        LOG.info("%s", told)
-    return frozenset(kept), told
+        LOG.info("%s", chosen.why)
+    names = [unit.name for unit in sizes if unit.trained]
+    return dict(zip(names, chosen.tiers, strict=True)), chosen.why
+
+
+def host_share() -> int:
+    """What this rank may take of the host's memory."""
+    return int(HOST_SHARE * available_bytes()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def room_left(settings: Zero, found: Survey, policy: Precision, device: torch.device, axes: Axes, staying: int) -> int:

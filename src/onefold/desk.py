@@ -46,7 +46,7 @@ class Desk:
             self._coming = Mark()
             if fill:
                 with span("download", "values", self._values.name):
-                    self._coming = self._host.down(self._values.part(self._owned), self._buffer, after, apart=True)
+                    self._coming = self._host.down(self._values.part(self._owned), self._buffer, after)
 
     def open(self) -> None:
         if self._values.on_host:

@@ -29,6 +29,7 @@ from onefold.errors import ModelError
 from onefold.layout import Span
 from onefold.memory import Pool
 from onefold.meter import Label
+from onefold.parcel import Parcel
 from onefold.placement import Scope
 from onefold.precision import Dtypes
 from onefold.spans import span
@@ -47,27 +48,6 @@ class Round(NamedTuple):
 ALIGNED = 16  # bytes: kernels read whole vectors
 
 
-class Parcel:
-    """A gradient on the host, or on its way there. Its buffer is free again when nobody holds it."""
-
-    def __init__(self, host: Host, gradient: Tensor, norms: list[Tensor] | None) -> None:
-        self._pool = host.staging
-        self.norms = norms  # found on the device, which is faster
-        self._tensor = host.staging.take(gradient.numel(), gradient.dtype)
-        self.landed = host.down(gradient, self._tensor)
-
-    @property
-    def nbytes(self) -> int:
-        return self._tensor.nbytes
-
-    def open(self) -> Tensor:
-        self.landed.wait()
-        return self._tensor
-
-    def __del__(self) -> None:
-        self._pool.give(self._tensor)
-
-
 class Gradients:
     def __init__(
         self,
@@ -81,6 +61,7 @@ class Gradients:
     ) -> None:
         self._views, self._scope, self._comm, self._replicas, self._pool = views, scope, comm, replicas, pool
         self._host = host  # where it is parked
+        self._homes = pool if host is None else host.waiting
         self._layout = views.layout
         self._mine = views.layout.shard(comm.rank)
         mean = 1.0 / (comm.size * replicas.size)
@@ -109,6 +90,12 @@ class Gradients:
     def local_itemsize(self) -> int:
         """Bytes per element of what rounds borrow from the pool, at most."""
         return max(self._wire.itemsize, self._local_dtype.itemsize)
+
+    @property
+    def held_bytes(self) -> int:
+        """What a complete gradient takes here: mine alone, or all of it where gradients are whole."""
+        numel = self._layout.numel if self._scope is Scope.WHOLE else self._layout.shard_numel
+        return numel * self.dtype.itemsize
 
     def widen(self) -> None:
         """From now on gradients accumulate: keep sums in fp32."""
@@ -198,16 +185,34 @@ class Gradients:
         """The gradient is complete: send my shard of it to the host and let go of it here."""
         assert self._host is not None and self.parked is None
         own = self._own()
+        self.parked = Parcel(self._host, own, self.norms(2.0) if own.is_cuda else None)
         with span("download", "gradient", self._layout.name):
-            self.parked = Parcel(self._host, own, self.norms(2.0) if own.is_cuda else None)
-        self._leaving += [held for held in (self._home, self._shard) if held is not None]
-        self._left, self._home, self._shard = self.parked.landed, None, None
+            self.parked.bring()
+        self._leaving += self._hand_over()
+        self._left = self.parked.landed
+
+    def lend(self, left: Callable[[], None]) -> Parcel:
+        """The same when somebody brings it, who may be another thread. Until it has `left` its buffers are not free."""
+        assert self._host is not None and self.parked is None
+        own, buffers, pool = self._own(), self._hand_over(), self._homes
+
+        def give() -> None:
+            while buffers:
+                pool.give(buffers.pop())
+            left()
+
+        return Parcel(self._host, own, left=give)
+
+    def _hand_over(self) -> list[Tensor]:
+        held = [held for held in (self._home, self._shard) if held is not None]
+        self._home = self._shard = None
+        return held
 
     def left(self) -> None:
         """Compute may use the buffers of what went down again, after the copy."""
         self._left.order()
         while self._leaving:
-            self._pool.give(self._leaving.pop())
+            self._homes.give(self._leaving.pop())
 
     def gather(self) -> Pending:
         """Make the reduced gradient whole, where the optimizer wants it whole."""
@@ -276,7 +281,7 @@ class Gradients:
         self._loose.clear()
         for held in (self._home, self._shard):
             if held is not None:
-                self._pool.give(held)
+                self._homes.give(held)
         self._home = self._shard = None
 
     def zero(self) -> None:
@@ -335,7 +340,7 @@ class Gradients:
 
     def _empty(self, numel: int) -> Tensor:
         if self.transient:
-            return self._pool.take(numel, self.dtype)
+            return self._homes.take(numel, self.dtype)
         return torch.zeros(numel, dtype=self.dtype, device=self._views.device)
 
     def tensors(self) -> list[Tensor]:

@@ -56,8 +56,7 @@ class InsideUpdates:
         engine.kept[first : first + len(unit.params)] = bytes(map(max, zip(*rows, strict=True)))
         unit.take_edits()
         if unit.away:
-            engine.away.park_inside(index)
-            engine.away.start(index, self._groups(), inside=True)
+            engine.away.start_inside(index, self._groups())
             if not unit.placement.late:
                 self._awaited.append(index)
         else:

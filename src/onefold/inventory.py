@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onefold.away import LEAVING
+from onefold.away import LEAVING, under_way_bytes
 from onefold.engine import Engine
-from onefold.jobs import IN_FILES, WORKERS
+from onefold.jobs import WORKERS
 from onefold.memory import storage_bytes, storage_key
 from onefold.placement import Scope, Tier
 from onefold.planner.sizes import Sizes, of_layout
@@ -44,7 +44,7 @@ def held(engine: Engine) -> dict[str, list[Tensor]]:
     return {
         **{place: [tensor for where, tensor in kept if where == place] for place in places},
         "buffers": list(engine.model.buffers()),
-        "communication": engine.pool.buffers(),
+        "communication": [*engine.pool.buffers(), *engine.tiers.host.waiting.buffers()],
         "gradients": [tensor for unit in engine.units if not unit.away for tensor in unit.gradients.tensors()],
         "optimizer": [tensor for unit in engine.units if not unit.away for tensor in unit.state_tensors()],
         "parameters": [t for unit in engine.all_units for t in unit.values.tensors() if not _on_host(unit, t)]
@@ -162,14 +162,12 @@ def _staging_limits(engine: Engine) -> tuple[int, int]:
         return 0, 0
     shards = [unit.layout.shard_numel * unit.gradients.dtype.itemsize for unit in units]
     values = [unit.layout.shard_numel * unit.values.dtype.itemsize for unit in engine.all_units]
-    parked = sum(shards)
-    if engine.inside and engine.away:
-        parked = min(parked, engine.away.room.total_bytes)
+    parked = under_way_bytes(shards) if engine.inside else sum(shards)
     in_files = any(unit.values.image is not None for unit in engine.all_units)
-    moved = (AT_HAND + (IN_FILES + _gathered(engine) if in_files else WORKERS)) * max(values)
+    moved = (WORKERS + AT_HAND + (_gathered(engine) if in_files else 0)) * max(values)
     wide = [(1 + (u.dtypes.master == "split")) * 4 * u.master.owned.numel for u in units if u.dtypes.narrow]
     images = [unit.image.nbytes for unit in units if unit.image is not None]
-    return parked + moved, max(wide, default=0) + (IN_FILES + 1 + AT_HAND) * max(images, default=0)
+    return parked + moved, WORKERS * max(wide, default=0) + (WORKERS + 1 + AT_HAND) * max(images, default=0)
 
 
 def _gathered(engine: Engine) -> int:
@@ -217,4 +215,6 @@ def _pool_limit_bytes(engine: Engine) -> int:
     kept = sum(sizes) if engine.sums_kept and (away or engine.placement.gradients is Scope.SHARD) else 0
     needed = engine.everyone.size > 1 or engine.sums_kept or wide or away
     leaving = (LEAVING + 1) * max(away, default=0)
+    if engine.inside and engine.away:
+        leaving += engine.away.room.total_bytes
     return (rounds * max(sizes) if needed else 0) + leaving + 2 * wide + kept

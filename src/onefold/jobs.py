@@ -1,7 +1,7 @@
-"""Updates as jobs of two threads: of those whose gradients are there, the one whose unit the next forward needs first.
+"""Updates as jobs of a few threads: of those whose gradients are made, the one whose unit the next forward needs first.
 
-While one thread is inside a kernel, which uses the cores and does not hold Python's lock, the other brings what its job
-needs or sends away what came of it. Files are written behind the next job.
+While one thread is inside a kernel, which uses the cores and does not hold Python's lock, the others bring what their
+jobs need, or send away what came of them.
 
 Inside backward the host asks for work far ahead of the device, and the unit that the next forward needs first has its
 gradient last. So a job that was put last is not taken before the device has come to it, as long as others are ready.
@@ -10,22 +10,18 @@ gradient last. So a job that was put last is not taken before the device has com
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onefold.gradients import Parcel
+from onefold.parcel import Parcel
 from onefold.slices import UnitOptimizer
 from onefold.spans import NOTHING, span
 from onefold.tiers.host import Mark
 
-WORKERS = 2
-BEHIND = 1  # jobs of each whose files may still be written
-IN_FILES = WORKERS * (1 + BEHIND)  # jobs that hold buffers of files
+WORKERS = 3
 
 
 @dataclass
@@ -41,7 +37,6 @@ class Job:
     values: bool  # some of them stay, so all are needed
     done: threading.Event = field(default_factory=threading.Event)
     arrived: Mark = field(default_factory=Mark)
-    room_bytes: int = 0  # backward waits for them
     error: BaseException | None = None
 
     def ready(self) -> bool:
@@ -64,6 +59,8 @@ class Job:
         unit = self.optimizer.unit
         try:
             unit.prepare(self.after, values=self.values)
+            if self.parcel is not None:
+                self.parcel.bring()
             unit.open()
             with torch.no_grad(), span("update", "host", unit.name):
                 self.optimizer.update(self.groups, bytearray(self.kept), 0, self.factor, parcel=self.parcel)
@@ -117,13 +114,12 @@ class Line:
             while self._jobs:
                 self._jobs.pop()[1].fail(error)
 
-    def get(self, *, wait: bool) -> Job | None:
-        """The next job: the first in forward of those that are ready, else the one that will be ready first. None if
-        there is none, with `wait` only once all is over."""
+    def get(self) -> Job | None:
+        """The next job: the first in forward of those that are ready, else the one that will be ready first. None once
+        all is over."""
         with self._changed:
-            while wait and not self._jobs and not self._closed:
-                self._changed.wait()
-            if not self._jobs or self._closed:
+            self._changed.wait_for(lambda: self._jobs or self._closed)
+            if self._closed:
                 return None
             ready = [number for number, (_, job) in enumerate(self._jobs) if job.ready()]
             return self._jobs.pop(min(ready, key=lambda number: self._jobs[number][0], default=0))[1]
@@ -139,34 +135,19 @@ def work(line: Line, room: Room, device: torch.device) -> None:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _work(line, room)
+        _work(line)
     except BaseException as error:
         line.fail(error)
         room.give(1 << 60)  # backward may be waiting for it
 
 
-def _work(line: Line, room: Room) -> None:
-    behind: deque[Job] = deque()
-    while True:
-        job = line.get(wait=not behind)
-        if job is not None:
-            job.run()
-            job.done.set()
-            room.give(job.room_bytes)
-            _await(job, job.optimizer.unit.arrive)
-            behind.append(job)
-        elif not behind:
-            return
-        while len(behind) > (BEHIND if job is not None else 0):
-            oldest = behind.popleft()
-            _await(oldest, oldest.optimizer.unit.reap)
-        job = None  # hold nothing while waiting
-
-
-def _await(job: Job, end: Callable[[], None]) -> None:
-    """What a job sent away is there, and its buffers are free."""
-    if job.error is None:
-        try:
-            end()
-        except BaseException as error:
-            job.error = error
+def _work(line: Line) -> None:
+    while (job := line.get()) is not None:
+        job.run()
+        job.done.set()
+        if job.error is None:
+            try:
+                job.optimizer.unit.reap()
+            except BaseException as error:
+                job.error = error
+        del job  # hold nothing while waiting

@@ -7,6 +7,7 @@ tensor operation and remembers the fullest instant. Both count storages, not wha
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
 from typing import Any
@@ -34,10 +35,14 @@ class Pool:
         self.most_bytes = 0  # that were ever out at once
         self._free: list[Tensor] = []
         self._out: dict[int, Tensor] = {}
+        self._lock = threading.RLock()  # a buffer may be given while one is taken: by another thread, or a destructor
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer of `numel` elements with any content: the smallest free one that fits, or a new one."""
-        wanted_bytes = numel * dtype.itemsize
+        with self._lock:
+            return self._taken(numel * dtype.itemsize).view(dtype)
+
+    def _taken(self, wanted_bytes: int) -> Tensor:
         fitting = [buffer for buffer in self._free if buffer.numel() >= wanted_bytes]
         if fitting:
             buffer = min(fitting, key=Tensor.numel)
@@ -48,19 +53,21 @@ class Pool:
             buffer = self._make(wanted_bytes)
         self._out[storage_key(buffer)] = buffer
         self.most_bytes = max(self.most_bytes, sum(map(Tensor.numel, self._out.values())))
-        return buffer[: numel * dtype.itemsize].view(dtype)
+        return buffer[:wanted_bytes]
 
     def _make(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def give(self, taken: Tensor) -> None:
-        buffer = self._out.pop(storage_key(taken))
-        if self.keeps:
-            self._free.append(buffer)
+        with self._lock:
+            buffer = self._out.pop(storage_key(taken))
+            if self.keeps:
+                self._free.append(buffer)
 
     def reserve(self, nbytes: int) -> None:
         """One more free buffer of this size: for whoever may need it, or not."""
-        self._free.append(self._make(nbytes))
+        if self.keeps:
+            self._free.append(self._make(nbytes))
 
     def trim(self) -> None:
         """Let go of what is free now."""

@@ -23,18 +23,23 @@ class Offload:
 
     optimizer: Literal["host", "disk", "auto"] | None = None
     """Master and moments, and with them the update: "host" memory, "disk", or "auto": as many units stay on the device
-    as fit (with Adam's 8 bytes per element; the first of forward), the others go to the host. placement() says which,
-    and why."""
+    as fit (with Adam's 8 bytes per element; the first of forward), the others go to the host, and what does not fit
+    there to disk, if there is a path. placement() says which, and why."""
 
     parameters: Literal["host", "disk"] | None = None
     """Stage 3: this rank's shard of the values; they come to the device for use."""
 
     path: str | Path | None = None
-    """With "disk": a folder on a fast disk of this node. What is written is scratch, and gone when the run ends."""
+    """With "disk", or "auto": a folder on a fast disk of this node. What is written is scratch, and gone when the run
+    ends."""
 
     device_bytes: int | None = None
     """With "auto": what all states may take on the device, with the buffers through which they stream. None: 70% of the
     smallest device's memory, less the units in use; the rest is for activations."""
+
+    host_bytes: int | None = None
+    """With "auto" and a path: what each rank may take in host memory, with the gradients that wait there for step().
+    None: 90% of what is available on the fullest node, divided among its ranks."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in (*TIERS, AUTO):
@@ -49,13 +54,17 @@ class Offload:
         on_disk = "disk" in (self.optimizer, self.parameters)
         if on_disk and self.path is None:
             raise ConfigError("Offload on disk needs path=: a folder on a fast disk of this node")
-        if self.path is not None and not on_disk:
-            raise ConfigError(f"Offload(path={str(self.path)!r}) is for 'disk'; leave it out, or ask for disk")
-        if self.device_bytes is not None:
-            if type(self.device_bytes) is not int or self.device_bytes <= 0:
-                raise ConfigError(f"Offload(device_bytes={self.device_bytes!r}) is not a positive number of bytes")
+        if self.path is not None and not on_disk and self.optimizer != AUTO:
+            raise ConfigError(f"Offload(path={str(self.path)!r}) is for 'disk' or 'auto'; leave it out, or ask for one")
+        for name in ("device_bytes", "host_bytes"):
+            if (given := getattr(self, name)) is None:
+                continue
+            if type(given) is not int or given <= 0:
+                raise ConfigError(f"Offload({name}={given!r}) is not a positive number of bytes")
             if self.optimizer != AUTO:
-                raise ConfigError("Offload(device_bytes=…) is what optimizer='auto' may fill; ask for 'auto'")
+                raise ConfigError(f"Offload({name}=…) is what optimizer='auto' may fill; ask for 'auto'")
+        if self.host_bytes is not None and self.path is None:
+            raise ConfigError("Offload(host_bytes=…) says what goes to disk; give path= too, or leave it out")
 
     @classmethod
     def of(cls, value: Any) -> Offload:
@@ -84,5 +93,7 @@ class Offload:
 
     def __str__(self) -> str:
         """What all ranks must share: paths may differ."""
-        budget = f", device_bytes={self.device_bytes}" if self.optimizer == AUTO else ""
+        spills = "to disk" if self.path is not None else "nowhere"
+        budgets = f", device_bytes={self.device_bytes}, host_bytes={self.host_bytes}, spills {spills}"
+        budget = budgets if self.optimizer == AUTO else ""
         return f"offload: optimizer={self.optimizer!r}, parameters={self.parameters!r}{budget}"

@@ -21,7 +21,7 @@ from onefold.blocks import find_blocks
 from onefold.build import Builder
 from onefold.comm import Comm, Comms
 from onefold.config import AUTO, Zero
-from onefold.decide import decide_stage, decide_staying, room_left
+from onefold.decide import decide_stage, decide_tiers, room_left
 from onefold.engine import Engine, Pipeline, engine_of
 from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.hooks import attach
@@ -86,9 +86,9 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     why = ""
     if settings.stage == "auto":
         settings, why = decide_stage(settings, found, policy, device, world, axes)
-    staying: frozenset[str] = frozenset()
+    decided: dict[str, Tier] = {}
     if Offload.of(settings.offload).optimizer == AUTO:
-        staying, told = decide_staying(settings, found, policy, device, world, axes)
+        decided, told = decide_tiers(settings, found, policy, device, world, axes)
         why = "; ".join(part for part in (why, told) if part)
     named = [*found.trained, *found.frozen]
     if found.meta and (local := [name for name, param in named if name in parts and not is_split(param)]):
@@ -102,7 +102,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     pool, tiers = Pool(device, keeps=comm.any_order), Tiers(device)
     units: list[Unit] = []
     try:
-        units = _build_units(model, found, settings, policy, comms, pool, tiers, staying)
+        units = _build_units(model, found, settings, policy, comms, pool, tiers, decided)
     except Exception as mistake:  # a file that one rank lacks, say
         error = mistake
     agree(world, [], error)
@@ -128,7 +128,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     attach(engine, blocks)
     recomputed = blocks[:: settings.checkpoint_every]
     if settings.activations == AUTO:
-        room = room_left(settings, found, policy, device, axes, len(staying))
+        room = room_left(settings, found, policy, device, axes, list(decided.values()).count(Tier.DEVICE))
         Deciding(engine, recomputed, comms.tp, room, len(blocks) - len(recomputed))
     else:
         attach_policy(engine, settings.activations, recomputed, comms.tp)
@@ -182,14 +182,14 @@ def _build_units(
     comms: Comms,
     pool: Pool,
     tiers: Tiers,
-    staying: frozenset[str],
+    decided: dict[str, Tier],
 ) -> list[Unit]:
     """Move the parameters into their units, one unit at a time; frozen ones that stay whole are left where they are."""
     builder = Builder(model, pool.device, settings.init, settings.seed) if found.meta else None
     params, units = dict(found.trained + found.frozen), []
-    _reserve(found, settings, policy, comms.shard, tiers, staying)
+    _reserve(found, settings, policy, comms.shard, tiers, decided)
     for layout in found.layouts:
-        placement = place(layout, settings, comms.shard.size, staying)
+        placement = place(layout, settings, comms.shard.size, decided)
         members = [params.pop(slot.name) for slot in layout.slots]
         if builder:
             builder.build(members)
@@ -210,12 +210,12 @@ def _build_units(
 
 
 def _reserve(
-    found: Survey, settings: Zero, policy: Precision, comm: Comm, tiers: Tiers, staying: frozenset[str]
+    found: Survey, settings: Zero, policy: Precision, comm: Comm, tiers: Tiers, decided: dict[str, Tier]
 ) -> None:
     """Is there room for what shard() itself puts on the host or on disk? The optimizer's state comes later."""
     needed = dict.fromkeys(Tier, 0)
     for layout in found.layouts:
-        placement = place(layout, settings, comm.size, staying)
+        placement = place(layout, settings, comm.size, decided)
         widths = policy.dtypes(found.dtypes[layout.slots[0].name]).widths
         size = of_layout(layout, comm.rank, widths, trained=not layout.kind.endswith(FROZEN))
         needed[placement.optimizer_tier] += updated_numel(size, placement) * widths.master

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from onefold.elementwise import bare_step
 from onefold.errors import StateError
 from onefold.fused import fits, update
-from onefold.gradients import Parcel
 from onefold.layout import Span
 from onefold.master import NarrowMaster
 from onefold.native.update import fits as fits_cpu
 from onefold.native.update import update as update_on_cpu
+from onefold.parcel import Parcel
 from onefold.planner.states import StateCost
 from onefold.rule import KNOWN, next_step, take_back_count
 from onefold.unit import Unit

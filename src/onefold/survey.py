@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from onefold.views import dense_stride
 
 ATTRIBUTE = "_onefold"  # of a sharded model: its engine
 FROZEN = "frozen"
+NOTHING: Mapping[str, Tier] = MappingProxyType({})
 TRAINED_DTYPES = (torch.float32, torch.float64)
 
 
@@ -41,12 +43,12 @@ def place_all(settings: Zero) -> Placement:
     return STAGES[3 if settings.stage == "auto" else settings.stage].on(offload.optimizer_tier, offload.parameters_tier)
 
 
-def place(layout: UnitLayout, settings: Zero, ranks: int, staying: Container[str] = frozenset()) -> Placement:
-    """The row of the placement table for one unit: small ones may keep their parameters whole, and units that are
-    `staying` have their optimizer state on the device (Offload(optimizer="auto"), once that is decided)."""
+def place(layout: UnitLayout, settings: Zero, ranks: int, decided: Mapping[str, Tier] = NOTHING) -> Placement:
+    """The row of the placement table for one unit: small ones may keep their parameters whole, and where the optimizer
+    state of some units is may be `decided` (Offload(optimizer="auto"))."""
     placement = place_all(settings)
-    if layout.name in staying:
-        placement = placement.on(Tier.DEVICE, placement.parameters_tier)
+    if layout.name in decided:
+        placement = placement.on(decided[layout.name], placement.parameters_tier)
     placement = placement.over(ranks)
     keep = settings.keep_whole
     small = keep(layout.name, layout.used_numel) if callable(keep) else layout.used_numel <= keep

@@ -112,16 +112,12 @@ class Unit:
             self.image.close(changed=changed)
         return self.desk.close(changed=changed, after=after) if self.desk is not None else Mark()
 
-    def arrive(self) -> None:
-        """Wait until the values are back."""
-        if self.desk is not None:
-            self.desk.reap()
-
     def reap(self) -> None:
-        """Wait until all that was changed is back."""
+        """Wait until what was changed is back."""
         if self.image is not None:
             self.image.reap()
-        self.arrive()
+        if self.desk is not None:
+            self.desk.reap()
 
     @contextmanager
     def at_hand(self, *, write: bool = False) -> Iterator[None]:

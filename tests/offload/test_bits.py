@@ -79,9 +79,9 @@ def test_unusual_loops_give_the_same_bits(tiers: str, ranks: int, tmp_path) -> N
     assert run_ranks(ranks, compare_loops, offload_of(tiers, str(tmp_path))) == [[]] * ranks
 
 
-def kept_about_half(run: Run, device_bytes: int) -> tuple[list[str], str, list[str]]:
+def decided(run: Run, budgets: dict[str, Any]) -> tuple[list[str], str, list[str]]:
     """What differs, what was decided, and where the optimizer's state of each unit is."""
-    offload = onefold.Offload(optimizer="auto", device_bytes=device_bytes)
+    offload = onefold.Offload(optimizer="auto", **budgets)
     onefold.init()
     model = onefold.shard(MODELS[run.model].build(), stage=run.stage, bucket_bytes=run.bucket_bytes, offload=offload)
     found = onefold.placement(model)
@@ -93,9 +93,9 @@ def test_auto_fills_the_device_from_the_front_and_gives_the_same_bits(stage: int
     """Budgets that no unit, about half of them and all of them fit."""
     run = Run(model="gpt", stage=stage, steps=3, clip=clip, bucket_bytes=16 << 10)
     states = 16 * sum(p.numel() for p in MODELS["gpt"].build().parameters()) // (ranks if stage == 3 else 1)
-    moved = []
-    for budget in (1, int(0.8 * states), 4 * states):
-        rows = run_ranks(ranks, kept_about_half, run, budget)
+    moved, tight = [], states if stage == 3 else int(0.8 * states)
+    for budget in (1, tight, 4 * states):
+        rows = run_ranks(ranks, decided, run, {"device_bytes": budget})
         assert [row[0] for row in rows] == [[]] * ranks
         where = [tier.endswith(", host") for tier in rows[0][2]]
         assert where == sorted(where), "units of the front stay"

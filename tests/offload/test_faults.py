@@ -57,6 +57,9 @@ def caught(call, *args) -> tuple[str, str]:
         ({"optimizer": "host"}, 0, "use stage 1, 2 or 3"),
         ({"optimizer": "host", "device_bytes": 1 << 30}, 3, "ask for 'auto'"),
         ({"optimizer": "auto", "device_bytes": -1}, 3, "not a positive number"),
+        ({"optimizer": "auto", "path": "/tmp", "host_bytes": 0}, 3, "not a positive number"),
+        ({"optimizer": "host", "host_bytes": 1 << 30}, 3, "ask for 'auto'"),
+        ({"optimizer": "auto", "host_bytes": 1 << 30}, 3, "give path= too"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(fields: dict, stage: int, said: str) -> None:

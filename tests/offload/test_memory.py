@@ -39,11 +39,11 @@ class Tower(nn.Module):
 class Tall:
     """A tower that trains with its states elsewhere."""
 
-    def __init__(self, offload: dict[str, str], path: str, precision: Any, inside: bool = False) -> None:
+    def __init__(self, offload: dict[str, Any], path: str, precision: Any, inside: bool = False) -> None:
         onefold.init()
         torch.manual_seed(0)
-        on_disk = "disk" in offload.values()
-        tiers = onefold.Offload(**offload, path=path if on_disk else None)
+        on_disk = "disk" in offload.values() or "host_bytes" in offload
+        tiers = onefold.Offload(**offload, path=path if on_disk else None) if offload else None
         self.model = onefold.shard(Tower(), stage=3, bucket_bytes=2 * UNIT, precision=precision, offload=tiers)
         self.optimizer = onefold.Optimizer(self.model, torch.optim.AdamW, step_in_backward=inside)
 
@@ -171,3 +171,30 @@ def test_the_peak_of_the_device_holds_nothing_of_the_hosts() -> None:
         assert peak["activations"] < 0.2 * PSI
         assert row.count("'shard, host'") == 3
         assert "optimizer, pageable" in str(report) and "total, pageable" in str(report)
+
+
+def filled(offload: dict[str, Any], path: str, inside: bool) -> tuple[list[str], onefold.MemoryReport, list[Tensor]]:
+    """Where the optimizer's state of each unit is, the memory after three steps, and what was trained."""
+    tall = Tall(offload, path, "bf16", inside)
+    for _ in range(3):
+        tall.step()
+    where = [row.optimizer.removeprefix("shard").removeprefix("whole") for row in onefold.placement(tall.model).rows]
+    with onefold.full_parameters(tall.model):
+        values = [param.detach().clone() for param in tall.model.parameters()]
+    return where, onefold.memory(tall.model), values
+
+
+@pytest.mark.parametrize(("ranks", "inside"), [(1, True), (2, False)])
+def test_auto_fills_the_device_then_the_host_and_then_the_disk(ranks: int, inside: bool, tmp_path) -> None:
+    """A third of what training takes on the device, a third of it on the host: the rest is in files."""
+    third = (12 + 4) * PSI // ranks // 3
+    plain = run_ranks(ranks, filled, {}, "", False)
+    offload = {"optimizer": "auto", "device_bytes": third, "host_bytes": third}
+    for (where, report, values), (_, _, expected) in zip(
+        run_ranks(ranks, filled, offload, str(tmp_path), inside), plain, strict=True
+    ):
+        assert where == sorted(where, key=["", ", host", ", disk"].index), "the first of forward on the device"
+        assert min(where.count(tier) for tier in ("", ", host", ", disk")) >= 2
+        assert planned_well(report), report
+        assert report.states + report.communication.measured <= third and report.host <= third
+        assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))

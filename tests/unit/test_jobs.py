@@ -30,9 +30,10 @@ def test_of_the_jobs_that_are_ready_the_first_of_the_next_forward_is_taken_and_o
     line, jobs = Line(), [job(), job(), job(Ahead()), job(Ahead())]  # as backward puts them, the last unit first
     for place, one in zip((3, 2, 1, 0), jobs, strict=True):
         line.put(place, one)
-    taken = [line.get(wait=False) for _ in jobs]
+    taken = [line.get() for _ in jobs]
     assert [jobs.index(one) for one in taken if one] == [1, 0, 2, 3]
-    assert line.get(wait=False) is None
+    line.close()
+    assert line.get() is None
 
 
 def test_a_thread_that_cannot_start_fails_the_jobs_that_wait_those_to_come_and_lets_backward_go_on() -> None:

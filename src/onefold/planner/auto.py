@@ -1,7 +1,7 @@
 """stage="auto": the simplest stage whose states leave room for activations on the smallest device, and how much.
 
-Offload(optimizer="auto"): how many units' optimizer state stays on the device. Which optimizer will come is not known
-when a model is sharded: all counts are for Adam's 8 bytes per element.
+Offload(optimizer="auto"): how many units' optimizer state stays on the device, and how much of the rest the host takes.
+Which optimizer will come is not known when a model is sharded: all counts are for Adam's 8 bytes per element.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from onefold.layout import ParamInfo
 from onefold.placement import Placement, Tier
 from onefold.planner.estimate import Choice, usable_bytes
 from onefold.planner.hardware import Hardware
-from onefold.planner.peak import pool_bytes, segments
+from onefold.planner.peak import lent_bytes, pool_bytes, segments, staging_bytes
 from onefold.planner.search import ROOM, Question, fits, most, recommend, text_of
 from onefold.planner.sizes import UnitSize, Widths
 from onefold.planner.states import StateCost, state_bytes
@@ -51,15 +51,14 @@ def choose_stage(
     return last.choice.stage, f"no stage leaves room for activations in {room}; {last.choice} comes closest"
 
 
-class Staying(NamedTuple):
-    """How many of the units a rank trains have their optimizer state on the device."""
+class Tiers(NamedTuple):
+    """Where the optimizer state of each unit is that a rank trains."""
 
-    units: int
-    of: int
+    tiers: tuple[Tier, ...]
     why: str
 
 
-def choose_staying(
+def choose_tiers(
     units: Sequence[UnitSize],
     placements: Sequence[Placement],
     *,
@@ -67,23 +66,45 @@ def choose_staying(
     machine: Hardware,
     prefetch: int = 1,
     device_bytes: int | None = None,
-) -> Staying:
-    """As many as fit, the first of forward: backward reaches them last and the next forward needs them first, so with
-    them on the device nobody waits for the host at the end of a step. `placements` are those of all on the host."""
+    host_bytes: int | None = None,
+) -> Tiers:
+    """On the device as many as fit, the first of forward: backward reaches them last and the next forward needs them
+    first, so with them there nobody waits for the host at the end of a step. On the host the next, and all the others
+    if `host_bytes` is None; else what these do not hold is on disk. `placements` are those of all on the host."""
     trained = [index for index, unit in enumerate(units) if unit.trained]
     cuda = machine.device == "cuda"
     gathered = max((part.gathered for part in segments(units, placements, prefetch)), default=0)
     budget = device_bytes if device_bytes is not None else int(ROOM * machine.memory_bytes) - gathered
 
-    def needed(staying: int) -> int:
-        here = set(trained[:staying])
-        rows = [p.on(Tier.DEVICE, p.parameters_tier) if i in here else p for i, p in enumerate(placements)]
-        return state_bytes(units, rows, ADAM).total + pool_bytes(units, rows, ranks, cuda=cuda, one_pass=False)
+    def placed(here: int, host: int) -> list[Placement]:
+        tiers = dict(zip(trained, _in_order(here, host, len(trained)), strict=True))
+        return [p.on(tiers.get(i, p.optimizer_tier), p.parameters_tier) for i, p in enumerate(placements)]
 
-    number = most(lambda staying: needed(staying) <= budget, len(trained))
+    def needed(here: int) -> int:
+        rows = placed(here, len(trained))
+        streaming = pool_bytes(units, rows, ranks, cuda=cuda, one_pass=False) + lent_bytes(units, rows)
+        return state_bytes(units, rows, ADAM).total + streaming
+
+    def needed_there(host: int) -> int:
+        rows = placed(here, host)
+        staging = staging_bytes(units, rows, ADAM, inside=False)
+        return state_bytes(units, rows, ADAM, Tier.HOST).total + sum(staging)
+
+    here = most(lambda here: needed(here) <= budget, len(trained))
     room = "device_bytes" if device_bytes is not None else f"{ROOM:.0%} of the device less units in use"
-    why = f"with Adam, states take {text_of(needed(number))} of {text_of(max(budget, 0))} ({room})"
-    return Staying(number, len(trained), why)
+    why = f"with Adam, states take {text_of(needed(here))} of {text_of(max(budget, 0))} ({room})"
+    told = f"optimizer state of {here} of {len(trained)} units stays on the device: {why}"
+    host = away = len(trained) - here
+    if host_bytes is not None and needed_there(away) > host_bytes:
+        host = min(most(lambda host: needed_there(host) <= host_bytes, away), away)
+        takes = f"{text_of(needed_there(host))} of {text_of(host_bytes)}"
+        told += f"; of {host} more it is in host memory ({takes}), of {away - host} on disk"
+    return Tiers(tuple(_in_order(here, host, len(trained))), told)
+
+
+def _in_order(here: int, host: int, units: int) -> list[Tier]:
+    """The first on the device, the next in host memory, the others on disk."""
+    return ([Tier.DEVICE] * here + [Tier.HOST] * host + [Tier.DISK] * units)[:units]
 
 
 def room_for_activations(

@@ -147,10 +147,9 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
         shards = sum(map(parameter_bytes, units, placements))
         states, peak, sent = _as_stage_3(engine, states._replace(parameters=shards), peak, sent)
     padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
-    store = engine.checkpoints
+    store, used = engine.checkpoints, engine.pool.most_bytes + engine.tiers.host.waiting.most_bytes
     return Rehearsal(
-        states, now.buffers.measured, max(now.communication.measured, engine.pool.most_bytes), peak, sent, flops,
-        padding,
+        states, now.buffers.measured, max(now.communication.measured, used), peak, sent, flops, padding,
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
         now.checkpoints_host.measured,
         *(state_bytes(units, placements, cost, tier) for tier in (Tier.HOST, Tier.DISK)),
@@ -159,7 +158,7 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
 
 def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
     """Of all units, where the rehearsal may have had them elsewhere."""
-    staying = {unit.name for unit in engine.units if not unit.away}
+    staying = {unit.name: Tier.DEVICE for unit in engine.units if not unit.away}
     return [place(unit.layout, asked, engine.comm.size, staying) for unit in engine.all_units]
 
 

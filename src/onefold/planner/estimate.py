@@ -11,7 +11,7 @@ from onefold.placement import STAGES, Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
 from onefold.planner.hardware import Hardware
 from onefold.planner.moves import Moves, exposed_update_s, host_side_s, moves_of, moving_s, time_beside
-from onefold.planner.peak import Instant, Staging, instants, pool_bytes, segments, staging_bytes
+from onefold.planner.peak import Instant, Staging, instants, lent_bytes, pool_bytes, segments, staging_bytes
 from onefold.planner.seconds import StepSeconds, exposed_in_step, look_ahead
 from onefold.planner.sizes import Sizes, UnitSize
 from onefold.planner.states import StateBytes, StateCost, state_bytes
@@ -141,12 +141,13 @@ class Estimate:
 
     @cached_property
     def buffers(self) -> int:
-        """Constant, whatever the model's depth."""
+        """Constant, whatever the model's depth; and what waits for the host."""
         cuda = self.hardware.device == "cuda"
-        return self.work.remember(
+        constant = self.work.remember(
             ("pool", self._table, cuda, self.cost.one_pass),
             lambda: pool_bytes(*self._typical, self.grid.shard, cuda=cuda, one_pass=self.cost.one_pass),
         )
+        return constant + (lent_bytes(self.sizes.units, self.placements) if self.inside else 0)
 
     @cached_property
     def fullest(self) -> Instant:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from onefold.away import LEAVING, parked_bytes, under_way_bytes
-from onefold.jobs import IN_FILES
+from onefold.away import LEAVING, under_way_bytes, waiting_bytes
+from onefold.jobs import WORKERS
 from onefold.memory import Pool
 from onefold.placement import Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
@@ -48,6 +48,7 @@ def pool_bytes(
     pass borrows none."""
     pool = Pool(torch.device("meta"))
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained]
+    waiting = Pool(torch.device("meta"))  # for the host
     flight: deque[tuple[UnitSize, int, list[torch.Tensor]]] = deque()
     leaving: deque[list[torch.Tensor]] = deque()  # on the way down
 
@@ -56,14 +57,14 @@ def pool_bytes(
 
     def retire() -> None:
         unit, summed, held = flight.popleft()
-        leaving.append([take(summed, unit.widths.grad)] if summed else [])
+        leaving.append([waiting.take(summed * unit.widths.grad, torch.uint8)] if summed else [])
         if unit.widths.narrow:
             pool.give(take(unit.shard, 4))
         for taken in held:
             pool.give(taken)
         while len(leaving) > (LEAVING if cuda else 0):
             for taken in leaving.popleft():
-                pool.give(taken)
+                waiting.give(taken)
 
     for unit, placement in reversed(rows):
         held = []
@@ -83,7 +84,13 @@ def pool_bytes(
             lent = [take(numel, 4) for _ in range(2 if unit.widths.master == 2 else 1)]
             for taken in lent:
                 pool.give(taken)
-    return sum(buffer.numel() for buffer in pool.buffers())
+    return sum(buffer.numel() for buffer in [*pool.buffers(), *waiting.buffers()])
+
+
+def lent_bytes(units: Sequence[UnitSize], placements: Sequence[Placement]) -> int:
+    """Gradients that may wait on the device for the host, where it updates inside backward."""
+    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
+    return waiting_bytes([u.widths.grad * (u.whole if p.gradients is Scope.WHOLE else u.shard) for u, p in rows])
 
 
 class Staging(NamedTuple):
@@ -96,21 +103,16 @@ class Staging(NamedTuple):
 def staging_bytes(
     units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, inside: bool
 ) -> Staging:
-    """As the update threads have them: one unit in work, and one whose files are written. `inside` backward a share of
-    what the host holds waits there, too."""
+    """As the update threads have them, a unit each. `inside` backward gradients wait on the device."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
     if not rows:
         return Staging(0, 0)
-    values, filed = (
-        [u.shard * u.widths.compute for u, p in rows if p.parameters_tier is tier] for tier in (Tier.DEVICE, Tier.DISK)
-    )
-    copied = under_way_bytes(values) + sum(sorted(filed)[-IN_FILES:])
+    copied = under_way_bytes([u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST])
     if inside:
-        held = sum(updated_numel(u, p) * (8 + u.widths.master) for u, p in rows)
-        copied += parked_bytes([u.shard * u.widths.grad for u, _ in rows], values, held)
+        copied += under_way_bytes([u.shard * u.widths.grad for u, _ in rows])
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
     files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
-    return Staging(copied, max(wide, default=0) + (IN_FILES + 1) * max(files))
+    return Staging(copied, WORKERS * max(wide, default=0) + (WORKERS + 1) * max(files))
 
 
 def segments(

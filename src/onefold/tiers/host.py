@@ -42,20 +42,11 @@ class Mark(NamedTuple):
 
 
 class HostPool(Pool):
-    """Buffers in host memory, for any thread; pinned where a device copies from them."""
+    """Buffers in host memory; pinned where a device copies from them."""
 
     def __init__(self, *, pinned: bool) -> None:
         super().__init__(torch.device("cpu"))
         self.pinned = pinned
-        self._lock = threading.RLock()  # a buffer may be given while one is taken: by a destructor
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        with self._lock:
-            return super().take(numel, dtype)
-
-    def give(self, taken: Tensor) -> None:
-        with self._lock:
-            super().give(taken)
 
     def _make(self, nbytes: int) -> Tensor:
         return host_bytes(nbytes, pinned=self.pinned)
@@ -67,6 +58,7 @@ class Host:
         self.cuda = device.type == "cuda"
         self.staging = HostPool(pinned=self.cuda)  # what copies start from or land in
         self.scratch = HostPool(pinned=False)  # what only processors see
+        self.waiting = Pool(device, keeps=not self.cuda)  # on the device: gradients that are to come here
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
@@ -83,10 +75,9 @@ class Host:
         event.record(torch.cuda.current_stream(self.device))
         return Mark(event)
 
-    def down(self, source: Tensor, target: Tensor, after: Mark | None = None, *, apart: bool = False) -> Mark:
-        """To the host. Copies follow each other, and some wait long for the device: one that is `apart` does not wait
-        for those."""
-        return self._copy("down apart" if apart else "down", source, target, after)
+    def down(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
+        """To the host."""
+        return self._copy("down", source, target, after)
 
     def up(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
         """To the device."""
