@@ -142,7 +142,7 @@ class Away(Parking):
         job = Job(optimizer, _copied(groups), kept, factor, parcel, self.host.mark(), values, room_bytes=room_bytes)
         unit.values.settle()  # two steps without a forward between them
         self._jobs[index] = job
-        unit.values.expect(lambda: self._wait(index))
+        unit.values.expect(lambda: self._wait(index), job.done.is_set)
         self._line.put(self._place(index), job)
 
     def step(self, groups: list[dict[str, Any]], clip: float | Tensor, unscale: float) -> list[Pending]:
