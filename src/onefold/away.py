@@ -206,6 +206,6 @@ def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _end(line: Line, threads: Sequence[threading.Thread]) -> None:
     line.close()
-    for thread in threads:
-        if thread is not threading.current_thread():
+    if threading.current_thread() not in threads:  # else Python lets go of a model inside one of them: both end soon
+        for thread in threads:
             thread.join()

@@ -157,10 +157,11 @@ def _work(line: Line, room: Room) -> None:
             behind.append(job)
         elif not behind:
             return
-        while len(behind) > (BEHIND if job is not None else 0):
-            oldest = behind.popleft()
-            _await(oldest, oldest.optimizer.unit.reap)
-        job = None  # hold nothing while waiting
+        most = BEHIND if job is not None else 0
+        while len(behind) > most:
+            job = behind.popleft()
+            _await(job, job.optimizer.unit.reap)
+        job = None  # hold nothing while waiting: a model that is let go of ends this thread
 
 
 def _await(job: Job, end: Callable[[], None]) -> None:
