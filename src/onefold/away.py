@@ -144,7 +144,7 @@ class Away(Parking):
         job = Job(optimizer, _copied(groups), kept, factor, parcel, self.host.mark(), values)
         unit.values.settle()  # two steps without a forward between them
         self._jobs[index] = job
-        unit.values.expect(lambda: self._wait(index))
+        unit.values.expect(lambda: self._wait(index), job.done.is_set)
         self._line.put(self._place(index), job)
 
     def step(self, groups: list[dict[str, Any]], clip: float | Tensor, unscale: float) -> list[Pending]:
@@ -208,6 +208,6 @@ def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _end(line: Line, threads: Sequence[threading.Thread]) -> None:
     line.close()
-    for thread in threads:
-        if thread is not threading.current_thread():
+    if threading.current_thread() not in threads:  # else Python lets go of a model inside one of them: both end soon
+        for thread in threads:
             thread.join()

@@ -64,7 +64,7 @@ class InsideUpdates:
                 self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
             if unit.gathers_updated:
                 self._gathers.append(unit.values.gather_updated())
-        torch.autograd.graph.increment_version(unit.params)  # whoever still needs the old values must hear of it
+        unit.values.changed()
         unit.gradients.consume()
 
     def finish(self) -> None:

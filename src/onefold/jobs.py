@@ -150,4 +150,4 @@ def _work(line: Line) -> None:
                 job.optimizer.unit.reap()
             except BaseException as error:
                 job.error = error
-        del job  # hold nothing while waiting
+        del job  # hold nothing while waiting: a model that is let go of ends this thread

@@ -51,6 +51,8 @@ class Offload:
                 f"Offload(parameters={self.parameters!r}) without the optimizer would bring values to it twice; "
                 f"set optimizer='host' or 'disk' too"
             )
+        if self.path is not None and (not isinstance(self.path, str | Path) or self.path == ""):
+            raise ConfigError(f"Offload(path={self.path!r}) is no path; give a folder on a fast disk of this node")
         on_disk = "disk" in (self.optimizer, self.parameters)
         if on_disk and self.path is None:
             raise ConfigError("Offload on disk needs path=: a folder on a fast disk of this node")

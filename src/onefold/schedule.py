@@ -183,7 +183,7 @@ class GatherSchedule:
     def _fetch(self, place: int) -> None:
         self._offer_to(place + 1)
         for soon in self._order[place + 1 : place + 1 + READ_AHEAD]:
-            self._units[soon].values.start()
+            self._units[soon].values.read_ahead()
         if not self._comm.any_order:
             for earlier in sorted(other for other in self._left if other < place):
                 self._pass_over(earlier)

@@ -63,8 +63,10 @@ class Values:
         self._shard: Tensor | None = None
         self.image: Image | None = None  # the file in which my shard rests
         self._coming: Callable[[], None] | None = None  # waits for an update that is on the way
+        self._updated: Callable[[], bool] = bool  # whether it has left my shard alone
         self._copied: Mark | None = None  # my shard is on its way to the device
         self._read = Mark()  # the last such copy
+        self._versions: list[int] = []  # of the parameters, when they were last shown
         self._lay_marks()
         if self.scope is Scope.WHOLE:
             self._lay_whole()
@@ -110,10 +112,11 @@ class Values:
         """My shard is not in memory, or an update of it is on the way."""
         return self._coming is not None or self.image is not None
 
-    def expect(self, wait: Callable[[], None]) -> None:
-        """An update was started elsewhere: nobody sees values before `wait` has returned."""
+    def expect(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
+        """An update was started elsewhere: nobody sees values before `wait` has returned. Until it is `done` my shard,
+        and the file in which it rests, are its own."""
         assert self._coming is None
-        self._coming = wait
+        self._coming, self._updated = wait, done
         if self.scope is Scope.WHOLE and self._late and self.presence is Presence.WHOLE:
             written = [i for i, param in enumerate(self._params) if version(param) != self._versions[i]]
             self._hide()
@@ -126,6 +129,14 @@ class Values:
         if self._coming is not None:
             coming, self._coming = self._coming, None
             coming()
+
+    def changed(self) -> None:
+        """They were updated inside backward: whoever still needs the old ones must hear of it. It was nobody's write,
+        also where they are still whole."""
+        before = [version(param) for param in self._params]
+        torch.autograd.graph.increment_version(self._params)
+        grown = [version(param) - was for param, was in zip(self._params, before, strict=True)]
+        self._versions = [known + more for known, more in zip(self._versions, grown, strict=False)]  # none, if unseen
 
     def part(self, span: Span) -> Tensor:
         """The values of these elements of the unit, which this rank updates."""
@@ -198,6 +209,11 @@ class Values:
         if self.image is not None:
             self.image.start()
 
+    def read_ahead(self) -> None:
+        """The same, unless an update has it: between its read and its write the file holds the old values."""
+        if self._coming is None or self._updated():
+            self.start()
+
     def wake(self) -> None:
         """My shard is in memory."""
         if self.image is not None:
@@ -239,7 +255,8 @@ class Values:
             self.whole.untyped_storage().resize_(0)
             self._resized()
             self.presence = Presence.SHARDED
-            self.sleep()
+            if self._coming is None:  # else the update has my shard, and puts it away
+                self.sleep()
             if written:
                 self._refuse_write(written)
 

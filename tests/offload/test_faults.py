@@ -12,7 +12,7 @@ from torch import nn
 
 import onefold
 from onefold.engine import engine_of
-from onefold.tiers.disk import DiskFile
+from onefold.tiers.disk import DiskFile, Scratch
 from tests.harness import run_ranks, start_ranks, tell
 
 
@@ -52,6 +52,8 @@ def caught(call, *args) -> tuple[str, str]:
         ({"optimizer": "nvme"}, 3, "use 'host', 'disk', 'auto' or None"),
         ({"optimizer": "disk"}, 3, "needs path="),
         ({"optimizer": "host", "path": "/tmp"}, 3, "is for 'disk'"),
+        ({"optimizer": "disk", "path": 7}, 3, "is no path"),
+        ({"optimizer": "disk", "path": ""}, 3, "is no path"),
         ({"parameters": "host"}, 3, "set optimizer='host' or 'disk' too"),
         ({"optimizer": "host", "parameters": "host"}, 2, "needs stage=3"),
         ({"optimizer": "host"}, 0, "use stage 1, 2 or 3"),
@@ -77,6 +79,11 @@ def test_a_path_that_is_not_there_is_refused_before_the_run(tmp_path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert "is a file; give a folder" in said_by_all(2, built, str(file))
+
+
+def test_a_path_may_begin_at_the_users_home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Scratch("~", needed_bytes=0).path == tmp_path
 
 
 def huge(path: str | None) -> None:

@@ -16,24 +16,26 @@ from tests.parity.training import batch_for
 CASES = [(tiers, stage) for tiers in TIERS for stage in stages_of(tiers)]
 
 
-def trained(stage: int, precision, offload, inside: bool) -> dict:
+def trained(stage: int, precision, offload, inside: bool, model: str = "gpt", **fields) -> dict:
     onefold.init()
     torch.manual_seed(1)
-    case = MODELS["gpt"]
-    model = onefold.shard(case.build(), stage=stage, precision=precision, offload=offload, bucket_bytes=64 << 10)
-    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2, step_in_backward=inside)
+    case = MODELS[model]
+    fields = {"bucket_bytes": 64 << 10, **fields}
+    sharded = onefold.shard(case.build(), stage=stage, precision=precision, offload=offload, **fields)
+    adam = onefold.Optimizer(sharded, torch.optim.AdamW, lr=1e-2, step_in_backward=inside)
     scheduler = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1.0 / (1 + step))  # each update has its own rate
     for step in range(4):
         torch.manual_seed(step)
-        case.loss(model, batch_for(step, 0, torch.distributed.get_rank()), step).backward()
+        case.loss(sharded, batch_for(step, 0, torch.distributed.get_rank()), step).backward()
         adam.step()
         adam.zero_grad()
         scheduler.step()
-    return onefold.full_state_dict(model)
+    return onefold.full_state_dict(sharded)
 
 
-def compare(stage: int, precision, offload) -> list[str]:
-    plain, moved = trained(stage, precision, None, inside=False), trained(stage, precision, offload, inside=True)
+def compare(stage: int, precision, offload, model: str = "gpt", **fields) -> list[str]:
+    plain = trained(stage, precision, None, False, model, **fields)
+    moved = trained(stage, precision, offload, True, model, **fields)
     return [name for name in plain if not torch.equal(plain[name], moved[name])]
 
 
@@ -42,6 +44,23 @@ def test_updates_beside_backward_give_the_same_bits(case: tuple[str, int], preci
     tiers, stage = case
     found = run_ranks(ranks, compare, stage, PRECISIONS[precision], offload_of(tiers, str(tmp_path)))
     assert found == [[]] * ranks
+
+
+@pytest.mark.parametrize(("tiers", "ranks"), thinned((None, *TIERS), (1, 2)))
+def test_units_that_are_updated_before_their_block_is_left_give_the_same_bits(tiers, ranks: int, tmp_path) -> None:
+    """A block of several units that is computed again stays whole until backward has left all of it."""
+    offload = offload_of(tiers, str(tmp_path)) if tiers else None
+    found = run_ranks(ranks, compare, 3, "bf16", offload, "gpt", activations="checkpoint", bucket_bytes=1 << 10)
+    assert found == [[]] * ranks
+
+
+IN_MEMORY = [tiers for tiers in TIERS if TIERS[tiers].get("parameters") != "disk"]
+
+
+@pytest.mark.parametrize(("tiers", "ranks"), thinned((None, *IN_MEMORY), (1, 2)))
+def test_units_that_nobody_used_in_a_step_give_the_same_bits_later(tiers, ranks: int, tmp_path) -> None:
+    offload = offload_of(tiers, str(tmp_path)) if tiers else None
+    assert run_ranks(ranks, compare, 3, "bf16", offload, "skipping", bucket_bytes=1 << 10) == [[]] * ranks
 
 
 def waiting_bytes() -> tuple[int, int]:

@@ -46,7 +46,7 @@ class Scratch:
     """
 
     def __init__(self, path: str | Path, needed_bytes: int, *, buffered: bool = False) -> None:
-        self.path = Path(path).absolute()
+        self.path = Path(path).expanduser().absolute()
         files.check_folder(self.path, needed_bytes)
         self._direct = not buffered and files.takes_direct(self.path)
         self.workers = Workers(self.path)

@@ -1,0 +1,72 @@
+"""A file is not read ahead while an update has it: between its read and its write it holds the values of the last step.
+
+Nothing is timed. The update of the second layer is held before it writes its values until the forward of the first
+layer runs, which comes after the second one's file would be read.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.engine import engine_of
+from tests.harness import run_ranks
+
+PATIENCE_S = 60.0
+
+
+class Layer(nn.Module):
+    """Tells when its forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.running = threading.Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.running.set()
+        return torch.tanh(self.linear(x))
+
+
+def trained(offload: onefold.Offload | None) -> list[float]:
+    """Losses of six steps."""
+    onefold.init()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer() for _ in range(4)))
+    model = onefold.shard(layers, stage=3, precision="bf16", offload=offload, units=Layer, prefetch=0)
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-1)
+    if offload is not None:
+        hold_before_writing(engine_of(model).units[1].values.image, layers[0].running)
+    losses = []
+    for _ in range(6):
+        loss = model(torch.ones(4, 32).bfloat16()).float().square().sum()
+        losses.append(loss.item())
+        loss.backward()
+        layers[0].running.clear()
+        adam.step()
+        adam.zero_grad()
+    layers[0].running.set()
+    return losses
+
+
+def hold_before_writing(image, until: threading.Event) -> None:
+    plain = image._file.write
+
+    def write(buffer: torch.Tensor):
+        assert until.wait(PATIENCE_S), "nobody waits for the second layer before the first has run"
+        return plain(buffer)
+
+    image._file.write = write
+
+
+def compare(path: str) -> bool:
+    return trained(None) == trained(onefold.Offload(optimizer="disk", parameters="disk", path=path))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_forward_reads_no_values_of_the_last_step(ranks: int, tmp_path) -> None:
+    assert run_ranks(ranks, compare, str(tmp_path)) == [True] * ranks
