@@ -14,7 +14,7 @@ from torch import Tensor
 
 from onefold.away import LEAVING, under_way_bytes
 from onefold.engine import Engine
-from onefold.jobs import WORKERS
+from onefold.jobs import AT_HAND, WORKERS
 from onefold.memory import storage_bytes, storage_key
 from onefold.placement import Scope, Tier
 from onefold.planner.sizes import Sizes, of_layout
@@ -25,7 +25,6 @@ from onefold.unit import Unit
 
 CHECKPOINTS_HOST = "checkpoints_host"
 PINNED, PAGEABLE, DISK = "pinned", "pageable", "disk"
-AT_HAND = 1  # unit that is read or changed between steps
 
 
 class TierRow(NamedTuple):

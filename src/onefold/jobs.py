@@ -22,6 +22,7 @@ from onefold.spans import NOTHING, span
 from onefold.tiers.host import Mark
 
 WORKERS = 3
+AT_HAND = 1  # unit that is read or changed between steps, beside theirs
 
 
 @dataclass

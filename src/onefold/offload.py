@@ -55,7 +55,7 @@ class Offload:
             raise ConfigError(f"Offload(path={self.path!r}) is no path; give a folder on a fast disk of this node")
         on_disk = "disk" in (self.optimizer, self.parameters)
         if on_disk and self.path is None:
-            raise ConfigError("Offload on disk needs path=: a folder on a fast disk of this node")
+            raise ConfigError("offload to disk needs path= (--offload-path): a folder on a fast disk of this node")
         if self.path is not None and not on_disk and self.optimizer != AUTO:
             raise ConfigError(f"Offload(path={str(self.path)!r}) is for 'disk' or 'auto'; leave it out, or ask for one")
         for name in ("device_bytes", "host_bytes"):

@@ -39,13 +39,15 @@ class Tower(nn.Module):
 class Tall:
     """A tower that trains with its states elsewhere."""
 
-    def __init__(self, offload: dict[str, Any], path: str, precision: Any, inside: bool = False) -> None:
+    def __init__(
+        self, offload: dict[str, Any], path: str, precision: Any, inside: bool = False, cls: Any = torch.optim.AdamW
+    ) -> None:
         onefold.init()
         torch.manual_seed(0)
         on_disk = "disk" in offload.values() or "host_bytes" in offload
         tiers = onefold.Offload(**offload, path=path if on_disk else None) if offload else None
         self.model = onefold.shard(Tower(), stage=3, bucket_bytes=2 * UNIT, precision=precision, offload=tiers)
-        self.optimizer = onefold.Optimizer(self.model, torch.optim.AdamW, step_in_backward=inside)
+        self.optimizer = onefold.Optimizer(self.model, cls, step_in_backward=inside)
 
     def backward(self) -> None:
         self.model(torch.randn(4, WIDTH).bfloat16()).float().square().mean().backward()
@@ -198,3 +200,17 @@ def test_auto_fills_the_device_then_the_host_and_then_the_disk(ranks: int, insid
         assert planned_well(report), report
         assert report.states + report.communication.measured <= third and report.host <= third
         assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))
+
+
+def bounded(cls: Any, precision: Any, inside: bool) -> onefold.MemoryReport:
+    tall = Tall(HOST, "", precision, inside, cls)
+    for _ in range(3):
+        tall.step()
+    return onefold.memory(tall.model)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.RAdam, torch.optim.Adagrad])
+@pytest.mark.parametrize(("precision", "inside"), [("bf16", True), (SPLIT, False)])
+def test_classes_without_a_kernel_of_ours_borrow_no_more_than_planned(cls: Any, precision: Any, inside: bool) -> None:
+    for report in run_ranks(2, bounded, cls, precision, inside):
+        assert planned_well(report), report

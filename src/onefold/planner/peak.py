@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from onefold.away import LEAVING, under_way_bytes, waiting_bytes
-from onefold.jobs import WORKERS
+from onefold.jobs import AT_HAND, WORKERS
 from onefold.memory import Pool
 from onefold.placement import Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
@@ -103,7 +103,8 @@ class Staging(NamedTuple):
 def staging_bytes(
     units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, inside: bool
 ) -> Staging:
-    """As the update threads have them, a unit each. `inside` backward gradients wait on the device."""
+    """As the update threads have them, a unit each; a file that grows has two. One more may be read between steps.
+    `inside` backward gradients wait on the device."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
     if not rows:
         return Staging(0, 0)
@@ -112,7 +113,7 @@ def staging_bytes(
         copied += under_way_bytes([u.shard * u.widths.grad for u, _ in rows])
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
     files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
-    return Staging(copied, WORKERS * max(wide, default=0) + (WORKERS + 1) * max(files))
+    return Staging(copied, WORKERS * max(wide, default=0) + (WORKERS + 1 + AT_HAND) * max(files))
 
 
 def segments(

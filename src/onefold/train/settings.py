@@ -179,13 +179,14 @@ class ZeroSettings:
     """keep, checkpoint, checkpoint+host, partition or partition+host (both with tp), or auto."""
 
     offload: str | None = None
-    """Where optimizer state is, and its update: host, disk, or auto (on the host what does not fit the device)."""
+    """Where optimizer state is, and its update: host, disk, or auto (on the host what does not fit the device,
+    and with a path on disk what does not fit there)."""
 
     offload_parameters: str | None = None
     """Stage 3, with --offload: where the shards of parameters are, host or disk."""
 
     offload_path: Path | None = None
-    """With disk: a folder on a fast disk of this node; what is written there is gone when the run ends."""
+    """With disk or auto: a folder on a fast disk of this node; what is written there is gone when the run ends."""
 
     def zero(self, seed: int) -> Zero:
         """The settings of shard(), without its mesh, which needs ranks."""
