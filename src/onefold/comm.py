@@ -86,6 +86,7 @@ class Comm:
 
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter) -> None:
         self.rank, self.size = axis.rank, axis.size
+        self._peers = [peer for peer in range(axis.size) if peer != axis.rank]
         self.meter = meter
         self.offers = Offers()
         self.salt = 0  # tells this model's messages from another's; agreed by all ranks
@@ -133,7 +134,7 @@ class Comm:
 
     def offer(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
-        peers = [peer for peer in (range(self.size) if to is None else to) if peer != self.rank]
+        peers = self._peers if to is None else [peer for peer in to if peer != self.rank]
         self.offers.made += to is None
         self.meter.count(label.purpose, "all-gather", shard.nbytes * len(peers))
         with self.span("start", label):
@@ -299,18 +300,17 @@ class PairwiseWire:
         return self._swap({peer: shard for peer in peers}, {}, label)
 
     def fetch(self, flat: Tensor, label: Label) -> Pending:
-        slots = flat.view(self._comm.size, -1)
+        slots = flat.view(self._comm.size, -1).unbind()
         return self._swap({}, {peer: slots[peer] for peer in self._peers}, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
-        slots = flat.view(self._comm.size, -1)
+        slots = flat.view(self._comm.size, -1).unbind()
         mine = slots[self._comm.rank]
         return self._swap({peer: mine for peer in self._peers}, {peer: slots[peer] for peer in self._peers}, label)
 
     def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
-        slots = flat.view(self._comm.size, -1)
-        wanted = slots.shape[1]
-        received = {peer: scratch[i * wanted : (i + 1) * wanted] for i, peer in enumerate(self._peers)}
+        slots = flat.view(self._comm.size, -1).unbind()
+        received = dict(zip(self._peers, scratch.view(len(self._peers), -1).unbind(), strict=True))
         parts = [received.get(rank, slots[rank]) for rank in range(self._comm.size)]
         return Reduction(self._swap({peer: slots[peer] for peer in self._peers}, received, label), parts)
 
@@ -355,7 +355,8 @@ class CollectiveWire:
         return self.gather(flat, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
-        mine = flat.view(self._comm.size, -1)[self._comm.rank]
+        numel = flat.numel() // self._comm.size
+        mine = flat[self._comm.rank * numel : (self._comm.rank + 1) * numel]
         return Pending(self._comm, label, [(None, self._comm._axis.group._allgather_base(flat, mine))])
 
     def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:

@@ -13,6 +13,11 @@ from torch import Tensor, nn
 DEEPEST = 3  # levels of unknown objects that are searched for tensors
 
 
+def listed(output: Any) -> list[Tensor]:
+    """All of them; most modules give one."""
+    return [output] if isinstance(output, Tensor) else list(tensors_in(output))
+
+
 def tensors_in(output: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output

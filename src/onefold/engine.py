@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
@@ -155,16 +155,17 @@ class Engine:
             self.passes.open_backward()
 
     def gradient_coming(self) -> None:
-        """Autograd is about to put a gradient into .grad, which must be free for it."""
+        """Autograd is about to put a gradient into .grad, which must be free for it. The first one opens backward."""
+        if self._open:
+            return
         self.enter_backward()
-        if not self._open:
-            self._check_scale()
-            if self.tied and self.tied.summed:
-                self.tied.refuse_backward()
-            self._forget_dropped()  # may raise: nothing is open then
-            self._begin_rounds()
-            self._open, self._settled = True, False
-            self.shown.hide()
+        self._check_scale()
+        if self.tied and self.tied.summed:
+            self.tied.refuse_backward()
+        self._forget_dropped()  # may raise: nothing is open then
+        self._begin_rounds()
+        self._open, self._settled = True, False
+        self.shown.hide()
 
     def _check_scale(self) -> None:
         """All backwards of a step have one scale, and fp16 has one at all. Clipping comes after them."""
@@ -198,20 +199,27 @@ class Engine:
 
     def gradient_arrived(self, index: int) -> None:
         """A parameter's .grad has been made by autograd: take it."""
-        param, place = self.params[index], self.places[index]
+        param = self.params[index]
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        unit = self.units[place.unit]
-        if self.inside and self.schedule.started(place.unit):
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                self._take(index, grad)
+        else:
+            self._take(index, grad)
+
+    def _take(self, index: int, grad: Tensor) -> None:
+        at, slot = self.places[index]
+        unit = self.units[at]
+        if self.inside and self.schedule.started(at):
             self.inside.refuse_late(self.names[index])
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            unit.gradients.add(place.slot, self._aligned(index, grad))
-            self.used[index] = USED
-            usual = self.schedule.arrived(place.unit, start=self.reducing)
-            if usual and id(unit) in self._pass_index:
-                every = self.schedule.count(place.unit) >= len(unit.params)
-                self.passes.gradients_came(self._pass_index[id(unit)], every=every)
+        unit.gradients.add(slot, grad if type(grad) is Tensor else self._aligned(index, grad))
+        self.used[index] = USED
+        if self.schedule.arrived(at, start=self._accumulating != "once"):
+            sharded = self._pass_index.get(id(unit))
+            if sharded is not None:
+                self.passes.gradients_came(sharded, every=self.schedule.count(at) >= len(unit.params))
 
     def _aligned(self, index: int, grad: Tensor) -> Tensor:
         """A gradient as its parameter lies on the ranks of "tp", which run the same backward in the same order."""

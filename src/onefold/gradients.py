@@ -67,11 +67,14 @@ class Gradients:
         mean = 1.0 / (comm.size * replicas.size)
         self._narrow, self._wire, self.dtype = dtypes.narrow, dtypes.wire, dtypes.grad
         self._scale, self._sum_scale = (1.0, mean) if self._narrow else (mean, 1.0)
+        factor = torch.tensor(self._scale, dtype=_wide(dtypes.compute), device="cpu")  # torch casts a Python number
+        self._factor = None if self._scale == 1.0 else factor  # for every product, which takes longer than the product
         self._local_dtype = dtypes.wire
         self.reduced = False  # the gradient below is the sum of at least one round
         self._home: Tensor | None = None  # whole gradient, where gradients are whole
         self._shard: Tensor | None = None  # my shard of it, where they are sharded
         self._local: Tensor | None = None  # the local sum being built
+        self._slots: list[Tensor] = []  # the parameters' views of it
         self.transient = host is not None or not pool.keeps  # its buffer is the pool's, until it is parked or used
         self.parked: Parcel | None = None  # my shard of it, on the host
         self._leaving: list[Tensor] = []  # buffers here that a copy down still reads
@@ -111,18 +114,20 @@ class Gradients:
                 f"{self._layout.slots[index].name} has a {grad.layout} gradient; flat units need dense ones: "
                 f"build the module with sparse=False"
             )
-        if self._stays_loose(index, grad):
+        if self._may_be_loose and self._stays_loose(index, grad):
             self._loose[index] = grad
             return
-        view = self._views.view(self._open_local(), index)
+        if self._local is None:
+            self._open_local()
+        view = self._slots[index]
         if index in self._written:
             view.add_(grad, alpha=self._scale)
         else:
-            view.copy_(grad) if self._narrow else torch.mul(grad, self._scale, out=view)
+            view.copy_(grad) if self._factor is None else torch.mul(grad, self._factor, out=view)
             self._written.add(index)
 
     def _stays_loose(self, index: int, grad: Tensor) -> bool:
-        if not self._may_be_loose or index in self._loose or self._local is not None or self.reduced or self._rounds:
+        if index in self._loose or self._local is not None or self.reduced or self._rounds:
             return False
         alike = grad.dtype is self.dtype is self._local_dtype and grad.stride() == self._views.stride(index)
         return alike and grad.data_ptr() % ALIGNED == 0
@@ -133,9 +138,10 @@ class Gradients:
             self._rounds.append(None)
             return
         flat = self._open_local()
-        for index in range(len(self._layout.slots)):
-            if index not in self._written:
-                self._views.view(flat, index).zero_()
+        if len(self._written) < len(self._slots):
+            for index, view in enumerate(self._slots):
+                if index not in self._written:
+                    view.zero_()
         if flat.dtype is not self._wire:
             local, flat = flat, self._pool.take(self._layout.numel, self._wire)
             flat.copy_(local)
@@ -143,8 +149,7 @@ class Gradients:
         scratch = self._pool.take(self._comm.scratch_numel(self._layout.shard_numel), self._wire)
         reduction = self._comm.reduce(flat, scratch, Label("reduce", self._layout.name))
         self._rounds.append(Round(reduction, flat, scratch))
-        self._local = None
-        self._written.clear()
+        self._close_local()
 
     def finish(self) -> None:
         """End the oldest round: its sum is in the gradient, its buffers are back in the pool."""
@@ -267,8 +272,7 @@ class Gradients:
         assert not self._rounds
         if self._local is not None:
             self._let_go(self._local)
-        self._local = None
-        self._written.clear()
+        self._close_local()
         self._loose.clear()
         self.reduced = False
         self.parked = None
@@ -302,7 +306,7 @@ class Gradients:
         elif not self._loose:
             self.part(slot if self._scope is Scope.WHOLE else slot.clip(self._mine)).zero_()
         if self._local is not None:
-            self._views.view(self._local, index).zero_()
+            self._slots[index].zero_()
 
     def _open_local(self) -> Tensor:
         if self._local is None:
@@ -312,7 +316,12 @@ class Gradients:
             else:
                 self._local = self._pool.take(self._layout.numel, self._local_dtype)
             self._views.zero_gaps(self._local)
+            self._slots = self._views.all(self._local)
         return self._local
+
+    def _close_local(self) -> None:
+        self._local, self._slots = None, []
+        self._written.clear()
 
     def _let_go(self, flat: Tensor) -> None:
         if flat is not self._home:

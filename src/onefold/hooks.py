@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.casts import attach_casts
-from onefold.containers import tensors_in
+from onefold.containers import listed, tensors_in
 from onefold.engine import Engine
 from onefold.errors import StateError
 from onefold.meter import Label
@@ -67,11 +67,11 @@ def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
             # its own parameters are gathered when it looks them up, which also works if it is called by itself
             module.register_forward_pre_hook(lambda m, args: passes.enter(id(m), []))
             module.register_forward_hook(
-                lambda m, args, output: passes.leave(id(m), [], list(tensors_in(output))), always_call=True
+                lambda m, args, output: passes.leave(id(m), [], listed(output)), always_call=True
             )
     model.register_forward_pre_hook(lambda *_: _enter_root(engine))
     model.register_forward_hook(
-        lambda m, args, output: passes.leave(id(m), [], list(tensors_in(output)), root=True), always_call=True
+        lambda m, args, output: passes.leave(id(m), [], listed(output), root=True), always_call=True
     )
     passes.looked_up_only = _of_embeddings(model, unit_of)
     watch_parameters(model.modules(), unit_of, passes)
@@ -140,7 +140,7 @@ def _enter_module(
     passes.enter(id(module), indices)
     counted = not in_backward()
     inputs = [  # a leaf cannot tell under autograd.grad; those of a reentrant recomputation are never asked by it
-        t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad and (t.grad_fn is not None or not counted)
+        t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad and not (t.is_leaf and counted)
     ]
     if inputs and torch.is_grad_enabled():
         if counted:
@@ -158,10 +158,11 @@ def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], No
 
 
 def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
-    engine.passes.leave(id(module), indices, list(tensors_in(output)))
+    given = listed(output)
+    engine.passes.leave(id(module), indices, given)
     if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+        for tensor in given:
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: engine.passes.need_in_backward(indices))
 
 
@@ -195,7 +196,7 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
 def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:
     if torch.is_grad_enabled():
         for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: engine.enter_backward())
 
 

@@ -32,6 +32,7 @@ class Pool:
 
     def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
         self.device, self.keeps = device, keeps
+        self._out_bytes = 0
         self.most_bytes = 0  # that were ever out at once
         self._free: list[Tensor] = []
         self._out: dict[int, Tensor] = {}
@@ -40,20 +41,26 @@ class Pool:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer of `numel` elements with any content: the smallest free one that fits, or a new one."""
         with self._lock:
-            return self._taken(numel * dtype.itemsize).view(dtype)
+            if not (self.keeps or self._free):
+                return self._lend(torch.empty(numel, dtype=dtype, device=self.device))
+            wanted_bytes = numel * dtype.itemsize
+            return self._lend(self._fitting(wanted_bytes))[:wanted_bytes].view(dtype)
 
-    def _taken(self, wanted_bytes: int) -> Tensor:
+    def _fitting(self, wanted_bytes: int) -> Tensor:
         fitting = [buffer for buffer in self._free if buffer.numel() >= wanted_bytes]
         if fitting:
             buffer = min(fitting, key=Tensor.numel)
             self._remove(buffer)
-        else:
-            if self._free:  # grow one that is too small rather than keep it beside a larger one
-                self._remove(max(self._free, key=Tensor.numel))
-            buffer = self._make(wanted_bytes)
+            return buffer
+        if self._free:  # grow one that is too small rather than keep it beside a larger one
+            self._remove(max(self._free, key=Tensor.numel))
+        return self._make(wanted_bytes)
+
+    def _lend(self, buffer: Tensor) -> Tensor:
         self._out[storage_key(buffer)] = buffer
-        self.most_bytes = max(self.most_bytes, sum(map(Tensor.numel, self._out.values())))
-        return buffer[:wanted_bytes]
+        self._out_bytes += buffer.nbytes
+        self.most_bytes = max(self.most_bytes, self._out_bytes)
+        return buffer
 
     def _make(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -61,6 +68,7 @@ class Pool:
     def give(self, taken: Tensor) -> None:
         with self._lock:
             buffer = self._out.pop(storage_key(taken))
+            self._out_bytes -= buffer.nbytes
             if self.keeps:
                 self._free.append(buffer)
 

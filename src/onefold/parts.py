@@ -47,6 +47,20 @@ def version(param: Tensor) -> int:
     return param._version + (held(param)._version if is_split(param) else 0)
 
 
+def put_all(params: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
+    """`put` for each. Twice per unit and pass: most parameters are plain, and are not asked twice."""
+    for param, tensor in zip(params, tensors, strict=True):
+        if type(param) is nn.Parameter:
+            param.data = tensor
+        else:
+            put(param, tensor)
+
+
+def versions(params: Sequence[nn.Parameter]) -> list[int]:
+    """`version` of each."""
+    return [param._version if type(param) is nn.Parameter else version(param) for param in params]
+
+
 def wrapped(param: Any, local: Tensor) -> Tensor:
     """A tensor that is to `param` what `local` is to its local part; they share memory."""
     if not is_split(param):

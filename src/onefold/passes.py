@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from onefold.comm import Comm
 from onefold.leftovers import serve_at_the_end
-from onefold.parts import held
+from onefold.parts import PLAIN, held
 from onefold.schedule import BACKWARD, FORWARD, GatherSchedule
 from onefold.unit import Unit
 
@@ -133,7 +133,8 @@ class Passes:
     def _unit_of(self, tensor: Tensor) -> int | None:
         """The unit whose buffer a tensor lies in."""
         try:
-            return self._by_storage.get(held(tensor).untyped_storage()._cdata)
+            local = tensor if type(tensor) in PLAIN else held(tensor)
+            return self._by_storage.get(local.untyped_storage()._cdata)
         except NotImplementedError:  # inside torch.func transforms
             return None
 
@@ -167,18 +168,19 @@ class Passes:
         if index is not None:
             return SavedParameter(index, tensor, self.gathers.saved)
         # an output that its own node saves would keep itself alive; autograd gives the detached one its history back
-        return SavedActivation(tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version)
+        return SavedActivation(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     def unpack(self, saved: Any) -> Tensor:
-        if saved.tensor._version != saved.version:  # autograd leaves this check to whoever has the hooks
+        tensor: Tensor = saved.tensor
+        if tensor._version != saved.version:  # autograd leaves this check to whoever has the hooks
             what = "a parameter was updated" if isinstance(saved, SavedParameter) else "an activation was changed"
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{what} after the forward that this backward belongs to"
             )
-        if isinstance(saved, SavedParameter):
+        if type(saved) is SavedParameter:
             self.need_in_backward([saved.unit])
-        return saved.tensor
+        return tensor
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -189,9 +191,11 @@ class Passes:
             self._begin(BACKWARD, self.gathers.backward, release_when_idle=False)
 
     def need_in_backward(self, indices: Sequence[int]) -> None:
-        self._on_backward()
-        self.open_backward()
-        self.gathers.need(*indices)
+        if not self._backward:
+            self._on_backward()
+            self.open_backward()
+        if not all(map(self.gathers.ready, indices)):
+            self.gathers.need(*indices)
         if torch.is_grad_enabled():  # create_graph: what this backward saves is out of our sight
             self._graph_made = True
             for index in indices:
@@ -306,7 +310,7 @@ class GatheringDict(dict[str, "nn.Parameter | None"]):
         index = self._unit_of.get(name)
         if index is not None:
             self._passes.look_up(index)
-        return super().__getitem__(name)
+        return dict.__getitem__(self, name)
 
 
 def in_backward() -> bool:

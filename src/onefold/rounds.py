@@ -40,17 +40,23 @@ class ReduceSchedule:
         self._final = final
         self.completed = []
         self._arrived = [0] * len(self._units)
+        self._expected = [self._usual(index) for index in range(len(self._units))]
+        self._first = True  # no gradient has arrived
         self._next = 0
         self._started: set[int] = set()
 
     def arrived(self, index: int, *, start: bool) -> bool:
-        """One gradient has been added to a unit; start every round that may start. True if as many came as usual."""
-        self._arrived[index] += 1
-        if self._arrived[index] == self._expected(index):
+        """One gradient has been added to a unit; start every round that may start: some do with the first gradient of
+        a backward, others when a unit becomes complete. True if as many came as usual."""
+        arrived = self._arrived[index] = self._arrived[index] + 1
+        if arrived == self._expected[index]:
             self.completed.append(index)
+        elif not self._first:
+            return arrived > self._expected[index]
+        self._first = False
         while start and self._next < len(self.order) and self._may_start(self.order[self._next]):
             self._start_next()
-        return self._arrived[index] >= self._expected(index)
+        return arrived >= self._expected[index]
 
     def started(self, index: int) -> bool:
         """Whether this backward has started a unit's round."""
@@ -99,9 +105,9 @@ class ReduceSchedule:
 
     def _complete(self, index: int) -> bool:
         skipped = self._unused[index] >= REMEMBERED and not self.patient
-        return skipped or self._arrived[index] >= self._expected(index)
+        return skipped or self._arrived[index] >= self._expected[index]
 
-    def _expected(self, index: int) -> int:
+    def _usual(self, index: int) -> int:
         """Gradients per backward: the most there were lately, counting one for each parameter as seen at first."""
         return max(max(self._counts[index]), len(self._units[index].params) if self.patient else 0)
 

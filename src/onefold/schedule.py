@@ -47,6 +47,7 @@ class GatherSchedule:
         self.saved = [0] * len(units)  # tensors of a unit that graphs hold, and backward will come for
         self.trace: deque[tuple[str, str]] = deque(maxlen=TRACED)  # the latest gathers: purpose, unit
         self._purpose, self._order = LONE, list[int]()
+        self._places: dict[int, list[int]] = {}  # unit -> where the list has it
         self._left: set[int] = set()  # places of the list that have not been fetched
         self._unoffered: deque[int] = deque()  # places that wait for their values
         self._at = 0  # the place behind the last need
@@ -68,6 +69,9 @@ class GatherSchedule:
             order = []
         self._purpose, self._order, self._release_when_idle = purpose, order, release_when_idle
         self._left, self._at = set(range(len(order))), 0
+        self._places = {}
+        for place, index in enumerate(order):
+            self._places.setdefault(index, []).append(place)
         self.seen = []
         for unit in self._units:
             unit.values.finish_offers(purpose)  # peers may be one pass of a kind behind, no more
@@ -83,8 +87,14 @@ class GatherSchedule:
 
     def need(self, *indices: int) -> None:
         """Make units whole now, and start what comes next."""
-        wanted = sorted((i for i in indices if not self.ready(i)), key=self._place)
-        self._release_idle(but=indices)
+        wanted = [index for index in indices if not self.ready(index)]
+        if self._release_when_idle:
+            self._release_idle(but=indices)
+        if wanted:
+            self._gather(wanted)
+
+    def _gather(self, wanted: list[int]) -> None:
+        wanted.sort(key=self._place)
         unlisted = []
         for index in wanted:
             self.seen.append(index)
@@ -97,8 +107,7 @@ class GatherSchedule:
                 self._at = place + 1
         if unlisted:
             self._gather_unlisted(unlisted)
-        if wanted:
-            self._look_ahead()
+        self._look_ahead()
         for index in wanted:
             if self._watch:
                 self._watch.needed(index)
@@ -148,7 +157,7 @@ class GatherSchedule:
         """Where a need of this unit stands in the list: the next place that is left, or one before, or none."""
         if index in self._ahead:
             return self._ahead[index]
-        places = [place for place in self._left if self._order[place] == index]
+        places = [place for place in self._places.get(index, ()) if place in self._left]
         return min(places, key=lambda place: (place < self._at, place), default=len(self._order))
 
     def _gather_unlisted(self, indices: Sequence[int]) -> None:
@@ -185,7 +194,10 @@ class GatherSchedule:
         for soon in self._order[place + 1 : place + 1 + READ_AHEAD]:
             self._units[soon].values.read_ahead()
         if not self._comm.any_order:
-            for earlier in sorted(other for other in self._left if other < place):
+            first = place  # all before it have been fetched
+            while first - 1 in self._left:
+                first -= 1
+            for earlier in range(first, place):
                 self._pass_over(earlier)
         self._left.discard(place)
         self._start(self._order[place])
@@ -223,10 +235,9 @@ class GatherSchedule:
         self._live.add(index)
 
     def _release_idle(self, but: Sequence[int]) -> None:
-        if self._release_when_idle:
-            for index in sorted(self._live - self._ahead.keys() - {*but, self._keep}):
-                if not self._busy.get(index):
-                    self._release(index)
+        for index in sorted(self._live - self._ahead.keys() - {*but, self._keep}):
+            if not self._busy.get(index):
+                self._release(index)
 
     def _release(self, index: int) -> None:
         self._ahead.pop(index, None)

@@ -40,9 +40,12 @@ class ShownGradients:
 
     def hide(self, indices: Sequence[int] | None = None) -> None:
         """Take back what was shown: all of it, or these."""
-        for index in list(self._shown) if indices is None else indices:
-            shown = self._shown.pop(index, None)
-            if shown is not None and self._params[index].grad is shown:
+        if indices is None:
+            taken, self._shown = self._shown, {}
+        else:
+            taken = {index: self._shown.pop(index) for index in indices if index in self._shown}
+        for index, shown in taken.items():
+            if self._params[index].grad is shown:
                 self._params[index].grad = None
 
     def __len__(self) -> int:

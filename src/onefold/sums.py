@@ -10,10 +10,13 @@ from torch import Tensor
 
 def sum_wide(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None, scale: float, wide: Tensor) -> None:
     """As `sum_in_order`, in fp32 and rounded once, times `scale`."""
-    wide.copy_(parts[0])
-    for part in parts[1:]:
-        wide.add_(part)
-    wide.mul_(scale)
+    if len(parts) == 1 and parts[0].dtype is wide.dtype:
+        torch.mul(parts[0], scale, out=wide)
+    else:
+        wide.copy_(parts[0])
+        for part in parts[1:]:
+            wide.add_(part)
+        wide.mul_(scale)
     if plus is not None:
         wide.add_(plus)
     if out.data_ptr() != wide.data_ptr():

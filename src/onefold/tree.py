@@ -12,17 +12,36 @@ from onefold.parts import is_split
 
 
 class ParameterTree:
-    """The parameters of a model at one moment."""
+    """The parameters of a model at one moment.
+
+    A walk through all modules takes a while, and every step looks twice. So a look is at what hangs on the modules that
+    the last walk met; only if that has changed is there another walk.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._before = dict(_named(model))
         self._ids = [id(param) for param in _params(model)]
+        self._walk()
+
+    def _walk(self) -> None:
+        self._modules = list(self._model.modules())  # held, so that no other module gets the id of one
+        self._hanging = self._look()
+
+    def _look(self) -> list[int]:
+        found: list[int] = []
+        for module in self._modules:
+            found += map(id, module._parameters.values())
+            found += map(id, module._modules.values())
+        return found
 
     def check(self) -> None:
         """Raise, naming it, if a parameter was added, replaced or removed since."""
+        if self._look() == self._hanging:
+            return
         if [id(param) for param in _params(self._model)] != self._ids:
             self._name_the_change()
+        self._walk()
 
     def _name_the_change(self) -> NoReturn:
         after = dict(_named(self._model))

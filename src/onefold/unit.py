@@ -19,7 +19,7 @@ from onefold.layout import UnitLayout
 from onefold.master import beside, master_of
 from onefold.memory import Pool
 from onefold.meter import Label
-from onefold.parts import version
+from onefold.parts import versions
 from onefold.placement import Placement, Scope, Tier
 from onefold.precision import Dtypes
 from onefold.tiers.host import Mark
@@ -68,6 +68,7 @@ class Unit:
         if placement.parameters_tier is Tier.DISK:
             self.values.rest(tiers.image(f"parameters of {self.name}", tiers.host.staging, self.values.shards))
         self._tiers, self._at_hand = tiers, False
+        self._may_be_edited = dtypes.narrow and placement.parameters is Scope.WHOLE and not placement.late
         self._versions: list[int] = []
         self.know_edits()
 
@@ -82,8 +83,8 @@ class Unit:
 
     def take_edits(self) -> None:
         """Whole 16-bit parameters that were edited in place tell their master."""
-        if self.dtypes.narrow and self.placement.parameters is Scope.WHOLE and not self.placement.late:
-            now = [version(param) for param in self.params]
+        if self._may_be_edited:
+            now = versions(self.params)
             edited = [s.span for s, new, old in zip(self.layout.slots, now, self._versions, strict=True) if new != old]
             with self.at_hand(write=True) if edited else nullcontext():
                 for span in edited:
@@ -155,7 +156,8 @@ class Unit:
 
     def know_edits(self) -> None:
         """Whatever was edited by now has reached the master."""
-        self._versions = [version(param) for param in self.params]
+        if self._may_be_edited:
+            self._versions = versions(self.params)
 
     def stride(self, slot: int) -> tuple[int, ...]:
         """In which order the elements of a parameter lie here, whole or not."""

@@ -29,7 +29,7 @@ from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.memory import storage_key
 from onefold.meter import Label
-from onefold.parts import held, put, version
+from onefold.parts import held, put_all, versions
 from onefold.placement import Placement, Scope, Tier
 from onefold.rounding import narrowed
 from onefold.spans import span
@@ -54,6 +54,8 @@ class Values:
         self.scope, self._late, self._tier = placement.parameters, placement.late, placement.parameters_tier
         self._mine = views.layout.shard(comm.rank)
         self.whole = views.empty(views.layout.numel)
+        self._my_slot = self.whole[self._mine.start : self._mine.stop]
+        self._whole_bytes = self.whole.nbytes
         self.storage = storage_key(self.whole)
         self._flat_views = views.all(self.whole)
         self._arriving: Pending | None = None
@@ -118,7 +120,7 @@ class Values:
         assert self._coming is None
         self._coming, self._updated = wait, done
         if self.scope is Scope.WHOLE and self._late and self.presence is Presence.WHOLE:
-            written = [i for i, param in enumerate(self._params) if version(param) != self._versions[i]]
+            written = self._written()
             self._hide()
             self.presence = Presence.GATHERING
             if written:
@@ -133,9 +135,9 @@ class Values:
     def changed(self) -> None:
         """They were updated inside backward: whoever still needs the old ones must hear of it. It was nobody's write,
         also where they are still whole."""
-        before = [version(param) for param in self._params]
+        before = versions(self._params)
         torch.autograd.graph.increment_version(self._params)
-        grown = [version(param) - was for param, was in zip(self._params, before, strict=True)]
+        grown = [now - was for now, was in zip(versions(self._params), before, strict=True)]
         self._versions = [known + more for known, more in zip(self._versions, grown, strict=False)]  # none, if unseen
 
     def part(self, span: Span) -> Tensor:
@@ -173,8 +175,7 @@ class Values:
         self.settle()
         self.finish_gather()
         if self.presence is Presence.SHARDED:
-            storage = self.whole.untyped_storage()
-            storage.resize_(self._views.layout.numel * self.whole.itemsize)
+            self.whole.untyped_storage().resize_(self._whole_bytes)
             self._resized()
             self._fill_mine()
             self.presence = Presence.GATHERING
@@ -186,12 +187,11 @@ class Values:
         """My slot of the buffer; from the host it comes beside compute."""
         assert self._shard is not None
         self.wake()
-        mine = self.whole[self._mine.start : self._mine.stop]
         if self.on_host:
             with span("upload", "shard", self._views.layout.name):
-                self._copied = self._host.up(self._shard, mine)
+                self._copied = self._host.up(self._shard, self._my_slot)
         else:
-            mine.copy_(self._shard)
+            self._my_slot.copy_(self._shard)
 
     @property
     def on_host(self) -> bool:
@@ -250,7 +250,7 @@ class Values:
             return
         self.finish_gather()
         if self.presence is Presence.WHOLE:
-            written = [i for i, param in enumerate(self._params) if version(param) != self._versions[i]]
+            written = self._written()
             self._hide()
             self.whole.untyped_storage().resize_(0)
             self._resized()
@@ -267,23 +267,26 @@ class Values:
     def write_back(self) -> None:
         """Take what the whole parameters hold now as the truth."""
         if self._shard is None:
-            self._versions = [version(param) for param in self._params]
+            self._versions = versions(self._params)
         else:
             assert self.presence is Presence.WHOLE
             self.finish_offers()
-            self._versions = [version(param) for param in self._params]
+            self._versions = versions(self._params)
             self.wake()
-            self._shard.copy_(self.whole[self._mine.start : self._mine.stop])
+            self._shard.copy_(self._my_slot)
             self.sleep(changed=True)
 
     def _show(self) -> None:
-        for param, view in zip(self._params, self._flat_views, strict=True):
-            put(param, view)
-        self._versions = [version(param) for param in self._params]
+        put_all(self._params, self._flat_views)
+        self._versions = versions(self._params)
 
     def _hide(self) -> None:
-        for param, placeholder in zip(self._params, self._placeholders, strict=True):
-            put(param, placeholder)
+        put_all(self._params, self._placeholders)
+
+    def _written(self) -> list[int]:
+        """Which parameters were written since they were shown."""
+        now = versions(self._params)
+        return [] if now == self._versions else [i for i, new in enumerate(now) if new != self._versions[i]]
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -296,6 +299,8 @@ class Values:
             return
         for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True):
             here = held(param)
+            if here.is_set_to(ours) and here.dtype is ours.dtype:  # in one call, for every parameter in every pass
+                continue
             if (here.numel() and here.data_ptr() != ours.data_ptr()) or _form(here) != _form(ours):
                 raise StateError(
                     f"{slot.name} left the flat buffer it shares with its unit (.to(), .half(), assigning .data or "

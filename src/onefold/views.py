@@ -17,20 +17,23 @@ class FlatViews:
     def __init__(self, layout: UnitLayout, params: Sequence[Tensor], dtype: torch.dtype) -> None:
         self.layout, self.dtype, self.device = layout, dtype, params[0].device
         self._shapes = [(held(p).size(), dense_stride(p)) for p in params]
+        self._starts = [slot.start for slot in layout.slots]
 
     def empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         size, stride = self._shapes[index]
-        return flat.as_strided(size, stride, flat.storage_offset() + self.layout.slots[index].start)
+        return flat.as_strided(size, stride, flat.storage_offset() + self._starts[index])
 
     def stride(self, index: int) -> tuple[int, ...]:
         """In which order a parameter's elements lie."""
         return self._shapes[index][1]
 
     def all(self, flat: Tensor) -> list[Tensor]:
-        return [self.view(flat, index) for index in range(len(self._shapes))]
+        first, strided = flat.storage_offset(), flat.as_strided
+        places = zip(self._shapes, self._starts, strict=True)
+        return [strided(size, stride, first + start) for (size, stride), start in places]
 
     def in_memory_order(self, tensor: Tensor, index: int) -> Tensor:
         """A parameter's elements one behind the other, as they lie in a flat buffer."""

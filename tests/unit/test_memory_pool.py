@@ -120,6 +120,17 @@ def test_the_smallest_free_buffer_that_fits_is_taken():
     assert pool.take(101, torch.uint8).data_ptr() == taken[2].data_ptr()
 
 
+def test_a_pool_that_keeps_nothing_counts_what_is_out_and_lets_go_of_what_comes_back():
+    pool = Pool(CPU, keeps=False)
+    first, second = pool.take(8, torch.float32), pool.take(4, torch.bfloat16)
+    assert (first.dtype, first.numel(), second.dtype, second.numel()) == (torch.float32, 8, torch.bfloat16, 4)
+    assert {storage_key(buffer) for buffer in pool.buffers()} == {storage_key(first), storage_key(second)}
+    pool.give(first)
+    pool.give(pool.take(2, torch.float32))
+    assert [storage_key(buffer) for buffer in pool.buffers()] == [storage_key(second)]
+    assert pool.most_bytes == 8 * 4 + 4 * 2
+
+
 def test_a_buffer_cannot_be_given_back_twice():
     pool = Pool(CPU)
     buffer = pool.take(8, torch.float32)
