@@ -56,21 +56,24 @@ def where(result: Result) -> str:
 def how(group: Group) -> str:
     precisions = " and ".join(dict.fromkeys(result["work"]["precision"] for result in group))
     steps = max(len(row.get("steps_s", ())) for result in group for row in result["systems"].values())
-    commands = ", ".join(dict.fromkeys(f"`{result['command']}`" for result in group))
+    commands = list(dict.fromkeys(f"`{result['command']}`" for result in group))
+    if len(commands) > 2:  # the long tables have each
+        commands = ["`" + group[0]["command"].partition(" --work")[0] + " --work …`"]
     bases = ", ".join(dict.fromkeys(label(result["base"]) for result in group))
-    return f"{precisions}, AdamW; medians of {steps} steps, beside those of {bases}, and the most memory ({commands})"
+    told = f"{precisions}, AdamW; medians of up to {steps} steps, beside those of {bases}, and the most memory"
+    return f"{told} ({', '.join(commands)})"
 
 
 def label(name: str) -> str:
     return SYSTEMS[name].label
 
 
-def time_of(row: Result, base: bool) -> str:
-    """The base in milliseconds, the others beside it."""
+def time_of(row: Result, base: bool, paired: bool) -> str:
+    """The base in milliseconds, the others beside it: by steps that were taken side by side, if they were."""
     if "median_s" not in row:
         return "failed"
-    ms = f"{1e3 * row['median_s']:.0f} ms"
-    return ms if base or "paired_ratio" not in row else f"{row['paired_ratio']:.3f}×"
+    ms, key = f"{1e3 * row['median_s']:.0f} ms", "paired_ratio" if paired else "ratio"
+    return ms if base or key not in row else f"{row[key]:.3f}×"
 
 
 def gib(row: Result, key: str) -> str:
@@ -101,7 +104,8 @@ def cell(result: Result, name: str, memory: str) -> str:
     row = result["systems"].get(name)
     if row is None:
         return ""
-    return ", ".join(part for part in (time_of(row, name == result["base"]), gib(row, memory)) if part)
+    time = time_of(row, name == result["base"], paired=result["work"]["device"] == "cpu")
+    return ", ".join(part for part in (time, gib(row, memory)) if part)
 
 
 def full(groups: list[Group]) -> str:
