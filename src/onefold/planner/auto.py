@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from onefold.layout import ParamInfo
 from onefold.placement import Placement, Tier
+from onefold.planner.arrivals import arrivals
 from onefold.planner.estimate import Choice, usable_bytes
 from onefold.planner.hardware import Hardware
-from onefold.planner.peak import pool_bytes, segments
+from onefold.planner.peak import segments
 from onefold.planner.search import ROOM, Question, fits, most, recommend, text_of
 from onefold.planner.sizes import UnitSize, Widths
 from onefold.planner.states import StateCost, state_bytes
@@ -78,7 +79,8 @@ def choose_staying(
     def needed(staying: int) -> int:
         here = set(trained[:staying])
         rows = [p.on(Tier.DEVICE, p.parameters_tier) if i in here else p for i, p in enumerate(placements)]
-        return state_bytes(units, rows, ADAM).total + pool_bytes(units, rows, ranks, cuda=cuda, one_pass=False)
+        arriving = arrivals(units, rows, ranks, cuda=cuda, one_pass=False, accumulates=True)
+        return state_bytes(units, rows, ADAM).total + max((unit.done.buffers for unit in arriving), default=0)
 
     number = most(lambda staying: needed(staying) <= budget, len(trained))
     room = "device_bytes" if device_bytes is not None else f"{ROOM:.0%} of the device less units in use"
