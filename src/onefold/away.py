@@ -64,7 +64,7 @@ class Parking:
         if gradients.reduced and gradients.parked is None:
             gradients.park()
             self._leaving.append(gradients)
-            while len(self._leaving) > (LEAVING if self.host.cuda else 0):
+            while len(self._leaving) > (0 if self._engine.pool.keeps else LEAVING):  # on a CPU a copy is done at once
                 self._leaving.popleft().left()
 
     def settle(self) -> None:

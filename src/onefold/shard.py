@@ -99,7 +99,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     together(comms, lambda: _synchronise(comms.everyone, [*named, *model.named_buffers()], settings))
     if comms.tp.size > 1 and not found.meta:
         together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in parts]))
-    pool, tiers = Pool(device, keeps=comm.any_order), Tiers(device)
+    pool, tiers = Pool(device, keeps=comm.any_order), Tiers(device, keeps=comm.any_order)
     units: list[Unit] = []
     try:
         units = _build_units(model, found, settings, policy, comms, pool, tiers, decided)

@@ -6,7 +6,7 @@ import pytest
 
 from onefold.lookahead import exposed_s
 from onefold.placement import STAGES
-from onefold.planner.activations import of_shape, tensor_parallel_elements
+from onefold.planner.activations import PER_BLOCK, of_shape, tensor_parallel_elements
 from onefold.planner.estimate import Choice, Estimate
 from onefold.planner.hardware import hardware
 from onefold.planner.search import days, largest_model
@@ -188,10 +188,11 @@ def test_look_ahead_hides_latency_but_not_lack_of_bandwidth():
 
 def test_activations_of_the_paper():
     small, large = PAPER["1.5b"].shape, PAPER["100b"].shape
-    assert of_shape(small, 32, "keep").kept_per_block * 48 / GB == pytest.approx(60, abs=0.5)
+    counted = 12 / PER_BLOCK  # the paper's 12·h per token; the GPT that is trained here keeps more
+    assert of_shape(small, 32, "keep").kept_per_block * 48 / GB * counted == pytest.approx(60, abs=0.5)
     checkpointed = of_shape(small, 32, "checkpoint")
     assert checkpointed.kept_per_block * 48 / GB == pytest.approx(5.0, abs=0.05)
-    assert checkpointed.block / GB == pytest.approx(1.3, abs=0.05)
+    assert checkpointed.block / GB * counted == pytest.approx(1.3, abs=0.05)
     assert of_shape(large, 32, "checkpoint", tp=16).kept_per_block * 125 / GB == pytest.approx(67, abs=0.2)
     assert of_shape(large, 32, "partition", tp=16).kept_per_block * 125 / GB == pytest.approx(4.2, abs=0.01)
     assert of_shape(large, 32, "partition+host", tp=16).kept_per_block == 0

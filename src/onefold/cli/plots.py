@@ -17,7 +17,7 @@ from onefold.planner.throughput import expected
 
 GB = 1e9
 PARTS = (
-    ("parameters", "params_bytes", "#3b6ea5"), ("gradients", "grads_bytes", "#e0913b"),
+    ("parameters", "params_bytes", "#3b6ea5"), ("gradients", "peak_grads_bytes", "#e0913b"),
     ("optimizer", "optimizer_bytes", "#5f9e6e"), ("buffers", "buffers_bytes", "#9a9a9a"),
     ("gathered", "gathered_bytes", "#8e6bb0"), ("activations", "activations_bytes", "#c95d63"),
 )  # fmt: skip

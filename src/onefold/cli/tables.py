@@ -65,12 +65,14 @@ def show_plan(plan: Plan) -> None:
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    heads = ("on each rank", "params", "grads", "optimizer", "states", "buffers", "gathered", "activ.",
-             "margin", "peak", "host", "pinned", "disk", "fits", "max batch", "min ranks", "max model")  # fmt: skip
+    heads = ("on each rank", "params", "grads", "optimizer", "states", "grads then", "buffers",
+             "gathered", "activ.", "margin", "peak", "host", "pinned", "disk", "fits", "max batch", "min ranks",
+             "max model")  # fmt: skip
     body = []
     for row in rows:
-        cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.buffers_bytes,
-                 row.gathered_bytes, row.activations_bytes, row.margin_bytes, row.peak_bytes)  # fmt: skip
+        cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.peak_grads_bytes,
+                 row.buffers_bytes, row.gathered_bytes, row.activations_bytes, row.margin_bytes,
+                 row.peak_bytes)  # fmt: skip
         away = [amount(nbytes) for nbytes in (row.host_bytes, row.pinned_bytes, row.disk_bytes)]
         most = "" if row.largest_batch is None else row.largest_batch or "none"
         fits = "[green]yes[/]" if row.fits else "[red]no[/]"

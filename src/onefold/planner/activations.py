@@ -1,8 +1,10 @@
 """Bytes of activations of a GPT-like shape, in closed form: what stays until backward, and what one block works with.
 
-A block keeps about 12·h elements per token. Checkpointing keeps its input alone, h, and computes the rest again. With
-tensor parallelism every rank of the group holds the same block input; P_a ("partition") keeps 1/tp of it on each, and
-P_a+cpu ("partition+host") moves that to host memory. Inside a block, tensor parallelism divides ten of the twelve.
+A block keeps 16·h elements per token: what its two norms read and write, queries, keys and values, what attention
+gives, and 4·h on each side of the nonlinearity. (The paper counts about 12.) Checkpointing keeps the block's input
+alone, h, in an arena, and computes the rest again. With tensor parallelism every rank of the group holds the same block
+input; P_a ("partition") keeps 1/tp of it on each, and P_a+cpu ("partition+host") moves that to host memory. Inside a
+block, tensor parallelism divides all but what norms read and write.
 
 `choose_activations` is the decision between them, for plans and for activations="auto" alike.
 """
@@ -18,20 +20,25 @@ from onefold.layout import part_numel
 from onefold.planner.shapes import Shape
 
 EQUAL = 0.05  # choices whose speeds differ by less are as fast as each other
-PER_BLOCK = 12  # elements kept per token and hidden unit
-WHOLE = 2  # of these, what tensor parallelism leaves whole: the inputs of attention and MLP
+PER_BLOCK = 16  # elements kept per token and hidden unit
+WHOLE = 4  # of these, what tensor parallelism leaves whole: what norms read and write
+WIDEST = 4  # elements per token and hidden unit on each side of the nonlinearity
 
 
 class ActivationBytes(NamedTuple):
-    """On one rank, for one micro-batch."""
+    """On one rank, for one micro-batch. What is held while something computes comes on top of what is kept."""
 
     kept_per_block: int  # on the device, from forward to backward
     host_per_block: int
-    block: int  # what a block holds while it computes, or is computed again
-    head: int  # logits and their softmax
+    block: int  # what a block holds while it computes, or is computed again, but for the next
+    widest: int  # the largest gradient of an activation inside it
+    head: int  # the last norm, logits, their softmax and its gradients
+    logits: int  # of that, the gradient of the logits, from which those of weights are made
+    outside: int  # what a layer that is neither block nor head holds
+    arena: bool = False  # what is kept lies in one stretch, which stays as long when backward empties it
 
 
-NOTHING = ActivationBytes(0, 0, 0, 0)
+NOTHING = ActivationBytes(0, 0, 0, 0, 0, 0, 0)
 
 
 def check_policy(policy: str, tp: int) -> None:
@@ -48,22 +55,32 @@ def of_shape(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int =
     """Per block, for `batch` sequences.
 
     >>> paper = Shape(layers=48, hidden=1600, heads=16)
-    >>> of_shape(paper, 32, "keep").kept_per_block * 48 / 1e9
-    60.3979776
+    >>> of_shape(paper, 32, "checkpoint").kept_per_block * 48 / 1e9
+    5.0331648
     """
     check_policy(policy, tp)
     tokens = batch * shape.seq
     row = tokens * shape.hidden * itemsize
-    block = WHOLE * row + (PER_BLOCK - WHOLE) * row // tp
-    head = tokens * -(-shape.vocab // tp) * (itemsize + 4)  # the loss is taken in fp32
+    sums = 4 * tokens * (shape.heads // tp + WHOLE)  # in fp32, of attention's and the norms' rows
+    kept = WHOLE * row + (PER_BLOCK - WHOLE) * row // tp + sums
+    logits = tokens * -(-shape.vocab // tp)
+    found = ActivationBytes(
+        kept_per_block=kept,
+        host_per_block=0,
+        block=row,  # the gradient that comes in
+        widest=WIDEST * row // tp,
+        head=2 * row + 3 * 4 * logits,  # the loss is taken in fp32: its softmax, and the gradients of both
+        logits=2 * row + itemsize * logits,
+        outside=2 * row,
+    )
     if policy == "keep":
-        return ActivationBytes(block, 0, 0, head)
+        return found
     shared = policy.startswith("partition")
     part = part_numel(tokens * shape.hidden, tp if shared else 1) * itemsize
-    ahead = row if shared or policy.endswith("+host") else 0  # the input of the next block, whole, on its way
+    moved = 2 * row if shared or policy.endswith("+host") else 0  # the input, whole, and the next one on its way
     if policy.endswith("+host"):
-        return ActivationBytes(0, part, block + ahead + part, head)  # and one that leaves
-    return ActivationBytes(part, 0, block + ahead, head)
+        return found._replace(kept_per_block=0, host_per_block=part, block=kept + moved + part)  # and one that leaves
+    return found._replace(kept_per_block=part, block=kept + moved, arena=True)
 
 
 class Option(NamedTuple):

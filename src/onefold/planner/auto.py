@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from onefold.layout import ParamInfo
 from onefold.placement import Placement, Tier
+from onefold.planner.arrivals import arrivals
 from onefold.planner.estimate import Choice, usable_bytes
 from onefold.planner.hardware import Hardware
-from onefold.planner.peak import lent_bytes, pool_bytes, segments, staging_bytes
+from onefold.planner.peak import lent_bytes, segments, staging_bytes
 from onefold.planner.search import ROOM, Question, fits, most, recommend, text_of
 from onefold.planner.sizes import UnitSize, Widths
 from onefold.planner.states import StateCost, state_bytes
@@ -82,7 +83,8 @@ def choose_tiers(
 
     def needed(here: int) -> int:
         rows = placed(here, len(trained))
-        streaming = pool_bytes(units, rows, ranks, cuda=cuda, one_pass=False) + lent_bytes(units, rows)
+        arriving = arrivals(units, rows, ranks, cuda=cuda, one_pass=False, accumulates=True)
+        streaming = max((unit.done.buffers for unit in arriving), default=0) + lent_bytes(units, rows)
         return state_bytes(units, rows, ADAM).total + streaming
 
     def needed_there(host: int) -> int:

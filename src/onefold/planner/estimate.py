@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from onefold.placement import STAGES, Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
+from onefold.planner.arrivals import arrivals
 from onefold.planner.hardware import Hardware
 from onefold.planner.moves import Moves, exposed_update_s, host_side_s, moves_of, moving_s, time_beside
-from onefold.planner.peak import Instant, Staging, instants, lent_bytes, pool_bytes, segments, staging_bytes
+from onefold.planner.peak import Instant, Segment, Staging, instants, lent_bytes, segments, staging_bytes
 from onefold.planner.seconds import StepSeconds, exposed_in_step, look_ahead
 from onefold.planner.sizes import Sizes, UnitSize
 from onefold.planner.states import StateBytes, StateCost, state_bytes
@@ -139,37 +140,49 @@ class Estimate:
         """Micro-batches between forward and backward at once."""
         return min(self.grid.pp, self.micro_batches)
 
+    @property
+    def _cuda(self) -> bool:
+        return self.hardware.device == "cuda"
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.micro_batches > 1
+
     @cached_property
-    def buffers(self) -> int:
-        """Constant, whatever the model's depth; and what waits for the host."""
-        cuda = self.hardware.device == "cuda"
-        constant = self.work.remember(
-            ("pool", self._table, cuda, self.cost.one_pass),
-            lambda: pool_bytes(*self._typical, self.grid.shard, cuda=cuda, one_pass=self.cost.one_pass),
-        )
-        return constant + (lent_bytes(self.sizes.units, self.placements) if self.inside else 0)
+    def stays(self) -> StateBytes:
+        """On the device all along. On CUDA gradients come and go with their backward, unless they add up."""
+        return self.resident._replace(gradients=0) if self._cuda and not self._accumulates else self.resident
 
     @cached_property
     def fullest(self) -> Instant:
         walk = self.work.remember(
-            ("walk", self._table, self.prefetch),
-            lambda: segments(*self._typical, self.prefetch, self.work.tied(self.sizes)),
+            ("walk", self._table, self.prefetch, self._cuda, self.cost.one_pass, self.inside, self._accumulates),
+            self._walk,
         )
         found = instants(walk, self.activations, self.flying)
-        return max(found, key=lambda instant: instant.gathered + instant.activations, default=Instant("", 0, 0))
+        return max(found, key=lambda instant: instant.total, default=Instant(""))
+
+    def _walk(self) -> list[Segment]:
+        units, placements = self._typical
+        others = 0 if self.inside else self.resident.gradients - state_bytes(units, placements, self.cost).gradients
+        arriving = arrivals(
+            units, placements, self.grid.shard, cuda=self._cuda, one_pass=self.cost.one_pass, inside=self.inside,
+            accumulates=self._accumulates, others=0 if self._accumulates else others,
+            room=lent_bytes(self.sizes.units, self.placements) if self.inside else 0,
+        )  # fmt: skip
+        return segments(units, placements, self.prefetch, arriving, cuda=self._cuda, tied=self.work.tied(self.sizes))
 
     @property
     def margin(self) -> int:
-        moving = self.fullest.gathered + self.fullest.activations
-        return int(FRAGMENTS * moving) if self.hardware.device == "cuda" else 0
+        return int(FRAGMENTS * self.fullest.total) if self._cuda else 0
 
     @property
     def persistent_bytes(self) -> int:
-        return self.resident.total + self.buffers
+        return self.stays.total + (0 if self._cuda else self.fullest.buffers)
 
     @property
     def peak_bytes(self) -> int:
-        return self.persistent_bytes + self.fullest.gathered + self.fullest.activations + self.margin
+        return self.stays.total + self.fullest.total + self.margin
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -1,35 +1,36 @@
-"""The fullest instant of a step: states and constant buffers all along, gathered units and activations as they come.
+"""What is in memory at each instant of a step, and so the fullest one.
 
-Forward adds what each block keeps; backward takes it away again. At every instant the block that computes has its
-units whole, and the next ones are on their way. The pool of buffers is run through one backward and one update, with
-the runtime's own rule of reuse.
+Forward adds what each block keeps; backward takes it away again, and brings gradients. At every instant the block that
+computes has its units whole, and the next ones are on their way.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-import torch
-
-from onefold.away import LEAVING, under_way_bytes, waiting_bytes
+from onefold.away import under_way_bytes, waiting_bytes
 from onefold.jobs import AT_HAND, WORKERS
-from onefold.memory import Pool
 from onefold.placement import Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes
+from onefold.planner.arrivals import Arrival, Held
 from onefold.planner.sizes import UnitSize
 from onefold.planner.states import StateCost, optimizer_bytes, updated_numel
-from onefold.rounds import IN_FLIGHT
 
 
 class Instant(NamedTuple):
-    """What is in memory beside states and constant buffers."""
+    """What is in memory beside what stays all along."""
 
     where: str
-    gathered: int
-    activations: int
+    gathered: int = 0
+    gradients: int = 0
+    buffers: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.gradients + self.buffers + self.activations
 
 
 class Segment(NamedTuple):
@@ -38,53 +39,10 @@ class Segment(NamedTuple):
     where: str
     block: bool
     backward: bool
+    head: bool  # behind the last block
     gathered: int  # bytes of whole units: its own, and those on their way
-
-
-def pool_bytes(
-    units: Sequence[UnitSize], placements: Sequence[Placement], ranks: int, *, cuda: bool, one_pass: bool
-) -> int:
-    """The constant buffers a rank ends up with. Where the host updates, gradients stream through them; an update in one
-    pass borrows none."""
-    pool = Pool(torch.device("meta"))
-    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained]
-    waiting = Pool(torch.device("meta"))  # for the host
-    flight: deque[tuple[UnitSize, int, list[torch.Tensor]]] = deque()
-    leaving: deque[list[torch.Tensor]] = deque()  # on the way down
-
-    def take(numel: int, width: int) -> torch.Tensor:
-        return pool.take(numel * width, torch.uint8)
-
-    def retire() -> None:
-        unit, summed, held = flight.popleft()
-        leaving.append([waiting.take(summed * unit.widths.grad, torch.uint8)] if summed else [])
-        if unit.widths.narrow:
-            pool.give(take(unit.shard, 4))
-        for taken in held:
-            pool.give(taken)
-        while len(leaving) > (LEAVING if cuda else 0):
-            for taken in leaving.popleft():
-                waiting.give(taken)
-
-    for unit, placement in reversed(rows):
-        held = []
-        at_home = placement.gradients is Scope.WHOLE and unit.widths.grad == unit.widths.wire
-        if not at_home or placement.away:
-            held.append(take(unit.whole, unit.widths.wire))
-        while len(flight) >= IN_FLIGHT:
-            retire()
-        held.append(take(unit.shard * ((ranks - 1) if not cuda else 1), unit.widths.wire))
-        summed = unit.shard if placement.gradients is Scope.SHARD else unit.whole
-        flight.append((unit, summed if placement.away and not at_home else 0, held))
-    while flight:
-        retire()
-    for unit, placement in rows if not (cuda or one_pass) else ():
-        if unit.widths.narrow and not placement.away:
-            numel = updated_numel(unit, placement)
-            lent = [take(numel, 4) for _ in range(2 if unit.widths.master == 2 else 1)]
-            for taken in lent:
-                pool.give(taken)
-    return sum(buffer.numel() for buffer in [*pool.buffers(), *waiting.buffers()])
+    arrivals: tuple[Arrival, ...]  # of its units, in the order of forward
+    tied: int = 0  # bytes of gradients of what embedding and head share, which wait in autograd for each other
 
 
 def lent_bytes(units: Sequence[UnitSize], placements: Sequence[Placement]) -> int:
@@ -117,12 +75,19 @@ def staging_bytes(
 
 
 def segments(
-    units: Sequence[UnitSize], placements: Sequence[Placement], prefetch: int, tied: int | None = None
+    units: Sequence[UnitSize],
+    placements: Sequence[Placement],
+    prefetch: int,
+    arriving: Sequence[Arrival] = (),
+    *,
+    cuda: bool = True,
+    tied: int | None = None,
 ) -> list[Segment]:
-    """A forward and a backward. What stands behind the last block has the `tied` unit whole too."""
+    """A forward and a backward. The `tied` unit is whole from the head to where backward ends."""
     runs = [list(run) for _, run in groupby(range(len(units)), key=lambda i: units[i].block or f"#{i}")]
     last_block = max((number for number, run in enumerate(runs) if units[run[0]].block), default=len(runs))
     sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARD}
+    shared = units[tied].largest * units[tied].widths.compute if tied is not None else 0
     found = []
     for backward in (False, True):
         order = [i for i in range(len(units)) if i in sharded]
@@ -133,11 +98,15 @@ def segments(
             after = max((place[i] for i in own), default=-1) + 1
             ahead = order[after : after + prefetch] if own else []
             gathered = sum(units[i].whole_bytes for i in [*own, *ahead])
-            if tied in sharded and tied not in run and number > last_block:
+            if tied in sharded and tied not in run and (backward or number > last_block):
                 gathered += units[tied].whole_bytes
             name = units[run[0]].block or units[run[0]].name
             where = f"{'backward' if backward else 'forward'} of {name}"
-            found.append(Segment(where, bool(units[run[0]].block), backward, gathered))
+            here = tuple(arriving[i] for i in run) if arriving and (backward or not cuda) else (Arrival(),)
+            waiting = shared * (3 if tied in run else 1) if backward else 0
+            found.append(
+                Segment(where, bool(units[run[0]].block), backward, number > last_block, gathered, here, waiting)
+            )
     return found
 
 
@@ -145,9 +114,31 @@ def instants(walk: Sequence[Segment], activations: ActivationBytes, flying: int 
     """Those that can be the fullest; `flying` micro-batches are between forward and backward at once."""
     blocks = sum(segment.block and not segment.backward for segment in walk)
     earlier = (flying - 1) * blocks * activations.kept_per_block
-    kept = 0
-    for segment in walk:
-        kept += segment.block and not segment.backward
-        working = activations.block if segment.block else activations.head
-        yield Instant(segment.where, segment.gathered, earlier + kept * activations.kept_per_block + working)
-        kept -= segment.block and segment.backward
+    kept = blocks if activations.arena else 0
+    for where, block, backward, head, gathered, arriving, tied in walk:
+        kept += block and not (backward or activations.arena)
+        base = earlier + kept * activations.kept_per_block
+        for held, working in _moments(arriving, activations, block=block, head=head, tied=tied):
+            yield Instant(where, gathered, *held, base + working)
+        kept -= block and backward and not activations.arena
+        left, more = earlier + kept * activations.kept_per_block, tied if block or head else arriving[0].fresh
+        yield Instant(where, gathered, *arriving[0].done, left + activations.outside + more)
+        yield Instant(where, 0, *arriving[0].after, left)
+
+
+def _moments(
+    arriving: Sequence[Arrival], activations: ActivationBytes, *, block: bool, head: bool, tied: int
+) -> Iterator[tuple[Held, int]]:
+    """What gradients take while a segment computes, and what it works with then. The first unit of a block is done when
+    backward has left the block, the others before."""
+    for before, filling, _, fresh, _ in arriving:
+        if block:
+            yield filling, activations.block + tied + max(activations.widest, fresh)
+        elif head:
+            yield filling, activations.head
+            yield filling, activations.logits + tied
+        else:
+            yield before, activations.outside + tied
+            yield filling, activations.outside + fresh
+    for _, _, done, fresh, _ in arriving[1:]:
+        yield done, activations.block + tied + fresh

@@ -37,7 +37,8 @@ class Row:
     params_bytes: int
     grads_bytes: int
     optimizer_bytes: int
-    states_bytes: int
+    states_bytes: int  # with all gradients, as between backward and step
+    peak_grads_bytes: int  # what of them is there at the fullest instant; so the next four
     buffers_bytes: int
     gathered_bytes: int
     activations_bytes: int
@@ -102,18 +103,22 @@ def exact_row(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
     states = seen.states
     gathered = max(0, seen.peak["parameters"] - states.parameters)
     peak = seen.peak_bytes + row.margin_bytes
+    persistent = states.parameters + states.optimizer
+    if machine.device != "cuda":
+        persistent += states.gradients + seen.communication
     return dataclasses.replace(
         row,
         params_bytes=states.parameters,
         grads_bytes=states.gradients,
         optimizer_bytes=states.optimizer,
         states_bytes=states.total,
-        buffers_bytes=seen.communication + seen.module_buffers,
+        peak_grads_bytes=seen.peak["gradients"],
+        buffers_bytes=seen.peak["communication"] + seen.peak["buffers"],
         gathered_bytes=gathered,
         activations_bytes=seen.peak["activations"] + seen.peak["checkpoints"],
         host_bytes=seen.host.total + seen.checkpoints_host,
         disk_bytes=seen.disk.total,
-        persistent_bytes=states.total + seen.communication + seen.module_buffers,
+        persistent_bytes=persistent + seen.module_buffers,
         peak_bytes=peak,
         fits=peak <= usable_bytes(machine),
         traffic_elements=sum(message.elements for message in messages),
@@ -135,7 +140,8 @@ def row_of(question: Question, e: Estimate, tokens: float | None) -> Row:
         grads_bytes=states.gradients,
         optimizer_bytes=states.optimizer,
         states_bytes=states.total,
-        buffers_bytes=e.buffers,
+        peak_grads_bytes=e.stays.gradients + e.fullest.gradients,
+        buffers_bytes=e.fullest.buffers,
         gathered_bytes=e.fullest.gathered,
         activations_bytes=e.fullest.activations,
         margin_bytes=e.margin,

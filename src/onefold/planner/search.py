@@ -112,7 +112,7 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
     def enough(ranks: int) -> bool:
         smaller = dataclasses.replace(question, ranks=ranks)
         priced = smaller.price(choice, smaller.grid(), question.batch or 1)
-        return priced.resident.total <= priced.usable_bytes and fits(priced)
+        return priced.stays.total <= priced.usable_bytes and fits(priced)
 
     found = next((ranks for ranks in numbers if enough(ranks)), None)
     if found is None or found == step:

@@ -42,6 +42,7 @@ class UnitSize(NamedTuple):
     widths: Widths
     block: str = ""
     trained: bool = True
+    largest: int = 0  # elements of its largest parameter, where parameters are known
 
     @property
     def whole_bytes(self) -> int:
@@ -60,6 +61,7 @@ def of_layout(layout: UnitLayout, rank: int, widths: Widths, *, block: str = "",
         widths=widths,
         block=block,
         trained=trained,
+        largest=max((slot.numel for slot in layout.slots), default=0),
     )
 
 

@@ -196,7 +196,12 @@ def _of_module(module: Module, batch: int, policy: str, grid: Grid) -> Activatio
     part = inputs // grid.tp if policy.startswith("partition") else inputs
     if policy.endswith("+host"):
         working = scaled(whole - inputs + 2 * largest)
-        return ActivationBytes(0, scaled(part), working, working)
+        return ActivationBytes(0, scaled(part), *_throughout(working))
     if policy == "partition":
         whole -= inputs - part
-    return ActivationBytes(0, 0, scaled(whole), scaled(whole))
+    return ActivationBytes(0, 0, *_throughout(scaled(whole)))
+
+
+def _throughout(working: int) -> tuple[int, int, int, int, int]:
+    """Which module holds what is not known: any of them may hold all of it."""
+    return working, 0, working, working, working

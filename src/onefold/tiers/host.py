@@ -53,12 +53,12 @@ class HostPool(Pool):
 
 
 class Host:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
         self.staging = HostPool(pinned=self.cuda)  # what copies start from or land in
         self.scratch = HostPool(pinned=False)  # what only processors see
-        self.waiting = Pool(device, keeps=not self.cuda)  # on the device: gradients that are to come here
+        self.waiting = Pool(device, keeps=keeps)  # on the device: gradients that are to come here
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 

@@ -24,8 +24,8 @@ class Reader(Protocol):
 
 
 class Tiers:
-    def __init__(self, device: torch.device) -> None:
-        self.host = Host(device)
+    def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
+        self.host = Host(device, keeps=keeps)
         self._scratch: Scratch | None = None
         self._turned_to: Reader | None = None
 

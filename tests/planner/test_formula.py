@@ -1,0 +1,129 @@
+"""The formula for a shape, beside a rehearsal of the module that has it: what a GPU holds at the fullest instant."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from onefold.config import Zero
+from onefold.offload import Offload
+from onefold.planner.dry import rehearse
+from onefold.planner.estimate import Choice, Estimate
+from onefold.planner.hardware import hardware
+from onefold.planner.plan import cost_of
+from onefold.planner.shapes import Shape
+from onefold.planner.work import Work, grid_of
+from onefold.precision import Precision
+from onefold.train.model import GPT
+
+DEEP = Shape(layers=4, hidden=128, heads=4, seq=128, vocab=256)  # blocks are the most of it
+WORDY = Shape(layers=2, hidden=64, heads=2, seq=64, vocab=4096)  # embedding, logits and loss are
+ADAMW = cost_of("adamw")
+ABOVE, BELOW = 0.03, 0.01
+SEVERAL = 0.08  # above, where blocks of several units fill memory: all they work with is taken to stay to the last one
+
+
+class Case:
+    """One way to train one shape on GPUs."""
+
+    def __init__(
+        self, shape: Shape, batch: int, stage: int, ranks: int, precision: str, activations: str, *,
+        tiers: tuple[str, ...] = (), bucket_bytes: int = 32 << 20,
+    ) -> None:  # fmt: skip
+        self.shape, self.batch, self.stage, self.ranks, self.activations = shape, batch, stage, ranks, activations
+        self.policy = Precision(compute=precision, master="split" if precision == "bf16" else None)
+        self.tiers, self.bucket_bytes = dict(zip(("optimizer", "parameters"), tiers)), bucket_bytes
+
+    def estimate(self, *, inside: bool = False) -> Estimate:
+        decided = self.policy.decided(own_sum=False, cuda=True)
+        assert isinstance(decided.compute, torch.dtype)
+        return Estimate(
+            work=Work(widths=decided.dtypes(decided.compute).widths, shape=self.shape, bucket_bytes=self.bucket_bytes),
+            choice=Choice(self.stage, activations=self.activations, **self.tiers), grid=grid_of(self.ranks),
+            hardware=hardware("h200"), cost=ADAMW, batch=self.batch, inside=inside,
+        )  # fmt: skip
+
+    def rehearsed(self) -> int:
+        tokens = torch.zeros(self.batch, self.shape.seq, dtype=torch.long)
+        zero = Zero(
+            stage=self.stage, precision=self.policy, activations=self.activations, bucket_bytes=self.bucket_bytes,
+            offload=Offload(**self.tiers),
+        )  # fmt: skip
+        with torch.device("meta"):
+            model = GPT(self.shape)
+        return rehearse(model, (tokens, tokens), zero, ADAMW, ranks=self.ranks, plays="nccl").peak_bytes
+
+    def check(self, above: float = ABOVE) -> None:
+        found = self.estimate()
+        off = (found.peak_bytes - found.margin) / self.rehearsed() - 1
+        assert -BELOW <= off <= above, f"{off:+.1%} at {found.fullest}"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(DEEP, 8, 0, 1, "bf16", "keep"),
+        Case(DEEP, 1, 0, 1, "fp32", "checkpoint"),
+        Case(DEEP, 1, 1, 8, "bf16", "checkpoint"),
+        Case(WORDY, 2, 2, 8, "bf16", "keep"),
+        Case(DEEP, 2, 3, 1, "bf16", "keep", tiers=("host",)),
+    ],
+    ids=lambda case: f"stage {case.stage} of {case.ranks}",
+)
+def test_the_peak_on_a_gpu_is_that_of_the_rehearsal(case: Case) -> None:
+    case.check()
+
+
+def test_the_peak_of_blocks_of_several_units_is_not_below_the_rehearsal() -> None:
+    Case(DEEP, 2, 3, 64, "bf16", "checkpoint", bucket_bytes=1 << 17).check(SEVERAL)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (0, 8), (1, 8), (2, 8), (2, 64), (3, 8), (3, 64)])
+def test_the_peak_on_a_gpu_is_that_of_the_rehearsal_over_a_grid(stage: int, ranks: int) -> None:
+    for shape, batch, precision, activations in itertools.product(
+        (DEEP, WORDY), (1, 8), ("bf16", "fp32"), ("keep", "checkpoint")
+    ):
+        Case(shape, batch, stage, ranks, precision, activations).check()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 8), (2, 8), (3, 8), (3, 1)])
+def test_the_peak_on_a_gpu_is_that_of_the_rehearsal_where_the_host_updates(stage: int, ranks: int) -> None:
+    for batch, activations in itertools.product((1, 8), ("keep", "checkpoint")):
+        Case(DEEP, batch, stage, ranks, "bf16", activations, tiers=("host",)).check()
+        if stage == 3:
+            Case(DEEP, batch, stage, ranks, "bf16", activations, tiers=("host", "host")).check()
+
+
+def test_on_a_gpu_gradients_come_as_activations_go() -> None:
+    """With many tokens the fullest instant is the start of backward, which knows no gradients; with few, its end."""
+    short = dataclasses.replace(DEEP, seq=8)
+    many, few = (Case(short, batch, 0, 1, "bf16", "keep").estimate() for batch in (1024, 1))
+    assert many.stays.gradients == 0 and many.fullest.gradients < 0.001 * many.resident.gradients
+    assert few.fullest.gradients > 0.7 * few.resident.gradients
+    adding_up = dataclasses.replace(many, micro_batches=2)
+    assert adding_up.peak_bytes - many.peak_bytes == pytest.approx(many.resident.gradients, rel=0.01)
+
+
+def test_updates_inside_backward_hold_a_few_units_of_gradients() -> None:
+    deep = dataclasses.replace(DEEP, layers=48)
+    held = [Case(deep, 1, 0, 1, "bf16", "checkpoint").estimate(inside=inside).fullest for inside in (False, True)]
+    block = 2 * 12 * deep.hidden**2
+    assert held[0].gradients > 40 * block and held[1].gradients < 5 * block
+
+
+def test_on_a_cpu_buffers_and_gradients_stay() -> None:
+    found = dataclasses.replace(Case(DEEP, 8, 2, 8, "fp32", "keep").estimate(), hardware=hardware("laptop"))
+    assert found.persistent_bytes == found.resident.total + found.fullest.buffers > found.resident.total > 0
+    assert found.stays == found.resident and found.fullest.gradients == found.margin == 0
+
+
+def test_5b_on_an_h200_has_the_peak_its_allocator_counted() -> None:
+    """24 × 4096, 8 sequences of 1024, nothing computed again, torch 2.11: 85.2 GiB."""
+    found = Case(Shape(layers=24, hidden=4096, heads=32), 8, 0, 1, "bf16", "keep").estimate()
+    assert (found.peak_bytes - found.margin) / 2**30 == pytest.approx(85.2, rel=0.005)
+    assert found.stays.total == pytest.approx(12 * found.work.parameters, rel=0.001)
