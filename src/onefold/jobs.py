@@ -53,7 +53,8 @@ class Job:
         self.arrived.order()
 
     def fail(self, error: BaseException) -> None:
-        self.error, self.parcel = error, None
+        self.error = error
+        self._let_go()
         self.done.set()
 
     def run(self) -> None:
@@ -68,7 +69,16 @@ class Job:
             self.arrived = unit.close(changed=True, after=self.after)
         except BaseException as error:
             self.error = error
-        self.parcel = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the gradient: backward may be waiting for its room, and what an error holds on to lives long."""
+        parcel, self.parcel = self.parcel, None
+        if parcel is not None:
+            try:
+                parcel.leave()
+            except BaseException as error:
+                self.error = self.error or error
 
 
 class Room:

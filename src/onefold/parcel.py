@@ -32,16 +32,20 @@ class Parcel:
     def open(self) -> Tensor:
         self.bring()
         assert self._tensor is not None
-        self.landed.wait()
-        self._leave()
+        self.leave()
         return self._tensor
 
-    def _leave(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            left()
+    def leave(self) -> None:
+        """Wait for a copy that is on the way; then it need not be where it was made any more."""
+        try:
+            self.landed.wait()
+        finally:
+            left, self._left = self._left, None
+            if left is not None:
+                left()
 
     def __del__(self) -> None:
         if self._tensor is not None:
             self._host.staging.give(self._tensor)
-        self._leave()
+        if self._left is not None:
+            self.leave()

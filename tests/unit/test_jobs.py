@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from onefold.jobs import Job, Line, Room, work
-from onefold.tiers.host import Mark
+from onefold.parcel import Parcel
+from onefold.tiers.host import Host, Mark
 
 NOWHERE = torch.device("cuda", 99)  # no thread can start there, with a GPU or without
 
@@ -72,3 +73,30 @@ def test_more_than_the_room_waits_and_what_is_larger_than_all_of_it_goes_alone()
     room.give(6)
     room.give(1)
     assert taken.wait(timeout=30) and large.join(timeout=30) is None
+
+
+class Broken:
+    """Stands for a unit, and for its optimizer: its file cannot be read."""
+
+    name, unit = "a unit", property(lambda self: self)
+
+    def prepare(self, *_: Any, **__: Any) -> None:
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("brought", [False, True])
+def test_a_failed_update_gives_the_room_of_its_gradient_back_whoever_still_holds_that(brought: bool) -> None:
+    room, broken = Room(10), cast(Any, Broken())
+    parcel = Parcel(Host(torch.device("cpu")), torch.ones(10), left=lambda: room.give(10))
+    if brought:
+        parcel.bring()
+    room.take(10)
+    failed = Job(broken, [], b"\1", 1.0, parcel, Mark(), True)
+    failed.run()
+    failed.done.set()
+    with pytest.raises(OSError, match="the disk is gone"):
+        failed.wait()
+    waiting = threading.Thread(target=room.take, args=(10,), daemon=True)
+    waiting.start()
+    waiting.join(timeout=30)
+    assert not waiting.is_alive() and parcel is not None
