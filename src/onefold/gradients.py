@@ -32,7 +32,6 @@ from onefold.meter import Label
 from onefold.parcel import Parcel
 from onefold.placement import Scope
 from onefold.precision import Dtypes
-from onefold.spans import span
 from onefold.tiers.host import Host, Mark
 from onefold.views import FlatViews
 
@@ -190,9 +189,8 @@ class Gradients:
         """The gradient is complete: send my shard of it to the host and let go of it here."""
         assert self._host is not None and self.parked is None
         own = self._own()
-        self.parked = Parcel(self._host, own, self.norms(2.0) if own.is_cuda else None)
-        with span("download", "gradient", self._layout.name):
-            self.parked.bring()
+        self.parked = Parcel(self._layout.name, self._host, own, self.norms(2.0) if own.is_cuda else None)
+        self.parked.bring()
         self._leaving += self._hand_over()
         self._left = self.parked.landed
 
@@ -206,7 +204,7 @@ class Gradients:
                 pool.give(buffers.pop())
             left()
 
-        return Parcel(self._host, own, left=give)
+        return Parcel(self._layout.name, self._host, own, left=give)
 
     def _hand_over(self) -> list[Tensor]:
         held = [held for held in (self._home, self._shard) if held is not None]

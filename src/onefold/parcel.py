@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from onefold.spans import span
 from onefold.tiers.host import Host, Mark
 
 
@@ -14,9 +15,14 @@ class Parcel:
     buffer on the host is free again when nobody holds it."""
 
     def __init__(
-        self, host: Host, gradient: Tensor, norms: list[Tensor] | None = None, left: Callable[[], None] | None = None
+        self,
+        name: str,
+        host: Host,
+        gradient: Tensor,
+        norms: list[Tensor] | None = None,
+        left: Callable[[], None] | None = None,
     ) -> None:
-        self._host, self._made, self._left = host, host.mark(), left
+        self._name, self._host, self._made, self._left = name, host, host.mark(), left
         self._gradient: Tensor | None = gradient
         self._tensor: Tensor | None = None
         self.nbytes, self.landed = gradient.nbytes, Mark()
@@ -26,8 +32,9 @@ class Parcel:
         """Begin to copy it to the host."""
         if self._gradient is not None:
             gradient, self._gradient = self._gradient, None
-            self._tensor = self._host.staging.take(gradient.numel(), gradient.dtype)
-            self.landed = self._host.down(gradient, self._tensor, self._made)
+            with span("download", "gradient", self._name):
+                self._tensor = self._host.staging.take(gradient.numel(), gradient.dtype)
+                self.landed = self._host.down(gradient, self._tensor, self._made)
 
     def open(self) -> Tensor:
         self.bring()

@@ -87,7 +87,7 @@ class Broken:
 @pytest.mark.parametrize("brought", [False, True])
 def test_a_failed_update_gives_the_room_of_its_gradient_back_whoever_still_holds_that(brought: bool) -> None:
     room, broken = Room(10), cast(Any, Broken())
-    parcel = Parcel(Host(torch.device("cpu")), torch.ones(10), left=lambda: room.give(10))
+    parcel = Parcel("a unit", Host(torch.device("cpu")), torch.ones(10), left=lambda: room.give(10))
     if brought:
         parcel.bring()
     room.take(10)
