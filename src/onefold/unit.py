@@ -63,10 +63,13 @@ class Unit:
         self.image: Image | None = None  # of master and state, where they are in a file
         if self.away and placement.optimizer_tier is Tier.DISK:
             self.image = tiers.image(f"optimizer state of {self.name}", tiers.host.scratch, self.state_tensors)
+        if self.image is not None:
             self.image.close(changed=True)
             self.image.reap()  # or the buffers of all units would be held at once
         if placement.parameters_tier is Tier.DISK:
-            self.values.rest(tiers.image(f"parameters of {self.name}", tiers.host.staging, self.values.shards))
+            resting = tiers.image(f"parameters of {self.name}", tiers.host.staging, self.values.shards)
+            assert resting is not None
+            self.values.rest(resting)
         self._tiers, self._at_hand = tiers, False
         self._may_be_edited = dtypes.narrow and placement.parameters is Scope.WHOLE and not placement.late
         self._versions: list[int] = []

@@ -39,7 +39,7 @@ from onefold.memory import storage_bytes
 from onefold.mesh import simulated_axes
 from onefold.meter import Flow, Label
 from onefold.native.update import available
-from onefold.offload import Offload
+from onefold.offload import AUTO, Offload
 from onefold.placement import Placement, Scope, Tier
 from onefold.planner.states import StateBytes, StateCost, parameter_bytes, state_bytes
 from onefold.report import memory, track_memory, traffic
@@ -158,8 +158,9 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
 
 def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
     """Of all units, where the rehearsal may have had them elsewhere."""
-    staying = {unit.name: Tier.DEVICE for unit in engine.units if not unit.away}
-    return [place(unit.layout, asked, engine.comm.size, staying) for unit in engine.all_units]
+    auto = Offload.of(asked.offload).optimizer == AUTO
+    decided = {unit.name: unit.placement.optimizer_tier for unit in engine.units if auto}
+    return [place(unit.layout, asked, engine.comm.size, decided) for unit in engine.all_units]
 
 
 def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:

@@ -43,10 +43,9 @@ class Tiers:
             else:
                 check_folder(self._scratch.path, disk_bytes * ranks)
 
-    def image(self, name: str, pool: Pool, leaves: Callable[[], list[Tensor]]) -> Image:
-        """Tensors that will rest in a file."""
-        assert self._scratch is not None
-        return Image(self._scratch.file(0, name), pool, leaves)
+    def image(self, name: str, pool: Pool, leaves: Callable[[], list[Tensor]]) -> Image | None:
+        """Tensors that will rest in a file; in a rehearsal there is none."""
+        return None if self._scratch is None else Image(self._scratch.file(0, name), pool, leaves)
 
     def turn_to(self, unit: Reader | None) -> None:
         """One unit at a time is kept at hand for reading."""
