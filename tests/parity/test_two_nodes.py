@@ -5,7 +5,8 @@ veth pair, whose counters say what crossed. A second model, sharded over all fou
 one, step by step. The ranks meet before and after each step through a file, so only steps use the network.
 
 The counters include each packet's headers, and count packets; all headers are of one size, so the payload is known to
-the byte. It is tensors and gloo's frames: three for each message, one before it and two that arrange it.
+the byte. It is tensors and gloo's frames: three for each message, one before it and two that arrange it. TCP may send a
+packet twice, which is not our doing: so the most that may cross is asked of the step in which least did.
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ def test_only_the_sum_of_one_gradient_shard_crosses_between_nodes(ranks: list[di
     wanted = PER_NODE * (sum_bytes + flag_bytes * others)
     frames = 3 * PER_NODE * (2 * LAYERS + others)  # of each unit a part goes and a sum comes back
     for rank, found in enumerate(ranks):
-        for _, crossed, at_home, metered in found["hybrid"]:
+        least = min(step.crossed for step in found["hybrid"])
+        assert wanted <= least <= wanted + frames * FRAME_BYTES, f"from the node of rank {rank}"
+        for _, _, at_home, metered in found["hybrid"]:
             assert metered["reduce-replica"] == sum_bytes
-            assert wanted <= crossed <= wanted + frames * FRAME_BYTES, f"from the node of rank {rank}"
             stays = sum(metered[purpose] for purpose in ("gather-forward", "gather-backward", "reduce"))
             assert at_home >= PER_NODE * stays
 
