@@ -48,10 +48,10 @@ class Layer(nn.Module):
         return out
 
 
-def built(stage: int, inside: bool):
+def built(stage: int, inside: bool, depth: int = 4):
     onefold.init()
     torch.manual_seed(0)
-    layers = nn.Sequential(*(Layer() for _ in range(4)))
+    layers = nn.Sequential(*(Layer() for _ in range(depth)))
     model = onefold.shard(
         layers, stage=stage, precision="bf16", offload="host", units=Layer, bucket_bytes=1 << 10, prefetch=0
     )
@@ -131,3 +131,33 @@ def test_units_are_updated_in_the_order_in_which_forward_needs_them() -> None:
     for seen in run_ranks(2, first_layer_first):
         assert sorted(seen) == list("0123")
         assert all(abs(place - int(name)) < WORKERS for place, name in enumerate(seen)), seen
+
+
+def backward_waits_for_room(depth: int) -> tuple[bool, int, int, int]:
+    """No update ends before backward has to wait for room: whether it had to, and bytes of gradients: the most that
+    waited at once, as many as may, and all."""
+    model, adam, units = built(2, inside=True, depth=depth)
+    room, held_up = engine_of(model).away.room, threading.Event()
+    for by_unit in units.values():
+        plain = by_unit.update
+        by_unit.update = lambda *a, plain=plain, **k: (held_up.wait(PATIENCE_S), plain(*a, **k))
+    take, sizes, waiting = room.take, [], []
+
+    def watched(nbytes: int) -> None:
+        if room._taken + nbytes > room.total_bytes:
+            held_up.set()
+        take(nbytes)
+        sizes.append(nbytes)
+        waiting.append(room._taken)
+
+    room.take = watched
+    step(model, adam)
+    engine_of(model).away.settle()
+    return held_up.is_set(), max(waiting), room.total_bytes, sum(sizes)
+
+
+def test_backward_waits_for_the_host_where_too_many_gradients_wait_on_the_device() -> None:
+    for ranks in (1, 2):
+        for waited, most_bytes, room_bytes, all_bytes in run_ranks(ranks, backward_waits_for_room, 16):
+            assert waited
+            assert 0 < most_bytes <= room_bytes == all_bytes // 4
