@@ -144,12 +144,12 @@ def listening_rank(settings: Settings) -> Ended:
         return train(settings, stop, Teller())
 
 
-def test_ranks_killed_at_random_steps_change_nothing_four_times_of_four(tmp_path, undisturbed):
-    kill_ranks(tmp_path / "run", undisturbed, times=4, seed=7)
+def test_ranks_killed_at_random_steps_change_nothing_ten_times_of_ten(tmp_path, undisturbed):
+    kill_ranks(tmp_path / "run", undisturbed, times=10, seed=7)
 
 
-def test_runs_interrupted_at_random_steps_lose_nothing_four_times_of_four(tmp_path, undisturbed):
-    interrupt(tmp_path / "run", undisturbed, times=4, seed=7)
+def test_runs_interrupted_at_random_steps_lose_nothing_ten_times_of_ten(tmp_path, undisturbed):
+    interrupt(tmp_path / "run", undisturbed, times=10, seed=7)
 
 
 @pytest.mark.soak
