@@ -86,7 +86,7 @@ class Comm:
 
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter) -> None:
         self.rank, self.size = axis.rank, axis.size
-        self._peers = [peer for peer in range(axis.size) if peer != axis.rank]
+        self.peers = [peer for peer in range(axis.size) if peer != axis.rank]
         self.meter = meter
         self.offers = Offers()
         self.salt = 0  # tells this model's messages from another's; agreed by all ranks
@@ -134,7 +134,7 @@ class Comm:
 
     def offer(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
-        peers = self._peers if to is None else [peer for peer in to if peer != self.rank]
+        peers = self.peers if to is None else [peer for peer in to if peer != self.rank]
         self.offers.made += to is None
         self.meter.count(label.purpose, "all-gather", shard.nbytes * len(peers))
         with self.span("start", label):
@@ -291,7 +291,6 @@ class PairwiseWire:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._peers = [peer for peer in range(comm.size) if peer != comm.rank]
 
     def scratch_numel(self, shard_numel: int) -> int:
         return shard_numel * (self._comm.size - 1)
@@ -301,18 +300,18 @@ class PairwiseWire:
 
     def fetch(self, flat: Tensor, label: Label) -> Pending:
         slots = flat.view(self._comm.size, -1).unbind()
-        return self._swap({}, {peer: slots[peer] for peer in self._peers}, label)
+        return self._swap({}, {peer: slots[peer] for peer in self._comm.peers}, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
         slots = flat.view(self._comm.size, -1).unbind()
-        mine = slots[self._comm.rank]
-        return self._swap({peer: mine for peer in self._peers}, {peer: slots[peer] for peer in self._peers}, label)
+        mine, peers = slots[self._comm.rank], self._comm.peers
+        return self._swap({peer: mine for peer in peers}, {peer: slots[peer] for peer in peers}, label)
 
     def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         slots = flat.view(self._comm.size, -1).unbind()
-        received = dict(zip(self._peers, scratch.view(len(self._peers), -1).unbind(), strict=True))
+        received = dict(zip(self._comm.peers, scratch.view(len(self._comm.peers), -1).unbind(), strict=True))
         parts = [received.get(rank, slots[rank]) for rank in range(self._comm.size)]
-        return Reduction(self._swap({peer: slots[peer] for peer in self._peers}, received, label), parts)
+        return Reduction(self._swap({peer: slots[peer] for peer in self._comm.peers}, received, label), parts)
 
     def _swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
         group, tag = self._comm._axis.group, _tag(label, self._comm.salt)

@@ -31,7 +31,7 @@ from onefold.placement import Placement, Scope
 from onefold.precision import Precision
 from onefold.rounds import ReduceSchedule
 from onefold.scaling import running_scale
-from onefold.shown import ShardedGradient, ShownGradients
+from onefold.shown import ShownGradients
 from onefold.spans import spanned
 from onefold.survey import ATTRIBUTE
 from onefold.tiers.place import Tiers
@@ -126,7 +126,6 @@ class Engine:
         self.sums_kept = False  # gradients have accumulated: buffers of local sums stay
         self.unsettled = False  # rounds have run since the ranks last agreed on what was used
         self._settled = False
-        self._placeholders: list[Tensor] = []  # for .grad, made once
         self._gathers: list[Pending] = []
         self._ungathered: set[int] = set()  # units reduced but not yet made whole
 
@@ -396,7 +395,7 @@ class Engine:
     # -- what users see --------------------------------------------------------------------------------------------
 
     def show_gradients(self) -> None:
-        """Where gradients are sharded all get a placeholder: which of them some rank used is known at the step."""
+        """Values where gradients are whole, else placeholders."""
         if self._whole_gradients:
             self.settle()
             for unit in self.units:
@@ -406,9 +405,7 @@ class Engine:
             used = [index for index, kept in enumerate(self.kept) if kept]
             self.shown.show(used, self._whole_gradient)
         else:
-            if not self._placeholders:
-                self._placeholders = [ShardedGradient(param) for param in self.params]
-            self.shown.show(range(len(self.params)), self._placeholders.__getitem__)
+            self.shown.show_placeholders()
 
     def _whole_gradient(self, index: int) -> Tensor:
         place = self.places[index]

@@ -19,10 +19,17 @@ class ShownGradients:
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._params, self._names = params, names
         self._shown: dict[int, Tensor] = {}
+        self._placeholders: list[ShardedGradient] = []
 
     def show(self, indices: Sequence[int], gradient: Callable[[int], Tensor]) -> None:
         for index in indices:
             self._shown[index] = self._params[index].grad = gradient(index)
+
+    def show_placeholders(self) -> None:
+        """Of all parameters: which of them some rank used is known at the step."""
+        if not self._placeholders:
+            self._placeholders = [ShardedGradient(param) for param in self._params]
+        self.show(range(len(self._params)), self._placeholders.__getitem__)
 
     def dropped(self) -> list[int]:
         """Parameters whose .grad the user has set to None since; raises if it was replaced."""

@@ -1,8 +1,8 @@
 """Tensors of one unit that rest in a file and come to memory together, as one stretch of bytes.
 
 While they rest, each is a placeholder of its own length that reads as NaN. Opened, they are views of a buffer that was
-read in one go; closed, the buffer is written in one go, behind the next unit's work. Where they lie in the file is
-where they lie in the buffer: cutting a tensor in two moves nothing, and a new one makes all move together, once.
+read in one go; closed, the buffer is written in one go, and `reap` waits for that. Where they lie in the file is where
+they lie in the buffer: cutting a tensor in two moves nothing, and a new one makes all move together, once.
 """
 
 from __future__ import annotations
