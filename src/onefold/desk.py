@@ -71,7 +71,9 @@ class Desk:
         return there
 
     def reap(self) -> None:
-        """What went up is there; its buffer is free."""
+        """What went up, or into a file, is there; its buffer is free."""
+        if self._values.image is not None:
+            self._values.image.reap()
         with self._lock:  # whoever updates and whoever reads may both come here
             behind, self._leaving = self._leaving, None
         if behind is not None:

@@ -20,6 +20,7 @@ from onefold.placement import Scope, Tier
 from onefold.planner.sizes import Sizes, of_layout
 from onefold.planner.states import StateCost, file_bytes, state_bytes
 from onefold.rounds import IN_FLIGHT, WAITING
+from onefold.schedule import READ_AHEAD
 from onefold.tiers.image import rests
 from onefold.unit import Unit
 
@@ -170,9 +171,9 @@ def _staging_limits(engine: Engine) -> tuple[int, int]:
 
 
 def _gathered(engine: Engine) -> int:
-    """Units that a pass has open at once: in use, used before, and those on their way."""
+    """Units that a pass has open at once: in use, used before, on their way, and those being read ahead of that."""
     prefetch = engine.zero.prefetch
-    return 3 + (prefetch if isinstance(prefetch, int) else len(engine.passes.units))
+    return 2 + READ_AHEAD + (prefetch if isinstance(prefetch, int) else len(engine.passes.units))
 
 
 # -- plans for the device ---------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.engine import engine_of
 from onefold.inventory import storages
+from onefold.jobs import WORKERS
 from tests.harness import run_ranks
 from tests.offload.runs import SPLIT
 
@@ -113,6 +114,29 @@ def test_with_parameters_on_the_host_the_device_keeps_next_to_nothing(ranks: int
         assert planned_well(report), report
         assert report.states < 0.01 * PSI
         assert report.host == pytest.approx((2 + 12 + 2) * PSI / ranks, rel=CLOSE)
+
+
+def files_being_written(path: str) -> int:
+    """The most units whose values are on their way to a file when a thread begins an update of another."""
+    tall = Tall(ALL_DISK, path, "bf16")
+    tall.step()
+    units, most = engine_of(tall.model).units, [0]
+    for unit in units:
+        prepare = unit.prepare
+
+        def counted(*args: Any, prepare: Any = prepare, **kwargs: Any) -> None:
+            most.append(sum(other.values.image._writing is not None for other in units))
+            prepare(*args, **kwargs)
+
+        unit.prepare = counted
+    tall.step()
+    engine_of(tall.model).away.settle()
+    return max(most)
+
+
+def test_a_thread_takes_no_further_unit_before_its_file_is_written(tmp_path) -> None:
+    for most in run_ranks(2, files_being_written, str(tmp_path)):
+        assert most < WORKERS
 
 
 @pytest.mark.parametrize(("offload", "kept"), [(DISK, 12), (ALL_DISK, 14)])

@@ -43,6 +43,7 @@ class Image:
         self._buffer: Tensor | None = None
         self._reading: Waiting | None = None
         self._writing: tuple[Waiting, Tensor] | None = None
+        self._failed: BaseException | None = None  # why the file does not hold what was written last
         self.is_open = False
         self._lock = threading.Lock()
 
@@ -91,11 +92,16 @@ class Image:
 
     def reap(self) -> None:
         """What is being written has been written; its buffer is free."""
-        with self._lock:  # whoever updates and whoever reads may both come here
+        with self._lock:  # whoever updates and whoever reads may both come here: neither goes on before it is there
             behind, self._writing = self._writing, None
-        if behind is not None:
-            behind[0].wait()
-            self._pool.give(behind[1])
+            if behind is not None:
+                try:
+                    behind[0].wait()
+                    self._pool.give(behind[1])
+                except BaseException as error:
+                    self._failed = error
+        if self._failed is not None:
+            raise self._failed
 
     def _lay(self, leaves: list[Tensor]) -> None:
         """Into one buffer, unless they lie in it."""
