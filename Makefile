@@ -2,8 +2,10 @@
 
 PYTHON      ?= python3
 PYTEST_ARGS ?=
+WORKERS     ?= 2
 VENV        := .venv
 BIN         := $(VENV)/bin
+PYTEST      := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 READY       := $(VENV)/.ready
 PIP         := $(BIN)/python -m pip --disable-pip-version-check -qq
 
@@ -17,8 +19,8 @@ help: ## list the targets
 demo: $(READY) ## train a small GPT at stage 3 on two local CPU processes, about two minutes, and report
 	@CUDA_VISIBLE_DEVICES= $(BIN)/onefold train --ranks 2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
-test: lint types ## lint, types and the whole test suite; PYTEST_ARGS="-k name" narrows it
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: lint types ## lint, types and the whole suite, two files at once (WORKERS=2); PYTEST_ARGS="-k name" narrows it
+	@$(PYTEST) $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff over the whole tree
 	@$(BIN)/ruff check .
@@ -27,7 +29,7 @@ types: $(READY) ## mypy over src/onefold
 	@$(BIN)/mypy
 
 soak: $(READY) ## the suite with its long-running tests
-	@$(BIN)/python -m pytest --soak $(PYTEST_ARGS)
+	@$(PYTEST) --soak $(PYTEST_ARGS)
 
 bench: $(READY) ## measure against DDP, FSDP2 and DeepSpeed on this machine's CPU, and write the tables
 	@$(BIN)/python -m benchmarks.cpu

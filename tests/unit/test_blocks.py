@@ -148,7 +148,9 @@ def test_the_model_itself_is_never_a_block():
     assert find_blocks(Layer(), lambda name, module: isinstance(module, Layer)) == []
 
 
-@pytest.mark.parametrize("units", [None, nn.Module, (Layer, nn.Linear), lambda name, module: True], ids=str)
+@pytest.mark.parametrize(
+    "units", [None, nn.Module, (Layer, nn.Linear), lambda name, module: True], ids=["found", "all", "two", "asked"]
+)
 def test_no_block_lies_inside_another(units):
     model = named(a=Transformer(2), b=named(c=nn.Sequential(Experts(), Experts())))
     blocks = find_blocks(model, units)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 
 import pytest
 from torch import nn
@@ -43,7 +44,7 @@ def test_a_config_error_is_a_value_error_and_one_of_ours():
     [{"stage": stage} for stage in STAGES]
     + [{"bucket_bytes": 1}, {"buffers": "rank0"}, {"sync": "check"}, {"timeout_s": 1}, {"timeout_s": 0.5}]
     + [{"units": nn.Linear}, {"units": (nn.Linear, nn.Conv2d)}, {"units": lambda name, module: True}],
-    ids=str,
+    ids=lambda fields: re.sub(" at 0x[0-9a-f]*", "", str(fields)),
 )
 def test_good_values_are_kept_as_they_were_given(fields):
     ((name, value),) = fields.items()
