@@ -68,22 +68,22 @@ def main(words: list[str] | None = None) -> int:
     here = present(asked.systems, USUAL)
     if not asked.one_by_one:
         check_memory(works[0], len(here.systems))
-    counted = None
-    if asked.wire:
-        print("counting bytes on the wire first, one system after the other", flush=True)
-        counted = wire_bytes(works[-1], here.systems, timeout_s=asked.timeout_s)  # a batch changes nothing of it
     steps = asked.warm_up + asked.steps
     schedule = partial(together, steps=steps)
     if asked.one_by_one:
         schedule = partial(one_by_one, steps=steps, rounds=asked.one_by_one)
     out, worst = folder(asked.out, usual=not (asked.quick or asked.systems)), 0
     for work in works:
+        print(f"{work.ranks} ranks, {work.layers}x{work.dim}, batch {work.batch}x{work.seq} per rank", flush=True)
+        counted = None
+        if asked.wire:
+            print("counting bytes on the wire first, one system after the other", flush=True)
+            counted = wire_bytes(work, here.systems, timeout_s=asked.timeout_s)
         plan = Plan(
             what=f"{'quick' if asked.quick else 'cpu'}-{work.name}", work=work, present=here, base=asked.base,
             command=shown_command("benchmarks.cpu", words), warm_up=asked.warm_up, out=out,
             timeout_s=asked.timeout_s, wire=counted,
         )  # fmt: skip
-        print(f"{work.ranks} ranks, {work.layers}x{work.dim}, batch {work.batch}x{work.seq} per rank", flush=True)
         worst = max(worst, measure(plan, schedule))
     return worst
 
