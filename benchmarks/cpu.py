@@ -16,7 +16,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from benchmarks.measure import Plan, folder, measure, present
+from benchmarks.measure import Plan, at_least, folder, measure, present
 from benchmarks.results import shown_command
 from benchmarks.systems.loop import numel
 from benchmarks.systems.table import SYSTEMS
@@ -36,10 +36,14 @@ def arguments(words: list[str]) -> argparse.Namespace:
     works = list(two_ranks())
     parser.add_argument("--work", nargs="+", choices=works, default=works, help="sequences × tokens of a rank")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="by default all but variants of ours")
-    parser.add_argument("--base", default="ddp", choices=list(SYSTEMS), help="ratios are to it, losses are its own")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps that do not count")
-    parser.add_argument("--steps", type=int, default=20, help="steps that do")
-    parser.add_argument("--one-by-one", type=int, metavar="ROUNDS", help="where memory is short: one system at a time")
+    parser.add_argument(
+        "--base", choices=list(SYSTEMS), help="ratios are to it, losses are its own; ddp, if it is there"
+    )
+    parser.add_argument("--warm-up", type=at_least(0), default=3, help="steps that do not count")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="steps that do")
+    parser.add_argument(
+        "--one-by-one", type=at_least(1), metavar="ROUNDS", help="where memory is short: one system at a time"
+    )
     parser.add_argument("--wire", action=argparse.BooleanOptionalAction, default=True, help="count bytes on the wire")
     parser.add_argument("--timeout-s", type=float, default=300, help="how long one answer may take")
     parser.add_argument("--out", type=Path, help="benchmarks/results for the usual systems and sizes, else runs/bench")
@@ -65,25 +69,25 @@ def main(words: list[str] | None = None) -> int:
     works = [two_ranks()[name] for name in asked.work]
     if asked.quick:
         works = [work.quick() for work in works]
-    here = present(asked.systems, USUAL)
+    here = present(asked.systems, USUAL, base=asked.base)
     if not asked.one_by_one:
         check_memory(works[0], len(here.systems))
-    counted = None
-    if asked.wire:
-        print("counting bytes on the wire first, one system after the other", flush=True)
-        counted = wire_bytes(works[-1], here.systems, timeout_s=asked.timeout_s)  # a batch changes nothing of it
     steps = asked.warm_up + asked.steps
     schedule = partial(together, steps=steps)
     if asked.one_by_one:
         schedule = partial(one_by_one, steps=steps, rounds=asked.one_by_one)
     out, worst = folder(asked.out, usual=not (asked.quick or asked.systems)), 0
     for work in works:
+        print(f"{work.ranks} ranks, {work.layers}x{work.dim}, batch {work.batch}x{work.seq} per rank", flush=True)
+        counted = None
+        if asked.wire:
+            print("counting bytes on the wire first, one system after the other", flush=True)
+            counted = wire_bytes(work, here.systems, timeout_s=asked.timeout_s)
         plan = Plan(
-            what=f"{'quick' if asked.quick else 'cpu'}-{work.name}", work=work, present=here, base=asked.base,
+            what=f"{'quick' if asked.quick else 'cpu'}-{work.name}", work=work, present=here, base=asked.base or "ddp",
             command=shown_command("benchmarks.cpu", words), warm_up=asked.warm_up, out=out,
             timeout_s=asked.timeout_s, wire=counted,
         )  # fmt: skip
-        print(f"{work.ranks} ranks, {work.layers}x{work.dim}, batch {work.batch}x{work.seq} per rank", flush=True)
         worst = max(worst, measure(plan, schedule))
     return worst
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Plan, folder, measure, present
+from benchmarks.measure import Plan, at_least, folder, measure, present
 from benchmarks.results import shown_command
 from benchmarks.systems.table import SYSTEMS
 from benchmarks.turns import one_by_one
@@ -36,14 +36,16 @@ def arguments(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--work", choices=list(one_gpu()), default="1.64b")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="by default those that fit the work")
-    parser.add_argument("--base", default="fsdp2", choices=list(SYSTEMS), help="ratios are to it, losses are its own")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps that do not count")
-    parser.add_argument("--steps", type=int, default=5, help="steps that do")
-    parser.add_argument("--rounds", type=int, default=1, help="how often each system starts afresh")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--dim", type=int)
-    parser.add_argument("--batch", type=int)
-    parser.add_argument("--seq", type=int)
+    parser.add_argument(
+        "--base", choices=list(SYSTEMS), help="ratios are to it, losses are its own; fsdp2, if it is there"
+    )
+    parser.add_argument("--warm-up", type=at_least(0), default=3, help="steps that do not count")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="steps that do")
+    parser.add_argument("--rounds", type=at_least(1), default=1, help="how often each system starts afresh")
+    parser.add_argument("--layers", type=at_least(1))
+    parser.add_argument("--dim", type=at_least(1))
+    parser.add_argument("--batch", type=at_least(1))
+    parser.add_argument("--seq", type=at_least(1))
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--optimizer", choices=("host", "disk", "auto"), help="offload, ours: where it lies")
     parser.add_argument("--parameters", choices=("host", "disk"), help="offload, ours: where they lie")
@@ -78,11 +80,11 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     asked = arguments(words)
     work = chosen(asked)
-    usual = AWAY if work.away else RANK if work.rank_of > 1 else DEVICE
+    here = present(asked.systems, AWAY if work.away else RANK if work.rank_of > 1 else DEVICE, base=asked.base)
     out = folder(asked.out, usual=not (asked.quick or asked.systems) and work.name == asked.work)
     plan = Plan(
-        what=f"{'quick' if asked.quick else 'gpu'}-{work.name}", work=work, present=present(asked.systems, usual),
-        base=asked.base, command=shown_command("benchmarks.gpu", words), warm_up=asked.warm_up, out=out,
+        what=f"{'quick' if asked.quick else 'gpu'}-{work.name}", work=work, present=here,
+        base=asked.base or "fsdp2", command=shown_command("benchmarks.gpu", words), warm_up=asked.warm_up, out=out,
         timeout_s=asked.timeout_s,
     )  # fmt: skip
     steps = asked.warm_up + asked.steps

@@ -1,9 +1,9 @@
 """What the host takes for a step: Python, hooks and calls of torch, on a model so small that it hardly computes.
 
-A GPU that is fed too slowly waits for that. A deep and narrow GPT trains as one rank of many whose peers are not there:
-the copies that stand for messages are in the figure, a network is not. All systems are in one process and take turns,
-so that drift of the machine hits all alike; CPU time counts, which means something on a busy machine too. Medians, and
-what a system takes beyond computing alone (the floor).
+A GPU that is fed too slowly waits for that. A deep and narrow GPT trains as one rank of many whose peers are not there
+and whose messages cost nothing. All systems are in one process and take turns, so that drift of the machine hits all
+alike; CPU time counts, which means something on a busy machine too. Medians, and what a system takes beyond computing
+alone (the floor).
 
     python -m benchmarks.host_time                          # floor, FSDP2, Onefold at stage 3; rank 0 of 8, fp32
     python -m benchmarks.host_time --precision bf16 --dim 16
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.measure import at_least, present
 from benchmarks.systems.table import SYSTEMS
 from benchmarks.work import Work
 
@@ -59,14 +60,15 @@ def measure(work: Work, names: Sequence[str], rounds: int) -> dict[str, list[flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--systems", nargs="+", default=["floor", "fsdp2", "onefold"], choices=sorted(SYSTEMS))
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--seq", type=int, default=4)
+    parser.add_argument("--ranks", type=at_least(1), default=8)
+    parser.add_argument("--layers", type=at_least(1), default=48)
+    parser.add_argument("--dim", type=at_least(1), default=64)
+    parser.add_argument("--seq", type=at_least(1), default=4)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=at_least(1), default=21)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
+    names = present(args.systems, (), base=None).systems
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # it prepares each product for longer than this model computes
@@ -75,8 +77,7 @@ def main() -> None:
         name="host", layers=args.layers, dim=args.dim, batch=1, seq=args.seq, vocab=64, precision=args.precision,
         device="cpu", rank_of=args.ranks,
     )  # fmt: skip
-    names = list(dict.fromkeys(["floor", *args.systems]))
-    times = measure(work, names, args.rounds)
+    times = measure(work, list(dict.fromkeys(["floor", *names])), args.rounds)
     rows = {}
     for name, seconds in times.items():
         beyond = statistics.median(one - floor for one, floor in zip(seconds, times["floor"], strict=True))

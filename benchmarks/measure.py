@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +24,42 @@ class Present(NamedTuple):
     left_out: list[str]
 
 
-def present(asked: Sequence[str] | None, usual: Sequence[str]) -> Present:
+def present(asked: Sequence[str] | None, usual: Sequence[str], *, base: str | None) -> Present:
     """Those asked for by name must be there; of the usual ones those that are there. The others get a line each."""
-    lines = {name: line for name in asked or usual if (line := missing(name))}
+    names = list(dict.fromkeys(asked or usual))
+    lines = {name: line for name in names if (line := missing(name))}
     for line in lines.values():
         print(line, file=sys.stderr)
     if lines and asked:
         sys.exit(2)
-    return Present([name for name in asked or usual if name not in lines], list(lines))
+    found = [name for name in names if name not in lines]
+    if base and base not in found:
+        print(f"--base {base} takes no part; found {', '.join(found)}; name it in --systems too", file=sys.stderr)
+        sys.exit(2)
+    return Present(found, list(lines))
 
 
 def folder(out: Path | None, *, usual: bool) -> Path:
     """Only runs of the usual systems and sizes belong among the results that tables are made from."""
-    return out or (results.RESULTS if usual else Path("runs", "bench"))
+    found = out or (results.RESULTS if usual else Path("runs", "bench"))
+    try:
+        found.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=found).close()
+    except OSError as error:
+        print(f"{found} cannot be written: {error.strerror}; give another folder with --out", file=sys.stderr)
+        sys.exit(2)
+    return found
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number from the command line."""
+
+    def number(word: str) -> int:
+        if int(word) < least:
+            raise ArgumentTypeError(f"{word} is less than {least}")
+        return int(word)
+
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +68,7 @@ class Plan:
     work: Work
     command: str
     present: Present
-    base: str  # ratios are to it, losses are to be its own; if it takes part
+    base: str  # ratios are to it, losses are to be its own; else to the first that agrees
     warm_up: int
     out: Path
     timeout_s: float
@@ -58,7 +83,6 @@ def measure(plan: Plan, schedule: Callable[[Sequence[str]], Iterator[Turn]]) -> 
     found = results.facts(plan.work, plan.command, base, plan.warm_up) | {"left_out": left_out}
     file = results.file_of(plan.out, plan.what, found)
     records: dict[str, Record] = {}
-    file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lines").open("w") as log:
 
         def hear(system: str, what: str, heard: Any) -> None:

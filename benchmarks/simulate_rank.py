@@ -48,7 +48,8 @@ def main() -> None:
         peak = f"{planned['peak'] / 1e9:>12.2f}GB{found['peak'] / 1e9:>8.2f}GB{row['peak_off']:>+9.2%}"
         steps = ", ".join(f"{step:.2f} s" for step in row["steps_s"])
         if row["compute_s"] is not None:
-            parts = [f"{row[f'{name}_s']:.2f} s {name}" for name in ("compute", "launch", "stand_ins")]
+            known = [name for name in ("compute", "launch", "stand_ins") if row[f"{name}_s"] is not None]
+            parts = [f"{row[f'{name}_s']:.2f} s {name}" for name in known]
             steps += f": {', '.join(parts)}"
         steps += f" (planned in {row['plan_s']:.0f} s, built in {row['build_s']:.0f} s)"
         print(f"{row['model'] + '/' + str(row['ranks']):<14}{states}{peak}  {steps}")

@@ -1,14 +1,15 @@
 """`bucket_bytes` and `prefetch` against time, bandwidth and memory: where the knee is, and is the default there?
 
     python benchmarks/sweep.py            # two gloo ranks, one thread each; under six minutes on two idle cores
-    python benchmarks/sweep.py --steps 2  # a quick look
+    python benchmarks/sweep.py --steps 2  # a quick look, into runs/bench
     python benchmarks/sweep.py --gpu      # copies on one GPU, seconds
     python benchmarks/sweep.py --draw     # docs/img/sweep.png from what the two found
 
 1 Alone: one unit of each size is gathered and reduced, again and again: bytes sent over time.
 2 In a step: a model of 128 MiB whose every layer has 256 KiB and which has no blocks, so that `bucket_bytes` alone
   decides what a unit is. A model with the setting and one with the default take turns step by step.
-3 Results go to benchmarks/results/sweep-*.json; what a rank waited for is the time inside waits for messages.
+3 Results go to benchmarks/results/sweep-*.json, those of fewer steps to runs/bench; what a rank waited for is
+  the time inside waits for messages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ AHEAD = (0, 1, 2, 3)
 PIECES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 256 * MIB)
 MOVED = 256 * MIB  # at least, for each size that is measured alone
 WIDTH, LAYERS, ROWS = 256, 512, 16
-SEED, WARM_UP, PATIENCE_S = 0, 1, 300.0
+SEED, WARM_UP, STEPS, PATIENCE_S = 0, 1, 5, 300.0
 ADAMW = {"lr": 1e-3, "fused": True}
 
 
@@ -247,7 +249,8 @@ def _write(kind: str, found: dict[str, Any], options: argparse.Namespace) -> Non
     device = torch.device("cuda" if kind == "gpu" else "cpu")
     command = "python benchmarks/sweep.py" + (" --gpu" if kind == "gpu" else "") + f" --steps {options.steps}"
     facts = {"command": command, "cpu": _cpu(), **environment(device), "default_bucket_bytes": DEFAULT}
-    path = (options.out or RESULTS) / f"sweep-{kind}.json"
+    usual = RESULTS if options.steps >= STEPS else HERE.parent / "runs" / "bench"  # documents speak of those
+    path = (options.out or usual) / f"sweep-{kind}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
 
@@ -260,15 +263,14 @@ def _cpu() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--draw", action="store_true")
     parser.add_argument("--out", type=Path, help="a folder for the JSON")
     options = parser.parse_args()
     if options.draw:
-        from sweep_chart import draw
-
-        draw(options.out or RESULTS, PICTURE)
+        chart = import_module("benchmarks.sweep_chart" if __package__ else "sweep_chart")
+        chart.draw(options.out or RESULTS, PICTURE)
     elif options.gpu:
         on_gpu(options)
     else:

@@ -33,7 +33,7 @@ def ours(
         fields["bucket_bytes"] = OFFLOADED_BYTES
     if work.rank_of > 1:
         plays = "nccl" if work.device == "cuda" else "gloo"
-        axes = simulated_axes(work.rank_of, plays=plays, values=False)  # messages cost nothing, as in torch's fake group
+        axes = simulated_axes(work.rank_of, plays=plays, values=False)  # messages cost nothing, as in the fake group
         shard_over(axes, model, None, fields)
     else:
         onefold.shard(model, **fields)

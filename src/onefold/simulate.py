@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from onefold.busy import Busy, busy
 from onefold.config import Zero
+from onefold.errors import ConfigError
 from onefold.mesh import simulated_axes
 from onefold.optimizer import Optimizer
 from onefold.planner.dry import Rehearsal, default_loss, rehearse
@@ -61,8 +62,12 @@ class Simulation:
 
     @property
     def launch_s(self) -> float | None:
-        """Of the last step, when nothing computed: the host's time that the device did not hide."""
-        return max(0.0, self.steps_s[-1] - sum(self.busy)) if self.busy else None
+        """Of the last step, when nothing computed: the host's time that the device did not hide.
+
+        None if it cannot be told: many small operators take longer under the profiler than the whole step without it.
+        """
+        rest = self.steps_s[-1] - sum(self.busy) if self.busy else -1.0
+        return rest if rest >= 0 else None
 
     @property
     def peak_off(self) -> float:
@@ -82,6 +87,8 @@ def simulate(
 ) -> Simulation:
     """Take `steps` steps as rank 0 of `ranks`. `build` makes the model; it is called under the meta device."""
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r}: torch finds no CUDA device on this machine; use cpu")
     plays = "nccl" if target.type == "cuda" else "gloo"
     with torch.device("meta"):
         blank, model = build(), build()

@@ -151,6 +151,24 @@ def test_a_system_that_is_not_installed_is_one_line_with_the_remedy(
     assert line == "deepspeed3 is left out: it needs deepspeed, which is not installed; pip install 'onefold[peers]'"
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--steps", "0"], "argument --steps: 0 is less than 1"),
+        (["--one-by-one", "0"], "argument --one-by-one: 0 is less than 1"),
+        (["--systems", "stage2", "--base", "ddp"], "--base ddp takes no part; found stage2; name it in --systems too"),
+        (["--out", __file__], "cannot be written: File exists; give another folder with --out"),
+    ],
+)
+def test_what_cannot_be_measured_is_a_line_before_anything_starts(
+    words: list[str], line: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cpu.main(["--quick", *words])
+    told = capfd.readouterr()
+    assert ended.value.code == 2 and told.out == "" and told.err.splitlines()[-1].endswith(line)
+
+
 def test_more_processes_than_memory_are_refused_before_they_start(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"need about .* GB at once, .* --one-by-one"):
         cpu.check_memory(two_ranks()["2x128"], systems=100_000)

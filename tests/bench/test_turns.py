@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks import results
 from benchmarks.turns import Record, Step, one_by_one, together
-from benchmarks.work import Work, two_ranks
+from benchmarks.work import Work, one_gpu, two_ranks
 
 NAMES = ("ddp", "fsdp2", "stage0", "stage3")
 names = st.integers(1, 4).map(lambda count: list(NAMES[:count]))
@@ -63,6 +63,16 @@ def test_only_the_first_loss_of_the_floor_is_held_to_the_base() -> None:
     assert results.disagreements(work, records, base="ddp") == []
     records["floor"] = record(1, 1, losses=(2.0, 1.0))
     assert len(results.disagreements(work, records, base="ddp")) == 1
+
+
+@pytest.mark.parametrize("base", ["floor", "amp"])
+def test_who_does_not_learn_is_found_out_in_bf16_whatever_the_base(base: str) -> None:
+    """Losses of 1.64B parameters on an H200, where eight steps move them by 0.05; and those of a model that stands."""
+    floor, amp = (11.1384, 11.1693, 11.1363, 11.1416), (11.1383, 11.1691, 11.1364, 11.1411)
+    records = {"floor": record(1, 1, 1, 1, losses=floor), "amp": record(1, 1, 1, 1, losses=amp)}
+    records["onefold"] = record(1, 1, 1, 1, losses=(11.1385, 11.1390, 11.1380, 11.1395))
+    (line,) = results.disagreements(one_gpu()["1.64b"], records, base=base)
+    assert line.startswith("onefold: the loss of step 1, rank 0") and "that of amp" in line
 
 
 def test_batches_depend_on_rank_and_step_alone() -> None:

@@ -28,6 +28,7 @@ CASES = {  # name -> ranks, stage (None: DistributedDataParallel)
     "stage 1": (2, 1),
     "stage 2": (2, 2),
     "stage 2, 3 ranks": (3, 2),
+    "stage 2, 4 ranks": (4, 2),
     "stage 3": (2, 3),
     "DDP": (2, None),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onefold.busy import busy
+from onefold.busy import Busy, busy
 from onefold.cli.main import main
+from onefold.cli.simulate import as_dict, show
 from onefold.config import Zero
 from onefold.mesh import simulated_axes
 from onefold.native.update import available, update
@@ -45,6 +47,21 @@ def test_what_only_the_host_does_is_launch_overhead_and_not_compute():
     assert found.launch_s >= THOUGHT_S
     assert 0 < found.compute_s < THOUGHT_S
     assert found.compute_s + found.launch_s + found.busy.stand_ins_s == pytest.approx(found.steps_s[-1])
+
+
+def test_launch_overhead_that_a_slow_profile_hides_is_not_said_to_be_none(capsys):
+    found = taken(nn.Sequential, ranks=4)
+    hidden = dataclasses.replace(found, busy=Busy(found.steps_s[-1], 1e-3))
+    assert hidden.launch_s is None and as_dict(hidden)["launch_s"] is None
+    show("a model", hidden)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "launch overhead" not in said and said.endswith("more than the step, so the rest is not known")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_one_line(capsys):
+    assert main(["simulate", "--model", "gpt-tiny", "--ranks", "8", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "onefold: device 'cuda': torch finds no CUDA device on this machine; use cpu\n"
 
 
 def test_one_rank_has_no_message_to_stand_for_and_several_have():

@@ -81,7 +81,12 @@ def show(name: str, found: Simulation) -> None:
     if found.busy is None:
         screen.print("how much of it is compute is not known: torch's profiler saw no kernels on this device")
         return
-    parts = [f"compute {seconds(found.busy.compute_s)}", f"launch overhead {seconds(found.launch_s or 0) or 'none'}"]
+    parts = [f"compute {seconds(found.busy.compute_s)}"]
+    if found.launch_s is not None:
+        parts.append(f"launch overhead {seconds(found.launch_s) or 'none'}")
     if found.busy.stand_ins_s:
         parts.append(f"copies that stand for messages {seconds(found.busy.stand_ins_s)}")
-    screen.print(f"the last one: {', '.join(parts)}")
+    told = f"the last one: {', '.join(parts)}"
+    if found.launch_s is None:
+        told += "; under the profiler that is more than the step, so the rest is not known"
+    screen.print(told)
