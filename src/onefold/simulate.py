@@ -32,6 +32,8 @@ from onefold.planner.states import StateBytes
 from onefold.report import memory, track_memory, traffic
 from onefold.shard import shard_over
 
+NOISE = 0.05  # a share of a step by which two of them may differ
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -66,8 +68,10 @@ class Simulation:
 
         None if it cannot be told: many small operators take longer under the profiler than the whole step without it.
         """
-        rest = self.steps_s[-1] - sum(self.busy) if self.busy else -1.0
-        return rest if rest >= 0 else None
+        if self.busy is None:
+            return None
+        rest = self.steps_s[-1] - sum(self.busy)
+        return max(0.0, rest) if rest >= -NOISE * self.steps_s[-1] else None
 
     @property
     def peak_off(self) -> float:

@@ -51,7 +51,9 @@ def test_what_only_the_host_does_is_launch_overhead_and_not_compute():
 
 def test_launch_overhead_that_a_slow_profile_hides_is_not_said_to_be_none(capsys):
     found = taken(nn.Sequential, ranks=4)
-    hidden = dataclasses.replace(found, busy=Busy(found.steps_s[-1], 1e-3))
+    level = dataclasses.replace(found, busy=Busy(found.steps_s[-1], 0.01 * found.steps_s[-1]))
+    assert level.launch_s == 0, "steps differ by so much, and all of it was compute"
+    hidden = dataclasses.replace(found, busy=Busy(found.steps_s[-1], 0.1 * found.steps_s[-1]))
     assert hidden.launch_s is None and as_dict(hidden)["launch_s"] is None
     show("a model", hidden)
     said = " ".join(capsys.readouterr().out.split())
