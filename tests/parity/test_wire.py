@@ -95,13 +95,18 @@ def measure() -> None:
     print(json.dumps(found))
 
 
+def measured() -> dict[str, list[float]]:
+    """What `measure` prints, in a namespace of its own."""
+    ran = in_namespace([sys.executable, "-c", "from tests.parity.test_wire import measure; measure()"])
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[float]]:
     if not can_make_namespace():
         pytest.skip("needs a network namespace of its own: run as root, or allow unprivileged user namespaces")
-    ran = in_namespace([sys.executable, "-c", "from tests.parity.test_wire import measure; measure()"])
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    return measured()
 
 
 @pytest.mark.parametrize("case", [name for name, (_, stage) in CASES.items() if stage is not None])
@@ -124,3 +129,10 @@ def test_the_kernel_saw_two_or_three_parameter_sizes_times_ranks_less_one(
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_no_stage_sends_more_than_ddp(found: dict[str, list[float]], stage: int) -> None:
     assert found[f"stage {stage}"][0] <= found["DDP"][0] * 1.02
+
+
+if __name__ == "__main__":  # the table of docs/performance.md
+    rows = measured()
+    for name, (kernel, metered) in rows.items():
+        to_meter = f"{kernel / metered:.4f} of the meter's, " if metered else ""
+        print(f"{name}: {kernel:,.0f} bytes per step, {to_meter}{kernel / rows['DDP'][0]:.4f} of DDP's")

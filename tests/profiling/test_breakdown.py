@@ -154,7 +154,7 @@ def test_the_summary_says_what_was_found_and_how_ranks_differ() -> None:
     text = summary([report(0, 10_000_000), report(1, 2_000_000)])
     assert "2 steps of rank 0 of 2 (cpu): 40.00 ms" in text
     assert "exposed gathers 10.00 25.0% 2.00 to 10.00" in " ".join(text.split())
-    assert "1.5 MB to gather, 0.7 MB to reduce" in text
+    assert "exposed messages in a step: 10.00 ms, 25.0%\nsent in a step: 1.5 MB to gather, 0.7 MB to reduce" in text
     assert "blocks.0 10.00 gather-forward 10.00" in " ".join(text.split())
     assert "device idle" not in text and "host copies and waits" in text
 

@@ -109,7 +109,8 @@ def _row(name: str, times: Sequence[float], whole: float) -> str:
 
 def _more(report: ProfileReport) -> list[str]:
     last = report.steps[-1]
-    lines = [f"sent in a step: {_size(last.gathered_bytes)} to gather, {_size(last.reduced_bytes)} to reduce"]
+    lines = [f"exposed messages in a step: {_ms(report.exposed_s)} ms, {report.exposed_s / report.step_s:.1%}"]
+    lines += [f"sent in a step: {_size(last.gathered_bytes)} to gather, {_size(last.reduced_bytes)} to reduce"]
     beside = sum(step.beside_ns for step in report.steps) * 1e-9 / len(report.steps)
     if beside:
         lines.append(f"beside the step, the host updated for {_ms(beside)} ms")

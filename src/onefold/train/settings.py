@@ -266,7 +266,7 @@ class OutputSettings:
     """Record some early steps: a Chrome trace for each rank, and where a step goes."""
 
     profile_steps: int = 3
-    """How many, after two that are let pass."""
+    """With --profile: how many, after two that are let pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
