@@ -16,6 +16,8 @@ from benchmarks.systems.table import SYSTEMS, missing
 from benchmarks.turns import Record, Turn, run
 from benchmarks.work import Work
 
+INTERRUPTED = 130  # exit status, as shells have it
+
 
 class Present(NamedTuple):
     """Who takes part, and who would but is not installed."""
@@ -94,7 +96,11 @@ def measure(plan: Plan, schedule: Callable[[Sequence[str]], Iterator[Turn]]) -> 
             if what == "finished":
                 print(line_of(system, found["systems"][system]), flush=True)
 
-        run(plan.work, schedule(systems), records, timeout_s=plan.timeout_s, hear=hear)
+        try:
+            run(plan.work, schedule(systems), records, timeout_s=plan.timeout_s, hear=hear)
+        except KeyboardInterrupt:
+            print(f"interrupted; all steps so far are in {log.name}", file=sys.stderr)
+            sys.exit(INTERRUPTED)
     file.with_suffix(".lines").unlink()  # all of it is in the results now
     print(f"all steps, beside {base}:")
     for system in systems:

@@ -182,7 +182,7 @@ def measured(record: Record, warm_up: int) -> list[Step]:
 
 def disagreements(work: Work, records: dict[str, Record], *, base: str) -> list[str]:
     """Losses that are not those of the base, one line for each system. One rank without peers computes nonsense."""
-    if work.rank_of > 1 or base not in records:
+    if work.rank_of > 1:
         return []
     lines = []
     for name, record in records.items():
@@ -192,11 +192,14 @@ def disagreements(work: Work, records: dict[str, Record], *, base: str) -> list[
 
 
 def references(work: Work, records: dict[str, Record], base: str) -> list[tuple[str, float]]:
-    """Whose losses all must have, and how nearly. Those who agree do so among themselves, whatever the base is."""
-    agreeing = [name for name in records if SYSTEMS[name].agrees == "every step"]
+    """Whose losses all must have, and how nearly. Those who agree do so among themselves, whatever the base is, or
+    if it took no step."""
+    took = [name for name, record in records.items() if record.steps]
+    agreeing = [name for name in took if SYSTEMS[name].agrees == "every step"]
     if base in agreeing:
         return [(base, NEAR[work.precision])]
-    return [(base, FAR[work.precision]), *((name, NEAR[work.precision]) for name in agreeing[:1])]
+    far = [(base, FAR[work.precision])] if base in took else []
+    return far + [(name, NEAR[work.precision]) for name in agreeing[:1]]
 
 
 def stray(name: str, record: Record, records: dict[str, Record], reference: str, near: float) -> str | None:

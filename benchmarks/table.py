@@ -59,7 +59,7 @@ def how(group: Group) -> str:
     commands = list(dict.fromkeys(f"`{result['command']}`" for result in group))
     if len(commands) > 2:  # the long tables have each
         commands = ["`" + group[0]["command"].partition(" --work")[0] + " --work …`"]
-    bases = ", ".join(dict.fromkeys(label(result["base"]) for result in group))
+    bases = " and of ".join(dict.fromkeys(f"“{label(result['base'])}”" for result in group))
     told = f"{precisions}, AdamW; medians of up to {steps} steps, beside those of {bases}, and the most memory"
     return f"{told} ({', '.join(commands)})"
 

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import cpu, gpu
 from benchmarks.crew import Crew, CrewFailed
-from benchmarks.measure import Plan, Present, measure
+from benchmarks.measure import INTERRUPTED, Plan, Present, measure
 from benchmarks.results import add_wire
 from benchmarks.systems.loop import numel
 from benchmarks.systems.table import SYSTEMS, missing
@@ -104,7 +104,9 @@ def abandoned() -> Iterator[Crew]:
     crew.close()
 
 
-def test_a_run_that_is_cut_off_keeps_every_step_it_took(tmp_path: Path, abandoned: Crew) -> None:
+def test_a_run_that_is_cut_off_keeps_every_step_it_took_and_says_where(
+    tmp_path: Path, abandoned: Crew, capfd: pytest.CaptureFixture[str]
+) -> None:
     plan = Plan(
         what="quick-cut", work=ALONE, command="", present=Present(["floor"], []), base="floor", warm_up=0, out=tmp_path,
         timeout_s=120,
@@ -118,8 +120,10 @@ def test_a_run_that_is_cut_off_keeps_every_step_it_took(tmp_path: Path, abandone
         heard.extend(json.loads(line) for line in path.read_text().splitlines())  # what a kill would leave
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit, match=f"^{INTERRUPTED}$"):
         measure(plan, cut)
+    (path,) = tmp_path.iterdir()
+    assert capfd.readouterr().err == f"interrupted; all steps so far are in {path}\n"
     assert [list(one) for one in heard] == [["system", what] for what in ("built", "stepped", "stepped")]
     assert all(one["stepped"]["seconds"] > 0 for one in heard[1:])
 

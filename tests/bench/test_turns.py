@@ -75,6 +75,12 @@ def test_who_does_not_learn_is_found_out_in_bf16_whatever_the_base(base: str) ->
     assert line.startswith("onefold: the loss of step 1, rank 0") and "that of amp" in line
 
 
+def test_losses_are_compared_also_where_the_base_took_no_step() -> None:
+    records = {"ddp": record(), "fsdp2": record(1, losses=(2.0,)), "stage3": record(1, losses=(3.0,))}
+    (line,) = results.disagreements(two_ranks()["1x32"], records, base="ddp")
+    assert line.startswith("stage3: the loss of step 0, rank 0 is 3.0")
+
+
 def test_batches_depend_on_rank_and_step_alone() -> None:
     work = two_ranks()["1x32"].quick()
     assert work.tokens(0, 0).equal(Work.read({**vars(work), "name": "other"}).tokens(0, 0))

@@ -86,6 +86,7 @@ def test_the_defaults_are_well():
         ({"compare": "0,1,5"}, "use for example 0,1,2,3"),
         ({"output": {"profile": True}, "steps": {"steps": 4}}, "3 steps after 2 that are let pass, but --steps is 4"),
         ({"output": {"profile_steps": 0}}, "--profile-steps 0 is out of range; use a number of at least 1"),
+        ({"output": {"profile_steps": 4}}, "--profile-steps 4 records nothing without --profile; add it"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_way_out(groups, said):

@@ -26,7 +26,7 @@ class RunProfile:
         self._comm, self._folder = comm, RunFolder(settings.output.out).profile
         self._profile: Profile | None = None
         if settings.output.profile:
-            self._profile = profile(model, self._folder, steps=settings.output.profile_steps, warmup=PROFILE_WARMUP)
+            self._profile = profile(model, self._folder, steps=settings.output.profiled, warmup=PROFILE_WARMUP)
 
     def step(self) -> AbstractContextManager[None]:
         return self._profile.step() if self._profile else nullcontext()

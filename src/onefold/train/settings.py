@@ -21,6 +21,7 @@ from onefold.precision import DTYPES
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
 AXES = ("replica", "shard", "tp")
+PROFILE_STEPS = 3  # that are recorded unless told
 PROFILE_WARMUP = 2  # steps: the first learns orders, the second has its memory watched
 
 
@@ -265,8 +266,13 @@ class OutputSettings:
     profile: bool = False
     """Record some early steps: a Chrome trace for each rank, and where a step goes."""
 
-    profile_steps: int = 3
-    """With --profile: how many, after two that are let pass."""
+    profile_steps: int | None = None
+    """With --profile: how many, after two that are let pass; 3 unless told."""
+
+    @property
+    def profiled(self) -> int:
+        """Steps."""
+        return PROFILE_STEPS if self.profile_steps is None else self.profile_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,9 +308,11 @@ class Settings:
                 f"--sequence splits block inputs over tp already, so --activations {self.zero.activations} has nothing "
                 f"left to share; use {self.zero.activations.replace('partition', 'checkpoint')}"
             )
-        if self.output.profile and self.steps.steps < PROFILE_WARMUP + self.output.profile_steps:
+        if self.output.profile_steps is not None and not self.output.profile:
+            raise ConfigError(f"--profile-steps {self.output.profile_steps} records nothing without --profile; add it")
+        if self.output.profile and self.steps.steps < PROFILE_WARMUP + self.output.profiled:
             raise ConfigError(
-                f"--profile records {self.output.profile_steps} steps after {PROFILE_WARMUP} that are let pass, but "
+                f"--profile records {self.output.profiled} steps after {PROFILE_WARMUP} that are let pass, but "
                 f"--steps is {self.steps.steps}; raise it, or lower --profile-steps"
             )
         for one in self.stages():
