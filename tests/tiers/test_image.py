@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
+import pytest
 import torch
 
+from onefold.errors import OffloadError
 from onefold.memory import storage_key
 from onefold.tiers.disk import Scratch
 from onefold.tiers.host import HostPool
@@ -36,4 +41,55 @@ def test_what_rests_has_no_memory_and_comes_back_as_it_was(tmp_path) -> None:
     assert len({storage_key(leaf) for leaf in leaves}) == 1
     image.close(changed=False)
     assert torch.isnan(leaves[-1]).all()
+    scratch.close()
+
+
+class Slow:
+    """A write that ends when it is told to."""
+
+    def __init__(self, write: Any, error: Exception | None = None) -> None:
+        self._write, self._error = write, error
+        self.waited, self.may_end = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.waited.set()
+        assert self.may_end.wait(60)
+        self._write.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def slowly_written(tmp_path: Any, error: Exception | None = None) -> tuple[Scratch, Image, Slow]:
+    """An image that a thread of its own is seeing through to its file."""
+    scratch, leaf = Scratch(tmp_path, 0), torch.arange(1000.0)
+    file = scratch.file(0, "test")
+    image = Image(file, HostPool(pinned=False), lambda: [leaf])
+    write, slow = file.write, []
+    file.write = lambda buffer: slow.append(Slow(write(buffer), error)) or slow[-1]
+    image.close(changed=True)
+    return scratch, image, slow[0]
+
+
+def test_nobody_reads_past_a_write_that_another_thread_is_seeing_through(tmp_path) -> None:
+    scratch, image, slow = slowly_written(tmp_path)
+    seen = threading.Thread(target=image.reap)
+    seen.start()
+    assert slow.waited.wait(60)
+    opened = threading.Thread(target=image.open)
+    opened.start()
+    opened.join(0.2)  # it would have been over long ago
+    assert opened.is_alive()
+    slow.may_end.set()
+    for thread in (seen, opened):
+        thread.join(60)
+    assert image.is_open
+    scratch.close()
+
+
+def test_a_write_that_failed_is_heard_by_all_who_come_after(tmp_path) -> None:
+    scratch, image, slow = slowly_written(tmp_path, OffloadError("the disk is full"))
+    slow.may_end.set()
+    for use in (image.reap, image.open, image.reap):
+        with pytest.raises(OffloadError, match="the disk is full"):
+            use()
     scratch.close()
