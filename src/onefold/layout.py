@@ -133,13 +133,15 @@ def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int, repli
     """Cut parameters, given in registration order, into units.
 
     A run of neighbours of one block (or outside every block) is first parted by kind, then filled up to
-    `bucket_bytes`; a larger parameter stands alone.
+    `bucket_bytes`; a parameter that large stands alone. Inside a block, whose units are used together, the small ones
+    on either side of it share a unit.
     """
     fills: list[tuple[str, str, list[ParamInfo]]] = []
     for block, run in groupby(params, key=lambda p: p.block):
         members = list(run)
         for kind in dict.fromkeys(p.kind for p in members):
-            fills += [(block, kind, fill) for fill in _fill([p for p in members if p.kind == kind], bucket_bytes)]
+            alike = [p for p in members if p.kind == kind]
+            fills += [(block, kind, fill) for fill in _fill(alike, bucket_bytes, across=bool(block))]
     per_block = Counter(block for block, _, _ in fills)
     units = []
     for block, kind, fill in fills:
@@ -149,18 +151,23 @@ def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int, repli
     return units
 
 
-def _fill(params: Sequence[ParamInfo], bucket_bytes: int) -> Iterator[list[ParamInfo]]:
-    fill: list[ParamInfo] = []
+def _fill(params: Sequence[ParamInfo], bucket_bytes: int, *, across: bool) -> list[list[ParamInfo]]:
+    """In the order of their first parameters. Small ones share `across` large ones, or with neighbours only."""
+    fills: list[list[ParamInfo]] = []
+    fill: list[ParamInfo] = []  # that small ones go into
     filled = 0
     for param in params:
         size = padded(param.numel) * param.itemsize
-        if fill and filled + size > bucket_bytes:
-            yield fill
+        if size >= bucket_bytes:
+            fills.append([param])
+            fill = fill if across else []
+            continue
+        if not fill or filled + size > bucket_bytes:
             fill, filled = [], 0
+            fills.append(fill)
         fill.append(param)
         filled += size
-    if fill:
-        yield fill
+    return fills
 
 
 def _lay(name: str, kind: str, params: Sequence[ParamInfo], ranks: int, replicas: int) -> UnitLayout:

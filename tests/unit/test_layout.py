@@ -1,6 +1,6 @@
 """Every element has one owner, padding is nobody's, and resharding loses nothing: on random models and by hand."""
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 from hypothesis import given, settings
@@ -53,13 +53,37 @@ def test_a_unit_is_bounded_by_bucket_bytes_unless_it_is_a_single_parameter(param
 
 @fast
 @given(models(), RANKS, BUCKETS)
-def test_neighbours_of_one_kind_share_a_unit_whenever_they_fit(params, ranks, bucket):
-    infos = {p.name: p for p in params}
-    runs = list(pairwise(params))
-    for one, two in pairwise(plan_units(params, ranks, bucket)):
-        touching = (infos[one.slots[-1].name], infos[two.slots[0].name])
-        if touching in runs and touching[0].block == touching[1].block and one.kind == two.kind:
-            assert (one.body.numel + padded(two.slots[0].numel)) * one.itemsize > bucket
+def test_a_parameter_as_large_as_a_bucket_stands_alone_and_smaller_ones_of_a_block_share_across_it(
+    params, ranks, bucket
+):
+    """Of one kind and one block, a unit is closed only where the next small parameter does not fit; outside every block
+    also where a large one comes."""
+    runs = {p.name: number for number, (_, run) in enumerate(groupby(params, key=lambda p: p.block)) for p in run}
+    blocks = {p.name: p.block for p in params}
+    last: dict[tuple[int, str], UnitLayout] = {}
+    for unit in plan_units(params, ranks, bucket):
+        large = [slot for slot in unit.slots if padded(slot.numel) * unit.itemsize >= bucket]
+        key = (runs[unit.slots[0].name], unit.kind)
+        if large:
+            assert len(unit.slots) == 1
+            if not blocks[unit.slots[0].name]:
+                last.pop(key, None)
+            continue
+        if key in last:
+            assert (last[key].body.numel + padded(unit.slots[0].numel)) * unit.itemsize > bucket
+        last[key] = unit
+
+
+def test_units_of_a_wide_block_are_its_matrices_and_one_for_all_the_rest():
+    """24 layers of 4096 in bf16, with 32 MiB: five units a block, where neighbours alone would make nine."""
+    sizes = {"norm1": 8192, "qkv": 3 << 24, "qkv.bias": 12288, "out": 1 << 24, "out.bias": 4096, "norm2": 8192}
+    sizes |= {"up": 1 << 26, "up.bias": 16384, "down": 1 << 26, "down.bias": 4096}
+    params = [ParamInfo(name, numel, 2, "bf16", "layers.0") for name, numel in sizes.items()]
+    units = [[slot.name for slot in unit.slots] for unit in plan_units(params, 8, 32 << 20)]
+    small = ["norm1", "qkv.bias", "out.bias", "norm2", "up.bias", "down.bias"]
+    assert units == [small, ["qkv"], ["out"], ["up"], ["down"]]
+    outside = [param._replace(block="") for param in params]
+    assert len(plan_units(outside, 8, 32 << 20)) == 9, "who uses them when is not known"
 
 
 @fast
