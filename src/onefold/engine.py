@@ -398,10 +398,6 @@ class Engine:
         """Values where gradients are whole, else placeholders."""
         if self._whole_gradients:
             self.settle()
-            for unit in self.units:
-                if unit.gradients.dtype is not unit.dtypes.compute:
-                    for param in unit.params:
-                        param.grad_dtype = None  # fp32 gradients of 16-bit parameters may be shown
             used = [index for index, kept in enumerate(self.kept) if kept]
             self.shown.show(used, self._whole_gradient)
         else:

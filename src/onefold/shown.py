@@ -23,7 +23,10 @@ class ShownGradients:
 
     def show(self, indices: Sequence[int], gradient: Callable[[int], Tensor]) -> None:
         for index in indices:
-            self._shown[index] = self._params[index].grad = gradient(index)
+            param, shown = self._params[index], gradient(index)
+            if shown.dtype is not param.dtype:
+                param.grad_dtype = None  # fp32 gradients of 16-bit parameters may be shown
+            self._shown[index] = param.grad = shown
 
     def show_placeholders(self) -> None:
         """Of all parameters: which of them some rank used is known at the step."""
