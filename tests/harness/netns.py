@@ -53,6 +53,14 @@ def sent(device: str) -> Sent:
     raise AssertionError(f"this namespace has no {device}")
 
 
+def sent_again() -> int:
+    """Segments that TCP has sent a second time in this namespace."""
+    names, counts = (
+        line.split() for line in Path("/proc/thread-self/net/snmp").read_text().splitlines() if "Tcp:" in line
+    )
+    return int(counts[names.index("RetransSegs")])
+
+
 def loopback_bytes() -> int:
     return sent("lo").bytes
 
