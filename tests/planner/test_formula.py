@@ -66,7 +66,7 @@ class Case:
     "case",
     [
         Case(DEEP, 8, 0, 1, "bf16", "keep"),
-        pytest.param(Case(DEEP, 1, 0, 1, "fp32", "checkpoint"), marks=pytest.mark.soak),
+        Case(DEEP, 1, 0, 1, "fp32", "checkpoint"),
         Case(DEEP, 1, 1, 8, "bf16", "checkpoint"),
         Case(WORDY, 2, 2, 8, "bf16", "keep"),
         Case(DEEP, 2, 3, 1, "bf16", "keep", tiers=("host",)),
