@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 
 import torch
 
@@ -20,10 +19,9 @@ from onefold.planner.here import here
 from onefold.planner.sizes import Widths, of_layout
 from onefold.precision import Precision
 from onefold.survey import FROZEN, Survey, place
-from onefold.tiers.memory import available_bytes
+from onefold.tiers.memory import host_share
 
 LOG = logging.getLogger("onefold")
-HOST_SHARE = 0.9  # of what is available
 
 
 def decide_stage(
@@ -74,11 +72,6 @@ def decide_tiers(
         LOG.info("%s", chosen.why)
     names = [unit.name for unit in sizes if unit.trained]
     return dict(zip(names, chosen.tiers, strict=True)), chosen.why
-
-
-def host_share() -> int:
-    """What this rank may take of the host's memory."""
-    return int(HOST_SHARE * available_bytes()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def room_left(settings: Zero, found: Survey, policy: Precision, device: torch.device, axes: Axes, staying: int) -> int:

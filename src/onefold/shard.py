@@ -37,10 +37,12 @@ from onefold.planner.states import updated_numel
 from onefold.precision import Precision
 from onefold.rounding import narrowed
 from onefold.survey import FROZEN, Survey, place, place_all, survey
+from onefold.tiers.memory import give_back
 from onefold.tiers.place import Tiers
 from onefold.unit import Unit
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+LARGE_BYTES = 1 << 20  # units below leave no holes worth closing
 
 
 def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
@@ -204,6 +206,8 @@ def _build_units(
                 if param.dtype is not dtype:
                     put(param, narrowed(held(param).detach(), dtype))
         del members
+        if pool.device.type == "cpu" and layout.numel * layout.itemsize >= LARGE_BYTES:
+            give_back()
     if builder:
         builder.finish()
     return units

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import subprocess
 import sys
 import threading
@@ -18,10 +19,11 @@ from onefold.checkpoint.background import WORKER
 from onefold.checkpoint.commit import committed
 from onefold.checkpoint.save import save_on
 from onefold.checkpoint.storage import Storage
+from onefold.tiers import memory
 from tests.checkpoint.test_ranks_agree import said, small, step, weights
 from tests.harness import fresh_ranks, run_ranks
 
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.5
 
 
 class Stuck(Storage):
@@ -149,6 +151,7 @@ SCRIPT = """
 import sys, threading, time, torch, onefold
 from onefold.checkpoint.save import save_on
 from onefold.checkpoint.storage import Storage
+from onefold.tiers import memory
 
 class Slow(Storage):
     def at(self, operation, path):
@@ -188,3 +191,27 @@ def save_and_leave(folder: str) -> None:
 def test_ranks_that_end_wait_for_each_others_files(tmp_path):
     assert [outcome.exitcode for outcome in fresh_ranks(2, save_and_leave, str(tmp_path))] == [0, 0]
     assert committed(Storage(), tmp_path) == [0]
+
+
+def save_without_room(folder: str) -> tuple[bool, bool, int, bool]:
+    """Only rank 1 may take no memory of its host."""
+    onefold.init()
+    model, optimizer = small()
+    step(model, optimizer)
+    saved = weights(model)
+    if dist.get_rank() == 1:
+        memory.HOST_SHARE = 0.0
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onefold").addHandler(handler)
+    onefold.save(folder, model, optimizer, wait=False)
+    there = committed(Storage(), Path(folder)) == [1]  # nobody has waited for it
+    step(model, optimizer)
+    onefold.load(folder, model, optimizer)
+    return there, any("host memory" in one for one in warnings), WORKER.kept, weights(model) == saved
+
+
+def test_a_copy_that_has_no_room_is_not_made_and_the_checkpoint_is_written_at_once(tmp_path):
+    found = [one.value for one in fresh_ranks(2, save_without_room, str(tmp_path / "run"))]
+    assert found == [(True, False, 0, True), (True, True, 0, True)]

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from torch import Tensor, empty, uint8
+from torch import Tensor
+
+from onefold.tiers.memory import host_bytes
 
 LOG = logging.getLogger("onefold")
 
@@ -23,13 +25,19 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._memory: Tensor | None = None
+        self._pinned = False
+
+    @property
+    def kept(self) -> int:
+        """Bytes of that memory."""
+        return 0 if self._memory is None else self._memory.numel()
 
     def memory(self, size: int, *, pinned: bool) -> Tensor:
         """Bytes that live until the next call; only with nothing in flight."""
         assert self._thread is None
-        if self._memory is None or self._memory.numel() < size or self._memory.is_pinned() != pinned:
+        if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
             self._memory = None  # before the next is made: never both
-            self._memory = empty(size, dtype=uint8, pin_memory=pinned)
+            self._memory, self._pinned = host_bytes(size, pinned=pinned), pinned
         return self._memory[:size]
 
     def start(self, work: Callable[[], object]) -> None:

@@ -1,6 +1,7 @@
 """Saving: every rank writes what it answers for, rank 0 puts the manifest together and commits.
 
-1 Look, on the calling thread: what this rank holds; for a save in the background, copy it to host memory.
+1 Look, on the calling thread: what this rank holds; for a save in the background, copy it to host memory, if all ranks
+have room for that.
 2 Rank 0 begins. 3 Each rank streams its file and flushes it. 4 Tables of contents go to rank 0, which commits.
 Steps 2 to 4 talk over a group of their own, and each ends with all ranks well, or all raising the same error.
 """
@@ -8,6 +9,7 @@ Steps 2 to 4 talk over a group of their own, and each ends with all ranks well, 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,8 +35,10 @@ from onefold.comm import Comm
 from onefold.engine import Engine, engine_of
 from onefold.errors import CheckpointError, ConfigError
 from onefold.optimizer import Optimizer
+from onefold.tiers.memory import host_share, size_text
 from onefold.version import VERSION
 
+LOG = logging.getLogger("onefold")
 ALIGN = 64  # bytes: any dtype may lie there
 LAST_STEP = 10**18 - 1  # what a folder's name holds
 
@@ -83,7 +87,8 @@ def save(
     data. `step` is by default how many steps the optimizer has taken or skipped. `keep` is how many checkpoints
     stay there.
     With wait=False the state is copied to host memory and written while training goes on; what goes wrong then is
-    raised by the next save, load or `finish_saves`. Gradients are not saved: save between steps.
+    raised by the next save, load or `finish_saves`. Where a copy has no room, all ranks write before they go on, and
+    say so. Gradients are not saved: save between steps.
 
     >>> import tempfile, torch, onefold
     >>> onefold.init()
@@ -116,11 +121,14 @@ def save_on(
     def look() -> list[Any]:
         job = _job(engine, comm, storage, Asked(Path(folder).absolute(), optimizer, extra, step, keep, wait))
         jobs.append(job)
-        return [[job.step, job.keep, optimizer is not None], part_of(engine, optimizer)]
+        return [[job.step, job.keep, optimizer is not None], part_of(engine, optimizer), wait or _fits(job)]
 
     told = attempt(comm, look)
     check_same(comm, [row[0] for row in told], "saves", "step, keep, whether an optimizer is given")
     groups = attempt(comm, lambda: joined_groups([Part(*row[1]) for row in told]))[0]
+    wait = wait or not all(row[2] for row in told)
+    if not wait:
+        attempt(comm, lambda: jobs.append(_copied(jobs.pop())))
     job = jobs[0]
     if optimizer is not None:
         notes = {**optimizer.notes()}
@@ -135,21 +143,37 @@ def save_on(
 
 @torch.no_grad()
 def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
-    optimizer, wait = asked.optimizer, asked.wait
+    optimizer = asked.optimizer
     check_optimizer(engine, optimizer)
     step = _check(asked)
     quiet(engine, "save()")
     holding = hold(engine, optimizer)
-    own = notes_of(engine.model, asked.extra, engine.device, copy=not wait)
+    own = notes_of(engine.model, asked.extra, engine.device, copy=not asked.wait)
     about = {
         "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
         "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.sums_kept,
         "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
-    held = holding.held if wait else staged(holding.held, engine.device)
-    device = engine.device if wait else torch.device("cpu")
-    return Job(comm, storage, asked.run, step, asked.keep, held, holding.records, own, None, about, device)
+    device = engine.device
+    return Job(comm, storage, asked.run, step, asked.keep, holding.held, holding.records, own, None, about, device)
+
+
+def _fits(job: Job) -> bool:
+    """Whether host memory has room for a copy of what this rank holds."""
+    needed, found = sum(one.bytes for one in job.held) - WORKER.kept, host_share()
+    if needed > found:
+        LOG.warning(
+            "rank %d: a copy of its state needs %s more of host memory, of which it may take %s: the checkpoint is "
+            "written before training goes on",
+            job.comm.world_rank(job.comm.rank), size_text(needed), size_text(found),
+        )  # fmt: skip
+    return needed <= found
+
+
+@torch.no_grad()
+def _copied(job: Job) -> Job:
+    return replace(job, held=staged(job.held, job.device), device=torch.device("cpu"))
 
 
 def _check(asked: Asked) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from onefold.errors import OffloadError
 
 ALIGN = 4096  # bytes: what O_DIRECT wants of addresses, offsets and lengths
+HOST_SHARE = 0.9  # of what is available
 
 
 def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
@@ -73,6 +75,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def give_back() -> None:
+    """Free pages of this process's heap go back to the kernel. glibc keeps those that something younger lies behind: a
+    model that is built one unit at a time, of which a shard stays, would end with all of it resident."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
+
+
 # -- how much is left --------------------------------------------------------------------------------------------------
 
 
@@ -85,6 +94,11 @@ def check_host(needed_bytes: int, what: str) -> None:
             f"process (MemAvailable, or what its cgroup still allows); keep less on the host, move state to disk, use "
             f"more machines, or give the job more memory"
         )
+
+
+def host_share() -> int:
+    """What this rank may take of it, beside the other ranks of this machine, and with some to spare."""
+    return int(HOST_SHARE * available_bytes()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
