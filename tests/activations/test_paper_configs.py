@@ -1,5 +1,7 @@
 """The paper's five configurations: presets by name, and an order that the planner reproduces."""
 
+from pathlib import Path
+
 import pytest
 
 import onefold
@@ -36,3 +38,15 @@ def test_cached_memory_falls_from_each_configuration_to_the_next_of_its_stage(fo
     at_40b = {name: found[name].cached_40b for name in PRESETS}
     assert at_40b["C1"] > at_40b["C2"] and at_40b["C3"] > at_40b["C4"] > at_40b["C5"] and at_40b["C1"] > at_40b["C3"]
     assert [name for name in PRESETS if found[name].cached_100b is None] == ["C1", "C2", "C3"]
+
+
+def test_the_page_says_what_the_planner_says(found):
+    page = (Path(__file__).parents[2] / "docs" / "activations.md").read_text()
+    rows = {
+        "largest model": [f"{one.largest_billions:.0f}B ({PAPER_SIZES[name]}B)" for name, one in found.items()],
+        "largest batch": [f"{one.largest_batch} ({PAPER_BATCHES[name]})" for name, one in found.items()],
+        "peak at 40B": [f"{one.cached_40b / 1e9:.1f} GB" for one in found.values()],
+    }
+    for head, cells in rows.items():
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {head}")]
+        assert [cell.strip() for cell in line.strip("|").split("|")[1:]] == cells

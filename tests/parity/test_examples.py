@@ -198,7 +198,7 @@ def run_blocks(page: str) -> int:
     return len(blocks)
 
 
-NAMES = ("usage", "profiling", "checkpoints", "planning", "activations", "parallelism", "pipeline")
+NAMES = ("usage", "profiling", "checkpoints", "planning", "activations", "offload", "parallelism", "pipeline")
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 
 
