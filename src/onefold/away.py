@@ -67,8 +67,8 @@ class Parking:
             while len(self._leaving) > (0 if self._engine.pool.keeps else LEAVING):  # on a CPU a copy is done at once
                 self._leaving.popleft().left()
 
-    def settle(self) -> None:
-        """No update is on the way."""
+    def settle(self, *, heard: bool = False) -> None:
+        """No update is on the way. Whoever has `heard` that some failed, and replaces all, need not hear it again."""
 
 
 class Away(Parking):
@@ -127,6 +127,7 @@ class Away(Parking):
         """Update a unit whose gradient is complete; backward waits if the host is behind."""
         self._engine.tiers.turn_to(None)
         unit, room = self._engine.units[index], self.room
+        unit.values.check_unwritten()
         nbytes = unit.gradients.held_bytes
         with span("wait", "room", unit.name):
             room.take(nbytes)
@@ -143,8 +144,8 @@ class Away(Parking):
         values = unit.dtypes.master != "fp32" or not optimizer.covers(kept, 0)
         job = Job(optimizer, _copied(groups), kept, factor, parcel, self.host.mark(), values)
         unit.values.settle()  # two steps without a forward between them
-        self._jobs[index] = job
         unit.values.expect(lambda: self._wait(index), job.done.is_set)
+        self._jobs[index] = job
         self._line.put(self._place(index), job)
 
     def step(self, groups: list[dict[str, Any]], clip: float | Tensor, unscale: float) -> list[Pending]:
@@ -155,6 +156,8 @@ class Away(Parking):
             self.make_room()
         clip = float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip
         mine = sorted((i for i, unit in enumerate(engine.units) if unit.away), key=self._place)
+        for index in mine:
+            engine.units[index].values.check_unwritten()  # before any is updated
         for index in mine:
             unit = engine.units[index]
             self.park(index)
@@ -172,13 +175,17 @@ class Away(Parking):
         return [unit.values.gather_updated()] if unit.gathers_updated else []
 
     def _wait(self, index: int) -> None:
-        """Until a unit has its new values."""
-        job = self._jobs.pop(index, None)
+        """Until a unit has its new values. An interrupted wait is no end: the update goes on."""
+        job = self._jobs.get(index)
         if job is None:
             return
         try:
             job.wait()
+            del self._jobs[index]
         except BaseException as error:
+            if error is not job.error:
+                raise
+            del self._jobs[index]
             unit = self._engine.units[index]
             what = f"the update of {unit.name} failed"
             self._engine.spoilt = f"{what}, so the model holds values of two steps; load a checkpoint"
@@ -186,10 +193,14 @@ class Away(Parking):
                 raise OffloadError(f"the update of {unit.name} on the host failed: {error}") from error
             raise
 
-    def settle(self) -> None:
+    def settle(self, *, heard: bool = False) -> None:
         """Until all have."""
         for index in sorted(self._jobs, key=self._place):
-            self._engine.units[index].values.settle()
+            try:
+                self._engine.units[index].values.settle()
+            except OffloadError:
+                if not heard:
+                    raise
 
     def _place(self, index: int) -> int:
         """When the next forward needs a unit."""

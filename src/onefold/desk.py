@@ -61,6 +61,7 @@ class Desk:
         assert self._buffer is not None
         buffer, self._buffer = self._buffer, None
         if not changed:
+            self._coming.wait()  # nobody may have
             self._host.staging.give(buffer)
             return Mark()
         with span("upload", "values", self._values.name):
@@ -72,8 +73,7 @@ class Desk:
 
     def reap(self) -> None:
         """What went up, or into a file, is there; its buffer is free."""
-        if self._values.image is not None:
-            self._values.image.reap()
+        self._values.reap()
         with self._lock:  # whoever updates and whoever reads may both come here
             behind, self._leaving = self._leaving, None
         if behind is not None:

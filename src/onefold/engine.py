@@ -181,6 +181,8 @@ class Engine:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
         if self.unsettled and self.inside:
             self.inside.refuse_backward()
+        if self.whole_for_now and self.inside:
+            self.inside.refuse_whole()
         if self.unsettled:
             rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
             self.agree_on_order()
@@ -336,10 +338,11 @@ class Engine:
 
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
-        torch.autograd.graph.increment_version([p for p, was in zip(self.params, self.kept, strict=True) if was])
         for index, unit in enumerate(self.units):
             first = self.first_param[index]
-            self.schedule.step_over(index, used=any(self.kept[first : first + len(unit.params)]))
+            kept = self.kept[first : first + len(unit.params)]
+            unit.values.changed(kept)
+            self.schedule.step_over(index, used=any(kept))
             unit.know_edits()
         self.comm.meter.cut()
 

@@ -32,6 +32,7 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     ...     _ = model.weight.fill_(0.5)
     """
     engine = engine_of(model)
+    _check_sound(engine)
     passes, narrow = engine.passes, [unit for unit in engine.units if unit.dtypes.narrow]
     passes.pin_all()
     engine.whole_for_now += 1
@@ -65,6 +66,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     ['bias', 'weight']
     """
     engine = engine_of(model)
+    _check_sound(engine)
     near = engine.everyone.rank == 0  # shares "tp" with the first rank: brings its parts
     first = near and engine.comms.tp.rank == 0
     engine.passes.gathers.catch_up()
@@ -97,6 +99,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {n: copies[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()}
     return state | buffers | extra_states(model)
+
+
+def _check_sound(engine: Engine) -> None:
+    """No update that is on the way has failed."""
+    if engine.spoilt:
+        raise StateError(engine.spoilt)
+    if engine.away:
+        engine.away.settle()
 
 
 def joined(engine: Engine, name: str, local: Tensor) -> Tensor:

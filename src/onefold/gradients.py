@@ -231,6 +231,13 @@ class Gradients:
         mine = span.shift(-self._mine.start)
         return self._own()[mine.start : mine.stop]
 
+    def multiply(self, span: Span, factor: Tensor) -> None:
+        """These elements, in place."""
+        part = self.part(span)
+        part.mul_(factor.to(part.device))
+        if self.parked is not None:
+            self.parked.norms = None  # they were of the gradient as it came
+
     def pieces(self, span: Span) -> list[tuple[Span, Tensor]]:
         """The same, in one vector or as autograd has left it: each with the elements it is of."""
         if not self._loose:

@@ -92,6 +92,11 @@ class InsideUpdates:
     def refuse_backward(self) -> NoReturn:
         raise StateError(f"{ASKED} updates in every backward: call optimizer.step() before the next one")
 
+    def refuse_whole(self) -> NoReturn:
+        raise StateError(
+            f"{ASKED} would update in a backward inside full_parameters, which would keep old values; leave it first"
+        )
+
     def refuse_late(self, name: str) -> NoReturn:
         raise StateError(
             f"a gradient of {name} came after its unit was updated: with {ASKED} every parameter must get its gradient "

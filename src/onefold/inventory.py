@@ -213,7 +213,7 @@ def _pool_limit_bytes(engine: Engine) -> int:
     wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
     rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
     kept = sum(sizes) if engine.sums_kept and (away or engine.placement.gradients is Scope.SHARD) else 0
-    needed = engine.everyone.size > 1 or engine.sums_kept or wide or away
+    needed = engine.everyone.size > 1 or engine.sums_kept or wide or away or engine.inside
     leaving = (LEAVING + 1) * max(away, default=0)
     if engine.inside and engine.away:
         leaving += engine.away.room.total_bytes

@@ -162,6 +162,8 @@ class Optimizer(torch.optim.Optimizer):
             raise error
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
+        if self._engine.away:
+            self._engine.away.settle()  # an update knows the groups of its step
         with _as_ours():
             given = param_group["params"]
             params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
@@ -281,6 +283,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         engine.settle()
         engine.schedule.drain()
+        if engine.away:
+            engine.away.settle()  # what is clipped after step() must not change what updates still read
         holders = engine.comms.holders
         partials = torch.zeros(holders.size, engine.pipeline.most_units, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
@@ -301,8 +305,7 @@ class Optimizer(torch.optim.Optimizer):
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
             for unit in (unit for unit in engine.units if not unit.dtypes.narrow):
                 whole = unit.placement.optimizer is Scope.WHOLE
-                grad = unit.gradients.part(unit.layout.body if whole else unit.mine)
-                grad.mul_(factor.to(grad.device))
+                unit.gradients.multiply(unit.layout.body if whole else unit.mine, factor)
         return norm
 
     def _check_hyperparameters(self) -> None:

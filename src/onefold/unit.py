@@ -7,7 +7,7 @@ a *desk* there: `at_hand` is for whoever wants to see or change them between ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,8 @@ class Unit:
             resting = tiers.image(f"parameters of {self.name}", tiers.host.staging, self.values.shards)
             assert resting is not None
             self.values.rest(resting)
-        self._tiers, self._at_hand = tiers, False
+        self._tiers, self._held, self._will_change = tiers, False, False
+        self._elsewhere = self.away or self.values.image is not None  # frozen ones may rest in a file, too
         self._may_be_edited = dtypes.narrow and placement.parameters is Scope.WHOLE and not placement.late
         self._versions: list[int] = []
         self.know_edits()
@@ -126,31 +127,44 @@ class Unit:
     @contextmanager
     def at_hand(self, *, write: bool = False) -> Iterator[None]:
         """Master and state can be read, and with `write` changed."""
-        if not self.away or self._at_hand:
+        self._will_change = self._will_change or (write and self._held)
+        if not self._elsewhere or self._held:
             yield
             return
-        self._tiers.turn_to(None)
+        self._tiers.turn_to(None)  # this one too: nobody writes what was brought to be read
         self._bring()
+        self._held, self._will_change = True, write
         try:
             yield
         finally:
-            self._take_away(changed=write)
+            self._held = False
+            self._take_away(changed=self._will_change)
 
     def stay_at_hand(self) -> None:
-        """The same for whoever reads bit by bit: until another unit is turned to."""
-        if self.away and not self._at_hand:
+        """The same for whoever reads bit by bit: until another unit, or none, is turned to."""
+        if self._elsewhere and not self._held:
             self._tiers.turn_to(self)
 
     def _bring(self) -> None:
         self.values.settle()
-        self._at_hand = True
-        self.prepare()
-        self.open()
+        try:
+            if self.away:
+                self.prepare()
+                self.open()
+            else:
+                self.values.wake()
+        except Exception:
+            with suppress(Exception):
+                self._take_away(changed=False)
+            raise
 
     def _take_away(self, *, changed: bool) -> None:
-        self._at_hand = False
-        self.close(changed=changed).order()
-        self.reap()
+        if self.away:
+            self.close(changed=changed).order()
+            self.reap()
+        else:
+            self.values.sleep(changed=changed)
+            self.values.reap()
 
     def turned_to(self, here: bool) -> None:
         self._bring() if here else self._take_away(changed=False)

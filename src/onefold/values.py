@@ -118,25 +118,39 @@ class Values:
         """An update was started elsewhere: nobody sees values before `wait` has returned. Until it is `done` my shard,
         and the file in which it rests, are its own."""
         assert self._coming is None
+        self.check_unwritten()
         self._coming, self._updated = wait, done
-        if self.scope is Scope.WHOLE and self._late and self.presence is Presence.WHOLE:
-            written = self._written()
+        if self._seen_late:
             self._hide()
             self.presence = Presence.GATHERING
-            if written:
-                self._refuse_write(written)
+
+    @property
+    def _seen_late(self) -> bool:
+        """They are whole for good and shown, and an update hides them."""
+        return self.scope is Scope.WHOLE and self._late and self.presence is Presence.WHOLE
+
+    def check_unwritten(self) -> None:
+        """Before an update of them begins: nobody has written what only full_parameters may. Said once."""
+        if self._seen_late and (written := self._written()):
+            self._versions = versions(self._params)
+            self._refuse_write(written)
 
     def settle(self) -> None:
-        """No update is on the way."""
+        """No update is on the way. An interrupted wait is no end."""
         if self._coming is not None:
-            coming, self._coming = self._coming, None
-            coming()
+            try:
+                self._coming()
+            except Exception:
+                self._coming = None  # it failed, and has been heard
+                raise
+            self._coming = None
 
-    def changed(self) -> None:
-        """They were updated inside backward: whoever still needs the old ones must hear of it. It was nobody's write,
-        also where they are still whole."""
+    def changed(self, which: Sequence[int] | None = None) -> None:
+        """They were updated, or filled anew (all or some, a flag each): whoever still needs the old ones must hear of
+        it. It was nobody's write, also where they are still whole."""
+        params = self._params if which is None else [p for p, one in zip(self._params, which, strict=True) if one]
         before = versions(self._params)
-        torch.autograd.graph.increment_version(self._params)
+        torch.autograd.graph.increment_version(params)
         grown = [now - was for now, was in zip(versions(self._params), before, strict=True)]
         self._versions = [known + more for known, more in zip(self._versions, grown, strict=False)]  # none, if unseen
 
@@ -225,6 +239,11 @@ class Values:
             (self._copied or self._read).wait()
             self.finish_offers()
             self.image.close(changed=changed)
+
+    def reap(self) -> None:
+        """Wait until my shard is in its file."""
+        if self.image is not None:
+            self.image.reap()
 
     def shards(self) -> list[Tensor]:
         return [] if self._shard is None else [self._shard]

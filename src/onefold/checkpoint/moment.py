@@ -27,9 +27,12 @@ def quiet(engine: Engine, where: str) -> None:
         raise StateError(f"{where} inside full_parameters would miss what is written there; leave it first")
     if torch._C._current_graph_task_id() != -1:
         raise StateError(f"{where} inside backward would see some units before and some after it; call it later")
+    if engine.inside and engine.unsettled:
+        raise StateError(f"{where} between a backward that updates and its step(): call optimizer.step() first")
+    if engine.away and where == "load()":
+        engine.schedule.drain()
+        engine.away.settle(heard=True)
     if engine.inside:
-        if engine.unsettled:
-            raise StateError(f"{where} between a backward that updates and its step(): call optimizer.step() first")
         engine.inside.finish()
     if engine.away:
         engine.away.settle()
@@ -51,8 +54,8 @@ def end_load(engine: Engine) -> None:
     gathers = [u.values.gather_updated() for u in owners if u.placement.parameters is Scope.WHOLE]
     for pending in gathers:
         pending.wait()
-    torch.autograd.graph.increment_version([param for unit in engine.all_units for param in unit.params])
-    for unit in engine.units:
+    for unit in engine.all_units:
+        unit.values.changed()
         unit.know_edits()
     engine.comm.meter.cut()
     engine.spoilt = ""

@@ -123,22 +123,25 @@ def save_on(
         jobs.append(job)
         return [[job.step, job.keep, optimizer is not None], part_of(engine, optimizer), wait or _fits(job)]
 
-    told = attempt(comm, look)
-    check_same(comm, [row[0] for row in told], "saves", "step, keep, whether an optimizer is given")
-    groups = attempt(comm, lambda: joined_groups([Part(*row[1]) for row in told]))[0]
-    wait = wait or not all(row[2] for row in told)
-    if not wait:
-        attempt(comm, lambda: jobs.append(_copied(jobs.pop())))
-    job = jobs[0]
-    if optimizer is not None:
-        notes = {**optimizer.notes()}
-        notes["groups"] = [{**group, "names": names} for group, names in zip(notes["groups"], groups, strict=True)]
-        job = replace(job, optimizer=note(notes, "optimizer", copy=not wait))
-    if wait:
-        write(job)
-    else:
-        WORKER.start(lambda: write(job))
-    return job.run / step_name(job.step)
+    try:
+        told = attempt(comm, look)
+        check_same(comm, [row[0] for row in told], "saves", "step, keep, whether an optimizer is given")
+        groups = attempt(comm, lambda: joined_groups([Part(*row[1]) for row in told]))[0]
+        wait = wait or not all(row[2] for row in told)
+        if not wait:
+            attempt(comm, lambda: jobs.append(_copied(jobs.pop())))
+        job = jobs[0]
+        if optimizer is not None:
+            notes = {**optimizer.notes()}
+            notes["groups"] = [{**group, "names": names} for group, names in zip(notes["groups"], groups, strict=True)]
+            job = replace(job, optimizer=note(notes, "optimizer", copy=not wait))
+        if wait:
+            write(job)
+        else:
+            WORKER.start(lambda: write(job))
+        return job.run / step_name(job.step)
+    finally:
+        engine.tiers.turn_to(None)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -43,7 +44,7 @@ class Image:
         self._buffer: Tensor | None = None
         self._reading: Waiting | None = None
         self._writing: tuple[Waiting, Tensor] | None = None
-        self._failed: BaseException | None = None  # why the file does not hold what was written last
+        self._failed: Exception | None = None  # why the file does not hold what was written last
         self.is_open = False
         self._lock = threading.Lock()
 
@@ -56,23 +57,41 @@ class Image:
         """Begin to read, ahead of need."""
         if self._buffer is None and self._places:
             self.reap()
-            self._buffer = self._pool.take(self._file.nbytes, torch.uint8)
-            self._reading = self._file.read(self._buffer)
+            buffer = self._pool.take(self._file.nbytes, torch.uint8)
+            try:
+                self._reading = self._file.read(buffer)
+            except BaseException:
+                self._pool.give(buffer)
+                raise
+            self._buffer = buffer
 
     def open(self) -> None:
         """All tensors are in memory, to be read or changed."""
         self.start()
         if self._reading is not None:
-            reading, self._reading = self._reading, None
-            reading.wait()
+            self._finish_read()
         if not self.is_open:
             self.is_open = True
             for leaf, start, numel in self._places:
                 assert self._buffer is not None
                 leaf.data = self._buffer[start : start + numel * leaf.itemsize].view(leaf.dtype)
 
+    def _finish_read(self) -> None:
+        """What was not read is not there. An interrupted wait is no end: the disk goes on."""
+        assert self._reading is not None and self._buffer is not None
+        try:
+            self._reading.wait()
+        except Exception:
+            buffer, self._buffer, self._reading = self._buffer, None, None
+            self._pool.give(buffer)
+            raise
+        self._reading = None
+
     def close(self, *, changed: bool) -> None:
         """They rest again, as they are now, or as they were."""
+        if self._reading is not None:  # nobody opened them
+            with suppress(Exception):
+                self._finish_read()
         self.is_open = False
         if changed:
             leaves = [leaf for leaf in self._leaves() if rests(leaf)]
@@ -93,13 +112,14 @@ class Image:
     def reap(self) -> None:
         """What is being written has been written; its buffer is free."""
         with self._lock:  # whoever updates and whoever reads may both come here: neither goes on before it is there
-            behind, self._writing = self._writing, None
-            if behind is not None:
+            if self._writing is not None:
+                pending, buffer = self._writing
                 try:
-                    behind[0].wait()
-                    self._pool.give(behind[1])
-                except BaseException as error:
+                    pending.wait()
+                    self._pool.give(buffer)
+                except Exception as error:
                     self._failed = error
+                self._writing = None  # not after an interrupt: the disk goes on
         if self._failed is not None:
             raise self._failed
 
