@@ -35,14 +35,12 @@ def read_tokens(text: Path, weights: Path | None) -> Tensor:
 
 
 def build(config: Any, weights: Path | None, settings: dict[str, Any]) -> torch.nn.Module:
-    """Sharded, with the weights in place."""
-    if weights is None:
-        torch.manual_seed(0)
-        return onefold.shard(AutoModelForCausalLM.from_config(config), **settings)
+    """Sharded, on this rank's GPU if there is one, with the weights or its first values in place."""
     with torch.device("meta"):
         blank = AutoModelForCausalLM.from_config(config)
     model = onefold.shard(blank, init=blank._init_weights, **settings)
-    onefold.load(weights, model)
+    if weights is not None:
+        onefold.load(weights, model)
     return model
 
 

@@ -7,6 +7,7 @@ line with rank 0, or compared. 4 Parameters move into their units' flat buffers,
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ from onefold.tiers.memory import give_back
 from onefold.tiers.place import Tiers
 from onefold.unit import Unit
 
+LOG = logging.getLogger("onefold")
 ModelT = TypeVar("ModelT", bound=nn.Module)
 LARGE_BYTES = 1 << 20  # units below leave no holes worth closing
 
@@ -48,7 +50,8 @@ LARGE_BYTES = 1 << 20  # units below leave no holes worth closing
 def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     """Spread the training state of `model` over ranks; the same object, its parameters, API and forward unchanged.
 
-    Takes the fields of `Zero`, or one such object. Collective.
+    Takes the fields of `Zero`, or one such object. A model stays on the device where it is; one on the meta device
+    becomes real on this rank's GPU, if there is one. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -74,6 +77,12 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     comms = Comms.over(axes, device, settings.timeout_s, meter)
     comm, world = comms.shard, comms.world
     parts = _agree(comms, settings, found, error)
+    if device.type == "cpu" and torch.cuda.is_available() and not (found.meta or world.simulated or world.rank):
+        LOG.warning(
+            "the model's parameters are on the CPU, so it trains there, though this process sees a GPU; call "
+            "model.cuda() before shard(), or build the model on the meta device; if the CPU is meant, hide the GPU "
+            "(CUDA_VISIBLE_DEVICES=)"
+        )
     if settings.schedule == "negotiate" and not comm.any_order:
         raise ConfigError('schedule="negotiate" needs gloo on CPU; on GPUs use full_parameters around uneven forwards')
     if Offload.of(settings.offload).optimizer is not None and comms.pp.size > 1:

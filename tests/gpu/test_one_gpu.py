@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import TestCase
+
 import pytest
 import torch
 from torch import nn
@@ -75,7 +77,24 @@ def test_a_model_on_meta_is_built_on_the_gpu() -> None:
     assert torch.isfinite(model(torch.ones(2, 8, device="cuda"))).all()
 
 
+def test_a_model_that_was_left_on_the_cpu_is_noticed_and_no_other() -> None:
+    onefold.init()
+    with TestCase().assertLogs("onefold", "WARNING") as said:
+        onefold.shard(nn.Linear(8, 8), stage=2)
+    assert len(said.output) == 1 and "call model.cuda() before shard()" in said.output[0]
+    with torch.device("meta"):
+        blank = nn.Linear(8, 8)
+    with TestCase().assertNoLogs("onefold", "WARNING"):
+        onefold.shard(nn.Linear(8, 8).cuda(), stage=2)
+        onefold.shard(blank, stage=2, device="cpu")
+        onefold.plan(nn.Linear(8, 8), torch.zeros(2, 8), ranks=2)
+
+
 if __name__ == "__main__":
-    for test in (test_every_stage_trains_as_plain_pytorch_on_one_gpu, test_a_model_on_meta_is_built_on_the_gpu):
+    for test in (
+        test_every_stage_trains_as_plain_pytorch_on_one_gpu,
+        test_a_model_on_meta_is_built_on_the_gpu,
+        test_a_model_that_was_left_on_the_cpu_is_noticed_and_no_other,
+    ):
         test()
         print(f"{test.__name__}: passed")

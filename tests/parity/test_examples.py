@@ -198,8 +198,7 @@ def run_blocks(page: str) -> int:
     return len(blocks)
 
 
-NAMES = ("usage", "profiling", "checkpoints", "planning", "activations", "offload", "parallelism", "pipeline")
-PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
+PAGES = ["README.md", *sorted(page.as_posix() for page in DOCS if "\n```python" in (ROOT / page).read_text())]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -215,8 +214,30 @@ def test_every_setting_and_every_public_name_is_in_the_documentation():
     assert [name for name in wanted if name not in page] == []
 
 
+def sections(page: Path) -> list[str]:
+    """Where links to the headings of a page lead, as GitHub makes it."""
+    headings = re.findall(r"^##+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def links(page: Path) -> list[tuple[Path, str]]:
+    """The page or file, and the section of it."""
+    found = [target.partition("#") for target in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in target]
+    return [(page.parent / path if path else page, section) for path, _, section in found]
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *sorted(p.as_posix() for p in DOCS)])
 def test_links_in_the_documentation_lead_somewhere(page):
-    text = (ROOT / page).read_text()
-    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
-    assert [target for target in targets if target and not (ROOT / page).parent.joinpath(target).exists()] == []
+    targets = links(ROOT / page)
+    assert [path for path, _ in targets if not path.exists()] == []
+    assert [(path, section) for path, section in targets if section and section not in sections(path)] == []
+
+
+@pytest.mark.parametrize("page", ["docs/usage.md", "docs/migration.md", "docs/checkpoints.md"])
+def test_the_list_of_contents_names_every_section(page):
+    path = ROOT / page
+    assert set(sections(path)) <= {section for target, section in links(path) if target == path}
+
+
+def test_the_index_names_every_page():
+    assert {path.name for path in DOCS} <= {target.name for target, _ in links(ROOT / "docs/index.md")} | {"index.md"}

@@ -89,7 +89,7 @@ def _kernel() -> Any:
     if library is None:
         LOG.info(
             "the CPU's update kernel could not be compiled (%s); torch updates 16-bit parameters instead, to the same "
-            "bits, in several passes over memory, which take two to four times as long",
+            "bits on ARM and near ones on x86, in several passes over memory, which take 2 to 16 times as long",
             "; ".join(failures),
         )
         return None
