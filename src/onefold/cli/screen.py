@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from typing import Any
@@ -80,7 +81,9 @@ def figures(row: Row, *, memory: bool) -> str:
     parts = [f"loss {row.loss:.4f}"]
     if row.val_loss is not None and row.val_ppl is not None:
         parts.append(f"val {row.val_loss:.4f} (ppl {row.val_ppl:.2f})")
-    parts += [f"norm {row.grad_norm:.3f}", f"lr {row.lr:.2e}", f"{row.tokens_per_s:,.0f} tok/s"]
+    if not math.isnan(row.grad_norm):  # updated inside backward: nobody had all gradients
+        parts.append(f"norm {row.grad_norm:.3f}")
+    parts += [f"lr {row.lr:.2e}", f"{row.tokens_per_s:,.0f} tok/s"]
     if row.mfu is not None:
         parts.append(f"MFU {row.mfu:.1%}")
     if row.loss_scale is not None:
