@@ -1,6 +1,7 @@
 """The folder of a run: what is in it, and who may read it.
 
-    config.toml     the settings as they were given; `onefold train --config run/config.toml` repeats the run
+    config.toml     the settings as they were given, but for out and ranks: `onefold train --config run/config.toml
+                    --out other --ranks N` repeats the run
     facts.json      what was decided and planned, and where it ran; written once, before the first step
         model       {name, layers, hidden, heads, seq, vocab, parameters}
         ranks, stage, stage_why, precision, device ("cpu" or the GPU's name)
