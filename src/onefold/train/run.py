@@ -10,7 +10,7 @@
         placement   [{unit, elements, optimizer, gradients, parameters, parameter_bytes}, …]
         plan        {memory: {category: bytes}, peak_bytes, traffic: {purpose: bytes}}
         baseline    {bigram_val_loss}
-        data        {source, train_tokens, val_tokens, tokenizer}
+        data        {source, left_out, train_tokens, val_tokens, tokenizer}
     metrics.jsonl   one object per logged step
         step, loss, val_loss and val_ppl (null unless it was evaluated), grad_norm, lr, tokens_per_s, step_s,
         mfu (null where the peak is unknown), memory {category: bytes, "peak": bytes or null},
