@@ -97,9 +97,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-# Slurm's commands as far as the script needs them on one node. What they start and signal is real.
+# Slurm's commands as far as the script needs them; a second node is here too. What they start and signal is real.
 SLURM = {
-    "srun": 'echo $$ > "$CLUSTER/step"; [ -z "$FAILS" ] || exit 3; shift; exec "$@"',
+    "srun": 'echo $$ > "$CLUSTER/step"; [ -z "$FAILS" ] || exit 3; shift; [ "$SLURM_NNODES" = 1 ] || "$@" & exec "$@"',
     "scancel": '[ "$*" = "--signal=TERM 7" ] && kill -TERM "$(cat "$CLUSTER/step")"',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$*" > "$CLUSTER/requeued"; fi',
 }
@@ -156,7 +156,7 @@ def test_two_nodes_lose_a_rank_and_go_on_from_the_last_checkpoint(cluster, tmp_p
 
 def test_a_slurm_job_loses_a_rank_and_goes_on_from_the_last_checkpoint(cluster, tmp_path):
     flags = ("--steps", "40", "--save-every", "5", "--out", str(tmp_path / "run"), *SMALL)
-    job = start("slurm.sh", cluster | {"SLURM_GPUS_ON_NODE": "2", "RESTARTS": "1"}, *flags)
+    job = start("slurm.sh", cluster | {"SLURM_NNODES": "2", "RESTARTS": "1"}, *flags)
     lose_a_rank(tmp_path / "run", lambda: int((tmp_path / "step").read_text()), job)
 
 
