@@ -21,6 +21,7 @@ set -euo pipefail
 
 head="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280 # seconds that torchrun waits for the save
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a new store for each start: the old one has the addresses of dead ranks
 
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-gpu}" --max-restarts "${RESTARTS:-3}" \

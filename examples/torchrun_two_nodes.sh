@@ -9,6 +9,7 @@
 #
 # If a rank or a node is lost, all ranks start again from the last checkpoint, up to RESTARTS times (0).
 set -euo pipefail
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a new store for each start: the old one has the addresses of dead ranks
 
 exec torchrun --nnodes "${NODES:-2}" --nproc-per-node "${PER_NODE:-gpu}" --max-restarts "${RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-endpoint "${HEAD:?the name of one of the nodes}:${PORT:-29500}" --rdzv-id "${ID:-onefold}" \

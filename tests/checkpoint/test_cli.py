@@ -64,3 +64,45 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(command, tmp_path, capsys):
     assert main([part.format(tmp_path) for part in command]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"onefold: {tmp_path} holds no committed checkpoint") and said.count("\n") == 1
+
+
+# -- the folder that `onefold train` made ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def out(run, tmp_path) -> Path:
+    """A run's --out: its checkpoints are one folder further in, beside what else it wrote."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.toml").touch()
+    return run.rename(tmp_path / "out" / "checkpoints").parent
+
+
+def test_export_takes_the_folder_of_a_training(out, tmp_path, capsys):
+    assert main(["export", str(out), str(tmp_path / "weights")]) == 0
+    assert capsys.readouterr().out.startswith("step 2: 1 tensor")
+    read = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
+    assert torch.equal(read["w"], expected(2, "value").reshape(60, 2))
+
+
+def test_inspect_takes_the_folder_of_a_training(out, capsys):
+    assert main(["inspect", str(out), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["path"] == str(out / "checkpoints" / "step-00000002") and said["committed_steps"] == [1, 2]
+
+
+def test_verify_takes_the_folder_of_a_training(out, capsys):
+    assert main(["verify-checkpoint", str(out)]) == 0
+    steps = [out / "checkpoints" / f"step-0000000{step}" for step in (2, 1)]
+    assert capsys.readouterr().out.splitlines() == [f"ok       {step}" for step in steps]
+
+
+def test_checkpoints_in_the_folder_itself_come_before_those_of_a_training_in_it(out, capsys):
+    save(Storage(), out, 7)
+    assert main(["inspect", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["committed_steps"] == [7]
+
+
+def test_a_training_without_a_checkpoint_is_named_with_the_folder_that_lacks_it(tmp_path, capsys):
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'checkpoints'} holds no committed checkpoint" in capsys.readouterr().err

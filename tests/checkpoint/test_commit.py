@@ -46,7 +46,7 @@ def test_the_newest_is_the_highest_step_and_a_folder_may_be_named_itself(tmp_pat
 
 
 def test_nothing_to_load_is_an_error_that_says_what_was_wanted(tmp_path):
-    with pytest.raises(CheckpointError, match="no folder; wanted is a run's folder"):
+    with pytest.raises(CheckpointError, match="no folder; wanted is a folder of checkpoints"):
         find(Storage(), tmp_path / "nowhere")
     (tmp_path / "step-1").mkdir()  # no name of ours: too short
     with pytest.raises(CheckpointError, match="holds no committed checkpoint"):
@@ -273,3 +273,9 @@ def test_a_disk_that_is_really_full_and_one_that_is_really_read_only(tmp_path):
     full, read_only = done.stdout.splitlines()
     assert "No space left on device; free space there" in full
     assert "Read-only file system; choose a folder" in read_only
+
+
+def test_a_folder_further_out_is_told_where_the_checkpoints_are(tmp_path):
+    save(Storage(), tmp_path / "run" / "checkpoints", 1)
+    with pytest.raises(CheckpointError, match=f"there are some in {tmp_path / 'run' / 'checkpoints'}"):
+        find(Storage(), tmp_path / "run")

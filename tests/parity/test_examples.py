@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.train.run import read_facts, read_metrics
 from tests.harness import run_ranks
+from tests.train.launched import children
 
 ROOT = Path(__file__).parents[2]
 DOCS = [path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md")]
@@ -96,9 +97,9 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-# Slurm's commands as far as the script needs them on one node. What they start and signal is real.
+# Slurm's commands as far as the script needs them; a second node is here too. What they start and signal is real.
 SLURM = {
-    "srun": 'echo $$ > "$CLUSTER/step"; [ -z "$FAILS" ] || exit 3; shift; exec "$@"',
+    "srun": 'echo $$ > "$CLUSTER/step"; [ -z "$FAILS" ] || exit 3; shift; [ "$SLURM_NNODES" = 1 ] || "$@" & exec "$@"',
     "scancel": '[ "$*" = "--signal=TERM 7" ] && kill -TERM "$(cat "$CLUSTER/step")"',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$*" > "$CLUSTER/requeued"; fi',
 }
@@ -142,9 +143,31 @@ def test_a_slurm_job_saves_before_its_time_is_up_and_two_nodes_go_on_from_there(
 
 def start_node(cluster: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
     """The same command as on the other node."""
-    environment = {"HEAD": "localhost", "PER_NODE": "1", "PORT": cluster["PORT"]}
-    environment["XDG_CACHE_HOME"] = cluster["XDG_CACHE_HOME"]
+    environment = {"HEAD": "localhost", "PER_NODE": "1"}
+    environment |= {key: cluster[key] for key in ("PORT", "XDG_CACHE_HOME", "RESTARTS") if key in cluster}
     return start("torchrun_two_nodes.sh", environment, "--resume", *arguments)
+
+
+def test_two_nodes_lose_a_rank_and_go_on_from_the_last_checkpoint(cluster, tmp_path):
+    flags = ("--steps", "40", "--save-every", "5", "--out", str(tmp_path / "run"), *SMALL)
+    nodes = [start_node(cluster | {"RESTARTS": "1"}, *flags) for _ in range(2)]
+    lose_a_rank(tmp_path / "run", lambda: nodes[0].pid, *nodes)
+
+
+def test_a_slurm_job_loses_a_rank_and_goes_on_from_the_last_checkpoint(cluster, tmp_path):
+    flags = ("--steps", "40", "--save-every", "5", "--out", str(tmp_path / "run"), *SMALL)
+    job = start("slurm.sh", cluster | {"SLURM_NNODES": "2", "RESTARTS": "1"}, *flags)
+    lose_a_rank(tmp_path / "run", lambda: int((tmp_path / "step").read_text()), job)
+
+
+def lose_a_rank(out: Path, torchrun: Callable[[], int], *processes: subprocess.Popen[str]) -> None:
+    """After two checkpoints; then all steps are there once."""
+    wait_for(lambda: (out / "checkpoints" / "step-00000010").exists(), *processes)
+    ranks = [pid for pid in children(torchrun()) if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(ranks[0], signal.SIGKILL)
+    for code, said in map(end, processes):
+        assert code == 0, said
+    assert [row["step"] for row in read_metrics(out)] == list(range(1, 41))
 
 
 def test_a_slurm_job_that_fails_ends_as_it_did_and_is_not_put_back(cluster, tmp_path):

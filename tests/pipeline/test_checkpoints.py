@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -89,6 +90,16 @@ def test_a_checkpoint_goes_from_any_number_of_stages_to_any_other(before, after,
         found |= rank
         assert extra == {"steps": 2} and rates == [LR, 2 * LR]
     assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_what_stages_saved_is_exported_as_the_whole_model(tmp_path):
+    wanted: dict[str, Tensor] = {}
+    for rank in run_ranks(2, saved, 2, 3, str(tmp_path / "run")):
+        wanted |= rank
+    onefold.export(tmp_path / "run", tmp_path / "weights")
+    found = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
+    assert found.keys() == wanted.keys() == dict(GPT(SHAPE).named_parameters()).keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 

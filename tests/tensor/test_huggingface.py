@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from tests.harness import run_ranks
+from tests.harness import run_ranks, run_ranks_raises
 from tests.parity.stage3.test_huggingface import LLAMA, SMALL, VOCAB
 from tests.parity.training import same_bits
 from tests.tensor.runs import stream_of
@@ -74,3 +74,42 @@ def test_llama_by_its_tp_plan(shard: int) -> None:
         assert all(losses[-1] == pytest.approx(last[0], rel=1e-5) for _, losses in rank)
         assert all(losses == rank[0][1] for _, losses in rank)
     assert all(same_bits(state[name], value) for state, _ in by_rank[0] for name, value in first.items())
+
+
+# -- styles that do not work with ZeRO ---------------------------------------------------------------------------------
+
+
+def packed(stage: int) -> None:
+    import transformers
+
+    settings: dict[str, Any] = {**LLAMA, "num_key_value_heads": 2, **SMALL, "pad_token_id": 0}
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**settings))
+    mesh = onefold.mesh(shard=1, tp=2)
+    plans.apply_tensor_parallelism(model, mesh, tp_plan={"model.layers.*.mlp.gate_up_proj": "packed_colwise"})
+    onefold.shard(model, stage=stage, mesh=mesh)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_packed_projections_are_refused_by_name(stage: int) -> None:
+    for caught in run_ranks_raises(2, packed, stage):
+        assert caught.type_name.endswith("ModelError")
+        assert "model.layers.0.mlp.gate_up_proj.weight is a DTensor with placement" in caught.message
+
+
+def summed_later(stage: int) -> None:
+    """Qwen3's own plan sums the gradient of `q_norm` over tp once autograd has left it in .grad."""
+    import transformers
+
+    settings: dict[str, Any] = {**LLAMA, "num_key_value_heads": 2, "head_dim": 8, **SMALL}
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings)).train()
+    mesh = onefold.mesh(shard=1, tp=2)
+    plans.apply_tensor_parallelism(model, mesh)
+    onefold.shard(model, stage=stage, mesh=mesh)
+    speak(model, 0, 0).backward()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_summed_after_it_was_taken_fails_in_the_first_backward(stage: int) -> None:
+    """Else each rank would train on its own part of it."""
+    for caught in run_ranks_raises(2, summed_later, stage):
+        assert "TypeError" in caught.type_name and "NoneType" in caught.message

@@ -10,6 +10,7 @@ from onefold.train.settings import Settings
 from tests.harness import fresh_ranks
 from tests.train.launched import SMALL, run
 from tests.train.pooled import one_rank, settings_of
+from tests.train.written import write_run
 
 
 def said_once(err: str) -> str:
@@ -39,7 +40,14 @@ def test_a_folder_with_something_in_it_is_not_written_over(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").touch()
     assert main(["train", "--out", str(tmp_path / "run")]) == 2
-    assert "--resume" in said_once(capsys.readouterr().err)
+    assert said_once(capsys.readouterr().err).endswith("go on with it by --resume, or give another --out")
+
+
+def test_a_run_repeated_in_its_own_folder_is_told_to_take_another(tmp_path, capsys):
+    write_run(tmp_path / "run")
+    config = tmp_path / "run" / "config.toml"
+    assert main(["train", "--config", str(config), "--out", str(tmp_path / "run")]) == 2
+    assert f"give another --out (and --config {config}, to repeat that run)" in said_once(capsys.readouterr().err)
 
 
 def test_a_loss_that_is_not_a_number_ends_all_ranks_with_the_step_and_the_way_out(tmp_path):

@@ -1,6 +1,7 @@
 """Text, folders and token files become one vector of tokens, cut into windows; mistakes are one sentence."""
 
 import json
+import os
 import threading
 
 import numpy
@@ -10,7 +11,9 @@ import torch
 from onefold.errors import ConfigError
 from onefold.train import data as module
 from onefold.train.data import bigram_loss, find_source, load_data, prepare
+from onefold.train.run import read_facts
 from onefold.train.settings import DataSettings
+from tests.train.launched import SMALL, run
 
 
 def made(tmp_path, seq=16, **fields):
@@ -26,19 +29,54 @@ def test_without_data_it_is_the_standard_library_byte_for_byte(tmp_path):
     assert found.source == "the Python standard library"
 
 
-def test_a_folder_is_its_text_files_in_order_of_their_names(tmp_path):
-    root = tmp_path / "texts"
-    for name, content in {
-        "b/x.md": b"second",
-        "a.txt": b"first",
-        "c.bin2": b"\0\1\2",
-        ".hidden": b"no",
-        "d": b"",
-    }.items():
+def written(root, **files):
+    for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(content)
-    found = made(tmp_path, seq=1, data=root, val_fraction=0.5)
+    return root
+
+
+def test_a_folder_is_its_text_files_in_order_of_their_names(tmp_path):
+    files = {"b/x.md": b"second", "a.txt": b"first", "c.bin2": b"\0\1\2", ".hidden": b"no", "d": b""}
+    found = made(tmp_path, seq=1, data=written(tmp_path / "texts", **files), val_fraction=0.5)
     assert bytes(found.tokens.tolist()) == b"first\n\0\nsecond"
+
+
+@pytest.mark.parametrize("name", ["test", "tests", "site-packages", "dist-packages", "__pycache__"])
+def test_a_users_folder_is_read_whatever_its_subfolders_are_called(tmp_path, name):
+    root = written(tmp_path / "texts", **{"a.txt": b"first"})
+    before = prepare(DataSettings(cache=tmp_path / "cache", data=root))
+    written(root, **{f"{name}/b.txt": b"second"})
+    after = made(tmp_path, seq=1, data=root, val_fraction=0.5)
+    assert bytes(after.tokens.tolist()) == b"first\n\0\nsecond" and before.read_bytes() == b"first"
+    assert after.left_out == ""
+
+
+def test_the_standard_library_is_read_without_its_tests_and_what_others_installed(tmp_path):
+    files = find_source(DataSettings()).files
+    assert not {part for path in files for part in path.parts} & {"test", "tests", "site-packages"}
+
+
+def test_what_a_folder_has_beside_text_is_counted(tmp_path):
+    root = written(tmp_path / "texts", **{"a.txt": b"text", "b.png": b"\0", "in/c.pyc": b"x\0", "in/d": b""})
+    written(root, **{".e": b"no", ".git/f": b"no", "g/.h": b"no"})
+    (root / "ring").symlink_to(root)
+    (root / "in" / "dead").symlink_to(root / "nowhere")
+    source = find_source(DataSettings(data=root))
+    assert source.files == (root / "a.txt",)
+    assert source.left_out == (
+        "2 binary files, 1 empty file, 3 hidden files or folders, 1 link to a folder, 1 pipe, device or dead link"
+    )
+
+
+def test_a_run_says_on_the_screen_and_writes_down_what_it_left_out(tmp_path):
+    root = written(tmp_path / "texts", **{"tests/a.txt": b"some text. " * 100, "b.png": b"\0", ".git/c": b"no"})
+    code, out, err = run(tmp_path / "run", *SMALL, "--steps", "1", "--data", str(root))
+    assert code == 0, err
+    said = "1 binary file, 1 hidden file or folder"
+    assert out.splitlines().count(f"left out of {root}: {said}") == 1
+    assert read_facts(tmp_path / "run")["data"]["left_out"] == said
+    assert said in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_changed_text_is_tokenised_again_and_unchanged_text_is_not(tmp_path, monkeypatch):
@@ -119,8 +157,23 @@ def test_bad_tokenizers_are_one_sentence(tmp_path):
 
 def test_a_folder_without_text_is_refused(tmp_path):
     (tmp_path / "dir").mkdir()
-    with pytest.raises(ConfigError, match="no file in it is text"):
+    with pytest.raises(ConfigError, match=r"no file in it is text$"):
         find_source(DataSettings(data=tmp_path / "dir"))
+    (tmp_path / "dir" / ".hidden").write_text("text")
+    with pytest.raises(ConfigError, match=r"no file in it is text; left out: 1 hidden file or folder$"):
+        find_source(DataSettings(data=tmp_path / "dir"))
+
+
+def test_a_folder_in_it_that_cannot_be_read_is_named(tmp_path):
+    inner = written(tmp_path / "dir", **{"a.txt": b"text", "in/b.txt": b"text"}) / "in"
+    inner.chmod(0)
+    try:
+        if os.access(inner, os.R_OK):
+            pytest.skip("root reads everything")
+        with pytest.raises(ConfigError, match=f"{inner} cannot be read: Permission denied"):
+            find_source(DataSettings(data=tmp_path / "dir"))
+    finally:
+        inner.chmod(0o700)
 
 
 def test_the_baseline_is_the_loss_of_counted_pairs(tmp_path):

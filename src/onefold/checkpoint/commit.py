@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,15 +134,26 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
 
 
 def find(storage: Storage, path: Path) -> list[Path]:
-    """The checkpoints a path means, the one to take first: a run's folder means all of it, newest first."""
+    """The checkpoints a path means, the one to take first: a folder of checkpoints means all of them, newest first."""
     if not storage.is_folder(path):
-        raise CheckpointError(f"{path} is no folder; wanted is a run's folder of checkpoints, or one step-… in it")
+        raise CheckpointError(f"{path} is no folder; wanted is a folder of checkpoints, or one step-… in it")
     steps = committed(storage, path)
     if MANIFEST in storage.names(path) and not steps:
         return [path]
     if not steps:
-        raise CheckpointError(f"{path} holds no committed checkpoint: no folder step-… and no {MANIFEST}")
+        raise CheckpointError(
+            f"{path} holds no committed checkpoint: no folder step-… and no {MANIFEST}{_further_in(storage, path)}"
+        )
     return [path / step_name(step) for step in reversed(steps)]
+
+
+def _further_in(storage: Storage, path: Path) -> str:
+    """Where checkpoints are instead: the folder that `onefold train` made holds them one further in."""
+    for name in sorted(storage.names(path)):
+        with suppress(CheckpointError):  # a folder that we may not read is no answer
+            if storage.is_folder(path / name) and committed(storage, path / name):
+                return f"; there are some in {path / name}"
+    return ""
 
 
 def _make_run_folder(storage: Storage, run: Path) -> None:

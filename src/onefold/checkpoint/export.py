@@ -41,7 +41,7 @@ class Exported(NamedTuple):
 def export(
     folder: str | Path, out: str | Path, dtype: str | torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Write the weights of a run's newest checkpoint, or of one step-… folder, to the new folder `out`.
+    """Write the weights of the newest checkpoint in `folder`, or of one step-… folder, to the new folder `out`.
 
     `dtype` ("fp32", "bf16", "fp16") is for the parameters; without it they stay as they were trained. Tied weights
     are written once, under their first name. Not collective: call it on one rank.

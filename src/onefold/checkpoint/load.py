@@ -66,7 +66,7 @@ def load(
 ) -> Any:
     """Fill a sharded model, and its optimizer, from a checkpoint; the `extra` that was saved. Collective.
 
-    `folder` is a run's folder (its newest checkpoint is taken), one `step-…` in it, a .safetensors file or a Hugging
+    `folder` is a folder of checkpoints (the newest is taken), one `step-…` in it, a .safetensors file or a Hugging
     Face folder. The number of ranks, stage and precision may be others than when it was saved. With `fallback` a
     damaged checkpoint is passed over, with a warning, for the one before it. `rename` maps saved names, or beginnings
     of names that end in a dot, to the model's; `subset` loads some tensors only; what is missing or left over is an

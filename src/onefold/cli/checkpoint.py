@@ -23,6 +23,7 @@ from onefold.checkpoint.export import SHARD_BYTES, export
 from onefold.checkpoint.manifest import Manifest, ParamRecord
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.verify import verify
+from onefold.train.run import RunFolder
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Export:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors shards and their index."""
 
     folder: tyro.conf.Positional[Path]
-    """A run's folder (its newest checkpoint is taken), or one step-… in it."""
+    """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it."""
     out: tyro.conf.Positional[Path]
     """The folder to write; it must not exist."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -41,7 +42,7 @@ class Export:
     """Say it as JSON."""
 
     def run(self) -> int:
-        done = export(self.folder, self.out, self.dtype, self.shard_bytes)
+        done = export(checkpoints_in(self.folder), self.out, self.dtype, self.shard_bytes)
         if self.json:
             _write_json({**done._asdict(), "folder": str(done.folder)})
         else:
@@ -56,15 +57,15 @@ class Inspect:
     """Say what is inside a checkpoint. Reads the manifest only."""
 
     folder: tyro.conf.Positional[Path]
-    """A run's folder (its newest checkpoint is taken), or one step-… in it."""
+    """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it."""
     json: bool = False
     """Say it as JSON."""
 
     def run(self) -> int:
-        storage = Storage()
-        path = find(storage, self.folder)[0]
+        storage, folder = Storage(), checkpoints_in(self.folder)
+        path = find(storage, folder)[0]
         manifest = read_manifest(storage, path)
-        others = [] if path == self.folder else committed(storage, self.folder)
+        others = [] if path == folder else committed(storage, folder)
         if self.json:
             _write_json(contents(path, manifest, others))
         else:
@@ -74,17 +75,17 @@ class Inspect:
 
 @dataclass(frozen=True)
 class VerifyCheckpoint:
-    """Read every byte of a checkpoint, or of all of a run's, and check every digest. Exit code 1 at damage."""
+    """Read every byte of a checkpoint, or of all in a folder, and check every digest. Exit code 1 at damage."""
 
     folder: tyro.conf.Positional[Path]
-    """A run's folder, or one step-… in it."""
+    """The --out of `onefold train` or a folder of checkpoints, or one step-… in it."""
     json: bool = False
     """Say it as JSON."""
 
     def run(self) -> int:
         storage, found = Storage(), {}
         with _progress(not self.json) as progress:
-            for path in find(storage, self.folder):
+            for path in find(storage, checkpoints_in(self.folder)):
                 task = progress.add_task(path.name, total=_bytes(storage, path))
                 found[path] = verify(storage, path, partial(progress.advance, task))
         if self.json:
@@ -94,6 +95,12 @@ class VerifyCheckpoint:
                 said = "\n".join(f"DAMAGED  {damage.what}" for damage in damages) or f"ok       {path}"
                 sys.stdout.write(said + "\n")
         return 1 if any(found.values()) else 0
+
+
+def checkpoints_in(folder: Path) -> Path:
+    """The folder of checkpoints that a user means: this one, or that of the run that `onefold train` made here."""
+    inner = RunFolder(folder).checkpoints
+    return inner if inner.is_dir() and not committed(Storage(), folder) else folder
 
 
 def contents(path: Path, manifest: Manifest, others: Sequence[int]) -> dict[str, Any]:

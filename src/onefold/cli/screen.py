@@ -41,6 +41,8 @@ class Screen(Listener):
             f"{facts['data']['source']}: {facts['data']['train_tokens']:,} tokens to train on, "
             f"{facts['data']['val_tokens']:,} to validate" + (f"; bigram loss {base:.4f}" if base else "")
         )
+        if left_out := facts["data"]["left_out"]:
+            self._say(f"left out of {facts['data']['source']}: {left_out}")
         if step:
             self._say(f"goes on after step {step}")
         if self._console.is_terminal:

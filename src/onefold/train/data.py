@@ -12,7 +12,7 @@ import secrets
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +25,14 @@ from onefold.train.tokens import SUFFIXES, TokenFile, check_range, largest, open
 
 BETWEEN = b"\n\0\n"  # files
 LOOK = 8192  # bytes of a file that are looked at for a zero, which text has not
-NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # in the standard library's folder
+LEFT_OUT = {  # of a folder: one, and many
+    "binary file": "binary files",
+    "empty file": "empty files",
+    "hidden file or folder": "hidden files or folders",
+    "link to a folder": "links to folders",
+    "pipe, device or dead link": "pipes, devices or dead links",
+}
 BASELINE_VOCAB = 4096  # beyond it a table of pairs is too large
 PRIOR = 16.0  # how many sightings the baseline's prior is worth
 STANDARD_LIBRARY = "the Python standard library"
@@ -37,6 +44,7 @@ class Source(NamedTuple):
     name: str
     files: tuple[Path, ...] = ()  # of text
     tokens: TokenFile | None = None
+    left_out: str = ""  # of a folder, and why
 
 
 class Tokenizer(NamedTuple):
@@ -56,6 +64,7 @@ class Data(NamedTuple):
     vocab: int
     tokens: Tensor
     windows: Windows
+    left_out: str = ""
 
     def batch(self, chosen: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these windows."""
@@ -69,36 +78,61 @@ def find_source(settings: DataSettings) -> Source:
     """What --data means; raises if it is not there."""
     path = settings.data
     if path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        return Source(STANDARD_LIBRARY, tuple(_files(root, lambda p: p.suffix == ".py")))
+        return Source(STANDARD_LIBRARY, tuple(_standard_library(Path(sysconfig.get_path("stdlib")))))
     if path.suffix in SUFFIXES and path.is_file():
         return Source(str(path), tokens=open_tokens(path))
     if path.is_dir():
-        files = tuple(_files(path, _is_text))
+        files, left_out = _texts(path)
         if not files:
-            raise ConfigError(f"--data {path}: no file in it is text")
-        return Source(str(path), files)
+            raise ConfigError(f"--data {path}: no file in it is text" + (f"; left out: {left_out}" if left_out else ""))
+        return Source(str(path), files, left_out=left_out)
     if not path.exists():
         raise ConfigError(f"--data {path} is not there; give a text file, a folder, or a .bin or .npy file of tokens")
     return Source(str(path), (path,))
 
 
-def _files(root: Path, wanted: Callable[[Path], bool]) -> Iterator[Path]:
+def _standard_library(root: Path) -> Iterator[Path]:
+    """Its sources, without tests and without what others installed."""
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if name not in NOT_OURS and not name.startswith("."))
-        for name in sorted(names):
-            path = Path(folder) / name
-            if not name.startswith(".") and path.is_file() and wanted(path):
-                yield path
+        paths = (Path(folder) / name for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if path.suffix == ".py" and path.is_file())
 
 
-def _is_text(path: Path) -> bool:
+def _texts(root: Path) -> tuple[tuple[Path, ...], str]:
+    """All text files below a folder of the user's; and how many of what are left out, in words."""
+    files, left_out = [], dict.fromkeys(LEFT_OUT, 0)
+    for folder, inner, names in os.walk(root, onerror=_unreadable):
+        seen = [name for name in sorted(inner) if not name.startswith(".")]
+        left_out["hidden file or folder"] += len(inner) - len(seen)
+        left_out["link to a folder"] += sum(Path(folder, name).is_symlink() for name in seen)  # it may lead back here
+        inner[:] = seen
+        for path in (Path(folder) / name for name in sorted(names)):
+            why = _not_text(path)
+            if why is None:
+                files.append(path)
+            else:
+                left_out[why] += 1
+    said = (f"{count:,} {what if count == 1 else LEFT_OUT[what]}" for what, count in left_out.items() if count)
+    return tuple(files), ", ".join(said)
+
+
+def _not_text(path: Path) -> str | None:
+    """Why a file is left out, in a word of LEFT_OUT."""
+    if path.name.startswith("."):
+        return "hidden file or folder"
+    if not path.is_file():
+        return "pipe, device or dead link"
     try:
         with path.open("rb") as file:
             start = file.read(LOOK)
     except OSError as error:
-        raise ConfigError(f"--data: {path} cannot be read: {error.strerror}") from error
-    return bool(start) and b"\0" not in start
+        _unreadable(error)
+    return "empty file" if not start else "binary file" if b"\0" in start else None
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise ConfigError(f"--data: {error.filename} cannot be read: {error.strerror}") from error
 
 
 def _bytes(text: bytes) -> Tensor:
@@ -166,7 +200,7 @@ def load_data(settings: DataSettings, seq: int) -> Data:
         raise ConfigError(f"--data {source.name} is empty")
     dtype = tokenizer.encode(b"").dtype
     tokens = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype)
-    return _data(settings, seq, source.name, tokenizer.name, tokenizer.vocab, tokens)
+    return _data(settings, seq, source.name, tokenizer.name, tokenizer.vocab, tokens)._replace(left_out=source.left_out)
 
 
 def _data(settings: DataSettings, seq: int, source: str, tokenizer: str, vocab: int, tokens: Tensor) -> Data:

@@ -53,6 +53,7 @@ def facts_of(settings: Settings, model: nn.Module, shape: Shape, data: Data, ear
         "placement": [dataclasses.asdict(row) for row in rows.rows],
         "data": {
             "source": data.source,
+            "left_out": data.left_out,
             "train_tokens": data.windows.train * (shape.seq + 1),
             "val_tokens": data.windows.val * (shape.seq + 1),
             "tokenizer": data.tokenizer,

@@ -1,6 +1,7 @@
 """The folder of a run: what is in it, and who may read it.
 
-    config.toml     the settings as they were given; `onefold train --config run/config.toml` repeats the run
+    config.toml     the settings as they were given, but for out and ranks: `onefold train --config run/config.toml
+                    --out other --ranks N` repeats the run
     facts.json      what was decided and planned, and where it ran; written once, before the first step
         model       {name, layers, hidden, heads, seq, vocab, parameters}
         ranks, stage, stage_why, precision, device ("cpu" or the GPU's name)
@@ -9,7 +10,7 @@
         placement   [{unit, elements, optimizer, gradients, parameters, parameter_bytes}, …]
         plan        {memory: {category: bytes}, peak_bytes, traffic: {purpose: bytes}}
         baseline    {bigram_val_loss}
-        data        {source, train_tokens, val_tokens, tokenizer}
+        data        {source, left_out, train_tokens, val_tokens, tokenizer}
     metrics.jsonl   one object per logged step
         step, loss, val_loss and val_ppl (null unless it was evaluated), grad_norm, lr, tokens_per_s, step_s,
         mfu (null where the peak is unknown), memory {category: bytes, "peak": bytes or null},

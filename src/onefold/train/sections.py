@@ -211,6 +211,7 @@ def environment(run: Run) -> Section:
     rows: dict[str, Any] = {
         "model": f"{run.name}: {', '.join(sizes)}" if sizes else run.name,
         "data": data.get("source"),
+        "left out": data.get("left_out") or None,
         "tokens": f"{count(data.get('train_tokens'))} to train, {count(data.get('val_tokens'))} to validate, "
         f"tokenizer {data.get('tokenizer', NOTHING)}",
         "batch": "{} sequences: {} in a micro-batch × {} accumulated × {} ranks".format(*map(count, batch)),

@@ -51,7 +51,11 @@ def check_folder(settings: Settings) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     if out.exists() and any(out.iterdir()) and not settings.checkpoints.resume:
-        raise ConfigError(f"--out {out} holds something already; go on with it by --resume, or give another --out")
+        known = RunFolder(out).config
+        again = f" (and --config {known}, to repeat that run)" if known.exists() else ""
+        raise ConfigError(
+            f"--out {out} holds something already; go on with it by --resume, or give another --out{again}"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".writing-{os.getpid()}"
