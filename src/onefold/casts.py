@@ -36,21 +36,27 @@ def attach_casts(engine: Engine) -> None:
 
 
 def _know_loaded(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
-    for index in {places[id(p)].unit for p in module._parameters.values() if id(p) in places}:
+    for index in _units(places, module):
         engine.units[index].know_edits()
+
+
+def _units(places: dict[int, Any], module: nn.Module) -> set[int]:
+    """Those that hold parameters of a module itself."""
+    return {places[id(param)].unit for param in module._parameters.values() if id(param) in places}
 
 
 def _load_masters(
     engine: Engine, places: dict[int, Any], module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
     """Whole values of a state dict go to the master in full, and to the parameters as the master rounds them."""
+    for index in _units(places, module):
+        engine.units[index].take_edits()
     for name, param in module._parameters.items():
         value, place = state.get(prefix + name), places.get(id(param))
         if param is None or value is None or place is None or value.shape != param.shape:
             continue
         unit = engine.units[place.unit]
         if unit.dtypes.narrow:
-            unit.take_edits()
             value = _local(prefix + name, value, param).to(device=param.device, dtype=torch.float32)
             with torch.no_grad():
                 unit.load_master(place.slot, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,21 +18,26 @@ def listed(output: Any) -> list[Tensor]:
     return [output] if isinstance(output, Tensor) else list(tensors_in(output))
 
 
-def tensors_in(output: Any, depth: int = 0) -> Iterator[Tensor]:
+def tensors_in(output: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Each container is searched once: some hold themselves, or what holds them."""
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
+        return
+    if isinstance(output, Mapping):
+        values: Iterable[Any] = output.values()
     elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_in(value)
+        values = output
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for f in dataclasses.fields(output):
-            yield from tensors_in(getattr(output, f.name))
+        values = [getattr(output, f.name) for f in dataclasses.fields(output)]
     elif depth < DEEPEST and hasattr(output, "__dict__") and not isinstance(output, type | nn.Module):
-        for value in vars(output).values():  # an object of the user's own
-            yield from tensors_in(value, depth + 1)
+        values, depth = vars(output).values(), depth + 1  # an object of the user's own
+    else:
+        return
+    seen = set() if seen is None else seen
+    if id(output) not in seen:
+        seen.add(id(output))
+        for value in values:
+            yield from tensors_in(value, depth, seen)
 
 
 def cast_in(tree: Any, dtype: torch.dtype) -> Any:

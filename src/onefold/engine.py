@@ -88,6 +88,7 @@ class Engine:
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
         self.whole_for_now = 0  # full_parameters contexts that are open
+        self.written_for_now = 0  # those of them whose writes are kept
         self.grad_scale = 1.0  # what the gradients of this step are multiplied by
         self.inside: Any = None  # InsideUpdates, where units are updated inside backward
         self.away: Any = None  # Away, where the host updates
@@ -126,6 +127,7 @@ class Engine:
         self.sums_kept = False  # gradients have accumulated: buffers of local sums stay
         self.unsettled = False  # rounds have run since the ranks last agreed on what was used
         self._settled = False
+        self._only_zeros = False  # gradients are kept, as zeros, which have no scale
         self._gathers: list[Pending] = []
         self._ungathered: set[int] = set()  # units reduced but not yet made whole
 
@@ -142,7 +144,8 @@ class Engine:
             self.inside.finish()
         if torch.is_grad_enabled():
             self._training_thread = threading.get_ident()
-            self.tidy_after_error()
+        self.tidy_after_error()
+        if torch.is_grad_enabled():
             self.check_parameters()
             self._rounds_due = self._rounds_due or self.reducing
 
@@ -158,10 +161,10 @@ class Engine:
         if self._open:
             return
         self.enter_backward()
+        self._forget_dropped()  # may raise: nothing is open then
         self._check_scale()
         if self.tied and self.tied.summed:
             self.tied.refuse_backward()
-        self._forget_dropped()  # may raise: nothing is open then
         self._begin_rounds()
         self._open, self._settled = True, False
         self.shown.hide()
@@ -171,7 +174,7 @@ class Engine:
         scale = running_scale()
         if self.precision.compute is torch.float16 and scale is None:
             raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
-        if any(self.used) and self.grad_scale != (scale or 1.0):
+        if any(self.used) and not self._only_zeros and self.grad_scale != (scale or 1.0):
             raise StateError(f"gradients scaled by {self.grad_scale:g} and {scale or 1.0:g} would add up in one step")
         if self.optimizer is not None and any(self.used):
             self.optimizer.gradients_change()
@@ -216,7 +219,7 @@ class Engine:
         if self.inside and self.schedule.started(at):
             self.inside.refuse_late(self.names[index])
         unit.gradients.add(slot, grad if type(grad) is Tensor else self._aligned(index, grad))
-        self.used[index] = USED
+        self.used[index], self._only_zeros = USED, False
         if self.schedule.arrived(at, start=self._accumulating != "once"):
             sharded = self._pass_index.get(id(unit))
             if sharded is not None:
@@ -305,6 +308,8 @@ class Engine:
 
     def bring_what_is_due(self) -> None:
         """If this rank's backward touched no parameter, or never came, its peers wait for its shards and its zeros."""
+        if self.inside and self.unsettled:
+            return  # they have run
         if not self._rounds_due or (any(self.used) and not self._touched_nothing):
             if not any(self.used):
                 raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
@@ -356,12 +361,13 @@ class Engine:
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
         self._settled = self.unsettled = False
+        self._only_zeros = keep_as_zeros
         if self.tied:
             self.tied.summed = False
         if self.optimizer is not None:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
-            self._rounds_due = self._touched_nothing = False
+            self._touched_nothing = False
             self.shown.hide()
             self.used = bytearray(len(self.params))
 

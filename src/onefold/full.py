@@ -33,25 +33,52 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     """
     engine = engine_of(model)
     _check_sound(engine)
-    passes, narrow = engine.passes, [unit for unit in engine.units if unit.dtypes.narrow]
-    passes.pin_all()
+    engine.passes.pin_all()
     engine.whole_for_now += 1
-    for unit in narrow if write else ():
-        unit.take_edits()
-        with unit.at_hand():
-            unit.master.watch()
+    engine.written_for_now += write
+    outermost = write and engine.written_for_now == 1
+    if outermost:
+        _watch(engine)
     try:
         yield
-        if write:
-            for unit in passes.units:
-                unit.values.write_back()
-            for unit in narrow:
-                with unit.at_hand(write=True):
-                    unit.master.absorb()
-                unit.know_edits()
+        if outermost:
+            _absorb(engine)
+    except BaseException:
+        if outermost:
+            _forget(engine)
+        raise
     finally:
         engine.whole_for_now -= 1
-        passes.unpin_all()
+        engine.written_for_now -= write
+        engine.passes.unpin_all()
+
+
+def _watch(engine: Engine) -> None:
+    """From here on values may be written."""
+    for unit in engine.units:
+        if unit.dtypes.narrow:
+            unit.take_edits()
+            with unit.at_hand():
+                unit.master.watch()
+
+
+def _absorb(engine: Engine) -> None:
+    """What values hold now is the truth."""
+    for unit in engine.passes.units:
+        unit.values.write_back()
+    for unit in engine.units:
+        if unit.dtypes.narrow:
+            with unit.at_hand(write=True):
+                unit.master.absorb()
+            unit.know_edits()
+
+
+def _forget(engine: Engine) -> None:
+    """An error ends it: what was written to sharded values is dropped, and the error is what users hear."""
+    for unit in engine.passes.units:
+        unit.values.forget_writes()
+    for unit in engine.units:
+        unit.master.unwatch()
 
 
 @torch.no_grad()
@@ -79,6 +106,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     for name in engine.parts:
         check_part(engine, name, "full_state_dict()")
+    if engine.written_for_now:
+        _absorb(engine)
+        _watch(engine)
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
         unit.take_edits()
@@ -102,9 +132,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _check_sound(engine: Engine) -> None:
-    """No update that is on the way has failed."""
+    """No update is on the way, and none has failed."""
     if engine.spoilt:
         raise StateError(engine.spoilt)
+    if engine.inside:
+        engine.inside.finish()
     if engine.away:
         engine.away.settle()
 

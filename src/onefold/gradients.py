@@ -296,6 +296,8 @@ class Gradients:
     def zero(self) -> None:
         """Keep the gradient, as zeros."""
         had_any = self.reduced or self.waiting
+        for shown in self._loose.values():
+            shown.zero_()
         self.drop()
         if had_any:
             (self._hold_whole() if self._scope is Scope.WHOLE else self._own()).zero_()

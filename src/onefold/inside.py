@@ -39,9 +39,11 @@ class InsideUpdates:
             engine.away.make_room()
 
     def starting(self, index: int) -> None:
-        """A round starts: ranks tell each other what they used of its unit."""
+        """A round starts: ranks tell each other what they used of its unit. Its values change when it ends, so what
+        peers offer of them is taken now."""
         engine = self._engine
         first, unit = engine.first_param[index], engine.units[index]
+        engine.passes.take(unit)
         used = bytes(engine.used[first : first + len(unit.params)])
         self._flags[index] = engine.everyone.start_bytes(used, Label("used-flags", unit.name))
 
@@ -65,6 +67,7 @@ class InsideUpdates:
             if unit.gathers_updated:
                 self._gathers.append(unit.values.gather_updated())
         unit.values.changed()
+        unit.know_edits()
         unit.gradients.consume()
 
     def finish(self) -> None:
@@ -85,6 +88,8 @@ class InsideUpdates:
         engine.schedule.drain()
         engine.passes.release_all()
         self.finish()
+        for unit in engine.units:
+            unit.take_edits()
         engine.used = bytearray(len(engine.params))
         engine.unsettled = False
         engine.after_step()

@@ -20,6 +20,7 @@ from onefold.parcel import Parcel
 from onefold.slices import UnitOptimizer
 from onefold.spans import NOTHING, span
 from onefold.tiers.host import Mark
+from onefold.tiers.memory import give_back
 
 WORKERS = 3
 AT_HAND = 1  # unit that is read or changed between steps, beside theirs
@@ -159,6 +160,8 @@ def _work(line: Line) -> None:
         if job.error is None:
             try:
                 job.optimizer.unit.reap()
+                if job.optimizer.unit.image is not None:  # state is on disk because memory is short
+                    give_back()
             except BaseException as error:
                 job.error = error
         del job  # hold nothing while waiting: a model that is let go of ends this thread

@@ -65,6 +65,9 @@ class Master:
     def absorb(self) -> None:
         """Where values differ from what they were at `watch`, they are the truth now."""
 
+    def unwatch(self) -> None:
+        """They were not edited after all, or it shall not count."""
+
     def tensors(self) -> list[Tensor]:
         return []
 
@@ -92,6 +95,9 @@ class NarrowMaster(Master):
 
     def watch(self) -> None:
         self._before = self._values.part(self.owned).clone()
+
+    def unwatch(self) -> None:
+        self._before = None
 
     def _remember(self, span: Span, wide: Tensor) -> None:
         """New values that are no edit."""

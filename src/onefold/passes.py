@@ -63,6 +63,7 @@ class Passes:
         serve_at_the_end(self)
         self.units = list(units)
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
+        self._index = {id(unit): index for index, unit in enumerate(self.units)}
         self._by_storage = {unit.values.storage: index for index, unit in enumerate(units)}
         self._recomputed: set[int] = set()  # in this backward: what that saved is out of our sight
         self._running: list[int] = []  # hooked modules, the innermost last
@@ -200,6 +201,12 @@ class Passes:
             self._graph_made = True
             for index in indices:
                 self._keep_whole(index)
+
+    def take(self, unit: Unit) -> None:
+        """A unit's values are about to change."""
+        index = self._index.get(id(unit))
+        if index is not None:
+            self.gathers.take(index)
 
     def gradients_came(self, index: int, *, every: bool) -> None:
         """A unit has as many gradients as usual, or one for every parameter."""

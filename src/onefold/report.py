@@ -282,7 +282,8 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
 
 
 def _table(title: str, rows: list[tuple[str, int, int | None]]) -> str:
-    lines = [f"{title:<26}{'measured':>14}{'planned':>14}"]
-    for name, measured, planned in rows:
-        lines.append(f"  {name:<24}{measured:>14,}{'' if planned is None else format(planned, ','):>14}")
+    shown = [(name, f"{measured:,}", "" if planned is None else f"{planned:,}") for name, measured, planned in rows]
+    width = max([12, *(len(text) for row in shown for text in row[1:])]) + 2
+    lines = [f"{title:<26}{'measured':>{width}}{'planned':>{width}}"]
+    lines += [f"  {name:<24}{measured:>{width}}{planned:>{width}}" for name, measured, planned in shown]
     return "\n".join(lines)

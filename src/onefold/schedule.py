@@ -133,6 +133,13 @@ class GatherSchedule:
         if index not in self._ahead:
             self._release(index)
 
+    def take(self, index: int) -> None:
+        """Fetch what peers offer of a unit in this pass, needed or not: they wait for that before it changes."""
+        for place in [place for place in self._places.get(index, ()) if place in self._left]:
+            if self._comm.any_order:  # else an offer is nothing by itself
+                self._offer_to(place + 1)
+                self._pass_over(place)
+
     def end(self) -> None:
         """The pass is over: fetch what is left of its list, and release all but the unit to keep."""
         self._offer_to(len(self._order))

@@ -295,6 +295,11 @@ class Values:
             self._shard.copy_(self._my_slot)
             self.sleep(changed=True)
 
+    def forget_writes(self) -> None:
+        """Whatever was written while they were whole is dropped with them, where they are sharded."""
+        if self.presence is Presence.WHOLE:
+            self._versions = versions(self._params)
+
     def _show(self) -> None:
         put_all(self._params, self._flat_views)
         self._versions = versions(self._params)

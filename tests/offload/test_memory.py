@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import onefold
 from onefold.engine import engine_of
 from onefold.inventory import storages
 from onefold.jobs import WORKERS
-from tests.harness import run_ranks
+from tests.harness import fresh_ranks, run_ranks
 from tests.offload.runs import SPLIT
 
 WIDTH, DEPTH = 128, 40
@@ -238,3 +239,38 @@ def bounded(cls: Any, precision: Any, inside: bool) -> onefold.MemoryReport:
 def test_classes_without_a_kernel_of_ours_borrow_no_more_than_planned(cls: Any, precision: Any, inside: bool) -> None:
     for report in run_ranks(2, bounded, cls, precision, inside):
         assert planned_well(report), report
+
+
+def resident(key: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def kept_between_steps(path: str) -> tuple[int, int]:
+    """What the process holds more after some steps than before the model, and what it accounts for."""
+    onefold.init()
+    torch.manual_seed(0)
+    warm = onefold.shard(nn.Linear(64, 64), stage=3)
+    adam = onefold.Optimizer(warm, torch.optim.AdamW, lr=1e-3)
+    warm(torch.ones(2, 64)).sum().backward()
+    adam.step()
+    before = resident("VmRSS")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
+    offload = onefold.Offload(optimizer="disk", parameters="disk", path=path)
+    onefold.shard(model, stage=3, offload=offload, bucket_bytes=4 << 20)
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
+    for _ in range(4):
+        model(torch.randn(4, 1024)).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    found = onefold.memory(model)  # waits for all updates
+    return resident("VmRSS") - before, found.total + found.pageable
+
+
+def test_what_updates_on_disk_have_used_goes_back_to_the_system(tmp_path) -> None:
+    """100 MB of parameters and 200 MB of moments on disk. An allocator may keep what was freed; its pages must go."""
+    [outcome] = fresh_ranks(1, kept_between_steps, str(tmp_path))
+    assert outcome.error is None, outcome.error
+    held, told = outcome.value
+    assert held <= told + (48 << 20), f"{held / 1e6:.0f} MB held, {told / 1e6:.0f} MB told"
