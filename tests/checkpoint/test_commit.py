@@ -77,6 +77,16 @@ def test_keep_removes_the_oldest_only_after_the_newest_is_there(tmp_path):
     assert seen and all(len(steps) == 2 for steps in seen)  # two whole ones at every removal of a file
 
 
+@pytest.mark.parametrize("name", [step_name(3), ".removing-step-00000003-0a", ".writing-step-00000003-0a"])
+def test_of_a_link_to_another_runs_checkpoint_only_the_link_is_removed(tmp_path, name):
+    theirs = save(Storage(), tmp_path / "base", 3)
+    (tmp_path / "fork").mkdir()
+    (tmp_path / "fork" / name).symlink_to(theirs)
+    save(Storage(), tmp_path / "fork", 4, keep=1)
+    assert os.listdir(tmp_path / "fork") == [step_name(4)]
+    assert load(Storage(), theirs) == 3
+
+
 def test_a_writer_that_was_believed_dead_cannot_commit_what_was_cleaned(tmp_path):
     draft = begin(Storage(), tmp_path, 1)
     parts = [write_rank(Storage(), draft, rank, 2) for rank in range(2)]

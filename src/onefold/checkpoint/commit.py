@@ -174,10 +174,11 @@ def _make_run_folder(storage: Storage, run: Path) -> None:
         storage.sync_folder(folder.parent)
 
 
-def remove_all(storage: Storage, folder: Path) -> None:
-    for name in storage.names(folder):
-        if storage.is_folder(folder / name) and not storage.is_link(folder / name):  # someone put it there
-            remove_all(storage, folder / name)
-        else:
-            storage.remove(folder / name)
-    storage.remove_folder(folder)
+def remove_all(storage: Storage, path: Path) -> None:
+    """A folder with all that is in it; of a link only the link: what it leads to is someone else's."""
+    if storage.is_link(path) or not storage.is_folder(path):
+        storage.remove(path)
+        return
+    for name in storage.names(path):
+        remove_all(storage, path / name)
+    storage.remove_folder(path)
