@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -20,6 +22,7 @@ from onefold.planner.shapes import Shape
 from onefold.simulate import train_step
 from onefold.train.model import GPT
 from tests.harness import run_ranks
+from tests.train.launched import launched
 
 KEYS = {
     "stage", "params_bytes", "grads_bytes", "optimizer_bytes", "states_bytes", "peak_bytes", "traffic_elements",
@@ -154,6 +157,40 @@ def test_verify_runs_real_ranks_and_finds_the_plan_right():
     assert checks["states"]["planned"] == checks["states"]["measured"] > 0
     assert checks["gather-forward (all-gather)"]["planned"] == checks["gather-forward (all-gather)"]["measured"] > 0
     assert checks["peak"]["good"]
+
+
+def test_a_flag_that_begins_like_one_of_torchrun_reaches_the_ranks():
+    done = verify("--stage", "2", "--precision", "bf16", "--master", "split", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["good"]
+
+
+@pytest.mark.parametrize("command", [["verify"], ["plan", "--ranks", "2"], ["simulate"]])
+def test_a_split_master_of_fp32_is_refused(command, capsys):
+    assert main([*command, "--model", "gpt-tiny", "--precision", "fp32", "--master", "split"]) == 2
+    assert "master='split' needs compute='bf16'" in capsys.readouterr().err
+
+
+def test_what_goes_wrong_on_a_rank_of_verify_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    done = verify("--offload", "disk", "--offload-path", str(tmp_path / "file"))
+    assert done.returncode == 2 and done.stderr.startswith("onefold: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_signal_ends_verify_and_all_that_it_started(tmp_path):
+    flags = ("--model", "gpt-tiny", "--ranks", "2")
+    with launched(tmp_path, *flags, command="verify") as launch:
+        rank = launch.wait_for(lambda: len(found := launch.rank_pids()) == 2 and found, "both ranks")[1]
+        os.kill(rank, signal.SIGSTOP)  # so that no rank comes to the end by itself
+        launch.process.send_signal(signal.SIGTERM)
+        assert launch.process.wait(timeout=60) == 2
+        assert launch.gone(but={rank}), "the other rank waits for it"
+        try:
+            os.kill(rank, signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # it had come far enough to end with its parent
+        assert launch.gone()
+        assert launch.end()[2] == "onefold: ended by a signal\n"
 
 
 def checks_against(planned_layers: int) -> list[dict]:

@@ -1,4 +1,4 @@
-"""`onefold train` as a user starts it: a process of its own, with everything it may leave behind looked for."""
+"""`onefold train`, or another command, as a user starts it, with everything it may leave behind looked for."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ PATIENCE_S = 120.0
 
 
 class Launch:
-    """A running `onefold train`."""
+    """A running `onefold train`, or another command that starts ranks."""
 
-    def __init__(self, out: Path, *flags: str, limit: str = "", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, out: Path, *flags: str, command: str = "train", limit: str = "", env: dict[str, str] | None = None
+    ) -> None:
         self.out, self.mark = out, f"{out}/{time.monotonic_ns()}"
-        command = [sys.executable, "-m", "onefold.cli.main", "train", "--out", str(out), *flags]
+        where = ["--out", str(out)] if command == "train" else []
+        words = [sys.executable, "-m", "onefold.cli.main", command, *where, *flags]
         if limit:
-            command = ["sh", "-c", f'{limit}; exec "$@"', "sh", *command]
+            words = ["sh", "-c", f'{limit}; exec "$@"', "sh", *words]
         self.process = subprocess.Popen(
-            command, env={**os.environ, "XDG_CACHE_HOME": str(cache(out)), MARK: self.mark, **(env or {})},
+            words, env={**os.environ, "XDG_CACHE_HOME": str(cache(out)), MARK: self.mark, **(env or {})},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
@@ -74,12 +77,12 @@ class Launch:
         out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
 
-    def gone(self, within_s: float = 20.0) -> bool:
-        """Whether all that it started has ended, or does so soon."""
+    def gone(self, within_s: float = 20.0, but: frozenset[int] | set[int] = frozenset()) -> bool:
+        """Whether all that it started has ended, or does so soon; of those in `but` it is not asked."""
         deadline = time.monotonic() + within_s
-        while self.pids() and time.monotonic() < deadline:
+        while set(self.pids()) - but and time.monotonic() < deadline:
             time.sleep(0.02)
-        return not self.pids()
+        return not set(self.pids()) - but
 
     def kill(self) -> None:
         for pid in self.pids():

@@ -1,7 +1,7 @@
 """Starts a command again as local ranks, through torch's own launcher, unless it is one of them already.
 
-`run_ranks` is for a command that gives a result. `Launcher` is for one that runs for long: it passes a signal on and
-waits for the ranks to finish their step and save, it lets lost ranks be started again, and nothing outlives it.
+`Launcher` passes a signal on and waits for the ranks to finish their step and save, it lets lost ranks be started
+again, and nothing outlives it. `run_ranks` is for a command that gives a result: a signal ends it at once.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-from onefold.cli.lifeline import LAUNCHER, LINE, STOP
+from onefold.cli.lifeline import LAUNCHER, LINE, STOP, Lifeline
+from onefold.errors import CommError, MismatchError, OnefoldError
 from onefold.train.stop import Stop
 
 RESULT = "ONEFOLD_RESULT"  # the file in which rank 0 leaves what it found
@@ -34,12 +36,14 @@ def is_rank() -> bool:
 
 
 def run_ranks(ranks: int, arguments: Sequence[str]) -> Any:
-    """Run `onefold ARGUMENTS` on `ranks` local processes; what rank 0 left, or None if it did not come to that."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Run `onefold ARGUMENTS` on `ranks` local processes; what rank 0 left. Raises what a rank said went wrong."""
+    with tempfile.TemporaryDirectory(prefix="onefold-") as folder:
         result = Path(folder) / "result.json"
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, RESULT: str(result)}
-        subprocess.run(_command("torch.distributed.run", ranks, 0, arguments), env=environment, check=False)
-        return json.loads(result.read_text()) if result.exists() else None
+        launcher = Launcher(ranks, arguments, max_restarts=0, shutdown_s=0, environment={RESULT: str(result)})
+        outcome = launcher.run()
+        if outcome.code or not result.exists():
+            raise OnefoldError(outcome.message or "the ranks ended without a result; what they said stands above")
+        return json.loads(result.read_text())
 
 
 def leave(result: Any) -> None:
@@ -48,11 +52,27 @@ def leave(result: Any) -> None:
         Path(os.environ[RESULT]).write_text(json.dumps(result))
 
 
+def give_up(line: Lifeline, error: Exception) -> NoReturn:
+    """Of a rank: say why, and end at once. Peers must not wait, and nothing half done is to be saved."""
+    rank = int(os.environ["RANK"])
+    known = isinstance(error, OnefoldError)
+    level = 0 if isinstance(error, CommError) else 1 if isinstance(error, MismatchError) else 2
+    if not known:
+        traceback.print_exc()
+    message = str(error) if known else f"{type(error).__name__}: {error}"
+    if line.there:
+        line.say({"rank": rank, "error": message, "level": level})
+    else:
+        say(f"rank {rank}: {message}")
+    sys.stdout.flush()
+    os._exit(1)
+
+
 def _command(launcher: str, ranks: int, restarts: int, arguments: Sequence[str]) -> list[str]:
     return [
         sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", str(ranks),
-        "--max-restarts", str(restarts), "-m", "onefold.cli.main", *arguments,
-    ]  # fmt: skip
+        "--max-restarts", str(restarts), "-m", "--", "onefold.cli.main", *arguments,
+    ]  # fmt: skip  # --: else torchrun takes --master for the beginning of flags of its own
 
 
 class Told(NamedTuple):
@@ -78,8 +98,11 @@ class Outcome(NamedTuple):
 class Launcher:
     """Ranks of one command, from their start to their end."""
 
-    def __init__(self, ranks: int, arguments: Sequence[str], *, max_restarts: int, shutdown_s: float) -> None:
-        self._ranks, self._arguments = ranks, arguments
+    def __init__(
+        self, ranks: int, arguments: Sequence[str], *, max_restarts: int, shutdown_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        self._ranks, self._arguments, self._environment = ranks, arguments, environment or {}
         self._max_restarts, self._shutdown_s = max_restarts, shutdown_s
         self._restart = 0
         self._told: list[Told] = []
@@ -103,6 +126,7 @@ class Launcher:
                 "OMP_NUM_THREADS": threads,
                 **QUIET,
                 **os.environ,
+                **self._environment,
                 LINE: path,
                 LAUNCHER: str(os.getpid()),
                 **OWN_STORE,
@@ -129,8 +153,9 @@ class Launcher:
                 self._stopped_s = now
                 for line in self._lines:
                     _send_stop(line)
-            if self._stopped_s is not None and now - self._stopped_s > self._shutdown_s:
-                self._told.append(Told(-1, f"the ranks had not ended {self._shutdown_s:g} s after the signal", 2))
+            if self._stopped_s is not None and now - self._stopped_s >= self._shutdown_s:
+                late = f"the ranks had not ended {self._shutdown_s:g} s after the signal"
+                self._told.append(Told(-1, late if self._shutdown_s else "ended by a signal", 2))
                 return
             if any(told.final for told in self._told):
                 failed_s = failed_s or now

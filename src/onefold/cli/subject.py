@@ -174,4 +174,5 @@ def bucket_bytes(mebibytes: float) -> int:
 
 
 def policy(precision: Compute, master: Master | None) -> Precision:
-    return Precision(compute=precision, master=master if precision != "fp32" else None)
+    """An fp32 master of fp32 is the values themselves."""
+    return Precision(compute=precision, master=None if precision == master else master)

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any
 
 import torch
 
-from onefold.cli.launch import Launcher, is_rank, say
+from onefold.cli.launch import Launcher, give_up, is_rank, say
 from onefold.cli.lifeline import Lifeline, orphaned
 from onefold.cli.screen import Screen
-from onefold.errors import CommError, ConfigError, MismatchError, OnefoldError
+from onefold.errors import ConfigError, OnefoldError
 from onefold.mesh import leave
 from onefold.train.board import Board, check_board
 from onefold.train.data import find_source, find_tokenizer, prepare
@@ -135,7 +134,7 @@ class TrainCommand(Settings):
             try:
                 self._train(stop)
             except Exception as error:
-                _give_up(line, error)
+                give_up(line, error)
             leave()
             if not line.there and int(os.environ["RANK"]) == 0:
                 self._finish()
@@ -158,22 +157,6 @@ class TrainCommand(Settings):
             return Listener()
         screen = Listener() if self.json else Screen(run.steps.steps)
         return Board(run.output.out, screen) if self.output.tensorboard else screen
-
-
-def _give_up(line: Lifeline, error: Exception) -> None:
-    """Say why, and end at once: peers must not wait, and nothing half done is to be saved."""
-    rank = int(os.environ["RANK"])
-    known = isinstance(error, OnefoldError)
-    level = 0 if isinstance(error, CommError) else 1 if isinstance(error, MismatchError) else 2
-    if not known:
-        traceback.print_exc()
-    message = str(error) if known else f"{type(error).__name__}: {error}"
-    if line.there:
-        line.say({"rank": rank, "error": message, "level": level})
-    else:
-        say(f"rank {rank}: {message}")
-    sys.stdout.flush()
-    os._exit(1)
 
 
 def _flag(arguments: Sequence[str], name: str) -> str | None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from onefold.cli.launch import is_rank, leave, run_ranks
+from onefold.cli.launch import give_up, is_rank, leave, run_ranks
+from onefold.cli.lifeline import Lifeline
 from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, table
 from onefold.config import Zero
-from onefold.errors import OnefoldError
 from onefold.inventory import DISK
 from onefold.mesh import init
 from onefold.optimizer import Optimizer
@@ -63,16 +63,21 @@ class VerifyCommand(Trial):
 
     def run(self) -> int:
         zero = self.zero(self.precision, "ranks", "batch")
-        with torch.device("meta"):
-            self.build()  # a mistake in the model is one line here, not one from every rank
         if is_rank():
-            leave([check._asdict() | {"good": check.good} for check in self._measure(zero)])
-            return 0
+            return self._as_rank(zero)
+        with torch.device("meta"):
+            self.build()  # a mistake in the model is said before there are ranks
         rows = run_ranks(self.ranks, ["verify", *self.arguments()])
-        if rows is None:
-            raise OnefoldError("the ranks ended without a result; what they said stands above")
         self._show(rows)
         return verdict(rows)
+
+    def _as_rank(self, zero: Zero) -> int:
+        line = Lifeline(lambda: None)  # a signal ends the launcher at once, and us with it
+        try:
+            leave([check._asdict() | {"good": check.good} for check in self._measure(zero)])
+        except Exception as error:
+            give_up(line, error)
+        return 0
 
     def _measure(self, zero: Zero) -> list[Check]:
         init()
