@@ -15,12 +15,53 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.checkpoint.manifest import ParamRecord
-from onefold.checkpoint.names import Choice, match
+from onefold.checkpoint.names import Choice, match, match_modules
 from onefold.checkpoint.notes import decode, decode_single, encode, encode_single
 from onefold.engine import engine_of
 from tests.checkpoint.runs import Trainer, digests, same, truth
 from tests.checkpoint.test_ranks_agree import said
 from tests.harness import run_ranks
+
+
+class Counted(nn.Linear):
+    """A module with extra state."""
+
+    calls = 0
+
+    def get_extra_state(self) -> int:
+        return self.calls
+
+    def set_extra_state(self, state: int) -> None:
+        self.calls = state
+
+
+def load_counted(folder: str) -> list[Any]:
+    """What loading says where a module with extra state is new, gone or has another name; and what it then has."""
+    onefold.init()
+    plain, counted = nn.Sequential(OrderedDict(up=nn.Linear(6, 6))), nn.Sequential(OrderedDict(up=Counted(6, 6)))
+    counted.up.calls = 7
+    onefold.save(f"{folder}/plain", onefold.shard(plain, stage=2), step=1)
+    onefold.save(f"{folder}/counted", onefold.shard(counted, stage=2), step=1)
+    found: list[Any] = []
+    for allowed in ((), "up", "u*", "up.*"):
+        counted.up.calls = 5
+        found += [said(onefold.load, f"{folder}/plain", counted, allow_missing=allowed), counted.up.calls]
+        found += [said(onefold.load, f"{folder}/counted", plain, allow_extra=allowed)]
+    other = onefold.shard(nn.Sequential(OrderedDict(down=Counted(6, 6))), stage=2)
+    found += [said(onefold.load, f"{folder}/counted", other, rename={"up.": "down."}), other.down.calls]
+    return found
+
+
+def test_extra_state_of_modules_is_allowed_by_pattern_and_renamed_with_the_module(tmp_path):
+    missing, kept, extra, *allowed = run_ranks(1, load_counted, str(tmp_path))[0]
+    assert "extra state of modules is missing: 'up'" in missing and kept == 5
+    assert "extra state of modules is left over: 'up'" in extra
+    assert allowed == [None, 5, None] * 3 + [None, 7]
+
+
+def test_a_module_that_is_renamed_goes_before_one_that_has_the_name():
+    choice = Choice(rename={"b.": "a."}, allow_extra=("a",))
+    assert match_modules({"a", ""}, {"a", "b", ""}, choice) == {"a": "b", "": ""}
 
 
 class Net(nn.Module):

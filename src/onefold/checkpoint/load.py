@@ -22,7 +22,7 @@ from onefold.checkpoint.background import WORKER
 from onefold.checkpoint.commit import find, set_aside, step_of
 from onefold.checkpoint.importing import open_weights
 from onefold.checkpoint.moment import aside, begin_load, end_load, quiet
-from onefold.checkpoint.names import Choice, match, patterns
+from onefold.checkpoint.names import Choice, match, match_modules, patterns
 from onefold.checkpoint.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
 from onefold.checkpoint.reading import Checkpoint, Source
 from onefold.checkpoint.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
@@ -230,14 +230,7 @@ def _module_notes(engine: Engine, own: OwnNotes, choice: Choice) -> dict[str, An
     """By module: what set_extra_state is to be given."""
     wanted = {key.removesuffix(EXTRA).removesuffix(".") for key in extra_states(engine.model)}
     saved = own.get(MODULES) or {}
-    loose = {"missing": choice.allow_missing, "left over": choice.allow_extra}
-    for what, names in (("missing", wanted - saved.keys()), ("left over", saved.keys() - wanted)):
-        if left := [name for name in sorted(names) if name not in loose[what]]:
-            raise CheckpointError(
-                f"extra state of modules is {what}: {', '.join(map(repr, left))}; allow the module's name by "
-                f"allow_missing= or allow_extra="
-            )
-    return {name: saved[name] for name in wanted & saved.keys()}
+    return {name: saved[old] for name, old in match_modules(wanted, set(saved), choice).items()}
 
 
 def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:

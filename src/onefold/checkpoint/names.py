@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Protocol
 
 from onefold.errors import CheckpointError, ConfigError
+from onefold.full import EXTRA
 
 LISTED = 20  # names in one message
 
@@ -109,6 +110,29 @@ def match(wanted: Iterable[Named], saved: Iterable[Named], choice: Choice) -> di
     if choice.subset is not None and not found:
         raise CheckpointError(f"subset={list(choice.subset)} matches no tensor of the model")
     return found
+
+
+def match_modules(wanted: set[str], saved: set[str], choice: Choice) -> dict[str, str]:
+    """The model's module -> the saved one, for all whose extra state is to be loaded."""
+    became = {name: _renamed(f"{name}.", choice.rename, set()).removesuffix(".") for name in saved if name}
+    offered = {name: name for name in saved if became.get(name, name) == name}
+    offered |= {new: name for name, new in became.items() if new != name}
+    found = {name: offered[name] for name in wanted & offered.keys()}
+    for what, names, allowed in (
+        ("missing", wanted - found.keys(), choice.allow_missing),
+        ("left over", saved - set(found.values()), choice.allow_extra),
+    ):
+        if left := [name for name in sorted(names) if not _any((name, extra_name(name)), allowed)]:
+            raise CheckpointError(
+                f"extra state of modules is {what}: {', '.join(map(repr, left))}; allow it by the module's name, or a "
+                f"pattern of names, in allow_missing= or allow_extra="
+            )
+    return found
+
+
+def extra_name(module: str) -> str:
+    """What a state dict calls a module's extra state."""
+    return f"{module}.{EXTRA}" if module else EXTRA
 
 
 def _renamed(name: str, rename: Mapping[str, str], unused: set[str]) -> str:
