@@ -1,5 +1,6 @@
 """Text, folders and token files become one vector of tokens, cut into windows; mistakes are one sentence."""
 
+import io
 import json
 import os
 import threading
@@ -12,6 +13,7 @@ from onefold.errors import ConfigError
 from onefold.train import data as module
 from onefold.train.data import bigram_loss, find_source, load_data, prepare
 from onefold.train.run import read_facts
+from onefold.train.sample import codec_of
 from onefold.train.settings import DataSettings
 from tests.train.launched import SMALL, run
 
@@ -130,6 +132,23 @@ def test_a_tokenizers_file_gives_its_own_tokens(tmp_path):
     assert found.tokens[:4].to(torch.int64).tolist() == [1, 2, 0, 2] and found.vocab == 3
 
 
+def test_a_tokenizers_file_with_gaps_in_its_ids_has_a_vocabulary_up_to_the_largest(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    made_of = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[U]": 500}, unk_token="[U]"))
+    made_of.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made_of.save(str(tmp_path / "t.json"))
+    (tmp_path / "a.txt").write_text("a b c " * 50)
+    found = made(tmp_path, data=tmp_path / "a.txt", tokenizer=str(tmp_path / "t.json"))
+    assert found.vocab == 501 == codec_of(str(tmp_path / "t.json"), 501).vocab
+    assert bigram_loss(found, range(2)) > 0
+
+
+def structured() -> bytes:
+    file = io.BytesIO()
+    numpy.save(file, numpy.zeros(9, dtype=[("a", "<i4")]))
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
@@ -138,6 +157,8 @@ def test_a_tokenizers_file_gives_its_own_tokens(tmp_path):
         ("short.txt", b"abc", "give at least"),
         ("odd.npy", b"nothing", "is no NumPy file"),
         ("none.bin", b"", "holds no tokens"),
+        ("structured.npy", structured(), "is no NumPy file of one dimension"),
+        ("one.bin", b"a", "holds no tokens: 1 bytes, and one takes 2"),
     ],
 )
 def test_bad_data_is_one_sentence(tmp_path, name, content, said):

@@ -154,13 +154,18 @@ def find_tokenizer(name: str) -> Tokenizer:
         loaded: Any = Loaded.from_str(text.decode())
     except Exception as error:  # it raises plain Exception
         raise ConfigError(f"--tokenizer {name} is no tokenizers file: {str(error).splitlines()[0]}") from error
-    vocab = loaded.get_vocab_size(with_added_tokens=True)
+    vocab = vocab_of(loaded)
     dtype = torch.uint16 if vocab <= 1 << 16 else torch.int32
 
     def encode(piece: bytes) -> Tensor:
         return torch.tensor(loaded.encode(piece.decode(errors="replace")).ids, dtype=torch.int64).to(dtype)
 
     return Tokenizer(str(path), vocab, hashlib.sha256(text).hexdigest(), encode)
+
+
+def vocab_of(loaded: Any) -> int:
+    """Of a tokenizers file: ids may have gaps, so a count of them says too little."""
+    return max(loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def prepare(settings: DataSettings) -> Path | None:

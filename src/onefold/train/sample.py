@@ -17,6 +17,7 @@ from onefold.checkpoint.storage import Storage
 from onefold.errors import CheckpointError, ConfigError
 from onefold.layout import Span
 from onefold.planner.shapes import Shape
+from onefold.train.data import vocab_of
 from onefold.train.model import GPT
 from onefold.train.run import RunFolder, read_facts
 from onefold.train.settings import BYTES
@@ -136,7 +137,7 @@ class File:
             self._inner: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # it raises plain Exception
             raise ConfigError(f"{path} is no tokenizers file: {str(error).splitlines()[0]}") from error
-        self.vocab = self._inner.get_vocab_size(with_added_tokens=True)
+        self.vocab = vocab_of(self._inner)
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text).ids)

@@ -44,8 +44,9 @@ class TokenFile(NamedTuple):
 def open_tokens(path: Path) -> TokenFile:
     try:
         found = _npy(path) if path.suffix == ".npy" else _bin(path)
-        if path.stat().st_size <= found.offset:
-            raise ConfigError(f"{path} holds no tokens")
+        size = path.stat().st_size - found.offset
+        if size < found.dtype.itemsize:
+            raise ConfigError(f"{path} holds no tokens: {max(size, 0)} bytes, and one takes {found.dtype.itemsize}")
     except OSError as error:
         raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
     return found
@@ -72,9 +73,10 @@ def _npy(path: Path) -> TokenFile:
             header = ast.literal_eval(file.read(length).decode("latin1").strip()) if start[:6] == b"\x93NUMPY" else {}
         except (ValueError, SyntaxError):
             header = {}
-    if not isinstance(header, dict) or header.get("descr") not in NPY or len(header.get("shape", ())) != 1:
+    kind, shape = (header.get("descr"), header.get("shape")) if isinstance(header, dict) else (None, None)
+    if not isinstance(kind, str) or kind not in NPY or not isinstance(shape, tuple) or len(shape) != 1:
         raise ConfigError(f"{path} is no NumPy file of one dimension and one of {', '.join(DTYPES)}")
-    return TokenFile(path, DTYPES[NPY[header["descr"]]], 8 + (4 if wide else 2) + length, None)
+    return TokenFile(path, DTYPES[NPY[kind]], 8 + (4 if wide else 2) + length, None)
 
 
 def pieces(tokens: Tensor) -> Iterator[Tensor]:
