@@ -7,6 +7,7 @@ import pytest
 
 from onefold.cli.main import main
 from onefold.train.settings import Settings
+from onefold.train.start import check_folder
 from tests.harness import fresh_ranks
 from tests.train.launched import SMALL, run
 from tests.train.pooled import one_rank, settings_of
@@ -27,6 +28,7 @@ def said_once(err: str) -> str:
         (("--data", "/no/such/folder"), "is not there; give a text file, a folder"),
         (("--global-batch", "9"), "batches that are: 8, 16"),
         (("--stage", "7"), "use one of 0, 1, 2, 3 or 'auto'"),
+        (("--timeout-s", "1e300"), "--timeout-s 1e+300 is out of range; use a number of seconds up to 2592000"),
     ],
 )
 def test_a_mistake_is_found_before_any_rank_starts(tmp_path, capsys, flags, said):
@@ -41,6 +43,34 @@ def test_a_folder_with_something_in_it_is_not_written_over(tmp_path, capsys):
     (tmp_path / "run" / "precious").touch()
     assert main(["train", "--out", str(tmp_path / "run")]) == 2
     assert said_once(capsys.readouterr().err).endswith("go on with it by --resume, or give another --out")
+
+
+def test_a_folder_for_state_on_disk_that_is_not_there_is_found_before_any_rank_starts(tmp_path, capsys):
+    gone = str(tmp_path / "gone")
+    flags = ("--offload", "disk", "--offload-path", gone)
+    for command in (("train", "--out", str(tmp_path / "run")), ("verify", "--model", "gpt-tiny")):
+        assert main([*command, *flags]) == 2
+        assert f"{gone}, does not exist; give a folder" in said_once(capsys.readouterr().err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_another_rank_tries_in_an_empty_folder_is_nothing_in_it(tmp_path):
+    (tmp_path / ".writing-123").touch()
+    check_folder(settings_of(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".writing-123"]
+
+
+def test_a_folder_for_temporary_files_may_have_a_long_name(tmp_path):
+    long = tmp_path / ("l" * 100)
+    long.mkdir()
+    code, _, err = run(tmp_path / "run", *SMALL, "--steps", "1", env={"TMPDIR": str(long)})
+    assert code == 0, err
+
+
+def test_a_validation_loss_that_is_not_a_number_ends_all_ranks(tmp_path):
+    settings = settings_of(tmp_path / "run", steps={"steps": 1}, adam={"lr": 1e38, "min_lr": 1e38, "warmup": 0})
+    for outcome in fresh_ranks(2, one_rank, settings, timeout_s=120):
+        assert "step 1: the validation loss is nan; lower --lr" in outcome.error
 
 
 def test_a_run_repeated_in_its_own_folder_is_told_to_take_another(tmp_path, capsys):

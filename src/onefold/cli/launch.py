@@ -28,6 +28,7 @@ RESULT = "ONEFOLD_RESULT"  # the file in which rank 0 leaves what it found
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else ranks that start again read addresses of dead ones
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch's profiler tells of its stages on the screen
 TICK_S = 0.05
+SHORT, LONGEST_BYTES = "/tmp", 64  # of macOS's 104 for a socket's path our own names take 30
 GRACE_S = 1.0  # from the first error of a rank until all are ended: the others may know more
 
 
@@ -112,7 +113,7 @@ class Launcher:
 
     def run(self) -> Outcome:
         with (
-            tempfile.TemporaryDirectory(prefix="onefold-") as folder,
+            tempfile.TemporaryDirectory(prefix="onefold-", dir=_short()) as folder,
             socket.socket(socket.AF_UNIX) as server,
             selectors.DefaultSelector() as self._selector,
             Stop() as stop,
@@ -223,6 +224,11 @@ class Launcher:
 def say(message: str) -> None:
     sys.stderr.write(f"onefold: {message}\n")
     sys.stderr.flush()
+
+
+def _short() -> str | None:
+    """Where a socket can be: its path may have about 100 bytes, which a folder for temporary files may need alone."""
+    return SHORT if len(os.fsencode(tempfile.gettempdir())) > LONGEST_BYTES else None
 
 
 def _send_stop(line: socket.socket) -> None:

@@ -24,6 +24,7 @@ from onefold.cli.lifeline import Lifeline, orphaned
 from onefold.cli.screen import Screen
 from onefold.errors import ConfigError, OnefoldError
 from onefold.mesh import leave
+from onefold.tiers.files import check_folder as check_disk
 from onefold.train.board import Board, check_board
 from onefold.train.data import find_source, find_tokenizer, prepare
 from onefold.train.metrics import Listener
@@ -77,6 +78,8 @@ class TrainCommand(Settings):
         source = find_source(self.data)
         vocab = (source.tokens.vocab or 1) if source.tokens else find_tokenizer(self.data.tokenizer).vocab
         self.model.shape(vocab).check(self.zero.axes(self.count()).get("tp", 1), pp=1)
+        if self.zero.offload_path is not None:
+            check_disk(self.zero.offload_path, 0)
         check_folder(self)
         if self.output.tensorboard:
             check_board()

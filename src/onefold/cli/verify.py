@@ -26,6 +26,7 @@ from onefold.planner.search import text_of
 from onefold.report import MemoryReport, memory, traffic
 from onefold.shard import shard
 from onefold.simulate import train_step
+from onefold.tiers.files import check_folder
 
 STATES, PEAK, EXACT = 0.02, 0.10, 0.0  # how far off a figure may be
 WARM_UP = 2  # steps until buffers and orders are settled
@@ -67,6 +68,8 @@ class VerifyCommand(Trial):
             return self._as_rank(zero)
         with torch.device("meta"):
             self.build()  # a mistake in the model is said before there are ranks
+        if self.offload_path is not None:
+            check_folder(self.offload_path, 0)
         rows = run_ranks(self.ranks, ["verify", *self.arguments()])
         self._show(rows)
         return verdict(rows)

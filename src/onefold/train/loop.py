@@ -212,8 +212,9 @@ class Loop:
     # -- what is told ------------------------------------------------------------------------------------------------
 
     def _row(self, step: int, loss: float, val_loss: float | None, norm: float, lr: float) -> Row:
-        if not math.isfinite(loss):
-            raise PrecisionError(f"step {step}: the loss is {loss:g}; lower --lr, or lengthen --warmup")
+        for what, found in (("loss", loss), ("validation loss", val_loss)):
+            if found is not None and not math.isfinite(found):
+                raise PrecisionError(f"step {step}: the {what} is {found:g}; lower --lr, or lengthen --warmup")
         step_s, self._spent_s, self._timed = self._spent_s / self._timed, 0.0, 0
         sent, calls = traffic_now(self.model)
         speed = self.batch * self.shape.seq / step_s

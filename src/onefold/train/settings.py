@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onefold.config import AUTO, REDUCE, Zero
+from onefold.config import AUTO, LONGEST_S, REDUCE, Zero
 from onefold.errors import ConfigError
 from onefold.offload import Offload
 from onefold.planner.activations import check_policy
@@ -358,6 +358,8 @@ def check_numbers(settings: Settings) -> None:
             continue
         if name in AT_LEAST and not AT_LEAST[name] <= value < math.inf:
             raise ConfigError(f"{flag} is out of range; use a number of at least {AT_LEAST[name]}")
+        if name == "timeout_s" and value > LONGEST_S:
+            raise ConfigError(f"{flag} is out of range; use a number of seconds up to {LONGEST_S}")
         if name in ABOVE_ZERO and not 0 < value < math.inf:
             raise ConfigError(f"{flag} is out of range; use a number above 0")
         if name in FRACTIONS and not 0 <= value < 1:

@@ -35,6 +35,7 @@ from onefold.train.stop import Stop
 from onefold.train.toml import NOT_SAVED, to_toml
 
 T = TypeVar("T")
+PROBE = ".writing-"  # what a rank makes in --out, to see that it can, while others look whether that is empty
 PATIENCE_S = 24 * 3600.0
 
 
@@ -50,7 +51,8 @@ def check_folder(settings: Settings) -> None:
     out = settings.output.out
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
-    if out.exists() and any(out.iterdir()) and not settings.checkpoints.resume:
+    found = (path.name for path in out.iterdir()) if out.exists() else ()
+    if any(not name.startswith(PROBE) for name in found) and not settings.checkpoints.resume:
         known = RunFolder(out).config
         again = f" (and --config {known}, to repeat that run)" if known.exists() else ""
         raise ConfigError(
@@ -58,9 +60,9 @@ def check_folder(settings: Settings) -> None:
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".writing-{os.getpid()}"
+        probe = out / f"{PROBE}{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # on another node a rank may have the same number
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
 
