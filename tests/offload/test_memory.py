@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from onefold.engine import engine_of
 from onefold.inventory import storages
 from onefold.jobs import WORKERS
 from tests.harness import fresh_ranks, run_ranks
+from tests.harness.resident import resident_bytes
 from tests.offload.runs import SPLIT
 
 WIDTH, DEPTH = 128, 40
@@ -241,11 +241,6 @@ def test_classes_without_a_kernel_of_ours_borrow_no_more_than_planned(cls: Any, 
         assert planned_well(report), report
 
 
-def resident(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
 def kept_between_steps(path: str) -> tuple[int, int]:
     """What the process holds more after some steps than before the model, and what it accounts for."""
     onefold.init()
@@ -254,7 +249,7 @@ def kept_between_steps(path: str) -> tuple[int, int]:
     adam = onefold.Optimizer(warm, torch.optim.AdamW, lr=1e-3)
     warm(torch.ones(2, 64)).sum().backward()
     adam.step()
-    before = resident("VmRSS")
+    before = resident_bytes("VmRSS")
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     offload = onefold.Offload(optimizer="disk", parameters="disk", path=path)
@@ -265,7 +260,7 @@ def kept_between_steps(path: str) -> tuple[int, int]:
         adam.step()
         adam.zero_grad()
     found = onefold.memory(model)  # waits for all updates
-    return resident("VmRSS") - before, found.total + found.pageable
+    return resident_bytes("VmRSS") - before, found.total + found.pageable
 
 
 def test_what_updates_on_disk_have_used_goes_back_to_the_system(tmp_path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import onefold
 from tests.harness import fresh_ranks, run_ranks, run_ranks_raises
+from tests.harness.resident import resident_bytes
 from tests.parity.models import GPT
 from tests.parity.training import same_bits
 
@@ -125,17 +126,12 @@ def build_in_shards() -> tuple[int, int, int]:
     optimizer = onefold.Optimizer(warm, torch.optim.SGD, lr=0.1)
     warm(torch.ones(2, 8)).sum().backward()
     optimizer.step()
-    before = resident("VmRSS")
+    before = resident_bytes("VmRSS")
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(40)))
     whole = sum(param.nbytes for param in model.parameters())
     onefold.shard(model, stage=3, bucket_bytes=4 << 20)
-    return whole, onefold.memory(model).parameters.measured, resident("VmHWM") - before
-
-
-def resident(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
+    return whole, onefold.memory(model).parameters.measured, resident_bytes("VmHWM") - before
 
 
 def test_a_large_model_is_built_in_memory_for_its_shards() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import threading
+from pathlib import Path
 
 import numpy
 import pytest
@@ -122,24 +123,27 @@ def test_token_files_are_mapped_in_every_integer_type(tmp_path, kind, dtype):
     assert torch.equal(targets, inputs + 1)
 
 
-def test_a_tokenizers_file_gives_its_own_tokens(tmp_path):
+def tokenizer_of(folder: Path, words: dict[str, int]) -> str:
+    """A tokenizers file of these words and their ids; [U] stands for all others."""
     tokenizers = pytest.importorskip("tokenizers")
-    made_of = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[U]": 0, "one": 1, "two": 2}, unk_token="[U]"))
+    made_of = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[U]"))
     made_of.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made_of.save(str(tmp_path / "t.json"))
+    made_of.save(str(folder / "t.json"))
+    return str(folder / "t.json")
+
+
+def test_a_tokenizers_file_gives_its_own_tokens(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, {"[U]": 0, "one": 1, "two": 2})
     (tmp_path / "a.txt").write_text("one two three two " * 50)
-    found = made(tmp_path, data=tmp_path / "a.txt", tokenizer=str(tmp_path / "t.json"))
+    found = made(tmp_path, data=tmp_path / "a.txt", tokenizer=tokenizer)
     assert found.tokens[:4].to(torch.int64).tolist() == [1, 2, 0, 2] and found.vocab == 3
 
 
 def test_a_tokenizers_file_with_gaps_in_its_ids_has_a_vocabulary_up_to_the_largest(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made_of = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[U]": 500}, unk_token="[U]"))
-    made_of.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made_of.save(str(tmp_path / "t.json"))
+    tokenizer = tokenizer_of(tmp_path, {"a": 0, "b": 1, "[U]": 500})
     (tmp_path / "a.txt").write_text("a b c " * 50)
-    found = made(tmp_path, data=tmp_path / "a.txt", tokenizer=str(tmp_path / "t.json"))
-    assert found.vocab == 501 == codec_of(str(tmp_path / "t.json"), 501).vocab
+    found = made(tmp_path, data=tmp_path / "a.txt", tokenizer=tokenizer)
+    assert found.vocab == 501 == codec_of(tokenizer, 501).vocab
     assert bigram_loss(found, range(2)) > 0
 
 

@@ -100,8 +100,8 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 def looked_at(stage: int, precision: Any, look: str) -> bool:
     """Between a backward that updates and its step: nothing changes by being looked at, and all of it is new."""
     ends = []
-    for looks in ("", look):
-        model, optimizer = built(stage, precision, inside=True)
+    for inside, looks in ((False, ""), (True, ""), (True, look)):
+        model, optimizer = built(stage, precision, inside=inside)
         train(model, optimizer, 0)
         loss_of(model, 1).backward()
         seen = onefold.full_state_dict(model) if looks == "state dict" else None
@@ -115,7 +115,8 @@ def looked_at(stage: int, precision: Any, look: str) -> bool:
         ends.append(onefold.full_state_dict(model))
         if seen:
             assert all(torch.equal(value, ends[-1][name]) for name, value in seen.items())
-    return ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    want = ends[0]
+    return all(end.keys() == want.keys() and all(torch.equal(want[n], end[n]) for n in want) for end in ends[1:])
 
 
 @pytest.mark.parametrize("look", ["state dict", "written", "autograd"])
