@@ -46,3 +46,7 @@ class CheckpointError(OnefoldError, RuntimeError):
 
 class CheckpointDamaged(CheckpointError):
     """A checkpoint's bytes are not those that were written; the message names the file and the tensor."""
+
+
+class ExposedWarning(UserWarning):
+    """Something that was not made by this library can be reached by others, and lets them in."""

@@ -19,13 +19,17 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.errors import ConfigError, StateError
+from onefold.rendezvous import join
 from onefold.spans import marked
 
 NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbours share tensors
 
 
 def init(*, timeout_s: float = 600.0) -> None:
-    """Join torchrun's world, or start a world of one; NCCL where there is CUDA, gloo elsewhere. May be called again.
+    """Join the ranks that torchrun or `onefold run` started, or start a world of one. May be called again.
+
+    NCCL moves CUDA tensors, gloo the others. rendezvous.py says what listens where; torch's own store, if it listens on
+    every interface, is warned of once (onefold.errors.ExposedWarning).
 
     >>> import onefold
     >>> onefold.init()
@@ -36,16 +40,7 @@ def init(*, timeout_s: float = 600.0) -> None:
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    found = [name for name in wanted if name in os.environ]
-    timeout = timedelta(seconds=timeout_s)
-    if len(found) == len(wanted):
-        dist.init_process_group(backend, timeout=timeout)
-    elif "RANK" in found or "WORLD_SIZE" in found:
-        missing = ", ".join(name for name in wanted if name not in found)
-        raise ConfigError(f"the environment sets {', '.join(found)} but not {missing}; start with torchrun, or set all")
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    join(backend, timeout_s)
 
 
 def leave() -> None:

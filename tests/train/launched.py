@@ -47,9 +47,9 @@ class Launch:
         return found
 
     def rank_pids(self) -> dict[int, int]:
-        """Rank -> process: the agent's children that know their rank."""
+        """Rank -> process: children that know their rank."""
         found = {}
-        for pid in [rank for agent in children(self.process.pid) for rank in children(agent)]:
+        for pid in children(self.process.pid):
             try:
                 words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:

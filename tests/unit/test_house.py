@@ -14,26 +14,27 @@ ORDER = [
     "planner.traffic", "precision", "scaling", "rounding", "rule", "spans", "native.compiled", "native.threads",
     "native.update", "meter", "sums", "leftovers", "config", "planner.activations", "blocks", "parts", "memory",
     "tiers.memory", "tiers.files", "tiers.disk", "tiers.host", "tiers.image", "tiers.place", "views", "survey",
-    "mesh", "comm", "agree", "values", "master", "parcel", "gradients", "desk", "unit", "rounds", "lookahead",
-    "watch", "schedule", "passes", "shown", "tree", "engine", "containers", "casts", "hooks", "activations.arena",
-    "activations.moves", "activations.store", "activations.recompute", "activations.policy", "elementwise", "fused",
-    "slices", "carried", "finite", "jobs", "away", "inside", "provide", "optimizer", "scheduler", "full",
-    "inventory", "report", "build", "profiling.intervals", "profiling.trace", "profiling.breakdown",
-    "profiling.report", "profiling.profile", "planner.hardware", "planner.moves", "planner.here", "planner.seconds",
-    "planner.arrivals", "planner.peak", "planner.work", "planner.estimate", "planner.search", "planner.throughput",
-    "planner.auto", "activations.auto", "decide", "shard", "tied", "pipeline", "checkpoint.storage",
-    "checkpoint.tensorfile", "checkpoint.order", "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading",
-    "checkpoint.verify", "checkpoint.importing", "checkpoint.export", "checkpoint.notes", "checkpoint.state",
-    "checkpoint.own", "checkpoint.stages", "checkpoint.together", "checkpoint.moment", "checkpoint.background",
-    "checkpoint.save", "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.rows",
-    "planner.plan", "planner.measure", "train.model", "train.tensor_parallel", "train.run", "train.sampling",
-    "train.settings", "train.toml", "train.tokens", "train.data", "train.schedule", "train.stop", "train.diagnose",
-    "train.metrics", "train.profiled", "train.notes", "train.board", "train.environment", "train.probe",
-    "train.loop", "train.start", "train.figures", "train.words", "train.charts", "train.page", "train.sections",
-    "train.comparison", "train.report", "train.sample", "train.cut", "busy", "simulate", "__init__", "cli.subject",
-    "cli.tables", "cli.plots", "cli.throughput", "cli.lifeline", "cli.launch", "cli.plan", "cli.verify",
-    "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.agent", "cli.screen", "cli.train",
-    "cli.main",
+    "rendezvous", "mesh", "comm", "agree", "values", "master", "parcel", "gradients", "desk", "unit", "rounds",
+    "lookahead", "watch", "schedule", "passes", "shown", "tree", "engine", "containers", "casts", "hooks",
+    "activations.arena", "activations.moves", "activations.store", "activations.recompute", "activations.policy",
+    "elementwise", "fused", "slices", "carried", "finite", "jobs", "away", "inside", "provide", "optimizer",
+    "scheduler", "full", "inventory", "report", "build", "profiling.intervals", "profiling.trace",
+    "profiling.breakdown", "profiling.report", "profiling.profile", "planner.hardware", "planner.moves",
+    "planner.here", "planner.seconds", "planner.arrivals", "planner.peak", "planner.work", "planner.estimate",
+    "planner.search", "planner.throughput", "planner.auto", "activations.auto", "decide", "shard", "tied",
+    "pipeline", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.order", "checkpoint.manifest",
+    "checkpoint.commit", "checkpoint.reading", "checkpoint.verify", "checkpoint.importing", "checkpoint.export",
+    "checkpoint.notes", "checkpoint.state", "checkpoint.own", "checkpoint.stages", "checkpoint.together",
+    "checkpoint.moment", "checkpoint.background", "checkpoint.save", "checkpoint.names", "checkpoint.restore",
+    "checkpoint.load", "planner.dry", "planner.rows", "planner.plan", "planner.measure", "train.model",
+    "train.tensor_parallel", "train.run", "train.sampling", "train.settings", "train.toml", "train.tokens",
+    "train.data", "train.schedule", "train.stop", "train.diagnose", "train.metrics", "train.profiled",
+    "train.notes", "train.board", "train.environment", "train.probe", "train.loop", "train.start", "train.clean",
+    "train.figures", "train.words", "train.charts", "train.page", "train.sections", "train.comparison",
+    "train.report", "train.sample", "train.cut", "busy", "simulate", "__init__", "cli.subject", "cli.tables",
+    "cli.plots", "cli.throughput", "cli.lifeline", "cli.ranks", "cli.verdict", "cli.launch", "cli.plan",
+    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.run", "cli.screen",
+    "cli.train", "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
@@ -41,7 +42,7 @@ FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path
 MODULES = [name for name in FILES if not name.endswith(".__init__")]  # of packages only ours says anything
 TREES = {name: ast.parse(FILES[name].read_text()) for name in MODULES}
 
-TALKERS = ("comm", "mesh", "pipeline", "train.tensor_parallel")  # these two by torch's own schedules and plans
+TALKERS = ("comm", "mesh", "rendezvous", "pipeline", "train.tensor_parallel")  # the last two by torch's own schedules
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "allgather", "allreduce", "alltoall", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "barrier",

@@ -1,7 +1,13 @@
-"""The line between a launcher and its ranks: it says when to stop, they say what went wrong, and neither outlives it.
+"""The line between a launcher and one rank: over it one says when to stop and the other how it is.
 
-A Unix socket. If the launcher dies, however that happens, the line breaks and each rank ends itself: nothing is left
-running. A rank that starts after that finds nobody to connect to.
+A pair of sockets that the rank inherits: it has no name, so nobody else can join. When the launcher ends, however that
+happens, the line breaks and the rank ends itself; one that cannot read (stopped by SIGSTOP) is ended by the kernel.
+
+What a rank says is one JSON object a line:
+    {"phase": "training"}                  it has come to the first step, or is "preparing" another run
+    {"error": text, "level": Level}        what went wrong, just before it ends
+    {"signal": "SIGTERM"}                  somebody signalled this rank itself
+    {"result": anything}                   what a command found, of rank 0
 """
 
 from __future__ import annotations
@@ -13,31 +19,39 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
+from enum import IntEnum
 from typing import Any
 
-LINE = "ONEFOLD_LIFELINE"  # where the launcher listens
-LAUNCHER = "ONEFOLD_LAUNCHER"  # its process
+LINE = "ONEFOLD_LIFELINE"  # the rank's end, as a file descriptor
 STOP = b"stop\n"
 PR_SET_PDEATHSIG = 1
+PREPARING, TRAINING = "preparing", "training"
+
+
+class Level(IntEnum):
+    """How much an error says about the first cause."""
+
+    PEER = 0  # a peer was gone, or did not answer
+    AGREED = 1  # all ranks raise it together: they do not agree
+    OWN = 2  # this rank's own
 
 
 class Lifeline:
-    """A rank's end; without a launcher, nobody's."""
+    """A rank's end of the line; without a launcher what is said is said to nobody."""
 
-    def __init__(self, on_stop: Any) -> None:
+    def __init__(self, on_stop: Callable[[], None]) -> None:
         self._on_stop = on_stop
         self._line: socket.socket | None = None
         if LINE in os.environ:
-            self._line = connect(os.environ[LINE])
-            die_with_parent()  # the agent, which dies with the launcher: a rank that was stopped cannot listen
-            if self._line is None:
-                os._exit(1)  # whoever started us is gone
-            self.say({"rank": _number("RANK"), "restart": _number("TORCHELASTIC_RESTART_COUNT")})
+            self._line = socket.socket(fileno=int(os.environ[LINE]))
+            self._line.set_inheritable(False)  # or a child would keep the line open when this process has ended
             threading.Thread(target=self._listen, name="onefold-lifeline", daemon=True).start()
 
     @property
-    def there(self) -> bool:
+    def launched(self) -> bool:
+        """True if a launcher of ours listens."""
         return self._line is not None
 
     def say(self, what: dict[str, Any]) -> None:
@@ -54,35 +68,10 @@ class Lifeline:
         os.kill(os.getpid(), signal.SIGKILL)  # not exit: threads of libraries may hold locks, and peers must see it now
 
 
-def connect(path: str) -> socket.socket | None:
-    line = socket.socket(socket.AF_UNIX)
-    try:
-        line.connect(path)
-    except OSError:
-        line.close()
-        return None
-    return line
-
-
-def orphaned() -> bool:
-    """Whether whoever started this rank has ended."""
-    line = connect(os.environ[LINE]) if LINE in os.environ else None
-    if line is not None:
-        line.close()
-    return line is None and LINE in os.environ
-
-
 def die_with_parent() -> None:
+    """For a child between fork and exec: the kernel ends it when the process that started it ends."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def follow_launcher() -> None:
-    """End this process with the one that started it."""
-    die_with_parent()
-    if os.environ.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
-        os._exit(1)  # it had ended before we could ask
-
-
-def _number(name: str) -> int:
-    return int(os.environ.get(name, "0"))
+_LIBC = ctypes.CDLL(None)  # loaded here: after a fork, loading is not safe

@@ -1,12 +1,13 @@
 """`onefold COMMAND …`: finds the command, reads its settings, runs it. A user's mistake is one line and exit code 2.
 
 A command is a frozen dataclass: its fields are the settings, its `run()` does the work and returns the exit code. If it
-has `defaults(arguments)`, that gives the settings which flags change.
+has `defaults(arguments)`, that gives the settings which flags change; `arrange(arguments)` gives the words to parse.
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,6 +32,7 @@ COMMANDS = {
     "sample": Command("onefold.cli.sample", "SampleCommand", "let a trained model write"),
     "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint's weights as a Hugging Face folder"),
     "inspect": Command("onefold.cli.checkpoint", "Inspect", "what is inside a checkpoint"),
+    "run": Command("onefold.cli.run", "RunCommand", "a script of your own on local ranks"),
     "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "is every byte as it was written"),
 }
 
@@ -52,13 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = tyro.cli(
             kind,
             prog=f"onefold {given[0]}",
-            args=given[1:],
+            args=kind.arrange(given[1:]) if hasattr(kind, "arrange") else given[1:],
             config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
             **({"default": kind.defaults(given[1:])} if hasattr(kind, "defaults") else {}),
         )
         return int(settings.run())
     except OnefoldError as error:
         return _refuse(str(error))
+    except KeyboardInterrupt:
+        _refuse("interrupted")
+        return 128 + signal.SIGINT
 
 
 def usage() -> str:

@@ -10,8 +10,8 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +19,27 @@ from typing import Any
 
 import torch
 
-from onefold.cli.launch import Launcher, give_up, is_rank, say
-from onefold.cli.lifeline import Lifeline, orphaned
+from onefold.checkpoint.commit import committed, step_name
+from onefold.checkpoint.storage import Storage
+from onefold.cli.launch import Launcher, give_up, is_rank, onefold_command, say
+from onefold.cli.lifeline import PREPARING, TRAINING, Lifeline
+from onefold.cli.ranks import private_file
 from onefold.cli.screen import Screen
+from onefold.cli.verdict import Outcome
 from onefold.errors import ConfigError, OnefoldError
 from onefold.mesh import leave
 from onefold.tiers.files import check_folder as check_disk
 from onefold.train.board import Board, check_board
+from onefold.train.clean import clean_up
 from onefold.train.data import find_source, find_tokenizer, prepare
 from onefold.train.metrics import Listener
 from onefold.train.run import RunFolder, read_facts, read_metrics, read_profile, replace
 from onefold.train.settings import Settings
 from onefold.train.start import check_folder, train
-from onefold.train.stop import Stop
+from onefold.train.stop import SIGNALS, Stop
 from onefold.train.toml import NOT_SAVED, read_toml, to_toml, with_values
+
+NO_ADVICE = ("ConfigError", "CheckpointError", "CheckpointDamaged")  # errors that going on would only meet again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +55,6 @@ class TrainCommand(Settings):
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> TrainCommand:
         """What flags change: the settings of a file, of the run that goes on, or those above."""
-        if orphaned():
-            os._exit(1)
         path = _flag(arguments, "--config")
         if path is None and "--resume" in arguments:
             known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
@@ -88,35 +93,39 @@ class TrainCommand(Settings):
     # -- the launcher ------------------------------------------------------------------------------------------------
 
     def _launch(self, ranks: int) -> int:
-        with tempfile.TemporaryDirectory(prefix="onefold-") as folder:
-            path = Path(folder) / "settings.toml"
-            path.write_text(to_toml(self, leave_out=("config",)))
+        with private_file(to_toml(self, leave_out=("config",))) as path:
             if self.compare is not None:  # so that --resume knows it for a comparison
                 self.output.out.mkdir(parents=True, exist_ok=True)
                 replace(RunFolder(self.output.out).config, to_toml(self, leave_out=NOT_SAVED))
             launcher = Launcher(
-                ranks, ["train", "--config", str(path)], max_restarts=self.checkpoints.max_restarts,
-                shutdown_s=self.checkpoints.shutdown_s,
+                ranks, onefold_command("train", "--config", path), max_restarts=self.checkpoints.max_restarts,
+                timeout_s=self.checkpoints.timeout_s, shutdown_s=self.checkpoints.shutdown_s, files=[path],
             )  # fmt: skip
             outcome = launcher.run()
-        if outcome.code == 0:
-            self._finish()
-        else:
-            say(outcome.message + self._how_to_go_on())
+        if outcome.good:
+            self._finish(outcome.signals)
+            return 0
+        for run in self.stages():
+            clean_up(RunFolder(run.output.out))
+        say(outcome.message + self._how_to_go_on(outcome))
         return outcome.code
 
-    def _how_to_go_on(self) -> str:
-        """If something was saved."""
+    def _how_to_go_on(self, outcome: Outcome) -> str:
+        """If something was saved, and it is not what could not be loaded."""
         out = self.output.out
-        saved = [path for run in self.stages() for path in RunFolder(run.output.out).checkpoints.glob("step-*")]
-        return f" (to go on from {max(saved).name}: onefold train --resume --out {out})" if saved else ""
+        if outcome.kind in NO_ADVICE:
+            return ""
+        folders = [RunFolder(run.output.out).checkpoints for run in self.stages()]
+        saved = [step for folder in folders if folder.exists() for step in committed(Storage(), folder)]
+        return f" (to go on from {step_name(max(saved))}: onefold train --resume --out {out})" if saved else ""
 
-    def _finish(self) -> None:
+    def _finish(self, signals: Sequence[str] = ()) -> None:
         """What came of it, and the page about it."""
         out = self.output.out
         finished = [_last(run) for run in self.stages()]
         if not all(finished):
-            say(f"stopped and saved; to go on: onefold train --resume --out {out}")
+            why = f" ({', '.join(signals)})" if signals else ""
+            say(f"stopped and saved{why}; to go on: onefold train --resume --out {out}")
             return
         written = _report(out, comparison=self.compare is not None)
         if self.json:
@@ -132,18 +141,20 @@ class TrainCommand(Settings):
     # -- a rank ------------------------------------------------------------------------------------------------------
 
     def _as_rank(self) -> int:
-        with Stop() as stop:
-            line = Lifeline(stop.ask)
-            try:
-                self._train(stop)
-            except Exception as error:
-                give_up(line, error)
-            leave()
-            if not line.there and int(os.environ["RANK"]) == 0:
-                self._finish()
-            return 0
+        for number in SIGNALS:  # until the first step there is nothing to save: the kernel ends this process at once
+            signal.signal(number, signal.SIG_DFL)
+        stop = Stop(lambda name: line.say({"signal": name}))
+        line = Lifeline(stop.ask)
+        try:
+            self._train(stop, line)
+        except Exception as error:
+            give_up(line, error)
+        leave()
+        if not line.launched and int(os.environ["RANK"]) == 0:
+            self._finish()
+        return 0
 
-    def _train(self, stop: Stop) -> None:
+    def _train(self, stop: Stop, line: Lifeline) -> None:
         """To the end, or to a signal."""
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         again = restarted or self.checkpoints.resume
@@ -151,7 +162,9 @@ class TrainCommand(Settings):
         for run in settings.stages():
             check_folder(run)
         for run in settings.stages():
-            if not train(run, stop, self._listener(run)).finished:
+            ended = train(run, stop, self._listener(run), lambda: line.say({"phase": TRAINING}))
+            line.say({"phase": PREPARING})
+            if not ended.finished:
                 return
             gc.collect()  # a sharded model is a circle
 

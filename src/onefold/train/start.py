@@ -67,8 +67,8 @@ def check_folder(settings: Settings) -> None:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
 
 
-def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
-    """One rank of a run. Collective."""
+def train(settings: Settings, stop: Stop, listener: Listener, ready: Callable[[], None] = lambda: None) -> Ended:
+    """One rank of a run. Collective. From the call of `ready` on, a signal is heard at the end of a step."""
     init(timeout_s=settings.checkpoints.timeout_s)
     comm = Comm(axes_of(None).everyone, torch.device("cpu"), settings.checkpoints.timeout_s, Meter())
     heard: list[tuple[str, str]] = []
@@ -87,7 +87,9 @@ def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
             facts = _write_down(loop, place)
             listener.began(facts, place.step)
         try:
-            done = loop.go(place, stop, listener)
+            with stop:
+                ready()
+                done = loop.go(place, stop, listener)
         finally:
             listener.ended()
     return Ended(done.step, done.step == settings.steps.steps)

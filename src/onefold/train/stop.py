@@ -1,10 +1,11 @@
-"""When to stop early: a signal, or a word from whoever started us. The step in hand is finished, and saved."""
+"""When to stop early: a signal, or a word from the launcher. The step in hand is finished, and saved."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,8 +16,10 @@ ONE_S = 1.0  # signals that come together are one: a launcher passes on what a t
 class Stop:
     """Asked to stop, or not yet. As a context it listens to signals; a second one ends the process at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:
         self.asked = False
+        self.number = int(signal.SIGTERM)  # of the signal that asked
+        self._on_signal = on_signal
         self._first_s: float | None = None
         self._before: dict[int, Any] = {}
 
@@ -36,5 +39,8 @@ class Stop:
         now = time.monotonic()
         if self._first_s is not None and now - self._first_s > ONE_S:
             os._exit(128 + number)
-        self._first_s = self._first_s or now
+        if self._first_s is None:
+            self._first_s, self.number = now, number
+            if self._on_signal is not None:
+                self._on_signal(signal.Signals(number).name)
         self.asked = True

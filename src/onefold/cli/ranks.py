@@ -1,0 +1,175 @@
+"""Local ranks as child processes: started, listened to, asked whether they are stopped, ended.
+
+They meet in a file without a name (memfd) that only this user can open, and talk over loopback: a local run opens no
+port that another machine could reach, and leaves no file behind however it ends. Each rank leads a session of its own,
+so that Ctrl-C in a terminal reaches the launcher alone, and what a rank has started ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from onefold.cli.lifeline import LINE, STOP, die_with_parent
+from onefold.rendezvous import GLOO, LOOPBACK, NCCL, STORE
+
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch's profiler tells of its stages on the screen
+REAP_S = 0.5
+LONGEST = 1 << 24  # bytes of one line that a rank says
+
+
+class Said(NamedTuple):
+    """A line that a rank said."""
+
+    rank: int
+    text: bytes
+
+
+class Rank:
+    """One child process and the line to it."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+        self.rank, self.process, self.line = rank, process, line
+        self.stopped_s: float | None = None  # since when the kernel says that it is stopped
+        self._heard, self._ended = b"", False
+
+    def hear(self) -> list[Said] | None:
+        """Whole lines that have come; None once there will be no more."""
+        try:
+            said = os.read(self.line.fileno(), 1 << 16)
+        except OSError:
+            said = b""
+        if not said or len(self._heard) > LONGEST:
+            return None
+        *whole, self._heard = (self._heard + said).split(b"\n")
+        return [Said(self.rank, text) for text in whole]
+
+    def look(self) -> None:
+        """Ask the kernel whether it is stopped (SIGSTOP, SIGTSTP)."""
+        stopped = self.process.poll() is None and _state(self.process.pid) == "T"
+        self.stopped_s = (self.stopped_s or time.monotonic()) if stopped else None
+
+    def tell_to_stop(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended just now
+            self.line.sendall(STOP)
+
+    def signal(self, number: int) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        """At once, with all that it has started."""
+        if not self._ended:  # once: later the number may be another's
+            self._ended = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+
+
+class Ranks:
+    """All ranks of one start."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.all = ranks
+        self._selector = selectors.DefaultSelector()
+        for rank in ranks:
+            self._selector.register(rank.line, selectors.EVENT_READ, rank)
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self.all)
+
+    def listen(self, timeout_s: float) -> list[Said]:
+        """What ranks say until the time is up; returns early when one says something or ends."""
+        found: list[Said] = []
+        if not self._selector.get_map():
+            time.sleep(timeout_s)  # all lines are closed, and processes are about to end
+        for key, _ in self._selector.select(timeout_s) if self._selector.get_map() else ():
+            rank: Rank = key.data
+            said = rank.hear()
+            if said is None:
+                self._selector.unregister(rank.line)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.process.wait(REAP_S)  # its end is seen before what others say about it
+            else:
+                found += said
+        return found
+
+    def end(self) -> list[Said]:
+        """End all, and give what they had still said."""
+        for rank in self.all:
+            rank.end()
+        for rank in self.all:
+            rank.process.wait()
+        found: list[Said] = []
+        while self._selector.get_map():
+            found += self.listen(0)
+        for rank in self.all:
+            rank.line.close()
+        self._selector.close()
+        return found
+
+
+@contextlib.contextmanager
+def private_file(text: str = "") -> Iterator[str]:
+    """The path, for this process and children that inherit it, of a file that other users cannot open."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryDirectory(prefix="onefold-") as folder:  # macOS
+            path = Path(folder) / "file"
+            path.write_text(text)
+            yield str(path)
+        return
+    file = os.memfd_create("onefold")
+    try:
+        os.write(file, text.encode())
+        yield f"/proc/self/fd/{file}"
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def started(
+    count: int, command: Sequence[str], *, restart: int, environment: Mapping[str, str], files: Sequence[str] = ()
+) -> Iterator[Ranks]:
+    """Ranks of a command; `files` are private ones that they read. When the block ends they have ended too."""
+    with private_file() as store:
+        ranks: list[Rank] = []
+        both = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), GLOO: LOOPBACK, NCCL: LOOPBACK, **QUIET,
+            **os.environ, **environment, STORE: store, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+            "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(restart),
+        }  # fmt: skip
+        inherited = [int(Path(path).name) for path in (store, *files) if path.startswith("/proc/self/fd/")]
+        try:
+            for rank in range(count):
+                ours, theirs = socket.socketpair()
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LINE: str(theirs.fileno())}
+                with theirs:
+                    process = subprocess.Popen(
+                        command, env=both | own, start_new_session=True, pass_fds=[theirs.fileno(), *inherited],
+                        preexec_fn=die_with_parent,  # one system call, and no lock is taken
+                    )  # fmt: skip
+                ranks.append(Rank(rank, process, ours))
+            yield Ranks(ranks)
+        finally:
+            for one in ranks:
+                one.end()
+            for one in ranks:
+                one.process.wait()
+
+
+def _state(pid: int) -> str:
+    """A letter for what the kernel does with a process: T if it was stopped by a signal."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,83 @@
+"""`onefold run`: a script of the user's on local ranks, which meet where no other user or machine can reach them.
+
+What torchrun does on one node, without its store: that listens on every interface and, with --standalone, unpickles
+what anybody puts there. Signals reach every rank; when one fails all end, and the first to fail is named.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from onefold.cli.launch import Launcher, is_rank, say
+from onefold.errors import ConfigError
+
+SHUTDOWN_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCommand:
+    """Run a script on local ranks. Flags of `onefold run` stand before the script, its own behind it:
+
+    onefold run --ranks 2 script.py --lr 0.1
+    """
+
+    ranks: int | None = None
+    """Local processes; by default one per GPU, or 2 on a CPU."""
+
+    max_restarts: int = 0
+    """How often to start all ranks again after one was lost; the script goes on from its own checkpoint."""
+
+    timeout_s: float = 600.0
+    """How long a rank may be stopped (SIGSTOP) before all are ended."""
+
+    shutdown_s: float = SHUTDOWN_S
+    """After a signal: how long to wait for the script to end by itself."""
+
+    module: bool = False
+    """What follows is a module, as in python -m."""
+
+    script: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    """The script, and its own arguments."""
+
+    @staticmethod
+    def arrange(arguments: Sequence[str]) -> list[str]:
+        """Our own flags, then "--", then the script with everything behind it.
+
+        >>> RunCommand.arrange(["--ranks", "2", "script.py", "--ranks", "3"])
+        ['--ranks', '2', '--', 'script.py', '--ranks', '3']
+        """
+        at = 0
+        while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "--":
+            alone = arguments[at] in ("--module", "-h", "--help") or "=" in arguments[at]
+            at += 1 if alone else 2
+        return [*arguments[:at], *["--"] * (arguments[at : at + 1] != ["--"]), *arguments[at:]]
+
+    def run(self) -> int:
+        if is_rank():
+            raise ConfigError("this process is a rank already; call the script directly under torchrun")
+        if not self.script:
+            raise ConfigError("no script was given; use for example: onefold run --ranks 2 script.py")
+        if not self.module and not Path(self.script[0]).is_file():
+            raise ConfigError(f"{self.script[0]} is no file; give a Python script, or --module and a module's name")
+        ranks = self.ranks if self.ranks is not None else torch.cuda.device_count() or 2
+        for name, value, least in (("ranks", ranks, 1), ("max-restarts", self.max_restarts, 0)):
+            if value < least:
+                raise ConfigError(f"--{name} {value} is out of range; use a number of at least {least}")
+        for name, limit_s in (("timeout-s", self.timeout_s), ("shutdown-s", self.shutdown_s)):
+            if not 0 < limit_s < float("inf"):
+                raise ConfigError(f"--{name} {limit_s:g} is out of range; use a number of seconds above 0")
+        command = [sys.executable, *["-m"] * self.module, *self.script]
+        outcome = Launcher(
+            ranks, command, max_restarts=self.max_restarts, timeout_s=self.timeout_s, shutdown_s=self.shutdown_s,
+            passes_signals=True,
+        ).run()  # fmt: skip
+        if not outcome.good:
+            say(outcome.message)
+        return outcome.code

@@ -1,0 +1,213 @@
+"""Where ranks meet: the store that holds their addresses, and the interface on which they listen for each other.
+
+| ranks | store | interface of gloo and NCCL |
+|---|---|---|
+| started by our own launcher | a nameless file that other users cannot open | loopback |
+| all on this node, by torchrun | torchrun's; served by rank 0: on the address MASTER_ADDR alone | loopback |
+| on several nodes | the same | gloo: the one that leads to MASTER_ADDR; NCCL: its own choice |
+| one, by itself | in memory | loopback |
+
+Neither the store nor gloo knows who connects, so what they listen on decides who can reach them. An interface that
+the user has chosen (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) is left alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+import warnings
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from onefold.errors import CommError, ConfigError, ExposedWarning
+
+STORE = "ONEFOLD_STORE"  # the path of the file through which ranks of our own launcher meet
+WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+JOINED = "onefold/joined/{}"
+SIOCGIFADDR = 0x8915
+LISTENING = "0A"  # the state, in /proc/net/tcp
+BACKLOG = 1024
+
+
+class Place(NamedTuple):
+    """This process among the ranks of a run, as its environment says."""
+
+    rank: int
+    world: int
+
+    @classmethod
+    def here(cls) -> Place | None:
+        """None for a process that nobody started as a rank."""
+        if STORE in os.environ:
+            return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        found = [name for name in WANTED if name in os.environ]
+        if "RANK" not in found and "WORLD_SIZE" not in found:
+            return None
+        if missing := [name for name in WANTED if name not in found]:
+            raise ConfigError(
+                f"the environment sets {', '.join(found)} but not {', '.join(missing)}; start with torchrun, or set all"
+            )
+        return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def join(backend: str, timeout_s: float) -> None:
+    """Make torch's default process group of all ranks, or of this process alone. Collective."""
+    place, timeout = Place.here(), timedelta(seconds=timeout_s)
+    _choose_interface(place)
+    if place is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    store: dist.Store | None = None
+    try:
+        store = _store(place, timeout)
+        store.set(JOINED.format(place.rank), "")
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+    except RuntimeError as error:  # of torch: a time limit, a connection refused or broken
+        raise CommError(
+            f"rank {place.rank}: {_missing(store, place)} within {timeout_s:g} s; look at that rank's output first. "
+            f"torch says: {str(error).splitlines()[0]}"
+        ) from error
+    _warn_if_exposed()
+
+
+def _missing(store: dist.Store | None, place: Place) -> str:
+    """Who has not joined; for an error message."""
+    try:
+        absent = [rank for rank in range(place.world) if store and not store.check([JOINED.format(rank)])]
+    except RuntimeError:
+        store, absent = None, []  # it has ended with the process that served it
+    if store is None:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        return f"the store at {where} did not answer"
+    names = ", ".join(map(str, absent[:8])) + ", …" * (len(absent) > 8)
+    return f"rank{'s' * (len(absent) > 1)} {names} did not join" if absent else "a rank joined and has ended, or hangs"
+
+
+def _store(place: Place, timeout: timedelta) -> dist.Store:
+    if path := os.environ.get(STORE):
+        store: dist.Store = dist.FileStore(path, place.world)
+        store.set_timeout(timeout)
+        return store
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = _listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if serves else None
+    if listener is None:  # torchrun's own store, that of rank 0, or an address that is not this node's
+        store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.world, timeout=timeout)))
+        store.set_timeout(timeout)
+        return store
+    host, port = listener.getsockname()[:2]
+    return dist.TCPStore(
+        host, port, place.world, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
+def _listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens on one address of this node, where torch's own would listen on all of them."""
+    for family, _, _, _, target in _resolved(address, port):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(target)
+            listener.listen(BACKLOG)
+            return listener
+        except OSError:
+            listener.close()
+    return None
+
+
+def _resolved(address: str, port: int) -> list[tuple[int, int, int, str, tuple[object, ...]]]:
+    try:
+        return list(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM))
+    except OSError:
+        return []
+
+
+# -- interfaces ------------------------------------------------------------------------------------------------------
+
+
+def _choose_interface(place: Place | None) -> None:
+    """Set what gloo and NCCL read, unless the user has."""
+    if place is None or _on_this_node(place):
+        os.environ.setdefault(GLOO, LOOPBACK)
+        os.environ.setdefault(NCCL, LOOPBACK)
+    elif GLOO not in os.environ and (found := _interface_to(os.environ["MASTER_ADDR"])):
+        os.environ[GLOO] = found
+
+
+def _on_this_node(place: Place) -> bool:
+    """Whether all ranks are on this node."""
+    return STORE in os.environ or os.environ.get("LOCAL_WORLD_SIZE") == str(place.world)
+
+
+def _interface_to(address: str) -> str | None:
+    """The interface whose address this node shows when it speaks to another; None if it cannot be told.
+
+    Loopback is no answer: the first node may know its own name by it, and the others could not reach it there.
+    """
+    for family, _, _, _, target in _resolved(address, 1):
+        if family == socket.AF_INET:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
+                try:
+                    probe.connect(target)
+                except OSError:
+                    continue
+                mine = probe.getsockname()[0]
+            return next((name for name, owned in _addresses() if owned == mine and name != LOOPBACK), None)
+    return None
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """Interfaces of this node and their IPv4 addresses."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            yield name, socket.inet_ntoa(answer[20:24])
+
+
+# -- what torchrun has opened ----------------------------------------------------------------------------------------
+
+
+def _warn_if_exposed() -> None:
+    """Once per node, if the store that torchrun made listens on all interfaces of this node."""
+    port = os.environ.get("MASTER_PORT")
+    if STORE in os.environ or port is None or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    if listens_everywhere(int(port)):
+        warnings.warn(
+            f"torchrun's store listens on every interface of this node, port {port}, and lets in whoever connects; "
+            f"with --standalone or --rdzv-backend c10d that is enough to run code as you. On one node start the script "
+            f"with `onefold run`; on several, let only your nodes reach that port (docs/security.md)",
+            ExposedWarning,
+            stacklevel=4,
+        )
+
+
+def listens_everywhere(port: int) -> bool:
+    """Whether a socket of this node listens on a port of all interfaces, by the kernel's table."""
+    return any(at == port and not address.strip("0") for address, at in listening())
+
+
+def listening() -> Iterator[tuple[str, int]]:
+    """Address, in hexadecimal digits, and port of every TCP socket of this node that listens."""
+    for name in ("tcp", "tcp6"):
+        try:
+            rows = Path("/proc/net", name).read_text().splitlines()[1:]
+        except OSError:
+            continue  # not Linux
+        for row in rows:
+            words = row.split()
+            if words[3] == LISTENING:
+                address, _, port = words[1].rpartition(":")
+                yield address, int(port, 16)

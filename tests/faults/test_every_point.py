@@ -1,0 +1,157 @@
+"""A fault at each point of a run, in each process: the first cause is named, all end in time, nothing is left.
+
+The suite takes a share of the cases in which each point, each fault and each process occurs; `--soak` takes all 300.
+"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.train.launched import Launch, launched
+
+INJECT = Path(__file__).with_name("inject")
+TIMEOUT_S = 3.0
+SLACK_S = 2.0  # where each process has a core; where processes queue for cores, as much longer as the queue is
+GRACEFUL_S = 20.0  # for the step in hand, its checkpoint and the report on two busy cores
+SMALL = (
+    "--layers", "2", "--hidden", "16", "--heads", "2", "--seq", "16", "--eval-windows", "2", "--log-every", "1",
+    "--steps", "6", "--save-every", "2", "--eval-every", "2", "--keep", "1", "--ranks", "2", "--warmup", "1",
+    "--timeout-s", f"{TIMEOUT_S:g}", "--bucket-mb", "0.01",
+)  # fmt: skip
+
+
+class Point(NamedTuple):
+    """A function, which call of it, and where in a run that is."""
+
+    function: str
+    call: int
+    trains: bool  # a signal is heard at the end of a step; before that it ends a rank at once
+    only_rank_0: bool = False
+
+
+POINTS = {
+    "start of a rank": Point("onefold.cli.train:TrainCommand.run", 1, False),
+    "before joining": Point("onefold.rendezvous:join", 1, False),
+    "inside joining": Point("onefold.rendezvous:_store", 1, False),
+    "before the data": Point("onefold.train.start:_data", 1, False),
+    "loading data": Point("onefold.train.data:load_data", 1, False),
+    "building": Point("onefold.train.environment:build", 1, False),
+    "sharding": Point("onefold.shard:shard", 1, False),
+    "agreeing": Point("onefold.agree:agree", 3, False),
+    "optimizer": Point("onefold.optimizer:Optimizer.__init__", 1, False),
+    "loop": Point("onefold.train.loop:Loop.__init__", 1, False),
+    "first forward": Point("onefold.train.loop:Loop._passes", 1, True),
+    "first reduction": Point("onefold.comm:Comm.reduce", 2, True),
+    "first update": Point("onefold.train.loop:Loop._update", 1, True),
+    "telling each other": Point("onefold.train.loop:Loop._row", 1, True),
+    "evaluation": Point("onefold.train.loop:Loop.evaluate", 1, True),
+    "second evaluation": Point("onefold.train.loop:Loop._here", 8, True),
+    "saving": Point("onefold.checkpoint.save:save_on", 1, True),
+    "writing": Point("onefold.checkpoint.tensorfile:write_tensors", 1, True),
+    "committing": Point("onefold.checkpoint.commit:commit", 1, True, only_rank_0=True),
+    "pruning": Point("onefold.checkpoint.commit:retain", 2, True, only_rank_0=True),
+    "last checkpoint": Point("onefold.checkpoint.background:finish_saves", 1, True),
+}
+FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "exception")
+TARGETS = ("rank 0", "rank 1", "launcher")
+
+
+def cases() -> list:
+    """One case in fifteen for every run: each point once, faults and targets in turn."""
+    found = []
+    for number, point in enumerate(POINTS):
+        for place, fault in enumerate(FAULTS):
+            for turn, target in enumerate(TARGETS):
+                if target == "rank 1" and POINTS[point].only_rank_0:
+                    continue
+                always = place == number % len(FAULTS) and turn == (number // 2) % len(TARGETS)
+                found.append(pytest.param(point, fault, target, marks=() if always else (pytest.mark.soak,)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("a little text, again and again. " * 400)
+    return path
+
+
+@pytest.mark.parametrize(("point", "fault", "target"), cases())
+def test_a_fault_is_named_and_everything_ends_in_time(tmp_path, text, point, fault, target):
+    out, fired, where = tmp_path / "deep" / "run", tmp_path / "fired", POINTS[point]
+    said = {
+        "point": where.function, "call": where.call, "rank": 1 if target == "rank 1" else 0, "what": fault,
+        "launcher": target == "launcher", "fired": str(fired),
+    }  # fmt: skip
+    path = os.pathsep.join([str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    env = {"PYTHONPATH": path, "ONEFOLD_TEST_FAULT": json.dumps(said), "TMPDIR": str(temporary)}
+    with launched(out, *SMALL, "--data", str(text), env=env) as launch:
+        launch.wait_for(lambda: (fired.exists() and fired.read_text()) or launch.process.poll() is not None, point)
+        if target == "launcher" and fault == "SIGSTOP":
+            code, err = stopped_launcher(launch)
+            assert code == 0 and err == "", err
+        else:
+            code, _, err = launch.end()
+            slack_s = SLACK_S * max(1.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
+            assert launch.gone(within_s=slack_s), f"still running: {launch.pids()}"
+            took_s = time.time() - float(fired.read_text())
+            limit_s = check_words(code, err, out, where, fault, target)
+            assert took_s <= limit_s + slack_s, f"{took_s:.1f} s, where {limit_s + slack_s:.1f} are allowed: {err}"
+    assert fired.exists(), "the fault did not happen"
+    if not (target == "launcher" and fault == "SIGKILL"):  # who is killed cannot clean up; the next start does
+        assert left_behind(out) == []
+    assert list(temporary.glob("onefold*")) == []
+
+
+def stopped_launcher(launch: Launch) -> tuple[int, str]:
+    """The ranks go on without it (as after Ctrl-Z); when it goes on, so does its report."""
+    launch.wait_for(lambda: launch.steps() == 6, "the end of the training")
+    os.kill(launch.process.pid, signal.SIGCONT)
+    code, _, err = launch.end()
+    assert launch.gone()
+    return code, err
+
+
+def check_words(code: int, err: str, out: Path, where: Point, fault: str, target: str) -> float:
+    """What it says, and how long it may take to say so."""
+    lines = err.strip().splitlines()
+    last = lines[-1] if lines else ""
+    if fault == "exception":
+        assert code == 1 and "injected" in last, err
+        if target != "launcher":
+            assert last.startswith("onefold: ") and f"{target}: " in last, err
+        return 0.0
+    if target == "launcher":
+        if fault == "SIGKILL":
+            assert code == -signal.SIGKILL and err == "", err
+            return 0.0
+        early = f"onefold: ended by {fault}, before the first step of this start: nothing is lost"
+        saved = f"onefold: stopped and saved ({fault}); to go on: onefold train --resume --out {out}"
+        assert (lines == [early] and code == 128 + signal.Signals[fault]) or (lines == [saved] and code == 0) or (
+            where.function.endswith("finish_saves") and code == 0 and lines == []
+        ), err
+        assert where.trains or lines == [early], err
+        return GRACEFUL_S if where.trains else 0.0
+    if fault in ("SIGTERM", "SIGINT") and where.trains:
+        saved = f"onefold: stopped and saved ({fault} to {target}); to go on: onefold train --resume --out {out}"
+        ended = where.function.endswith("finish_saves") and lines == []
+        assert code == 0 and (lines == [saved] or ended), err
+        return GRACEFUL_S
+    words = {
+        "SIGSTOP": f"onefold: {target} was stopped by a signal (SIGSTOP or SIGTSTP) and has not answered for "
+                   f"{TIMEOUT_S:g} s",
+    }.get(fault, f"onefold: {target} was killed by {fault}")  # fmt: skip
+    assert code == 1 and len(lines) == 1 and last.startswith(words), err
+    return TIMEOUT_S if fault == "SIGSTOP" else 0.0
+
+
+def left_behind(out: Path) -> list[str]:
+    """Hidden files and folders, of which a run leaves none."""
+    return [str(path) for path in out.rglob(".*")]
