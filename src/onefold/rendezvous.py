@@ -179,35 +179,59 @@ def _addresses() -> Iterator[tuple[str, str]]:
 # -- what torchrun has opened ----------------------------------------------------------------------------------------
 
 
+class Listener(NamedTuple):
+    """A TCP socket of this node that waits for connections, as in the kernel's table."""
+
+    address: str  # in hexadecimal digits; all zeros: every interface
+    port: int
+    inode: str
+
+    @property
+    def everywhere(self) -> bool:
+        return not self.address.strip("0")
+
+
 def _warn_if_exposed() -> None:
-    """Once per node, if the store that torchrun made listens on all interfaces of this node."""
-    port = os.environ.get("MASTER_PORT")
-    if STORE in os.environ or port is None or os.environ.get("LOCAL_RANK", "0") != "0":
+    """Once per node, if a store that torchrun made listens on all interfaces of this node."""
+    if STORE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    if listens_everywhere(int(port)):
+    agents = _sockets_of(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else set()
+    ports = sorted(
+        one.port
+        for one in listening()
+        if one.everywhere and (one.inode in agents or str(one.port) == os.environ["MASTER_PORT"])
+    )
+    if ports:
         warnings.warn(
-            f"torchrun's store listens on every interface of this node, port {port}, and lets in whoever connects; "
-            f"with --standalone or --rdzv-backend c10d that is enough to run code as you. On one node start the script "
-            f"with `onefold run`; on several, let only your nodes reach that port (docs/security.md)",
+            f"torchrun listens on every interface of this node (port {', '.join(map(str, ports))}) and lets in whoever "
+            f"connects; with --standalone or --rdzv-backend c10d that is enough to run code as you. On one node start "
+            f"the script with `onefold run`; on several, let only your nodes reach that port (docs/security.md)",
             ExposedWarning,
             stacklevel=4,
         )
 
 
-def listens_everywhere(port: int) -> bool:
-    """Whether a socket of this node listens on a port of all interfaces, by the kernel's table."""
-    return any(at == port and not address.strip("0") for address, at in listening())
-
-
-def listening() -> Iterator[tuple[str, int]]:
-    """Address, in hexadecimal digits, and port of every TCP socket of this node that listens."""
+def listening() -> Iterator[Listener]:
+    """All of this node, or of this network namespace."""
     for name in ("tcp", "tcp6"):
         try:
-            rows = Path("/proc/net", name).read_text().splitlines()[1:]
+            rows = Path("/proc/self/net", name).read_text().splitlines()[1:]
         except OSError:
             continue  # not Linux
-        for row in rows:
-            words = row.split()
+        for words in map(str.split, rows):
             if words[3] == LISTENING:
                 address, _, port = words[1].rpartition(":")
-                yield address, int(port, 16)
+                yield Listener(address, int(port, 16), words[9])
+
+
+def _sockets_of(pid: int) -> set[str]:
+    """Inodes of the sockets that a process has open; none if this user may not know."""
+    found = set()
+    try:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            target = os.readlink(path)
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    except OSError:
+        pass  # it ended just now, or is another user's
+    return found
