@@ -1,7 +1,7 @@
 """Fine-tune a Hugging Face language model at stage 3, and leave a folder that `from_pretrained` reads.
 
-    torchrun --standalone --nproc-per-node 2 examples/huggingface.py --out tuned
-    torchrun --standalone --nproc-per-node 2 examples/huggingface.py --weights tuned --out tuned-more
+    onefold run --ranks 2 examples/huggingface.py --out tuned
+    onefold run --ranks 2 examples/huggingface.py --weights tuned --out tuned-more
 
 `--weights` is a folder with config.json and safetensors, as `save_pretrained` or a download leaves it. Without it the
 model is a small Llama with its first values, so that nothing is downloaded. No rank ever holds the whole model: it is

@@ -1,9 +1,9 @@
 """The shortest honest loop: sharded, accumulated, clipped, saved, and going on where it stopped. Nothing to download.
 
-    torchrun --standalone --nproc-per-node 2 examples/plain_loop.py --steps 100
-    torchrun --standalone --nproc-per-node 2 examples/plain_loop.py --steps 200     # goes on from step 100
+    onefold run --ranks 2 examples/plain_loop.py --steps 100
+    onefold run --ranks 2 examples/plain_loop.py --steps 200     # goes on from step 100
 
-Without torchrun it is one process. The data of a step depends on the step and the rank alone, so a run that was
+Started by python it is one process; on several nodes, use torchrun. The data of a step depends on the step and the rank alone, so a run that was
 interrupted ends with the same bits as one that was not.
 """
 

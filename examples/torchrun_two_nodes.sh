@@ -7,6 +7,9 @@
 #
 #     HEAD=localhost PER_NODE=1 examples/torchrun_two_nodes.sh --steps 50 --out run
 #
+# PORT of HEAD is open to whoever can reach it, and who writes there can run code as you: let only your nodes reach it
+# (docs/security.md).
+#
 # If a rank or a node is lost, all ranks start again from the last checkpoint, up to RESTARTS times (0).
 set -euo pipefail
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a new store for each start: the old one has the addresses of dead ranks
