@@ -3,8 +3,8 @@
     onefold run --ranks 2 examples/plain_loop.py --steps 100
     onefold run --ranks 2 examples/plain_loop.py --steps 200     # goes on from step 100
 
-Started by python it is one process; on several nodes, use torchrun. The data of a step depends on the step and the rank alone, so a run that was
-interrupted ends with the same bits as one that was not.
+Started by python it is one process; on several nodes, use torchrun. The data of a step depends on the step and the rank
+alone, so a run that was interrupted ends with the same bits as one that was not.
 """
 
 import argparse

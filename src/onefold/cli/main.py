@@ -7,12 +7,17 @@ has `defaults(arguments)`, that gives the settings which flags change; `arrange(
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import NamedTuple
 
 from onefold.errors import OnefoldError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Command(NamedTuple):
@@ -49,21 +54,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import tyro
     except ImportError:
         return _refuse("the command line needs two more packages: pip install 'onefold[cli]'")
+    asked: list[int] = []
     try:
-        kind = getattr(importlib.import_module(command.module), command.name)
-        settings = tyro.cli(
-            kind,
-            prog=f"onefold {given[0]}",
-            args=kind.arrange(given[1:]) if hasattr(kind, "arrange") else given[1:],
-            config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-            **({"default": kind.defaults(given[1:])} if hasattr(kind, "defaults") else {}),
-        )
-        return int(settings.run())
+        with _terminable(asked):
+            kind = getattr(importlib.import_module(command.module), command.name)
+            settings = tyro.cli(
+                kind,
+                prog=f"onefold {given[0]}",
+                args=kind.arrange(given[1:]) if hasattr(kind, "arrange") else given[1:],
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+                **({"default": kind.defaults(given[1:])} if hasattr(kind, "defaults") else {}),
+            )
+            return int(settings.run())
     except OnefoldError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        _refuse("interrupted")
-        return 128 + signal.SIGINT
+        number = signal.Signals(asked[0] if asked else signal.SIGINT)
+        _refuse(f"ended by {number.name}")
+        return 128 + number
+
+
+@contextmanager
+def _terminable(asked: list[int]) -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: what is half written is removed, and one line is said.
+
+    A rank ends at once, inside whatever call it is in: its launcher says why.
+    """
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    handlers = dict.fromkeys(SIGNALS, signal.SIG_DFL) if "RANK" in os.environ else {signal.SIGTERM: interrupt}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def usage() -> str:

@@ -10,7 +10,6 @@ import dataclasses
 import gc
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from onefold.train.metrics import Listener
 from onefold.train.run import RunFolder, read_facts, read_metrics, read_profile, replace
 from onefold.train.settings import Settings
 from onefold.train.start import check_folder, train
-from onefold.train.stop import SIGNALS, Stop
+from onefold.train.stop import Stop
 from onefold.train.toml import NOT_SAVED, read_toml, to_toml, with_values
 
 NO_ADVICE = ("ConfigError", "CheckpointError", "CheckpointDamaged")  # errors that going on would only meet again
@@ -101,12 +100,15 @@ class TrainCommand(Settings):
                 ranks, onefold_command("train", "--config", path), max_restarts=self.checkpoints.max_restarts,
                 timeout_s=self.checkpoints.timeout_s, shutdown_s=self.checkpoints.shutdown_s, files=[path],
             )  # fmt: skip
-            outcome = launcher.run()
+            outcome = Outcome(1)
+            try:
+                outcome = launcher.run()
+            finally:  # also where the launcher itself fails
+                for run in self.stages() if not outcome.good else ():
+                    clean_up(RunFolder(run.output.out))
         if outcome.good:
             self._finish(outcome.signals)
             return 0
-        for run in self.stages():
-            clean_up(RunFolder(run.output.out))
         say(outcome.message + self._how_to_go_on(outcome))
         return outcome.code
 
@@ -141,8 +143,6 @@ class TrainCommand(Settings):
     # -- a rank ------------------------------------------------------------------------------------------------------
 
     def _as_rank(self) -> int:
-        for number in SIGNALS:  # until the first step there is nothing to save: the kernel ends this process at once
-            signal.signal(number, signal.SIG_DFL)
         stop = Stop(lambda name: line.say({"signal": name}))
         line = Lifeline(stop.ask)
         try:
