@@ -10,7 +10,7 @@ import onefold
 
 # Each module imports only modules before it.
 ORDER = [
-    "version", "errors", "placement", "offload", "layout", "planner.shapes", "planner.sizes", "planner.states",
+    "version", "errors", "trust", "placement", "offload", "layout", "planner.shapes", "planner.sizes", "planner.states",
     "planner.traffic", "precision", "scaling", "rounding", "rule", "spans", "native.compiled", "native.threads",
     "native.update", "meter", "sums", "leftovers", "config", "planner.activations", "blocks", "parts", "memory",
     "tiers.memory", "tiers.files", "tiers.disk", "tiers.host", "tiers.image", "tiers.place", "views", "survey",
@@ -27,7 +27,8 @@ ORDER = [
     "checkpoint.own", "checkpoint.stages", "checkpoint.together", "checkpoint.moment", "checkpoint.background",
     "checkpoint.save", "checkpoint.names", "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.rows",
     "planner.plan", "planner.measure", "train.model", "train.tensor_parallel", "train.run", "train.sampling",
-    "train.settings", "train.toml", "train.tokens", "train.data", "train.schedule", "train.stop", "train.diagnose",
+    "train.lock", "train.settings", "train.toml", "train.tokens", "train.cache", "train.source", "train.tokenizer",
+    "train.digest", "train.data", "train.same", "train.schedule", "train.stop", "train.diagnose",
     "train.metrics", "train.profiled", "train.notes", "train.board", "train.environment", "train.probe",
     "train.loop", "train.start", "train.figures", "train.words", "train.charts", "train.page", "train.sections",
     "train.comparison", "train.report", "train.sample", "train.cut", "busy", "simulate", "__init__", "cli.subject",

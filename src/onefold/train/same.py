@@ -1,0 +1,99 @@
+"""Whether what goes on is the same run: its settings, its model, its data, by content.
+
+Another learning rate, batch, stage, precision, number of ranks or of evaluated windows is still the same run: the
+model, the order of the samples and what is kept for validation stay as they were. (The baseline is computed again for
+the windows that are evaluated, so both sides of that comparison change together.)
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from onefold.errors import ConfigError
+from onefold.planner.shapes import Shape
+from onefold.train.digest import Digests
+from onefold.train.run import RunFolder, is_run, read_facts
+from onefold.train.settings import BYTES, Settings
+from onefold.train.toml import read_toml, with_values
+
+NAMED = 3  # files, before the rest is counted
+SHAPE = ("layers", "hidden", "heads", "seq", "vocab")
+
+
+def check_there(settings: Settings) -> None:
+    """Raises if --resume finds nothing to go on with."""
+    out = settings.output.out
+    if settings.checkpoints.resume and not is_run(out) and not RunFolder(out).checkpoints.exists():
+        beside = [path.name for path in out.absolute().parent.glob("*") if is_run(path)]
+        near = [str(out.with_name(name)) for name in difflib.get_close_matches(out.name, beside)]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"--resume: there is no run at --out {out}; {hint}Use --resume-or-start to start one where there is none"
+        )
+
+
+def check_settings(settings: Settings, shape: Shape, *, vocab_known: bool = True) -> None:
+    """Raises if the run in the folder had settings that make it another one."""
+    folder = RunFolder(settings.output.out)
+    if folder.config.exists():
+        then = with_values(Settings(), read_toml(folder.config), str(folder.config))
+        _same("seed", then.steps.seed, settings.steps.seed)
+        _same("val-fraction", then.data.val_fraction, settings.data.val_fraction)
+        if BYTES in (then.data.tokenizer, settings.data.tokenizer):  # of two files the contents are compared
+            _same("tokenizer", then.data.tokenizer, settings.data.tokenizer)
+    model = read_facts(folder.path).get("model") if folder.facts.exists() else None
+    if not isinstance(model, dict):
+        return
+    for name in SHAPE:
+        if name in model and (name != "vocab" or vocab_known):
+            _same(name, model[name], getattr(shape, name))
+
+
+def _same(flag: str, then: object, now: object) -> None:
+    if then != now:
+        raise ConfigError(
+            f"--{flag} was {then} when the run began and is {now} now, which makes it another run; go on with "
+            f"--{flag} {then}, or start a new run with another --out"
+        )
+
+
+def check_data(settings: Settings, found: Digests) -> None:
+    """Raises if the data are not those that the run in the folder is trained on, unless that was accepted."""
+    folder = RunFolder(settings.output.out)
+    then = digest_of(folder.path)
+    if then is None or then == found.all or settings.checkpoints.accept_changed_data:
+        return
+    known = Digests.read(folder.data)
+    data = settings.data.data
+    changed = _changes(known, found, "" if data is None else str(data)) if known and known.all == then else []
+    said = ", ".join(changed[:NAMED]) + (f" and {len(changed) - NAMED:,} more" if len(changed) > NAMED else "")
+    raise ConfigError(
+        f"{said or 'the data have changed since the run began'}; put the data back as they were, accept them with "
+        f"--accept-changed-data, or start a new run with another --out"
+    )
+
+
+def digest_of(run: Path) -> str | None:
+    """Of the data, as the run's facts say it."""
+    data = read_facts(run).get("data") if RunFolder(run).facts.exists() else None
+    digest = data.get("digest") if isinstance(data, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
+def _changes(then: Digests, now: Digests, data: str) -> list[str]:
+    """In words, one for each file."""
+    before, after = ({file.name: file for file in one.files} for one in (then, now))
+    said = []
+    for name in sorted({*before, *after}):
+        old, new, path = before.get(name), after.get(name), f"{data}{name}"
+        if old is None:
+            said.append(f"{path} is new since the run began")
+        elif new is None:
+            said.append(f"{path} is gone, or no longer text, since the run began")
+        elif old.sha256 != new.sha256:
+            sizes = f"{old.size:,} bytes then, {new.size:,} now"
+            said.append(f"{path} has changed since the run began ({sizes})")
+    if then.tokenizer != now.tokenizer:
+        said.append("the file of --tokenizer has changed since the run began")
+    return said or ["the tokenizers package makes other tokens of the same text than when the run began"]
