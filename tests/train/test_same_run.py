@@ -12,13 +12,14 @@ import pytest
 
 from onefold.cli.main import main
 from onefold.train.run import read_facts, read_metrics
-from onefold.train.settings import DataSettings
+from onefold.train.settings import DataSettings, Settings
 from onefold.train.source import find_source
-from onefold.train.toml import NOT_SAVED, to_toml
-from tests.harness import run_ranks, run_ranks_raises
+from onefold.train.toml import NOT_SAVED, to_toml, with_values
+from tests.harness import fresh_ranks, run_ranks, run_ranks_raises
 from tests.train.launched import launched
 from tests.train.pooled import config_file, one_rank, settings_of, trained
 from tests.train.test_bad_input import said_once
+from tests.train.test_data import tokenizer_of
 from tests.train.written import write_run
 
 SHORT = {"steps": 2, "eval_every": 0}
@@ -138,10 +139,24 @@ def test_changed_data_are_refused_on_all_ranks_and_go_on_if_they_are_accepted(co
     assert len(read_facts(copy / "run")["data"]["replaced"]) == 1
 
 
+def first_of_its_node(settings: Settings, root: str) -> None:
+    """On a rank: the data are those of this node."""
+    rank = os.environ["RANK"]
+    os.environ["LOCAL_RANK"] = "0"
+    one_rank(with_values(settings, {"data": {"data": f"{root}/{rank}"}}, "node"))
+
+
+def test_nodes_with_other_data_train_no_model_together(tmp_path):
+    texts(tmp_path / "0")
+    edit(texts(tmp_path / "1") / "a.txt")
+    outcomes = fresh_ranks(2, first_of_its_node, settings_of(tmp_path / "run"), str(tmp_path), timeout_s=120)
+    assert ["rank 1 finds other data at --data than rank 0" in outcome.error for outcome in outcomes] == [True, True]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--seed", "1"), "--seed was 0 when the run began and is 1 now"),
+        (("--seed", "1", "--accept-changed-data"), "--seed was 0 when the run began and is 1 now"),
         (("--val-fraction", "0.1"), "--val-fraction was 0.05 when the run began and is 0.1 now"),
         (("--layers", "3"), "--layers was 2 when the run began and is 3 now"),
         (("--hidden", "64"), "--hidden was 32 when the run began and is 64 now"),
@@ -156,12 +171,24 @@ def test_settings_that_make_it_another_run_are_refused(copy, capsys, flags, said
     assert said in line and line.endswith("or start a new run with another --out")
 
 
+def test_a_seed_that_was_edited_into_the_settings_of_the_run_is_refused(copy, capsys):
+    config = copy / "run" / "config.toml"
+    config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
+    assert resume(copy) == 2
+    assert "--seed was 0 when the run began and is 7 now" in said_once(capsys.readouterr().err)
+
+
 def test_another_tokenizer_is_another_run(copy, capsys):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[U]": 0}, unk_token="[U]"))
-    made.save(str(copy / "t.json"))
-    assert resume(copy, "texts", "run", "--tokenizer", str(copy / "t.json")) == 2
-    assert "has changed since the run began" in said_once(capsys.readouterr().err)
+    path = Path(tokenizer_of(copy, {"[U]": 0, "some": 1, "words": 2}))
+    assert resume(copy, "texts", "run", "--tokenizer", str(path)) == 2
+    assert f"--tokenizer was bytes when the run began and is {path} now" in said_once(capsys.readouterr().err)
+    told = {"data": {"data": str(copy / "texts"), "tokenizer": str(path)}}
+    trained(1, copy / "words", steps=SHORT, model={"seq": 8}, **told)
+    told["data"]["tokenizer"] = str(path.rename(copy / "moved.json"))  # the same file elsewhere
+    trained(1, copy / "words", steps={**SHORT, "steps": 3}, model={"seq": 8}, checkpoints={"resume": True}, **told)
+    (copy / "moved.json").write_text((copy / "moved.json").read_text() + " ")
+    assert resume(copy, "texts", "words", "--tokenizer", str(copy / "moved.json")) == 2
+    assert "the file of --tokenizer has changed since the run began" in said_once(capsys.readouterr().err)
 
 
 def test_a_run_that_is_not_there_is_not_gone_on_with(tmp_path, capsys):
@@ -175,8 +202,6 @@ def test_a_run_that_is_not_there_is_not_gone_on_with(tmp_path, capsys):
     )
     assert main(["train", "--resume", "--out", str(tmp_path / "empty")]) == 2
     assert "there is no run at --out" in said_once(capsys.readouterr().err)
-    assert main(["train", "--resume", "--resume-or-start", "--out", str(tmp_path / "empty")]) == 2
-    assert "give one of them" in said_once(capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "gpt2-large"]
 
 

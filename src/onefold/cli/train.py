@@ -31,7 +31,7 @@ from onefold.train.data import prepare
 from onefold.train.lock import LAUNCHED, RunLock
 from onefold.train.metrics import Listener
 from onefold.train.run import RunFolder, read_facts, read_metrics, read_profile, replace
-from onefold.train.same import check_data, check_settings, check_there
+from onefold.train.same import check_same, check_there
 from onefold.train.settings import Settings
 from onefold.train.source import find_source
 from onefold.train.start import check_folder, train
@@ -99,8 +99,7 @@ class TrainCommand(Settings):
         check_folder(self)
         prepared = prepare(self.data, self.output.out)
         for run in self.stages() if self.checkpoints.goes_on else ():
-            check_data(run, prepared.digests)
-            check_settings(run, shape, vocab_known=prepared.entry is not None)
+            check_same(run, prepared.digests, shape, vocab_known=prepared.entry is not None)
 
     # -- the launcher ------------------------------------------------------------------------------------------------
 

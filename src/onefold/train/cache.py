@@ -173,4 +173,7 @@ def _mapped(opened: int, size: int) -> Tensor:
 
 
 def default_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefold"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefold"
+    except RuntimeError as error:
+        raise ConfigError("this user has no home, so tokens have no cache; give a folder with --cache") from error

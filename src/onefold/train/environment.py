@@ -53,6 +53,7 @@ def facts_of(
         "accumulation": accumulation,
         "tokens_per_step": batch * shape.seq,
         "eval_windows": settings.steps.eval_windows,
+        "seed": settings.steps.seed,
         "environment": environment(engine.device),
         "placement": [dataclasses.asdict(row) for row in rows.rows],
         "data": {
@@ -60,6 +61,7 @@ def facts_of(
             "left_out": prepared.left_out,
             "train_tokens": data.windows.train * (shape.seq + 1),
             "val_tokens": data.windows.val * (shape.seq + 1),
+            "val_fraction": settings.data.val_fraction,
             "tokenizer": data.tokenizer,
             **digests,
         },

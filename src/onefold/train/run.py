@@ -5,13 +5,13 @@
     facts.json      what was decided and planned, and where it ran; written once, before the first step
         model       {name, layers, hidden, heads, seq, vocab, parameters}
         ranks, stage, stage_why, precision, device ("cpu" or the GPU's name)
-        global_batch, micro_batch, accumulation, tokens_per_step
+        global_batch, micro_batch, accumulation, tokens_per_step, eval_windows, seed
         environment {onefold, torch, python, platform, cores, gpu, date}
         placement   [{unit, elements, optimizer, gradients, parameters, parameter_bytes}, …]
         plan        {memory: {category: bytes}, peak_bytes, traffic: {purpose: bytes}}
         baseline    {bigram_val_loss}
-        data        {source, left_out, train_tokens, val_tokens, tokenizer, digest, tokenizer_sha256, tokens_sha256,
-                    replaced: [{digest, at_step}, …], what it was before --accept-changed-data}
+        data        {source, left_out, train_tokens, val_tokens, val_fraction, tokenizer, digest, tokenizer_sha256,
+                    tokens_sha256, replaced: [{digest, at_step}, …], what it was before --accept-changed-data}
     data.json       {digest, tokenizer_sha256, tokens_sha256, files: [{path, bytes, sha256}, …]}, paths after --data
     metrics.jsonl   one object per logged step
         step, loss, val_loss and val_ppl (null unless it was evaluated), grad_norm, lr, tokens_per_s, step_s,

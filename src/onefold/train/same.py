@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 from onefold.errors import ConfigError
 from onefold.planner.shapes import Shape
 from onefold.train.digest import Digests
 from onefold.train.run import RunFolder, is_run, read_facts
 from onefold.train.settings import BYTES, Settings
-from onefold.train.toml import read_toml, with_values
 
 NAMED = 3  # files, before the rest is counted
 SHAPE = ("layers", "hidden", "heads", "seq", "vocab")
@@ -33,24 +33,39 @@ def check_there(settings: Settings) -> None:
         )
 
 
-def check_settings(settings: Settings, shape: Shape, *, vocab_known: bool = True) -> None:
+def check_same(settings: Settings, digests: Digests, shape: Shape, *, vocab_known: bool = True) -> None:
+    """Raises if what is to go on in the folder is not the run that began there."""
+    check_settings(settings)
+    check_data(settings, digests)
+    check_shape(settings, shape, vocab_known=vocab_known)
+
+
+def check_settings(settings: Settings) -> None:
     """Raises if the run in the folder had settings that make it another one."""
     folder = RunFolder(settings.output.out)
-    if folder.config.exists():
-        then = with_values(Settings(), read_toml(folder.config), str(folder.config))
-        _same("seed", then.steps.seed, settings.steps.seed)
-        _same("val-fraction", then.data.val_fraction, settings.data.val_fraction)
-        if BYTES in (then.data.tokenizer, settings.data.tokenizer):  # of two files the contents are compared
-            _same("tokenizer", then.data.tokenizer, settings.data.tokenizer)
-    model = read_facts(folder.path).get("model") if folder.facts.exists() else None
-    if not isinstance(model, dict):
-        return
-    for name in SHAPE:
-        if name in model and (name != "vocab" or vocab_known):
-            _same(name, model[name], getattr(shape, name))
+    facts = read_facts(folder.path) if folder.facts.exists() else {}  # not config.toml, which may have been edited
+    _same("seed", facts, settings.steps.seed)
+    _same("val_fraction", _table(facts, "data"), settings.data.val_fraction)
+    tokenizer = _table(facts, "data").get("tokenizer")
+    if tokenizer != "tokens" and BYTES in (tokenizer, settings.data.tokenizer):  # of two files contents are compared
+        _same("tokenizer", _table(facts, "data"), settings.data.tokenizer)
 
 
-def _same(flag: str, then: object, now: object) -> None:
+def check_shape(settings: Settings, shape: Shape, *, vocab_known: bool) -> None:
+    """Raises if the model of the run in the folder had another shape."""
+    folder = RunFolder(settings.output.out)
+    facts = read_facts(folder.path) if folder.facts.exists() else {}
+    for name in SHAPE if vocab_known else SHAPE[:-1]:
+        _same(name, _table(facts, "model"), getattr(shape, name))
+
+
+def _table(facts: dict[str, Any], name: str) -> dict[str, Any]:
+    found = facts.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _same(name: str, facts: dict[str, Any], now: object) -> None:
+    then, flag = facts.get(name, now), name.replace("_", "-")
     if then != now:
         raise ConfigError(
             f"--{flag} was {then} when the run began and is {now} now, which makes it another run; go on with "
@@ -76,8 +91,7 @@ def check_data(settings: Settings, found: Digests) -> None:
 
 def digest_of(run: Path) -> str | None:
     """Of the data, as the run's facts say it."""
-    data = read_facts(run).get("data") if RunFolder(run).facts.exists() else None
-    digest = data.get("digest") if isinstance(data, dict) else None
+    digest = _table(read_facts(run), "data").get("digest") if RunFolder(run).facts.exists() else None
     return digest if isinstance(digest, str) else None
 
 

@@ -321,6 +321,8 @@ class Settings:
             )
         if self.checkpoints.resume and self.checkpoints.resume_or_start:
             raise ConfigError("--resume wants a run at --out and --resume-or-start does not; give one of them")
+        if self.checkpoints.accept_changed_data and not self.checkpoints.goes_on:
+            raise ConfigError("--accept-changed-data is for a run that goes on; add --resume, or leave it out")
         if self.output.profile_steps is not None and not self.output.profile:
             raise ConfigError(f"--profile-steps {self.output.profile_steps} records nothing without --profile; add it")
         if self.output.profile and self.steps.steps < PROFILE_WARMUP + self.output.profiled:

@@ -42,7 +42,7 @@ from onefold.train.run import (
     replace,
     write_facts,
 )
-from onefold.train.same import check_data, check_settings
+from onefold.train.same import check_same
 from onefold.train.settings import Settings
 from onefold.train.stop import Stop
 from onefold.train.toml import NOT_SAVED, to_toml
@@ -171,8 +171,7 @@ def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
 def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> None:
     """Of rank 0: raise if the run that is gone on with was another."""
     if settings.checkpoints.goes_on and prepared is not None:
-        check_data(settings, prepared.digests)
-        check_settings(settings, shape)
+        check_same(settings, prepared.digests, shape)
 
 
 def together(comm: Comm, work: Callable[[], T], where: str) -> T:
