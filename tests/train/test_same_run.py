@@ -217,6 +217,9 @@ def test_resume_or_start_starts_and_then_goes_on_and_a_comparison_is_held_to_its
     edit(root / "a.txt")
     assert main(["train", "--resume", "--out", str(out), "--ranks", "1", "--steps", "4"]) == 2
     assert "a.txt has changed since the run began" in said_once(capsys.readouterr().err)
+    next_stage = dataclasses.replace(settings_of(out, data={"data": str(root)}), compare="1").stages()[0]
+    for caught in run_ranks_raises(1, one_rank, next_stage):
+        assert "a.txt has changed since the run began" in caught.message
 
 
 def test_ranks_that_start_again_do_not_go_on_with_other_data(tmp_path):

@@ -98,13 +98,17 @@ class RunFolder(NamedTuple):
 def is_run(path: Path) -> bool:
     """Whether a folder is that of a run, or of a comparison of several."""
     folder = RunFolder(path)
-    if folder.facts.exists():
-        return folder.config.exists()
+    single = folder.facts.exists() and folder.config.exists()
+    return single or is_comparison(path) or bool(folder.stages)
+
+
+def is_comparison(path: Path) -> bool:
+    """Whether the runs of a comparison are in the folder; their facts are in folders of their own."""
     try:
-        with folder.config.open("rb") as file:  # facts of a comparison are in the folders of its stages
+        with RunFolder(path).config.open("rb") as file:
             return file.read(len(COMPARES)) == COMPARES
     except OSError:
-        return bool(folder.stages)
+        return False
 
 
 def make_folder(out: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from onefold.errors import ConfigError
 from onefold.planner.shapes import Shape
 from onefold.train.digest import Digests
-from onefold.train.run import RunFolder, is_run, read_facts
+from onefold.train.run import RunFolder, is_comparison, is_run, read_facts
 from onefold.train.settings import BYTES, Settings
 
 NAMED = 3  # files, before the rest is counted
@@ -73,9 +73,16 @@ def _same(name: str, facts: dict[str, Any], now: object) -> None:
         )
 
 
-def check_data(settings: Settings, found: Digests) -> None:
+def check_stages(settings: Settings, found: Digests) -> None:
+    """Raises if a stage of a comparison would be trained on other data than the stages before it."""
+    folder = settings.output.out.parent
+    for stage in RunFolder(folder).stages if is_comparison(folder) else ():
+        check_data(settings, found, stage)
+
+
+def check_data(settings: Settings, found: Digests, folder: RunFolder | None = None) -> None:
     """Raises if the data are not those that the run in the folder is trained on, unless that was accepted."""
-    folder = RunFolder(settings.output.out)
+    folder = folder or RunFolder(settings.output.out)
     then = digest_of(folder.path)
     if then is None or then == found.all or settings.checkpoints.accept_changed_data:
         return

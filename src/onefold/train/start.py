@@ -42,7 +42,7 @@ from onefold.train.run import (
     replace,
     write_facts,
 )
-from onefold.train.same import check_same
+from onefold.train.same import check_same, check_stages
 from onefold.train.settings import Settings
 from onefold.train.stop import Stop
 from onefold.train.toml import NOT_SAVED, to_toml
@@ -169,8 +169,10 @@ def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
 
 
 def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> None:
-    """Of rank 0: raise if the run that is gone on with was another."""
-    if settings.checkpoints.goes_on and prepared is not None:
+    """Of rank 0: raise if the run that is gone on with was another, or the stage before it."""
+    assert prepared is not None, "rank 0 is the first of its node"
+    check_stages(settings, prepared.digests)
+    if settings.checkpoints.goes_on:
         check_same(settings, prepared.digests, shape)
 
 
