@@ -5,7 +5,7 @@
 #
 # 1  Slurm wakes this script five minutes before the limit (--signal).
 # 2  It tells the ranks to stop (SIGTERM): they finish their step and save, all at the same step.
-# 3  The job goes back into the queue, and --resume goes on from there, also on another number of nodes.
+# 3  The job goes back into the queue, and --resume-or-start goes on from there, also on another number of nodes.
 #
 # All nodes see --out. A rank that is lost in between is started again from the last checkpoint (--max-restarts).
 #SBATCH --job-name=onefold
@@ -26,7 +26,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a new store for each start: the ol
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-gpu}" --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "$head:${PORT:-29500}" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
-    -m onefold.cli.main train --resume "$@" &
+    -m onefold.cli.main train --resume-or-start "$@" &
 step=$!
 
 out_of_time=""

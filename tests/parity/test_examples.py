@@ -145,7 +145,7 @@ def start_node(cluster: dict[str, str], *arguments: str) -> subprocess.Popen[str
     """The same command as on the other node."""
     environment = {"HEAD": "localhost", "PER_NODE": "1"}
     environment |= {key: cluster[key] for key in ("PORT", "XDG_CACHE_HOME", "RESTARTS") if key in cluster}
-    return start("torchrun_two_nodes.sh", environment, "--resume", *arguments)
+    return start("torchrun_two_nodes.sh", environment, "--resume-or-start", *arguments)
 
 
 def test_two_nodes_lose_a_rank_and_go_on_from_the_last_checkpoint(cluster, tmp_path):

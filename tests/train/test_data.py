@@ -12,17 +12,17 @@ import torch
 
 from onefold.errors import ConfigError
 from onefold.train import data as module
-from onefold.train.data import bigram_loss, find_source, load_data, prepare
+from onefold.train.data import bigram_loss, load_data, prepare
 from onefold.train.run import read_facts
 from onefold.train.sample import codec_of
 from onefold.train.settings import DataSettings
+from onefold.train.source import find_source
 from tests.train.launched import SMALL, run
 
 
 def made(tmp_path, seq=16, **fields):
     settings = DataSettings(cache=tmp_path / "cache", **fields)
-    prepare(settings)
-    return load_data(settings, seq)
+    return load_data(settings, seq, prepare(settings).entry)
 
 
 def test_without_data_it_is_the_standard_library_byte_for_byte(tmp_path):
@@ -48,11 +48,11 @@ def test_a_folder_is_its_text_files_in_order_of_their_names(tmp_path):
 @pytest.mark.parametrize("name", ["test", "tests", "site-packages", "dist-packages", "__pycache__"])
 def test_a_users_folder_is_read_whatever_its_subfolders_are_called(tmp_path, name):
     root = written(tmp_path / "texts", **{"a.txt": b"first"})
-    before = prepare(DataSettings(cache=tmp_path / "cache", data=root))
+    before = made(tmp_path, seq=1, data=root, val_fraction=0.5)
     written(root, **{f"{name}/b.txt": b"second"})
     after = made(tmp_path, seq=1, data=root, val_fraction=0.5)
-    assert bytes(after.tokens.tolist()) == b"first\n\0\nsecond" and before.read_bytes() == b"first"
-    assert after.left_out == ""
+    assert bytes(after.tokens.tolist()) == b"first\n\0\nsecond" and bytes(before.tokens.tolist()) == b"first"
+    assert find_source(DataSettings(data=root)).left_out == ""
 
 
 def test_the_standard_library_is_read_without_its_tests_and_what_others_installed(tmp_path):
@@ -86,7 +86,7 @@ def test_changed_text_is_tokenised_again_and_unchanged_text_is_not(tmp_path, mon
     path = tmp_path / "a.txt"
     path.write_text("x" * 200)
     made(tmp_path, data=path)
-    monkeypatch.setattr(module, "_read", lambda source: pytest.fail("read again"))
+    monkeypatch.setattr(module, "_tokenised", lambda *_: pytest.fail("tokenised again"))
     made(tmp_path, data=path)
     monkeypatch.undo()
     path.write_text("y" * 300)
@@ -102,7 +102,7 @@ def test_processes_that_tokenise_at_once_leave_one_whole_file(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert bytes(load_data(settings, 16).tokens.tolist()) == path.read_bytes()
+    assert bytes(load_data(settings, 16, prepare(settings).entry).tokens.tolist()) == path.read_bytes()
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

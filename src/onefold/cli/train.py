@@ -27,15 +27,20 @@ from onefold.cli.screen import Screen
 from onefold.cli.verdict import Outcome
 from onefold.errors import ConfigError, OnefoldError
 from onefold.mesh import leave
+from onefold.planner.shapes import Shape
 from onefold.tiers.files import check_folder as check_disk
 from onefold.train.board import Board, check_board
 from onefold.train.clean import clean_up
-from onefold.train.data import find_source, find_tokenizer, prepare
+from onefold.train.data import prepare
+from onefold.train.lock import LAUNCHED, RunLock
 from onefold.train.metrics import Listener
 from onefold.train.run import RunFolder, read_facts, read_metrics, read_profile, replace
+from onefold.train.same import check_same, check_there
 from onefold.train.settings import Settings
+from onefold.train.source import find_source
 from onefold.train.start import check_folder, train
 from onefold.train.stop import Stop
+from onefold.train.tokenizer import find_tokenizer
 from onefold.train.toml import NOT_SAVED, read_toml, to_toml, with_values
 
 NO_ADVICE = ("ConfigError", "CheckpointError", "CheckpointDamaged")  # errors that going on would only meet again
@@ -55,7 +60,7 @@ class TrainCommand(Settings):
     def defaults(cls, arguments: Sequence[str]) -> TrainCommand:
         """What flags change: the settings of a file, of the run that goes on, or those above."""
         path = _flag(arguments, "--config")
-        if path is None and "--resume" in arguments:
+        if path is None and {"--resume", "--resume-or-start"} & set(arguments):
             known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
             path = str(known) if known.exists() else None
         return cls() if path is None else with_values(cls(), _overruled(read_toml(Path(path)), arguments), path)
@@ -63,10 +68,14 @@ class TrainCommand(Settings):
     def run(self) -> int:
         ranks = self.count()
         self.check(ranks)
+        if LAUNCHED not in os.environ:  # else the launcher did
+            check_there(self)
         if is_rank():
             return self._as_rank()
-        self._check_more()
-        return self._launch(ranks)
+        shape = self._check_more()
+        with RunLock(self.output.out):
+            self._check_run(shape)
+            return self._launch(ranks)
 
     def count(self) -> int:
         """Ranks in all."""
@@ -77,17 +86,24 @@ class TrainCommand(Settings):
             raise ConfigError(f"--ranks {self.ranks}, but torchrun started {found}; leave --ranks out")
         return found
 
-    def _check_more(self) -> None:
-        """What would fail on every rank alike, before there are any."""
-        source = find_source(self.data)
+    def _check_more(self) -> Shape:
+        """What would fail on every rank alike, before there are any; the model's shape."""
+        source = find_source(self.data, self.output.out)
         vocab = (source.tokens.vocab or 1) if source.tokens else find_tokenizer(self.data.tokenizer).vocab
-        self.model.shape(vocab).check(self.zero.axes(self.count()).get("tp", 1), pp=1)
+        shape = self.model.shape(vocab)
+        shape.check(self.zero.axes(self.count()).get("tp", 1), pp=1)
         if self.zero.offload_path is not None:
             check_disk(self.zero.offload_path, 0)
-        check_folder(self)
         if self.output.tensorboard:
             check_board()
-        prepare(self.data)
+        return shape
+
+    def _check_run(self, shape: Shape) -> None:
+        """The folder, and whether what goes on there is the same run; reads the data once."""
+        check_folder(self)
+        prepared = prepare(self.data, self.output.out)
+        for run in self.stages() if self.checkpoints.goes_on else ():
+            check_same(run, prepared.digests, shape, vocab_known=prepared.entry is not None)
 
     # -- the launcher ------------------------------------------------------------------------------------------------
 
@@ -143,7 +159,7 @@ class TrainCommand(Settings):
     # -- a rank ------------------------------------------------------------------------------------------------------
 
     def _as_rank(self) -> int:
-        stop = Stop(lambda name: line.say({"signal": name}))
+        stop = Stop(lambda name: line.say({"signal": name}), lambda: line.say({"phase": TRAINING}))
         line = Lifeline(stop.ask)
         try:
             self._train(stop, line)
@@ -162,7 +178,7 @@ class TrainCommand(Settings):
         for run in settings.stages():
             check_folder(run)
         for run in settings.stages():
-            ended = train(run, stop, self._listener(run), lambda: line.say({"phase": TRAINING}))
+            ended = train(run, stop, self._listener(run))
             line.say({"phase": PREPARING})
             if not ended.finished:
                 return

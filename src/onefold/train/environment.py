@@ -17,7 +17,7 @@ from onefold.planner.dry import rehearse
 from onefold.planner.plan import cost_of
 from onefold.planner.shapes import Shape
 from onefold.report import placement
-from onefold.train.data import Data, bigram_loss
+from onefold.train.data import Data, Prepared, bigram_loss
 from onefold.train.model import GPT
 from onefold.train.settings import Settings
 from onefold.version import VERSION
@@ -30,13 +30,17 @@ def build(shape: Shape) -> GPT:
         return GPT(shape)
 
 
-def facts_of(settings: Settings, model: nn.Module, shape: Shape, data: Data, earlier: dict[str, Any]) -> dict[str, Any]:
-    """`earlier` are those of the same run before it was interrupted: what takes long is not done again."""
+def facts_of(
+    settings: Settings, model: nn.Module, shape: Shape, data: Data, prepared: Prepared, *, earlier: dict[str, Any],
+    step: int,
+) -> dict[str, Any]:  # fmt: skip
+    """`earlier` are those of the same run before it was interrupted, at `step`: what takes long is not done again."""
     engine = engine_of(model)
     everyone = engine.everyone.size
     batch, accumulation = settings.steps.split(everyone)
     cuda = engine.device.type == "cuda"
     rows = placement(model)
+    digests = _digests(prepared, earlier.get("data") or {}, step)
     facts = {
         "model": {"name": settings.model.model, **dataclasses.asdict(shape), "parameters": shape.numel},
         "ranks": engine.comms.world.size,
@@ -49,14 +53,17 @@ def facts_of(settings: Settings, model: nn.Module, shape: Shape, data: Data, ear
         "accumulation": accumulation,
         "tokens_per_step": batch * shape.seq,
         "eval_windows": settings.steps.eval_windows,
+        "seed": settings.steps.seed,
         "environment": environment(engine.device),
         "placement": [dataclasses.asdict(row) for row in rows.rows],
         "data": {
             "source": data.source,
-            "left_out": data.left_out,
+            "left_out": prepared.left_out,
             "train_tokens": data.windows.train * (shape.seq + 1),
             "val_tokens": data.windows.val * (shape.seq + 1),
+            "val_fraction": settings.data.val_fraction,
             "tokenizer": data.tokenizer,
+            **digests,
         },
     }
     if all(earlier.get(key) == facts[key] for key in facts if key != "environment") and "plan" in earlier:
@@ -67,6 +74,16 @@ def facts_of(settings: Settings, model: nn.Module, shape: Shape, data: Data, ear
         "plan": planned(engine, settings, shape, accumulation),
         "baseline": {"bigram_val_loss": baseline},
     }
+
+
+def _digests(prepared: Prepared, earlier: dict[str, Any], step: int) -> dict[str, Any]:
+    """What the data are by content, and what they were before other data were accepted."""
+    found = prepared.digests
+    replaced = list(earlier.get("replaced") or [])
+    if earlier.get("digest") not in (None, found.all):
+        replaced.append({"digest": earlier["digest"], "at_step": step})
+    named = {"digest": found.all, "tokenizer_sha256": found.tokenizer, "tokens_sha256": found.tokens}
+    return {**named, "replaced": replaced}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

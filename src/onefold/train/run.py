@@ -5,12 +5,14 @@
     facts.json      what was decided and planned, and where it ran; written once, before the first step
         model       {name, layers, hidden, heads, seq, vocab, parameters}
         ranks, stage, stage_why, precision, device ("cpu" or the GPU's name)
-        global_batch, micro_batch, accumulation, tokens_per_step
+        global_batch, micro_batch, accumulation, tokens_per_step, eval_windows, seed
         environment {onefold, torch, python, platform, cores, gpu, date}
         placement   [{unit, elements, optimizer, gradients, parameters, parameter_bytes}, …]
         plan        {memory: {category: bytes}, peak_bytes, traffic: {purpose: bytes}}
         baseline    {bigram_val_loss}
-        data        {source, left_out, train_tokens, val_tokens, tokenizer}
+        data        {source, left_out, train_tokens, val_tokens, val_fraction, tokenizer, digest, tokenizer_sha256,
+                    tokens_sha256, replaced: [{digest, at_step}, …], what it was before --accept-changed-data}
+    data.json       {digest, tokenizer_sha256, tokens_sha256, files: [{path, bytes, sha256}, …]}, paths after --data
     metrics.jsonl   one object per logged step
         step, loss, val_loss and val_ppl (null unless it was evaluated), grad_norm, lr, tokens_per_s, step_s,
         mfu (null where the peak is unknown), memory {category: bytes, "peak": bytes or null},
@@ -22,6 +24,7 @@
           gathered_bytes, reduced_bytes}, …]}, …], one for each rank
     report.html     and pictures beside it
     stage-0/ …      with --compare: each a run folder of its own
+    .lock           who runs in it; not there otherwise, unless that process was killed
 
 Lines are appended by rank 0 and are whole once they end in a newline: a torn last line is not read.
 """
@@ -35,11 +38,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onefold.errors import OnefoldError
+from onefold.errors import ConfigError, OnefoldError
 from onefold.profiling.report import ProfileReport
 
 STAGE_FOLDER = "stage-{}"
 SUMMARY = "summary.json"  # of a profile
+COMPARES = b"compare = "  # how the settings of a comparison begin
+LOCK = ".lock"
 
 
 class RunFolder(NamedTuple):
@@ -58,6 +63,10 @@ class RunFolder(NamedTuple):
     @property
     def facts(self) -> Path:
         return self.path / "facts.json"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data.json"
 
     @property
     def metrics(self) -> Path:
@@ -84,6 +93,32 @@ class RunFolder(NamedTuple):
         """The runs of a comparison, in order; none if it is a single run."""
         found = sorted(self.path.glob(STAGE_FOLDER.format("*")))
         return [RunFolder(path) for path in found if RunFolder(path).facts.exists()]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run, or of a comparison of several."""
+    folder = RunFolder(path)
+    single = folder.facts.exists() and folder.config.exists()
+    return single or is_comparison(path) or bool(folder.stages)
+
+
+def is_comparison(path: Path) -> bool:
+    """Whether the runs of a comparison are in the folder; their facts are in folders of their own."""
+    try:
+        with RunFolder(path).config.open("rb") as file:
+            return file.read(len(COMPARES)) == COMPARES
+    except OSError:
+        return False
+
+
+def make_folder(out: Path) -> None:
+    """The folder of a run, if it is not there; raises if it cannot be one."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
 
 
 def read_facts(run: Path) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from onefold.checkpoint.storage import Storage
 from onefold.errors import CheckpointError, ConfigError
 from onefold.layout import Span
 from onefold.planner.shapes import Shape
-from onefold.train.data import vocab_of
 from onefold.train.model import GPT
 from onefold.train.run import RunFolder, read_facts
 from onefold.train.settings import BYTES
+from onefold.train.tokenizer import vocab_of
 
 
 class Codec(Protocol):

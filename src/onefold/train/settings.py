@@ -240,6 +240,12 @@ class CheckpointSettings:
     resume: bool = False
     """Go on with the run at --out, from its last checkpoint; with its settings, unless others are given."""
 
+    resume_or_start: bool = False
+    """As --resume where there is a run at --out; else start it."""
+
+    accept_changed_data: bool = False
+    """Go on also if the data are not those that the run began with."""
+
     max_restarts: int = 0
     """How often to start again, from the last checkpoint, after a rank was lost."""
 
@@ -248,6 +254,11 @@ class CheckpointSettings:
 
     timeout_s: float = 600.0
     """How long a rank waits for another."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a run that is at --out is gone on with."""
+        return self.resume or self.resume_or_start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +319,10 @@ class Settings:
                 f"--sequence splits block inputs over tp already, so --activations {self.zero.activations} has nothing "
                 f"left to share; use {self.zero.activations.replace('partition', 'checkpoint')}"
             )
+        if self.checkpoints.resume and self.checkpoints.resume_or_start:
+            raise ConfigError("--resume wants a run at --out and --resume-or-start does not; give one of them")
+        if self.checkpoints.accept_changed_data and not self.checkpoints.goes_on:
+            raise ConfigError("--accept-changed-data is for a run that goes on; add --resume, or leave it out")
         if self.output.profile_steps is not None and not self.output.profile:
             raise ConfigError(f"--profile-steps {self.output.profile_steps} records nothing without --profile; add it")
         if self.output.profile and self.steps.steps < PROFILE_WARMUP + self.output.profiled:

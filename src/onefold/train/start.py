@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,19 +19,30 @@ from onefold.checkpoint.commit import committed
 from onefold.checkpoint.load import load
 from onefold.checkpoint.storage import Storage
 from onefold.comm import Comm
-from onefold.errors import ConfigError, OnefoldError
+from onefold.errors import ConfigError, MismatchError, OnefoldError
 from onefold.mesh import axes_of, init, mesh
-from onefold.meter import Meter
+from onefold.meter import Label, Meter
 from onefold.optimizer import Optimizer
-from onefold.planner.shapes import named
+from onefold.planner.shapes import Shape, named
 from onefold.shard import shard
-from onefold.train.data import Data, load_data, prepare
+from onefold.train.data import Data, Prepared, load_data, prepare
 from onefold.train.diagnose import is_out_of_memory, out_of_memory
 from onefold.train.environment import build, facts_of
+from onefold.train.lock import LAUNCHED, RunLock
 from onefold.train.loop import Loop, Place
 from onefold.train.metrics import Listener, collected
 from onefold.train.model import initialise
-from onefold.train.run import RunFolder, cut_after, read_facts, read_lines, replace, write_facts
+from onefold.train.run import (
+    LOCK,
+    RunFolder,
+    cut_after,
+    make_folder,
+    read_facts,
+    read_lines,
+    replace,
+    write_facts,
+)
+from onefold.train.same import check_same, check_stages
 from onefold.train.settings import Settings
 from onefold.train.stop import Stop
 from onefold.train.toml import NOT_SAVED, to_toml
@@ -37,6 +50,7 @@ from onefold.train.toml import NOT_SAVED, to_toml
 T = TypeVar("T")
 PROBE = ".writing-"  # what a rank makes in --out, to see that it can, while others look whether that is empty
 PATIENCE_S = 24 * 3600.0
+DATA = Label("train", "the data")
 
 
 class Ended(NamedTuple):
@@ -49,17 +63,15 @@ class Ended(NamedTuple):
 def check_folder(settings: Settings) -> None:
     """A run starts in a folder of its own, or goes on in that of an earlier start."""
     out = settings.output.out
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; give a folder")
-    found = (path.name for path in out.iterdir()) if out.exists() else ()
-    if any(not name.startswith(PROBE) for name in found) and not settings.checkpoints.resume:
+    make_folder(out)
+    found = any(path.name != LOCK and not path.name.startswith(PROBE) for path in out.iterdir())
+    if found and not settings.checkpoints.goes_on:
         known = RunFolder(out).config
         again = f" (and --config {known}, to repeat that run)" if known.exists() else ""
         raise ConfigError(
             f"--out {out} holds something already; go on with it by --resume, or give another --out{again}"
         )
     try:
-        out.mkdir(parents=True, exist_ok=True)
         probe = out / f"{PROBE}{os.getpid()}"
         probe.touch()
         probe.unlink(missing_ok=True)  # on another node a rank may have the same number
@@ -67,14 +79,22 @@ def check_folder(settings: Settings) -> None:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
 
 
-def train(settings: Settings, stop: Stop, listener: Listener, ready: Callable[[], None] = lambda: None) -> Ended:
-    """One rank of a run. Collective. From the call of `ready` on, a signal is heard at the end of a step."""
+def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
+    """One rank of a run. Collective. `stop` listens to signals from the first step on."""
     init(timeout_s=settings.checkpoints.timeout_s)
     comm = Comm(axes_of(None).everyone, torch.device("cpu"), settings.checkpoints.timeout_s, Meter())
+    with ExitStack() as held:
+        if LAUNCHED not in os.environ:  # else the launcher holds it
+            lock = RunLock(settings.output.out)
+            together(comm, lambda: held.enter_context(lock) if comm.rank == 0 else None, "--out")
+        return _train(settings, comm, stop, listener)
+
+
+def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> Ended:
     heard: list[tuple[str, str]] = []
     with collected(lambda kind, message: heard.append((kind, message))):
         try:
-            loop, place = _prepare(settings, comm)
+            loop, place, prepared = _prepare(settings, comm)
         except Exception as error:
             if is_out_of_memory(error):
                 stage = settings.zero.stage if isinstance(settings.zero.stage, int) else 0
@@ -84,20 +104,21 @@ def train(settings: Settings, stop: Stop, listener: Listener, ready: Callable[[]
             loop.notes.note(kind, message)
     with collected(loop.notes.note):
         if comm.rank == 0:
-            facts = _write_down(loop, place)
+            assert prepared is not None, "rank 0 is the first of its node"
+            facts = _write_down(loop, place, prepared)
             listener.began(facts, place.step)
         try:
             with stop:
-                ready()
                 done = loop.go(place, stop, listener)
         finally:
             listener.ended()
     return Ended(done.step, done.step == settings.steps.steps)
 
 
-def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place]:
-    data = _data(settings, comm)
+def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place, Prepared | None]:
+    data, prepared = _data(settings, comm)
     shape = together(comm, lambda: settings.model.shape(data.vocab), "the model")
+    together(comm, lambda: _check_same(settings, prepared, shape) if comm.rank == 0 else None, "the run that goes on")
     model = build(shape)
     axes = settings.zero.axes(comm.size)
     places = mesh(replica=axes["replica"], shard=axes["shard"], tp=axes["tp"]) if axes else None
@@ -116,7 +137,7 @@ def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place]:
     inside = settings.updates_inside(comm.size)
     optimizer = Optimizer(model, torch.optim.AdamW, groups=groups(settings, model), fused=True, step_in_backward=inside)
     place = _go_on(settings, model, optimizer, comm)
-    return Loop(settings, model, optimizer, shape, data, comm), place
+    return Loop(settings, model, optimizer, shape, data, comm), place, prepared
 
 
 def groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
@@ -131,13 +152,29 @@ def groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _data(settings: Settings, comm: Comm) -> Data:
-    """The first process of each node tokenises what is not in its cache; the others wait for it."""
+def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
+    """The first process of each node hashes the data and tokenises what is not in its cache; the others wait for it."""
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     comm = Comm(axes_of(None).everyone, torch.device("cpu"), PATIENCE_S, Meter())  # much text takes long
-    together(comm, lambda: prepare(settings.data) if first else None, "the data")
+    prepared = together(comm, lambda: prepare(settings.data, settings.output.out) if first else None, "the data")
+    mine = [prepared.entry, prepared.digests.all] if prepared else None
+    found = [json.loads(row) for row in comm.exchange(json.dumps(mine).encode(), DATA)]
+    for rank, theirs in enumerate(found):
+        if theirs is not None and theirs != found[0]:
+            raise MismatchError(
+                f"rank {rank} finds other data at --data than rank 0, though its ranks train one model; give all nodes "
+                f"the same files"
+            )
     seq = settings.model.seq or named(settings.model.model).seq
-    return together(comm, lambda: load_data(settings.data, seq), "the data")
+    return together(comm, lambda: load_data(settings.data, seq, found[0][0]), "the data"), prepared
+
+
+def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> None:
+    """Of rank 0: raise if the run that is gone on with was another, or the stage before it."""
+    assert prepared is not None, "rank 0 is the first of its node"
+    check_stages(settings, prepared.digests)
+    if settings.checkpoints.goes_on:
+        check_same(settings, prepared.digests, shape)
 
 
 def together(comm: Comm, work: Callable[[], T], where: str) -> T:
@@ -155,10 +192,10 @@ def together(comm: Comm, work: Callable[[], T], where: str) -> T:
 def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Place:
     """Load the last checkpoint, if the run is to go on and has one; the settings win over what was saved."""
     folder = RunFolder(settings.output.out)
-    wanted = settings.checkpoints.resume and folder.checkpoints.exists()
+    wanted = settings.checkpoints.goes_on and folder.checkpoints.exists()
     known = together(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
     if not known:
-        if settings.checkpoints.resume and comm.rank == 0:
+        if settings.checkpoints.goes_on and comm.rank == 0:
             _set_aside(folder)
         return Place(0, 0)
     extra = load(folder.checkpoints, model, optimizer, fallback=True)
@@ -181,14 +218,15 @@ def _set_aside(folder: RunFolder) -> None:
         )
 
 
-def _write_down(loop: Loop, place: Place) -> dict[str, Any]:
+def _write_down(loop: Loop, place: Place, prepared: Prepared) -> dict[str, Any]:
     """Of rank 0, before the first step: settings and facts; of later steps than this nothing is left."""
     settings, folder = loop.settings, loop.run_folder
     folder.path.mkdir(parents=True, exist_ok=True)
     batch = dataclasses.replace(settings.steps, global_batch=loop.batch, accumulation=None)  # the same on any ranks
     replace(folder.config, to_toml(dataclasses.replace(settings, steps=batch), leave_out=NOT_SAVED))
     earlier = read_facts(folder.path) if folder.facts.exists() else {}
-    facts = facts_of(settings, loop.model, loop.shape, loop.data, earlier)
+    facts = facts_of(settings, loop.model, loop.shape, loop.data, prepared, earlier=earlier, step=place.step)
+    replace(folder.data, prepared.digests.to_json())
     write_facts(folder.path, facts)
     cut_after(folder.metrics, place.step)
     cut_after(folder.warnings, place.step)

@@ -14,12 +14,17 @@ ONE_S = 1.0  # signals that come together are one: a launcher passes on what a t
 
 
 class Stop:
-    """Asked to stop, or not yet. As a context it listens to signals; a second one ends the process at once."""
+    """Asked to stop, or not yet. As a context it listens to signals; a second one ends the process at once.
 
-    def __init__(self, on_signal: Callable[[str], None] | None = None) -> None:
+    `on_signal` is told the name of the first signal, `on_listening` that from now on they are heard.
+    """
+
+    def __init__(
+        self, on_signal: Callable[[str], None] = lambda _: None, on_listening: Callable[[], None] = lambda: None
+    ) -> None:
         self.asked = False
         self.number = int(signal.SIGTERM)  # of the signal that asked
-        self._on_signal = on_signal
+        self._on_signal, self._on_listening = on_signal, on_listening
         self._first_s: float | None = None
         self._before: dict[int, Any] = {}
 
@@ -29,6 +34,7 @@ class Stop:
     def __enter__(self) -> Stop:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._heard)
+        self._on_listening()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -41,6 +47,5 @@ class Stop:
             os._exit(128 + number)
         if self._first_s is None:
             self._first_s, self.number = now, number
-            if self._on_signal is not None:
-                self._on_signal(signal.Signals(number).name)
+            self._on_signal(signal.Signals(number).name)
         self.asked = True

@@ -3,12 +3,16 @@
 tokens.bin          bare little-endian integers; the file `tokens.bin.json` beside it says {"dtype": "uint16",
                     "vocab": 50257}, both optional: without it they are uint16 and the vocabulary is looked up
 tokens.npy          NumPy's format, one dimension, uint8, uint16, uint32, int32 or int64
+
+What a file says of itself is believed only as far as its size allows, and no more than 64 KiB of that are read.
 """
 
 from __future__ import annotations
 
-import ast
 import json
+import os
+import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +28,9 @@ DTYPES = {
 NPY = {"|u1": "uint8", "<u2": "uint16", "<u4": "uint32", "<i4": "int32", "<i8": "int64"}
 SUFFIXES = (".bin", ".npy")
 PIECE = 1 << 22  # tokens looked at together
+MOST_BYTES = 1 << 16  # of a header
+DESCR = re.compile(r"""['"]descr['"]\s*:\s*['"]([^'"]{1,8})['"]""")
+SHAPE = re.compile(r"""['"]shape['"]\s*:\s*\(\s*(\d{1,18})\s*,?\s*\)""")
 
 
 class TokenFile(NamedTuple):
@@ -32,51 +39,87 @@ class TokenFile(NamedTuple):
     path: Path
     dtype: torch.dtype
     offset: int  # bytes
+    length: int | None  # as its header says; None: up to its end
     vocab: int | None
 
     def tokens(self) -> Tensor:
         """All of them, mapped."""
         size = self.path.stat().st_size
         flat = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)[self.offset :]
-        return flat[: len(flat) // self.dtype.itemsize * self.dtype.itemsize].view(self.dtype)
+        count = len(flat) // self.dtype.itemsize if self.length is None else self.length
+        return flat[: count * self.dtype.itemsize].view(self.dtype)
 
 
 def open_tokens(path: Path) -> TokenFile:
-    try:
-        found = _npy(path) if path.suffix == ".npy" else _bin(path)
-        size = path.stat().st_size - found.offset
-        if size < found.dtype.itemsize:
-            raise ConfigError(f"{path} holds no tokens: {max(size, 0)} bytes, and one takes {found.dtype.itemsize}")
-    except OSError as error:
-        raise ConfigError(f"--data {path} cannot be read: {error.strerror}") from error
+    found = _npy(path) if path.suffix == ".npy" else _bin(path)
+    size, each = _size(path) - found.offset, found.dtype.itemsize
+    if size < each or found.length == 0:
+        raise ConfigError(f"{path} holds no tokens: {max(size, 0)} bytes, and one takes {each}")
+    if found.length is not None and found.length * each > size:
+        raise ConfigError(
+            f"{path} says that it holds {found.length:,} tokens, but has bytes for {size // each:,}; is it whole? "
+            f"write the file anew"
+        )
     return found
 
 
+def beside(path: Path) -> Path | None:
+    """The file that describes a .bin file, if there is one."""
+    described = path.with_name(path.name + ".json")
+    return described if path.suffix == ".bin" and described.exists() else None
+
+
 def _bin(path: Path) -> TokenFile:
-    beside = path.with_name(path.name + ".json")
+    described = beside(path)
+    if described is None:
+        return TokenFile(path, torch.uint16, 0, None, None)
+    text = _start(described)
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"{described} has more than {MOST_BYTES:,} bytes; it should say dtype and vocab")
     try:
-        says: Any = json.loads(beside.read_text()) if beside.exists() else {}
-    except ValueError as error:
-        raise ConfigError(f"{beside} is no JSON: {error}") from error
-    name = says.get("dtype", "uint16") if isinstance(says, dict) else None
-    if not isinstance(name, str) or name not in DTYPES or not isinstance(says.get("vocab"), int | None):
-        raise ConfigError(f'{beside} should be like {{"dtype": "uint16", "vocab": 50257}}; dtypes: {", ".join(DTYPES)}')
-    return TokenFile(path, DTYPES[name], 0, says.get("vocab"))
+        says: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{described} is no JSON: {error}") from error
+    name, vocab = (says.get("dtype", "uint16"), says.get("vocab")) if isinstance(says, dict) else (None, None)
+    known = vocab is None or (type(vocab) is int and vocab > 0)
+    if not isinstance(name, str) or name not in DTYPES or not known:
+        raise ConfigError(
+            f'{described} should be like {{"dtype": "uint16", "vocab": 50257}}; dtypes: {", ".join(DTYPES)}'
+        )
+    return TokenFile(path, DTYPES[name], 0, None, vocab)
 
 
 def _npy(path: Path) -> TokenFile:
-    with path.open("rb") as file:
-        start = file.read(8)
-        wide = start[6:7] != b"\x01"  # the length of the header has 2 bytes in version 1, else 4
-        length = int.from_bytes(file.read(4 if wide else 2), "little")
-        try:
-            header = ast.literal_eval(file.read(length).decode("latin1").strip()) if start[:6] == b"\x93NUMPY" else {}
-        except (ValueError, SyntaxError):
-            header = {}
-    kind, shape = (header.get("descr"), header.get("shape")) if isinstance(header, dict) else (None, None)
-    if not isinstance(kind, str) or kind not in NPY or not isinstance(shape, tuple) or len(shape) != 1:
+    start = _start(path)
+    wide = start[6:7] != b"\x01"  # the length of the header has 2 bytes in version 1, else 4
+    offset = 12 if wide else 10
+    length = int.from_bytes(start[8:offset], "little")
+    if start[:6] == b"\x93NUMPY" and offset + length > MOST_BYTES:
+        raise ConfigError(f"{path} has a header of {length:,} bytes, where some 100 are usual; write the file anew")
+    header = start[offset : offset + length].decode("latin1") if start[:6] == b"\x93NUMPY" else ""
+    kind, shape = DESCR.search(header), SHAPE.search(header)
+    if kind is None or kind[1] not in NPY or shape is None:
         raise ConfigError(f"{path} is no NumPy file of one dimension and one of {', '.join(DTYPES)}")
-    return TokenFile(path, DTYPES[NPY[kind]], 8 + (4 if wide else 2) + length, None)
+    return TokenFile(path, DTYPES[NPY[kind[1]]], offset + length, int(shape[1]), None)
+
+
+def _start(path: Path) -> bytes:
+    """The first bytes of a file, one more than a header may have; a pipe is not waited for."""
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(opened, "rb") as file:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise ConfigError(f"--data: {path} is a pipe or a device; give a file")
+            return file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--data: {path} cannot be read: {error.strerror}") from error
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"--data: {path} cannot be read: {error.strerror}") from error
 
 
 def pieces(tokens: Tensor) -> Iterator[Tensor]:

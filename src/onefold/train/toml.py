@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 from onefold.errors import ConfigError
 
 T = TypeVar("T")
-NOT_SAVED = ("out", "resume", "config", "json", "ranks")  # where a run is, and on how many ranks, is not what it does
+NOT_SAVED = (  # where a run is, on how many ranks, and how it was started, is not what it does
+    "out", "resume", "resume_or_start", "accept_changed_data", "config", "json", "ranks",
+)  # fmt: skip
 
 
 def to_toml(settings: Any, leave_out: tuple[str, ...] = ()) -> str:

@@ -1,0 +1,120 @@
+"""Whether what goes on is the same run: its settings, its model, its data, by content.
+
+Another learning rate, batch, stage, precision, number of ranks or of evaluated windows is still the same run: the
+model, the order of the samples and what is kept for validation stay as they were. (The baseline is computed again for
+the windows that are evaluated, so both sides of that comparison change together.)
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from onefold.errors import ConfigError
+from onefold.planner.shapes import Shape
+from onefold.train.digest import Digests
+from onefold.train.run import RunFolder, is_comparison, is_run, read_facts
+from onefold.train.settings import BYTES, Settings
+
+NAMED = 3  # files, before the rest is counted
+SHAPE = ("layers", "hidden", "heads", "seq", "vocab")
+
+
+def check_there(settings: Settings) -> None:
+    """Raises if --resume finds nothing to go on with."""
+    out = settings.output.out
+    if settings.checkpoints.resume and not is_run(out) and not RunFolder(out).checkpoints.exists():
+        beside = [path.name for path in out.absolute().parent.glob("*") if is_run(path)]
+        near = [str(out.with_name(name)) for name in difflib.get_close_matches(out.name, beside)]
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"--resume: there is no run at --out {out}; {hint}Use --resume-or-start to start one where there is none"
+        )
+
+
+def check_same(settings: Settings, digests: Digests, shape: Shape, *, vocab_known: bool = True) -> None:
+    """Raises if what is to go on in the folder is not the run that began there."""
+    check_settings(settings)
+    check_data(settings, digests)
+    check_shape(settings, shape, vocab_known=vocab_known)
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises if the run in the folder had settings that make it another one."""
+    folder = RunFolder(settings.output.out)
+    facts = read_facts(folder.path) if folder.facts.exists() else {}  # not config.toml, which may have been edited
+    _same("seed", facts, settings.steps.seed)
+    _same("val_fraction", _table(facts, "data"), settings.data.val_fraction)
+    tokenizer = _table(facts, "data").get("tokenizer")
+    if tokenizer != "tokens" and BYTES in (tokenizer, settings.data.tokenizer):  # of two files contents are compared
+        _same("tokenizer", _table(facts, "data"), settings.data.tokenizer)
+
+
+def check_shape(settings: Settings, shape: Shape, *, vocab_known: bool) -> None:
+    """Raises if the model of the run in the folder had another shape."""
+    folder = RunFolder(settings.output.out)
+    facts = read_facts(folder.path) if folder.facts.exists() else {}
+    for name in SHAPE if vocab_known else SHAPE[:-1]:
+        _same(name, _table(facts, "model"), getattr(shape, name))
+
+
+def _table(facts: dict[str, Any], name: str) -> dict[str, Any]:
+    found = facts.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _same(name: str, facts: dict[str, Any], now: object) -> None:
+    then, flag = facts.get(name, now), name.replace("_", "-")
+    if then != now:
+        raise ConfigError(
+            f"--{flag} was {then} when the run began and is {now} now, which makes it another run; go on with "
+            f"--{flag} {then}, or start a new run with another --out"
+        )
+
+
+def check_stages(settings: Settings, found: Digests) -> None:
+    """Raises if a stage of a comparison would be trained on other data than the stages before it."""
+    folder = settings.output.out.parent
+    for stage in RunFolder(folder).stages if is_comparison(folder) else ():
+        check_data(settings, found, stage)
+
+
+def check_data(settings: Settings, found: Digests, folder: RunFolder | None = None) -> None:
+    """Raises if the data are not those that the run in the folder is trained on, unless that was accepted."""
+    folder = folder or RunFolder(settings.output.out)
+    then = digest_of(folder.path)
+    if then is None or then == found.all or settings.checkpoints.accept_changed_data:
+        return
+    known = Digests.read(folder.data)
+    data = settings.data.data
+    changed = _changes(known, found, "" if data is None else str(data)) if known and known.all == then else []
+    said = ", ".join(changed[:NAMED]) + (f" and {len(changed) - NAMED:,} more" if len(changed) > NAMED else "")
+    raise ConfigError(
+        f"{said or 'the data have changed since the run began'}; put the data back as they were, accept them with "
+        f"--accept-changed-data, or start a new run with another --out"
+    )
+
+
+def digest_of(run: Path) -> str | None:
+    """Of the data, as the run's facts say it."""
+    digest = _table(read_facts(run), "data").get("digest") if RunFolder(run).facts.exists() else None
+    return digest if isinstance(digest, str) else None
+
+
+def _changes(then: Digests, now: Digests, data: str) -> list[str]:
+    """In words, one for each file."""
+    before, after = ({file.name: file for file in one.files} for one in (then, now))
+    said = []
+    for name in sorted({*before, *after}):
+        old, new, path = before.get(name), after.get(name), f"{data}{name}"
+        if old is None:
+            said.append(f"{path} is new since the run began")
+        elif new is None:
+            said.append(f"{path} is gone, or no longer text, since the run began")
+        elif old.sha256 != new.sha256:
+            sizes = f"{old.size:,} bytes then, {new.size:,} now"
+            said.append(f"{path} has changed since the run began ({sizes})")
+    if then.tokenizer != now.tokenizer:
+        said.append("the file of --tokenizer has changed since the run began")
+    return said or ["the tokenizers package makes other tokens of the same text than when the run began"]
