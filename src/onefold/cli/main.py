@@ -7,11 +7,13 @@ has `defaults(arguments)`, that gives the settings which flags change.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from onefold.errors import OnefoldError
+from onefold.visible import visible
 
 
 class Command(NamedTuple):
@@ -59,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(settings.run())
     except OnefoldError as error:
         return _refuse(str(error))
+    except OSError as error:  # the last resort: what a file system refuses is seldom a mistake of ours
+        if error.filename is None:
+            raise
+        return _refuse(f"{os.fsdecode(error.filename)}: {error.strerror}")
 
 
 def usage() -> str:
@@ -67,7 +73,7 @@ def usage() -> str:
 
 
 def _refuse(message: str) -> int:
-    sys.stderr.write(f"onefold: {message}\n")
+    sys.stderr.write(f"onefold: {visible(message)}\n")
     return 2
 
 

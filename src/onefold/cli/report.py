@@ -11,8 +11,10 @@ from typing import Any
 
 import tyro
 
-from onefold.train.figures import agreement, headline, read_run, run_folders
+from onefold.train.figures import agreement, headline, read_run
+from onefold.train.records import run_folders
 from onefold.train.report import is_comparison, write_any
+from onefold.visible import visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class ReportCommand:
             said = compared(self.folder) if is_comparison(self.folder) else headline(read_run(self.folder))._asdict()
             sys.stdout.write(json.dumps(_strict(said | {"page": str(page)}), indent=1) + "\n")
         else:
-            sys.stdout.write(f"{page}\n")
+            sys.stdout.write(f"{visible(page)}\n")
         return 0
 
 

@@ -33,7 +33,7 @@ STYLE: dict[Any, Any] = {
     "xtick.labelcolor": COLOURS["soft"], "ytick.labelcolor": COLOURS["soft"], "axes.grid": True,
     "grid.color": COLOURS["line"], "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
     "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round", "lines.dash_capstyle": "butt",
-    "axes.linewidth": 0.8,
+    "axes.linewidth": 0.8, "text.parse_math": False,
 }  # fmt: skip
 
 

@@ -12,8 +12,9 @@ from onefold.errors import OnefoldError
 from onefold.train import charts, sections
 from onefold.train.charts import WIDE, Chart
 from onefold.train.comparison import compared
-from onefold.train.figures import LASTING, Run, headline, read_run, run_folders
-from onefold.train.page import page, text
+from onefold.train.figures import LASTING, Run, headline, read_run
+from onefold.train.page import command, page, text
+from onefold.train.records import is_run, run_folders
 from onefold.train.run import RunFolder
 
 
@@ -41,7 +42,7 @@ def write_any(run: Path) -> Path:
 
 
 def is_comparison(run: Path) -> bool:
-    return not RunFolder(run).facts.exists() and bool(run_folders(run))
+    return not is_run(run) and bool(run_folders(run))
 
 
 def reported(run: Run) -> tuple[list[Chart], str]:
@@ -84,11 +85,10 @@ def _title(run: Run) -> str:
 
 
 def _end(run: Run) -> str:
-    folder = text(str(run.folder))
     version = text(run.fact("environment", "onefold", default=""))
     return (
-        f'Let it write: <code>onefold sample {folder} --prompt "def "</code>. Go on: <code>onefold train --resume '
-        f"--out {folder}</code>. Made by Onefold {version}."
+        f"Let it write: {command('sample', run.folder, '--prompt', 'def ')}. "
+        f"Go on: {command('train', '--resume', '--out', run.folder)}. Made by Onefold {version}."
     )
 
 
