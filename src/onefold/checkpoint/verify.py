@@ -12,7 +12,7 @@ from onefold.checkpoint.commit import MANIFEST
 from onefold.checkpoint.reading import Checkpoint
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import CHUNK_BYTES
-from onefold.errors import CheckpointDamaged, CheckpointError
+from onefold.errors import CheckpointDamaged, CheckpointError, CheckpointRemoved
 from onefold.layout import Span
 
 
@@ -25,7 +25,8 @@ class Damage(NamedTuple):
 
 
 def verify(storage: Storage, folder: Path, progress: Callable[[int], None] = lambda _: None) -> list[Damage]:
-    """All damage there is. `progress` is told the bytes as they are checked."""
+    """All damage there is. `progress` is told the bytes as they are checked. Raises CheckpointRemoved where the run of
+    the checkpoint retires it meanwhile: what is missing then is no damage."""
     try:
         checkpoint = Checkpoint(storage, folder)
     except CheckpointDamaged as error:
@@ -45,6 +46,8 @@ def _damages(checkpoint: Checkpoint, progress: Callable[[int], None]) -> Iterato
     for record in checkpoint.manifest.files:
         try:
             checkpoint.file(record.name)
+        except CheckpointRemoved:
+            raise
         except CheckpointError as error:
             yield Damage(record.name, None, str(error))
             continue
@@ -55,6 +58,8 @@ def _damages(checkpoint: Checkpoint, progress: Callable[[int], None]) -> Iterato
                 part = Span(start, min(start + whole.numel(), entry.stop))
                 try:
                     checkpoint.read_entry(entry, part, whole[: part.numel])
+                except CheckpointRemoved:
+                    raise
                 except CheckpointError as error:
                     yield Damage(record.name, entry.name, str(error))
                 progress(part.numel * dtype.itemsize)
