@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first st
 WARM_UP = 2  # steps that still fill buffers and learn orders
 LARGEST = 1e100  # a number beyond it was not measured
 LONGEST = 120  # characters of a name in a title or a legend
+MOST = 64  # categories of memory, purposes of messages
 
 
 class Run(NamedTuple):
@@ -209,10 +210,11 @@ def number(value: Any) -> float | None:
 
 
 def numbers(table: Any) -> dict[str, float]:
-    """The numbers of a table; what is null was not measured."""
+    """The numbers of a table; what is null was not measured. Keys become labels of charts, and no run has many."""
     if not isinstance(table, dict):
         return {}
-    return {str(key): found for key, value in table.items() if (found := number(value)) is not None}
+    found = {visible(key)[:LONGEST]: number(value) for key, value in islice(table.items(), MOST)}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def perplexity(loss: float) -> float:
