@@ -107,6 +107,8 @@ class Storage:
             yield
         except OSError as error:
             raise explained(operation, path, error) from error
+        except ValueError as error:  # a name that no file can have: with a NUL, or of characters that are none
+            raise CheckpointError(f"could not {VERBS[operation]} {path}: {error}") from error
 
 
 def _there(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:

@@ -24,11 +24,14 @@ class ReportCommand:
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train`; with --compare, the folder that holds stage-0, stage-1, …"""
 
+    out: Path | None = None
+    """Where to write them instead: a run's folder may be someone else's, or read-only. Made if need be."""
+
     json: bool = False
     """Print the headline figures as JSON."""
 
     def run(self) -> int:
-        page = write_any(self.folder)
+        page = write_any(self.folder, self.out)
         if self.json:
             said = compared(self.folder) if is_comparison(self.folder) else headline(read_run(self.folder))._asdict()
             sys.stdout.write(json.dumps(_strict(said | {"page": str(page)}), indent=1) + "\n")

@@ -180,10 +180,8 @@ def _runs(folder: Path, runs: Sequence[Run]) -> str:
     items = ""
     for run in runs:
         where = run.folder.relative_to(folder).as_posix()
-        page_of_it = RunFolder(run.folder).report
         more = f"{len(run.warnings)} warnings" if len(run.warnings) != 1 else "1 warning"
         steps = run.metrics[-1]["step"] if run.metrics else 0
         items += f"<li>{text(run.label)}: <code>{text(where)}/</code>, {steps:,} steps, {more}"
-        own = f", {link(f'{where}/{page_of_it.name}', 'its own report')}" if page_of_it.is_file() else ""
-        items += f"{own}</li>"
+        items += f", {link(f'{where}/{RunFolder(run.folder).report.name}', 'its own report')}</li>"
     return f"<ul>{items}</ul>"

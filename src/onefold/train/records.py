@@ -73,8 +73,9 @@ def is_run(folder: Path) -> bool:
         os.stat(RunFolder(folder).facts)
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except OSError as error:
-        raise OnefoldError(f"{RunFolder(folder).facts} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise OnefoldError(f"{RunFolder(folder).facts} cannot be read: {why}") from error
     return True
 
 
