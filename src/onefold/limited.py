@@ -19,15 +19,18 @@ from onefold.errors import OnefoldError
 JSON_BYTES_LIMIT = 64 << 20
 LINES_BYTES_LIMIT = 512 << 20  # of all lines of a .jsonl file: some 800,000 logged steps
 LINE_BYTES_LIMIT = 4 << 20
+CHUNK_BYTES = 1 << 18
 
 
 def read_bytes(path: Path, limit_bytes: int) -> bytes:
     """All of a plain file. FileNotFoundError if it is not there."""
+    content = bytearray()
     with opened(path, limit_bytes) as file:
-        content = file.read(limit_bytes + 1)
-    if len(content) > limit_bytes:
-        raise OnefoldError(f"{path} grew beyond {limit_bytes:,} bytes while it was read; at most that many are read")
-    return content
+        while part := file.read(CHUNK_BYTES):
+            content += part
+            if len(content) > limit_bytes:
+                raise OnefoldError(f"{path} grew beyond {limit_bytes:,} bytes while it was read")
+    return bytes(content)
 
 
 def read_text(path: Path, limit_bytes: int) -> str:

@@ -24,8 +24,8 @@ from tests.security.others import no_longer_than, one_line, run_here
 from tests.train.written import write_profile, write_run
 
 ODD: list[Any] = [
-    None, True, -1, 0, 10**4000, -(10**400), 1e308, float("nan"), float("inf"), -float("inf"), "", "x", "\ud800", [], {},
-    [[]], {"": []}, [1] * 3, {"step": 1}, 1e-320, "9" * 5000, {"x": {"y": {}}}, 2**53, -0.0,
+    None, True, -1, 0, 10**4000, -(10**400), 1e308, float("nan"), float("inf"), -float("inf"), "", "x", "\ud800", [],
+    {}, [[]], {"": []}, [1] * 3, {"step": 1}, 1e-320, "9" * 5000, {"x": {"y": {}}}, 2**53, -0.0,
 ]  # fmt: skip
 FILES = ("facts.json", "metrics.jsonl", "warnings.jsonl", "profile/summary.json")
 
@@ -64,7 +64,7 @@ def test_a_run_changed_anywhere_at_random_is_a_page_or_one_line(run):
     """No change makes it raise anything but the named error, and most changes do no harm."""
     rng, before = random.Random(0), read(run)
     refused = 0
-    for _ in range(1500):
+    for _ in range(300):
         told = json.loads(json.dumps(before))
         for _ in range(rng.choice((1, 1, 3))):
             place, key = rng.choice(list(places(told)))
@@ -78,21 +78,22 @@ def test_a_run_changed_anywhere_at_random_is_a_page_or_one_line(run):
         except OnefoldError as error:
             assert str(run) in str(error) and "\n" not in str(error)
             refused += 1
-    assert 100 < refused < 1400
+    assert 20 < refused < 280
 
 
-def test_charts_of_odd_figures_are_drawn_or_left_out(run):
-    rng, before = random.Random(1), read(run)
-    for odd in (1e308, 10**99, float("nan"), float("inf"), -float("inf"), -1, 1e-320, "x"):
-        told = json.loads(json.dumps(before))
-        for row in told["metrics.jsonl"]:
-            for key in rng.sample(sorted(row.keys() - {"step"}), 6):
-                row[key] = odd if not isinstance(row[key], dict) else dict.fromkeys(row[key], odd)
-        told["facts.json"]["baseline"]["bigram_val_loss"] = odd
-        told["facts.json"]["plan"]["traffic"] = {"x": odd}
-        write(run, told)
-        charts, page = reported(read_run(run))
-        assert len(charts) >= 3 and page.endswith("</html>\n")
+@pytest.mark.parametrize("shift", [0, 4])
+def test_charts_of_odd_figures_are_drawn_or_left_out(run, shift, recwarn):
+    odd = [1e308, 10**99, float("nan"), float("inf"), -float("inf"), -1, 1e-320, "x"]
+    told = read(run)
+    for number, row in enumerate(told["metrics.jsonl"]):
+        for place, key in enumerate(sorted(row.keys() - {"step"})):
+            value = odd[(place + shift + (number == 3)) % len(odd)]
+            row[key] = dict.fromkeys(row[key], value) if isinstance(row[key], dict) else value
+    told["facts.json"]["baseline"]["bigram_val_loss"] = odd[shift]
+    told["facts.json"]["plan"]["traffic"] = {"x": odd[shift + 1]}
+    write(run, told)
+    charts, page = reported(read_run(run))
+    assert len(charts) >= 3 and page.endswith("</html>\n") and not recwarn.list
 
 
 TEXTS: dict[str, bytes] = {

@@ -85,8 +85,9 @@ class ProfileReport:
         found = cls(**{**values, "steps": tuple(StepProfile(**step) for step in values["steps"])})
         times = [found.rank, found.ranks]
         for step in found.steps:
-            times += [step.wall_ns, step.beside_ns, step.gathered_bytes, step.reduced_bytes, *step.parts_ns.values()]
-            times += [time for waits in step.exposed_ns.values() for time in waits.values()]
+            tables: list[Any] = [step.parts_ns, step.exposed_ns, *_table(step.exposed_ns).values()]
+            times += [step.wall_ns, step.beside_ns, step.gathered_bytes, step.reduced_bytes]
+            times += [time for table in tables if table is not step.exposed_ns for time in _table(table).values()]
         if not found.steps or not isinstance(found.device, str) or not all(step.wall_ns for step in found.steps):
             raise ValueError("it has no steps, or steps without a time")
         if odd := [time for time in times if type(time) is not int or not 0 <= time < LARGEST]:
@@ -95,6 +96,12 @@ class ProfileReport:
 
     def __str__(self) -> str:
         return summary([self])
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} where a table belongs")
+    return value
 
 
 def summary(reports: Sequence[ProfileReport]) -> str:

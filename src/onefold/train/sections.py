@@ -177,7 +177,10 @@ def placement(run: Run) -> Section:
     cells = [
         [text(row.get("unit", ""))]
         + [text(row.get(state, "")) for state in ("optimizer", "gradients", "parameters")]
-        + [f"{size:,.0f}" if isinstance(size := row.get(key), int) else "" for key in ("elements", "parameter_bytes")]
+        + [
+            f"{size:,.0f}" if (size := number(row.get(key))) is not None else ""
+            for key in ("elements", "parameter_bytes")
+        ]
         for row in rows
     ]
     why = f"<p>{text(run.fact('stage_why'))}</p>" if run.fact("stage_why") else ""
