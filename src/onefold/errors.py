@@ -44,6 +44,10 @@ class CheckpointError(OnefoldError, RuntimeError):
     """A checkpoint could not be written, found or read."""
 
 
+class CheckpointRemoved(CheckpointError):
+    """A checkpoint was removed by its run, which keeps only the newest, while it was being read; nothing is damaged."""
+
+
 class CheckpointDamaged(CheckpointError):
     """A checkpoint's bytes are not those that were written; the message names the file and the tensor."""
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from onefold.train.page import POLICY
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason=f"needs one of {', '.join(NAMES)}")
@@ -38,7 +40,7 @@ def look(page: Path, width: int, height: int = 4000, *, dark: bool = False, pict
     """What the page says of itself at this width; with `picture`, also as a PNG."""
     with tempfile.TemporaryDirectory() as folder:
         copy, frame = Path(folder, "page.html"), Path(folder, "frame.html")
-        copy.write_text(page.read_text().replace("</body>", ASK + "</body>"))
+        copy.write_text(page.read_text().replace(POLICY, "").replace("</body>", ASK + "</body>"))
         frame.write_text(FRAME.format(width=width, height=height))
         command = [
             str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",

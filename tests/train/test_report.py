@@ -295,9 +295,9 @@ def test_a_run_that_knows_nothing_of_itself_has_a_page(tmp_path):
     ("damage", "words"),
     [
         (lambda run: (run / "facts.json").unlink(), "is no run folder"),
-        (lambda run: (run / "facts.json").write_text("{"), "facts.json cannot be read"),
+        (lambda run: (run / "facts.json").write_text("{"), "facts.json is no JSON"),
         (lambda run: (run / "facts.json").write_text("[]"), "not the facts of a run"),
-        (lambda run: (run / "metrics.jsonl").write_text("{}{\n{}\n"), "metrics.jsonl has a line that is no JSON"),
+        (lambda run: (run / "metrics.jsonl").write_text("{}{\n{}\n"), "metrics.jsonl is no JSON"),
         (lambda run: (run / "report.html").mkdir(), "cannot be written"),
     ],
 )

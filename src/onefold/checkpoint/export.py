@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onefold.checkpoint.commit import find, remove_all
+from onefold.checkpoint.commit import remove_all
 from onefold.checkpoint.manifest import ParamRecord
 from onefold.checkpoint.order import rows_of
-from onefold.checkpoint.reading import Checkpoint, read_laid
+from onefold.checkpoint.reading import Checkpoint, read_laid, with_newest
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import Block, write_tensors
 from onefold.errors import CheckpointError, ConfigError
@@ -60,7 +60,11 @@ def export(
         raise ConfigError(f"shard_bytes={shard_bytes} is not a number of bytes above 0")
     if storage.exists(target) and not (storage.is_folder(target) and not storage.names(target)):
         raise CheckpointError(f"{target} exists; name a folder that does not, so that nothing is overwritten")
-    checkpoint = Checkpoint(storage, find(storage, Path(folder))[0])
+    return with_newest(storage, Path(folder), lambda path: _export(storage, path, target, wanted, shard_bytes))
+
+
+def _export(storage: Storage, path: Path, target: Path, wanted: torch.dtype | None, shard_bytes: int) -> Exported:
+    checkpoint = Checkpoint(storage, path)
     records = [record for record in checkpoint.manifest.records if record.kind != "extra"]
     shards = _shards([(record, _block(record, wanted)) for record in records], shard_bytes)
     draft = target.with_name(f".writing-{target.name}-{secrets.token_hex(4)}")

@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from onefold.checkpoint.importing import open_weights
 from onefold.checkpoint.moment import aside, begin_load, end_load, quiet
 from onefold.checkpoint.names import Choice, match, match_modules, patterns
 from onefold.checkpoint.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
-from onefold.checkpoint.reading import Checkpoint, Source
+from onefold.checkpoint.reading import TRIES, Checkpoint, Source
 from onefold.checkpoint.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
 from onefold.checkpoint.save import check_optimizer
 from onefold.checkpoint.stages import Part, elsewhere, part_of
@@ -33,7 +34,7 @@ from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.together import attempt, check_same
 from onefold.comm import Comm
 from onefold.engine import Engine, engine_of
-from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
+from onefold.errors import CheckpointDamaged, CheckpointError, CheckpointRemoved, ConfigError, StateError
 from onefold.full import EXTRA, extra_states, persistent_buffers
 from onefold.optimizer import Optimizer
 
@@ -97,7 +98,7 @@ def load(
         part = part_of(engine, None)
         if open_weights(storage, Path(folder)) is not None:
             return [asked, None, part]
-        return [asked, [str(path) for path in find(storage, Path(folder))] if comm.rank == 0 else [], part]
+        return [asked, _found(storage, folder) if comm.rank == 0 else [], part]
 
     told = attempt(comm, prepare)
     settings = "whether an optimizer is given, fallback, rename, subset, allow_missing, allow_extra"
@@ -107,7 +108,28 @@ def load(
     choice = replace(choices[0], elsewhere=others)
     if candidates is None:
         return _load_one(engine, optimizer, choice, lambda: open_weights(storage, Path(folder)))
-    damaged: list[Path] = []
+    for last in range(TRIES):
+        try:
+            return _load_first(engine, optimizer, choice, candidates, fallback)
+        except CheckpointRemoved:
+            alone = str(Path(folder)) == candidates[0]  # which names one checkpoint, and means no other
+            again = partial(_found, storage, folder) if comm.rank == 0 and not alone else list
+            found = attempt(comm, again)[0]
+            if not found or last == TRIES - 1:
+                raise
+            candidates = found
+    raise AssertionError("the last try returns or raises")
+
+
+def _found(storage: Storage, folder: str | Path) -> list[str]:
+    return [str(path) for path in find(storage, Path(folder))]
+
+
+def _load_first(
+    engine: Engine, optimizer: Optimizer | None, choice: Choice, candidates: list[str], fallback: bool
+) -> Any:
+    """The first checkpoint; with fallback, the first that is not damaged."""
+    storage, comm, damaged = Storage(), aside(engine), list[Path]()
     for path in map(Path, candidates):
         try:
             extra = _load_one(engine, optimizer, choice, lambda path=path: Checkpoint(storage, path))

@@ -25,6 +25,8 @@ from onefold.layout import Span
 VERSION = 1
 FORMAT = {"format": "onefold checkpoint", "version": VERSION, "chunk_bytes": CHUNK_BYTES}
 MANIFEST_BYTES_LIMIT = 256 << 20  # some 10 TB of state
+DEPTH_LIMIT = 100  # of what users put in: Python's own limits are not far above
+SCALAR_LIMIT = 1 << 63  # of an optimizer's whole numbers
 VALUE = "value"  # the state that is the tensor itself; the others are the optimizer's
 KINDS = ("trained", "frozen", "buffer", "extra")  # extra: what belongs to no module
 
@@ -230,6 +232,8 @@ class Check:
     # -- what it says -----------------------------------------------------------------------------------------------
 
     def all(self, manifest: Manifest) -> None:
+        for what, value in (("about", manifest.about), ("optimizer", manifest.optimizer), ("extra", manifest.extra)):
+            self.that(shallow(value), f"has {what!r} nested more than {DEPTH_LIMIT} deep")
         files = {file.name for file in manifest.files}
         self.that(len(files) == len(manifest.files), "names a file twice")
         for file in manifest.files:
@@ -260,7 +264,8 @@ class Check:
         for state, dtype in record.states.items():
             self.that(str(dtype) in DTYPES and state.isprintable(), f"says {state!r} of {who} is {dtype!r}")
         for key, value in record.scalars.items():
-            self.that(isinstance(value, str | int | float | None), f"has an odd {key!r} of {who}")
+            small = not isinstance(value, int) or -SCALAR_LIMIT <= value < SCALAR_LIMIT
+            self.that(isinstance(value, str | int | float | None) and small, f"has an odd {key!r} of {who}")
         self.that(dense(record.shape, record.stride), f"has {who} with shape {record.shape}, stride {record.stride}")
         bounds = record.bounds
         cut = 0 <= record.dim < len(record.shape) and len(bounds) > 1 and list(bounds) == sorted(bounds)
@@ -282,6 +287,21 @@ class Check:
                 raise self.failed(f"has element {min(part.start, end):,} of {name!r} ({state}) {how}")
             end = part.stop
         self.that(end == numel, f"has {end:,} of {numel:,} elements of {name!r} ({state})")
+
+
+def shallow(value: Any) -> bool:
+    """Whether lists and objects lie at most so deep in each other that every reader and writer of JSON can follow."""
+    layer = [value]
+    for _ in range(DEPTH_LIMIT):
+        layer = [
+            inner
+            for node in layer
+            if isinstance(node, Mapping | list | tuple)
+            for inner in (node.values() if isinstance(node, Mapping) else node)
+        ]
+        if not layer:
+            return True
+    return False
 
 
 def _lines(value: Any) -> str:

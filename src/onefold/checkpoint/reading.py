@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from onefold.checkpoint.commit import read_manifest
+from onefold.checkpoint.commit import committed, find, read_manifest, step_name, step_of
 from onefold.checkpoint.manifest import VALUE, Entry, FileRecord, ParamRecord, block_of
 from onefold.checkpoint.order import Order
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import TensorFile
-from onefold.errors import CheckpointDamaged
+from onefold.errors import CheckpointDamaged, CheckpointError, CheckpointRemoved
 from onefold.layout import Span
+
+T = TypeVar("T")
+TRIES = 20  # of reading the newest while a run removes what was the newest a moment ago
 
 
 class Source(Protocol):
@@ -29,11 +33,13 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """Opens a file when the first of its elements is wanted, and reads no more of it than those."""
+    """Opens a file when the first of its elements is wanted, and reads no more of it than those. Raises
+    CheckpointRemoved where its run retires it meanwhile: a run that keeps few checkpoints may be read by others."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self.folder, self._storage = folder, storage
-        self.manifest = read_manifest(storage, folder)
+        with unless_removed(storage, folder):
+            self.manifest = read_manifest(storage, folder)
         self.records: Mapping[str, ParamRecord] = {name: r for r in self.manifest.records for name in (r.name, *r.also)}
         self._records = {record.name: record for record in self.manifest.records}
         self._files = {file.name: file for file in self.manifest.files}
@@ -60,7 +66,8 @@ class Checkpoint:
 
     def read_entry(self, entry: Entry, part: Span, out: Tensor) -> None:
         """Some elements that one entry holds."""
-        self.file(entry.file).read(entry.key, part.shift(-entry.start), out, entry.sha256)
+        with unless_removed(self._storage, self.folder):
+            self.file(entry.file).read(entry.key, part.shift(-entry.start), out, entry.sha256)
 
     def entries_of(self, file: str) -> list[Entry]:
         return self._of_file[file]
@@ -71,7 +78,8 @@ class Checkpoint:
     def file(self, name: str) -> TensorFile:
         """An open file; what its header says is what the manifest says."""
         if name not in self._open:
-            self._open[name] = self._checked(self._files[name])
+            with unless_removed(self._storage, self.folder):
+                self._open[name] = self._checked(self._files[name])
         return self._open[name]
 
     def _checked(self, record: FileRecord) -> TensorFile:
@@ -93,6 +101,47 @@ class Checkpoint:
                 f"{path} has a header that is not the one written (SHA-256 differs); it holds {_some(entries)}"
             )
         return file
+
+
+@contextmanager
+def unless_removed(storage: Storage, folder: Path) -> Iterator[None]:
+    """An error whose cause is that the run of this checkpoint retired it is CheckpointRemoved."""
+    try:
+        yield
+    except CheckpointRemoved:
+        raise
+    except CheckpointError as error:
+        if (removed := removal(storage, folder)) is not None:
+            raise removed from error
+        raise
+
+
+def removal(storage: Storage, folder: Path) -> CheckpointRemoved | None:
+    """What to say where a committed checkpoint has lost its name; None while it is there."""
+    if step_of(folder.name) is None:
+        return None
+    try:
+        steps = committed(storage, folder.parent)
+    except CheckpointError:
+        return None
+    if step_of(folder.name) in steps:
+        return None
+    newest = f"newest is now {step_name(steps[-1])}" if steps else "none is left there"
+    return CheckpointRemoved(f"{folder} was removed by its run while it was being read; {newest}")
+
+
+def with_newest(storage: Storage, path: Path, act: Callable[[Path], T]) -> T:
+    """What `act` gives for the newest checkpoint that a path means. Where that one is removed meanwhile, once more with
+    what is then the newest; a path that names one checkpoint means no other."""
+    for last in range(TRIES):
+        chosen = find(storage, path)[0]
+        try:
+            with unless_removed(storage, chosen):
+                return act(chosen)
+        except CheckpointRemoved:
+            if chosen == path or last == TRIES - 1:
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def read_laid(source: Source, name: str, order: Order, span: Span, out: Tensor, state: str = VALUE) -> None:

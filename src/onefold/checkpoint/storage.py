@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -70,11 +70,12 @@ class Storage:
 
     def exists(self, path: Path) -> bool:
         with self._told("exists", path):
-            return os.path.lexists(path)
+            return _there(os.lstat, path) is not None
 
     def is_folder(self, path: Path) -> bool:
         with self._told("is_folder", path):
-            return os.path.isdir(path)
+            found = _there(os.stat, path)
+            return found is not None and stat.S_ISDIR(found.st_mode)
 
     def is_link(self, path: Path) -> bool:
         with self._told("is_folder", path):
@@ -106,6 +107,20 @@ class Storage:
             yield
         except OSError as error:
             raise explained(operation, path, error) from error
+        except ValueError as error:  # a name that no file can have: with a NUL, or of characters that are none
+            raise CheckpointError(f"could not {VERBS[operation]} {path}: {error}") from error
+
+
+def _there(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:
+    """None if nothing is there; raises where that cannot be told, as in a folder that this user may not search."""
+    try:
+        return look(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # links that lead to each other lead to nothing
+            return None
+        raise
 
 
 class Out:

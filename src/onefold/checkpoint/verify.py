@@ -12,7 +12,7 @@ from onefold.checkpoint.commit import MANIFEST
 from onefold.checkpoint.reading import Checkpoint
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.tensorfile import CHUNK_BYTES
-from onefold.errors import CheckpointDamaged, CheckpointError
+from onefold.errors import CheckpointDamaged
 from onefold.layout import Span
 
 
@@ -25,7 +25,8 @@ class Damage(NamedTuple):
 
 
 def verify(storage: Storage, folder: Path, progress: Callable[[int], None] = lambda _: None) -> list[Damage]:
-    """All damage there is. `progress` is told the bytes as they are checked."""
+    """All damage there is. `progress` is told the bytes as they are checked. What cannot be told raises: a file that
+    this user may not read, or a checkpoint that its run removes meanwhile, is not damaged."""
     try:
         checkpoint = Checkpoint(storage, folder)
     except CheckpointDamaged as error:
@@ -45,7 +46,7 @@ def _damages(checkpoint: Checkpoint, progress: Callable[[int], None]) -> Iterato
     for record in checkpoint.manifest.files:
         try:
             checkpoint.file(record.name)
-        except CheckpointError as error:
+        except CheckpointDamaged as error:
             yield Damage(record.name, None, str(error))
             continue
         for entry in checkpoint.entries_of(record.name):
@@ -55,6 +56,6 @@ def _damages(checkpoint: Checkpoint, progress: Callable[[int], None]) -> Iterato
                 part = Span(start, min(start + whole.numel(), entry.stop))
                 try:
                     checkpoint.read_entry(entry, part, whole[: part.numel])
-                except CheckpointError as error:
+                except CheckpointDamaged as error:
                     yield Damage(record.name, entry.name, str(error))
                 progress(part.numel * dtype.itemsize)

@@ -17,13 +17,17 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from onefold.checkpoint.commit import committed, find, read_manifest
 from onefold.checkpoint.export import SHARD_BYTES, export
 from onefold.checkpoint.manifest import Manifest, ParamRecord
+from onefold.checkpoint.reading import TRIES, unless_removed, with_newest
 from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.verify import verify
+from onefold.checkpoint.verify import Damage, verify
+from onefold.errors import CheckpointRemoved
 from onefold.train.run import RunFolder
+from onefold.visible import visible
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Export:
         else:
             said = f"step {done.step}: {_many(done.tensors, 'tensor')}, {decimal(done.bytes)}"
             said += f" in {_many(len(done.files), 'file')}"
-            sys.stdout.write(f"{said} → {done.folder}\n")
+            sys.stdout.write(f"{said} → {visible(done.folder)}\n")
         return 0
 
 
@@ -63,8 +67,7 @@ class Inspect:
 
     def run(self) -> int:
         storage, folder = Storage(), checkpoints_in(self.folder)
-        path = find(storage, folder)[0]
-        manifest = read_manifest(storage, path)
+        path, manifest = with_newest(storage, folder, lambda path: (path, read_manifest(storage, path)))
         others = [] if path == folder else committed(storage, folder)
         if self.json:
             _write_json(contents(path, manifest, others))
@@ -75,7 +78,10 @@ class Inspect:
 
 @dataclass(frozen=True)
 class VerifyCheckpoint:
-    """Read every byte of a checkpoint, or of all in a folder, and check every digest. Exit code 1 at damage."""
+    """Read every byte of a checkpoint, or of all in a folder, and check every digest. Exit code 1 at damage.
+
+    A checkpoint that its run removes meanwhile is no damage: of a folder of checkpoints the others are read.
+    """
 
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train` or a folder of checkpoints, or one step-… in it."""
@@ -83,24 +89,43 @@ class VerifyCheckpoint:
     """Say it as JSON."""
 
     def run(self) -> int:
-        storage, found = Storage(), {}
+        folder = checkpoints_in(self.folder)
         with _progress(not self.json) as progress:
-            for path in find(storage, checkpoints_in(self.folder)):
-                task = progress.add_task(path.name, total=_bytes(storage, path))
-                found[path] = verify(storage, path, partial(progress.advance, task))
+            found = self._verified(folder, progress)
+            for _ in range(TRIES):
+                if found:
+                    break
+                found = self._verified(folder, progress)
+        if not found:
+            raise CheckpointRemoved(f"every checkpoint in {folder} was removed by its run while it was being read")
         if self.json:
             _write_json({str(path): [damage._asdict() for damage in damages] for path, damages in found.items()})
         else:
             for path, damages in found.items():
-                said = "\n".join(f"DAMAGED  {damage.what}" for damage in damages) or f"ok       {path}"
-                sys.stdout.write(said + "\n")
+                lines = [f"DAMAGED  {visible(damage.what)}\n" for damage in damages]
+                sys.stdout.write("".join(lines) or f"ok       {visible(path)}\n")
         return 1 if any(found.values()) else 0
+
+    @staticmethod
+    def _verified(folder: Path, progress: Progress) -> dict[Path, list[Damage]]:
+        """Of each checkpoint that was not removed meanwhile; raises if the one that was named is."""
+        storage, found = Storage(), {}
+        for path in find(storage, folder):
+            task = progress.add_task(visible(path.name), total=None)
+            try:
+                with unless_removed(storage, path):
+                    progress.update(task, total=_bytes(storage, path))
+                    found[path] = verify(storage, path, partial(progress.advance, task))
+            except CheckpointRemoved:
+                if path == folder:
+                    raise
+        return found
 
 
 def checkpoints_in(folder: Path) -> Path:
     """The folder of checkpoints that a user means: this one, or that of the run that `onefold train` made here."""
-    inner = RunFolder(folder).checkpoints
-    return inner if inner.is_dir() and not committed(Storage(), folder) else folder
+    inner, storage = RunFolder(folder).checkpoints, Storage()
+    return inner if storage.is_folder(inner) and not committed(storage, folder) else folder
 
 
 def contents(path: Path, manifest: Manifest, others: Sequence[int]) -> dict[str, Any]:
@@ -128,34 +153,25 @@ def contents(path: Path, manifest: Manifest, others: Sequence[int]) -> dict[str,
 def _show(path: Path, manifest: Manifest, others: Sequence[int]) -> None:
     console = Console(highlight=False)
     total = sum(file.bytes for file in manifest.files)
-    facts = {key: str(value) for key, value in manifest.about.items() if isinstance(value, str | int)}
-    lines = [f"{path}: step {manifest.step}, {_many(manifest.ranks, 'rank')}, {decimal(total)}"]
-    lines += [", ".join(f"{key} {value}" for key, value in facts.items() if "\n" not in value)]
-    lines += [value for value in facts.values() if "\n" in value]  # a table of its own
+    facts = {visible(key): str(value) for key, value in manifest.about.items() if isinstance(value, str | int)}
+    lines = [f"{visible(path)}: step {manifest.step}, {_many(manifest.ranks, 'rank')}, {decimal(total)}"]
+    lines += [", ".join(f"{key} {visible(value)}" for key, value in facts.items() if "\n" not in value)]
+    lines += [f"  {visible(row)}" for value in facts.values() if "\n" in value for row in value.splitlines()]  # a table
     lines += [f"{state}: {decimal(size)}" for state, size in _by_state(manifest).items()]
     lines += ["committed: " + ", ".join(map(str, others))] * (len(others) > 1)
-    console.print(_visible("\n".join(lines)), markup=False, soft_wrap=True)
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
     table = Table("tensor", "kind", "shape", "states", "bytes")
     table.columns[-1].justify = "right"
     for record in manifest.records:
-        name = "\n= ".join([record.name, *record.also])
-        states = ", ".join(f"{state} {dtype}" for state, dtype in record.states.items())
+        name = "\n= ".join(map(visible, [record.name, *record.also]))
+        states = ", ".join(f"{visible(state)} {dtype}" for state, dtype in record.states.items())
         shape = "×".join(map(str, record.shape)) or "scalar"
-        table.add_row(*map(_plain, (name, record.kind, shape, states, decimal(_record_bytes(record)))))
+        table.add_row(*map(Text, (name, record.kind, shape, states, decimal(_record_bytes(record)))))
     console.print(table)
 
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _visible(text: str) -> str:
-    """What would move the cursor or change colours, by its number."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")  # a name is no markup
 
 
 def _by_state(manifest: Manifest) -> dict[str, int]:
@@ -178,7 +194,7 @@ def _bytes(storage: Storage, path: Path) -> int:
 
 @contextmanager
 def _progress(shown: bool) -> Iterator[Progress]:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
         yield progress

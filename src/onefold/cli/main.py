@@ -16,6 +16,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from onefold.errors import OnefoldError
+from onefold.visible import visible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -68,6 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(settings.run())
     except OnefoldError as error:
         return _refuse(str(error))
+    except OSError as error:  # the last resort: what a file system refuses is seldom a mistake of ours
+        if error.filename is None:
+            raise
+        return _refuse(f"{os.fsdecode(error.filename)}: {error.strerror}")
     except KeyboardInterrupt:
         number = signal.Signals(asked[0] if asked else signal.SIGINT)
         _refuse(f"ended by {number.name}")
@@ -100,7 +105,7 @@ def usage() -> str:
 
 
 def _refuse(message: str) -> int:
-    sys.stderr.write(f"onefold: {message}\n")
+    sys.stderr.write(f"onefold: {visible(message)}\n")
     return 2
 
 

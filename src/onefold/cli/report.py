@@ -11,8 +11,10 @@ from typing import Any
 
 import tyro
 
-from onefold.train.figures import agreement, headline, read_run, run_folders
+from onefold.train.figures import agreement, headline, read_run
+from onefold.train.records import run_folders
 from onefold.train.report import is_comparison, write_any
+from onefold.visible import visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +24,19 @@ class ReportCommand:
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train`; with --compare, the folder that holds stage-0, stage-1, …"""
 
+    out: Path | None = None
+    """Where to write them instead: a run's folder may be someone else's, or read-only. Made if need be."""
+
     json: bool = False
     """Print the headline figures as JSON."""
 
     def run(self) -> int:
-        page = write_any(self.folder)
+        page = write_any(self.folder, self.out)
         if self.json:
             said = compared(self.folder) if is_comparison(self.folder) else headline(read_run(self.folder))._asdict()
             sys.stdout.write(json.dumps(_strict(said | {"page": str(page)}), indent=1) + "\n")
         else:
-            sys.stdout.write(f"{page}\n")
+            sys.stdout.write(f"{visible(page)}\n")
         return 0
 
 

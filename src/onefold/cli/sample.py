@@ -14,6 +14,7 @@ import tyro
 
 from onefold.errors import ConfigError
 from onefold.train.sample import continuation, open_run
+from onefold.visible import visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +60,9 @@ class SampleCommand:
             said = {"step": trained.step, "prompt": self.prompt, "text": "".join(pieces)}
             sys.stdout.write(json.dumps(said, indent=1) + "\n")
             return 0
-        sys.stdout.write(self.prompt)
+        sys.stdout.write(_shown(self.prompt))
         for piece in pieces:
-            sys.stdout.write(piece)
+            sys.stdout.write(_shown(piece))
             sys.stdout.flush()
         sys.stdout.write("\n")
         return 0
@@ -74,3 +75,8 @@ class SampleCommand:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is below {least}")
         if not 0 <= self.temperature < math.inf:
             raise ConfigError(f"--temperature {self.temperature} is no number of at least 0; try 0.8")
+
+
+def _shown(text: str) -> str:
+    """What a model writes may be anything, also what a terminal would obey."""
+    return visible(text, also="\n\t")

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from onefold.planner.search import text_of
 from onefold.train.metrics import Listener, Row
+from onefold.visible import visible
 
 
 class Voice(Console):
@@ -72,7 +73,7 @@ class Screen(Listener):
             self._progress = None
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(visible(text), markup=False)
         try:
             sys.stdout.flush()
         except OSError:

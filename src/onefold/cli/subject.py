@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from torch import nn
 
 from onefold.config import Zero
 from onefold.errors import ConfigError
+from onefold.limited import read_json
 from onefold.offload import Offload
 from onefold.planner.plan import cost_of
 from onefold.planner.shapes import Shape, named
@@ -148,10 +148,7 @@ def hugging_face(path: Path) -> nn.Module:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{file} is not there; give a config.json or the folder that holds it")
-    try:
-        fields = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error
+    fields = read_json(file)
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
         raise ConfigError(f"{file} names no model_type; is it a Hugging Face config.json?")
     try:

@@ -1,24 +1,28 @@
 """A C file of ours as a library in this process: compiled at first use by the compiler that is here, kept for later.
 
-It is kept in the user's cache folder, under a name made from all that went in (source, flags, compiler, processor) and
-from the bytes that came out, so that a damaged file is seen before it is loaded, and made again. Ranks may compile at
-once: each writes under a name of its own and renames the file when it is whole. Where nothing can be kept, a temporary
-folder serves this process.
+The library is kept in the user's cache folder, under a name made from all that went in (source, flags, compiler,
+processor) and from the bytes that came out, so that a damaged file is seen before it is loaded, and made again. Ranks
+may compile at once: each writes under a name of its own and renames the file when it is whole. Where nothing can be
+kept, or others may write to that folder, a private temporary folder serves this process.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
-import tempfile
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from onefold.native.cache import FILE, NotOurs, cache_folder, content_of, desk, digest, keep, kept, load, opened, sweep
+
+LOG = logging.getLogger("onefold")
 ARCH = "-mcpu=native" if platform.machine() in ("aarch64", "arm64", "ppc64le") else "-march=native"
 EXACT = ("-ffp-contract=off",)  # the arithmetic that the source says
 VECTORS = ("-O3", ARCH, "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")  # these change no result
@@ -62,35 +66,39 @@ def compilers() -> list[list[str]]:
 
 def _load(source: Path, command: list[str], version: str) -> ctypes.CDLL:
     went_in = [source.read_text(), *command[1:], version, platform.machine(), _processor()]
-    stem = f"{source.stem}-{_digest(chr(0).join(went_in).encode())}"
-    try:
-        folder = _cache_folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _kept(folder, stem) or _made(folder, stem, source, command)
-    except (OSError, RuntimeError):  # it cannot be written, no program may run from it, or there is no home
-        with tempfile.TemporaryDirectory(prefix="onefold-") as spare:
-            return _made(Path(spare), stem, source, command)
+    stem = f"{source.stem}-{digest(chr(0).join(went_in).encode())}"
+    with ExitStack() as stack:
+        folder = None
+        try:
+            folder = stack.enter_context(opened(cache_folder()))
+            sweep(folder)
+            if (library := kept(folder, stem)) is not None:
+                return library
+        except NotOurs as error:
+            _warn(f"{error}; {source.name} is compiled for this process alone")
+        except (OSError, RuntimeError):  # it cannot be made or read, no program may run from it, or there is no home
+            pass
+        file = _made(source, command)
+        if folder is not None:
+            with suppress(OSError):  # it cannot be written, or no program may run from it
+                library = keep(folder, stem, content_of(file))
+                os.close(file)
+                return library
+        return load(file)
 
 
-def _kept(folder: Path, stem: str) -> ctypes.CDLL | None:
-    for path in sorted(folder.glob(f"{stem}-*.so")):
-        if path.stem == f"{stem}-{_digest(path.read_bytes())}":
-            return ctypes.CDLL(str(path))
-    return None
+def _made(source: Path, command: list[str]) -> int:
+    """A descriptor of the new library, which has no name any more."""
+    with desk() as folder:
+        _run([*command, str(source.absolute()), "-o", "made.so", "-lm"], folder)
+        file = os.open("made.so", FILE, dir_fd=folder)
+        os.fchmod(file, 0o600)  # whatever the umask: others could not reach it so far
+        return file
 
 
-def _made(folder: Path, stem: str, source: Path, command: list[str]) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as desk:
-        made = Path(desk) / "made.so"
-        _run([*command, str(source), "-o", str(made), "-lm"])
-        path = folder / f"{stem}-{_digest(made.read_bytes())}.so"
-        made.replace(path)
-    return ctypes.CDLL(str(path))
-
-
-def _cache_folder() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "onefold"
+@cache
+def _warn(message: str) -> None:
+    LOG.warning(message)
 
 
 def _processor() -> str:
@@ -110,9 +118,14 @@ def _holds_llvm_openmp() -> bool:
     return "libomp" in maps or "libiomp" in maps
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S)
-    return done.stdout
+def _run(command: list[str], folder: int | None = None) -> str:
+    """What a command says; in this folder, where it also keeps its own temporary files."""
+    where = None if folder is None else f"/proc/self/fd/{folder}"
+    environment = os.environ if folder is None else {**os.environ, "TMPDIR": "."}
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, cwd=where,
+        env=environment,
+    ).stdout  # fmt: skip
 
 
 def _reason(error: Exception) -> str:
@@ -120,7 +133,3 @@ def _reason(error: Exception) -> str:
     said = (error.stderr or "") if isinstance(error, subprocess.CalledProcessError) else ""
     wrong = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines() or [str(error)]
     return wrong[0].strip()
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

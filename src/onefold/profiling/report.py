@@ -10,6 +10,7 @@ from onefold.profiling.breakdown import Breakdown, Part
 
 ALWAYS = (Part.FORWARD, Part.BACKWARD, Part.UPDATE, Part.GATHER, Part.REDUCE, Part.HOST, Part.OTHER)
 TOP = 5  # units that are named
+LARGEST = 1 << 60  # nanoseconds or bytes of one step
 
 
 class StepProfile(NamedTuple):
@@ -80,10 +81,27 @@ class ProfileReport:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ProfileReport:
-        return cls(**{**values, "steps": tuple(StepProfile(**step) for step in values["steps"])})
+        """Raises ValueError, TypeError or KeyError at anything that `as_dict` does not give."""
+        found = cls(**{**values, "steps": tuple(StepProfile(**step) for step in values["steps"])})
+        times = [found.rank, found.ranks]
+        for step in found.steps:
+            tables: list[Any] = [step.parts_ns, step.exposed_ns, *_table(step.exposed_ns).values()]
+            times += [step.wall_ns, step.beside_ns, step.gathered_bytes, step.reduced_bytes]
+            times += [time for table in tables if table is not step.exposed_ns for time in _table(table).values()]
+        if not found.steps or not isinstance(found.device, str) or not all(step.wall_ns for step in found.steps):
+            raise ValueError("it has no steps, or steps without a time")
+        if odd := [time for time in times if type(time) is not int or not 0 <= time < LARGEST]:
+            raise ValueError(f"{str(odd[0])[:40]!r} is no time or number of bytes")
+        return found
 
     def __str__(self) -> str:
         return summary([self])
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"a {type(value).__name__} where a table belongs")
+    return value
 
 
 def summary(reports: Sequence[ProfileReport]) -> str:

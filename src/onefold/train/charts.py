@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ STYLE: dict[Any, Any] = {
     "xtick.labelcolor": COLOURS["soft"], "ytick.labelcolor": COLOURS["soft"], "axes.grid": True,
     "grid.color": COLOURS["line"], "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
     "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round", "lines.dash_capstyle": "butt",
-    "axes.linewidth": 0.8,
+    "axes.linewidth": 0.8, "text.parse_math": False,
 }  # fmt: skip
 
 
@@ -53,7 +54,8 @@ def chart(name: str, alt: str, draw: Callable[[Any], None], size: tuple[float, f
         from matplotlib.figure import Figure
     except ImportError as error:
         raise OnefoldError("a report needs matplotlib: pip install 'onefold[report]'") from error
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"onefold-{name}"}):
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": f"onefold-{name}"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a run may have any figures and names: infinite, alike, in letters no font has
         figure = Figure(figsize=size, layout="constrained")
         draw(figure.subplots())
         if (layout := figure.get_layout_engine()) is not None:

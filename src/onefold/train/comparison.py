@@ -23,7 +23,7 @@ from onefold.train.figures import (
     once_bytes,
     states_of,
 )
-from onefold.train.page import Card, Section, dot, figure, figures, page, table, text, wide_figure
+from onefold.train.page import Card, Section, dot, figure, figures, link, page, table, text, wide_figure
 from onefold.train.run import RunFolder
 from onefold.train.words import NOTHING, count, digits, listed, nats, nbytes, seconds
 
@@ -180,10 +180,8 @@ def _runs(folder: Path, runs: Sequence[Run]) -> str:
     items = ""
     for run in runs:
         where = run.folder.relative_to(folder).as_posix()
-        link = f'<a href="{text(where)}/{RunFolder(run.folder).report.name}">its own report</a>'
-        known = RunFolder(run.folder).report.exists()
         more = f"{len(run.warnings)} warnings" if len(run.warnings) != 1 else "1 warning"
         steps = run.metrics[-1]["step"] if run.metrics else 0
         items += f"<li>{text(run.label)}: <code>{text(where)}/</code>, {steps:,} steps, {more}"
-        items += f", {link}</li>" if known else "</li>"
+        items += f", {link(f'{where}/{RunFolder(run.folder).report.name}', 'its own report')}</li>"
     return f"<ul>{items}</ul>"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onefold.errors import OnefoldError
 from onefold.profiling.report import ProfileReport
-from onefold.train.run import RunFolder, read_facts, read_metrics, read_profile, read_warnings
+from onefold.train.records import read_config, read_facts, read_metrics, read_profile, read_warnings
+from onefold.visible import visible
 
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shards
 LASTING = (*STATES, "buffers", "communication")  # held between steps
@@ -19,6 +19,9 @@ ELSEWHERE = ("host", "disk")  # where states are offloaded
 FULLEST = ("activations", "peak")  # at the fullest instant of a step
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that does
 WARM_UP = 2  # steps that still fill buffers and learn orders
+LARGEST = 1e100  # a number beyond it was not measured
+LONGEST = 120  # characters of a name in a title or a legend
+MOST = 64  # categories of memory, purposes of messages
 
 
 class Run(NamedTuple):
@@ -46,11 +49,11 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        return str(self.fact("model", "name", default="unnamed model"))
+        return visible(self.fact("model", "name", default="unnamed model"))[:LONGEST]
 
     @property
     def label(self) -> str:
-        return f"stage {self.facts['stage']}" if "stage" in self.facts else self.folder.name
+        return visible(f"stage {self.facts['stage']}" if "stage" in self.facts else self.folder.name)[:LONGEST]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps at which a metric was logged, and what it was."""
@@ -120,22 +123,8 @@ class Headline(NamedTuple):
 
 def read_run(folder: Path) -> Run:
     """Raises one line that says what is wrong with the folder."""
-    facts = read_facts(folder)
-    try:
-        config = RunFolder(folder).config.read_text()
-    except (OSError, ValueError):
-        config = ""
-    metrics = [row for row in read_metrics(folder) if isinstance(row, dict) and type(row.get("step")) is int]
-    warnings = [row for row in read_warnings(folder) if isinstance(row, dict)]
-    return Run(folder, facts, metrics, warnings, config, read_profile(folder))
-
-
-def run_folders(folder: Path) -> list[Path]:
-    """The runs of a comparison: subfolders that are run folders, in the order of their names."""
-    try:
-        return sorted(path.parent for path in folder.glob("*/facts.json") if path.is_file())
-    except OSError as error:
-        raise OnefoldError(f"{folder} cannot be read: {error.strerror or error}") from error
+    facts, config = read_facts(folder), read_config(folder)
+    return Run(folder, facts, read_metrics(folder), read_warnings(folder), config, read_profile(folder))
 
 
 def headline(run: Run) -> Headline:
@@ -214,14 +203,18 @@ def formula_moves(run: Run) -> str:
 
 
 def number(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A figure that some run can have; None for any other value."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return value if not -math.inf < value < math.inf or abs(value) <= LARGEST else None
 
 
 def numbers(table: Any) -> dict[str, float]:
-    """The numbers of a table; what is null was not measured."""
+    """The numbers of a table; what is null was not measured. Keys become labels of charts, and no run has many."""
     if not isinstance(table, dict):
         return {}
-    return {str(key): found for key, value in table.items() if (found := number(value)) is not None}
+    found = {visible(key)[:LONGEST]: number(value) for key, value in islice(table.items(), MOST)}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def perplexity(loss: float) -> float:

@@ -6,10 +6,13 @@ Every piece of text that comes from a run passes through `text`, so that no name
 from __future__ import annotations
 
 import html
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from onefold.train.charts import COLOURS, Chart
+from onefold.visible import visible
 
 NIGHT = {
     "ink": "#e6eaef", "soft": "#9aa6b2", "line": "#323a44",
@@ -21,6 +24,11 @@ NIGHT = {
 DAY_PAPER = {"paper": "#ffffff", "card": "#f6f8fa", "good": "#2f7d4f", "bad": "#b4343c"}
 NIGHT_PAPER = {"paper": "#14181d", "card": "#1c2229", "good": "#7ccf9a", "bad": "#f08a90"}
 
+# Should a name ever become markup: a browser runs no script in this page, loads nothing and sends nothing.
+POLICY = (
+    '<meta http-equiv="Content-Security-Policy" '
+    "content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'\">"
+)
 STYLE = """
 :root { color-scheme: light dark; %(day)s }
 @media screen and (prefers-color-scheme: dark) { :root { %(night)s } }
@@ -115,7 +123,7 @@ def page(*, title: str, kicker: str, lead: str, cards: Sequence[Card], sections:
         f'<section id="{part.anchor}"><h2>{text(part.title)}</h2>\n{part.body}</section>\n' for part in sections
     )
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{POLICY}'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{text(title)}</title>\n<style>{_style()}</style></head>\n'
         f'<body><main>\n<header><p class="kicker">{text(kicker)}</p><h1>{text(title)}</h1>\n'
@@ -132,7 +140,18 @@ def _style() -> str:
 
 
 def text(value: Any) -> str:
-    return html.escape(str(value))
+    """As text of a page or of an attribute in quotes: no markup, nothing that turns text around, no broken bytes."""
+    return html.escape(visible(value, also="\n\t\u00a0"))
+
+
+def command(*words: object) -> str:
+    """A command of ours to copy into a shell, in which no name can become a second command."""
+    return f"<code>{text(shlex.join(['onefold', *(visible(word) for word in words)]))}</code>"
+
+
+def link(to: str, name: str) -> str:
+    """To a file below the page. Colons are quoted, too, so that no name can be an address or a script."""
+    return f'<a href="{text(quote(to, errors="surrogateescape"))}">{text(name)}</a>'
 
 
 def cards_of(cards: Sequence[Card]) -> str:

@@ -12,36 +12,39 @@ from onefold.errors import OnefoldError
 from onefold.train import charts, sections
 from onefold.train.charts import WIDE, Chart
 from onefold.train.comparison import compared
-from onefold.train.figures import LASTING, Run, headline, read_run, run_folders
-from onefold.train.page import page, text
+from onefold.train.figures import LASTING, Run, headline, read_run
+from onefold.train.page import command, page, text
+from onefold.train.records import is_run, run_folders
 from onefold.train.run import RunFolder
 
 
-def write_report(run: Path) -> Path:
-    """The page of one run: run/report.html. Raises OnefoldError, in one line, if the folder cannot be read."""
+def write_report(run: Path, out: Path | None = None) -> Path:
+    """The page of one run: report.html in its folder, or in `out`. Raises OnefoldError, in one line, if the folder
+    cannot be read."""
     found = read_run(run)
     drawn, html = reported(found)
-    return _write(run, drawn, html)
+    return _write(out or run, drawn, html)
 
 
-def write_comparison(run: Path) -> Path:
-    """The page of the runs in the folders of `run`, side by side, run/report.html, and one page for each of them."""
+def write_comparison(run: Path, out: Path | None = None) -> Path:
+    """The page of the runs in the folders of `run`, side by side, and one page for each of them: report.html in these
+    folders, or in `out` and folders of the same names in it."""
     folders = run_folders(run)
     if not folders:
         raise OnefoldError(f"{run} holds no runs to compare; give the --out of onefold train --compare 0,1,2,3")
     for folder in folders:
-        write_report(folder)
+        write_report(folder, out and out / folder.name)
     drawn, html = compared(run, [read_run(folder) for folder in folders])
-    return _write(run, drawn, html)
+    return _write(out or run, drawn, html)
 
 
-def write_any(run: Path) -> Path:
+def write_any(run: Path, out: Path | None = None) -> Path:
     """The page that fits the folder."""
-    return write_comparison(run) if is_comparison(run) else write_report(run)
+    return write_comparison(run, out) if is_comparison(run) else write_report(run, out)
 
 
 def is_comparison(run: Path) -> bool:
-    return not RunFolder(run).facts.exists() and bool(run_folders(run))
+    return not is_run(run) and bool(run_folders(run))
 
 
 def reported(run: Run) -> tuple[list[Chart], str]:
@@ -84,22 +87,23 @@ def _title(run: Run) -> str:
 
 
 def _end(run: Run) -> str:
-    folder = text(str(run.folder))
     version = text(run.fact("environment", "onefold", default=""))
     return (
-        f'Let it write: <code>onefold sample {folder} --prompt "def "</code>. Go on: <code>onefold train --resume '
-        f"--out {folder}</code>. Made by Onefold {version}."
+        f"Let it write: {command('sample', run.folder, '--prompt', 'def ')}. "
+        f"Go on: {command('train', '--resume', '--out', run.folder)}. Made by Onefold {version}."
     )
 
 
 def _write(folder: Path, drawn: Sequence[Chart], html: str) -> Path:
     target = RunFolder(folder).report
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for chart in drawn:
             _replace(folder / f"{chart.name.removesuffix('-wide')}.png", chart.png)
         _replace(target, html.encode())
     except OSError as error:
-        raise OnefoldError(f"{target} cannot be written: {error.strerror or error}") from error
+        why = error.strerror or error
+        raise OnefoldError(f"{target} cannot be written: {why}; give another folder with --out") from error
     return target
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import codecs
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from onefold.checkpoint.commit import find
 from onefold.checkpoint.order import Order
-from onefold.checkpoint.reading import Checkpoint, read_laid
+from onefold.checkpoint.reading import Checkpoint, read_laid, with_newest
 from onefold.checkpoint.storage import Storage
 from onefold.errors import CheckpointError, ConfigError
 from onefold.layout import Span
 from onefold.planner.shapes import Shape
 from onefold.train.model import GPT
-from onefold.train.run import RunFolder, read_facts
+from onefold.train.records import read_facts
+from onefold.train.run import RunFolder
 from onefold.train.settings import BYTES
 from onefold.train.tokenizer import vocab_of
 
@@ -46,11 +47,10 @@ class Trained(NamedTuple):
 def open_run(run: Path, tokenizer: str | None = None, device: torch.device | str = "cpu") -> Trained:
     """The model of a run at its last committed checkpoint, whatever number of ranks, stage and precision wrote it."""
     facts, folder = read_facts(run), RunFolder(run).checkpoints
-    if not folder.is_dir():
+    if not Storage().is_folder(folder):
         raise CheckpointError(f"{run} has no checkpoint yet; wait for the first (--save-every), or train it to its end")
-    shape = _shape(run, facts)
-    model = GPT(shape)
-    step = fill(model, folder)
+    shape, storage = _shape(run, facts), Storage()
+    model, step = with_newest(storage, folder, lambda path: filled(shape, Checkpoint(storage, path)))
     found = facts.get("data")
     name = tokenizer or str(found.get("tokenizer") if isinstance(found, dict) else None)
     return Trained(model.to(device).eval(), codec_of(name, shape.vocab), step)
@@ -59,26 +59,33 @@ def open_run(run: Path, tokenizer: str | None = None, device: torch.device | str
 def _shape(run: Path, facts: dict[str, Any]) -> Shape:
     model = facts.get("model")
     names = ("layers", "hidden", "heads", "seq", "vocab")
-    if not isinstance(model, dict) or not all(isinstance(model.get(name), int) for name in names):
+    if not isinstance(model, dict) or not all(type(model.get(name)) is int for name in names):
         raise ConfigError(f"{RunFolder(run).facts} does not tell the model's {', '.join(names)}; was it changed?")
     return Shape(**{name: model[name] for name in names})
 
 
 @torch.no_grad()
-def fill(model: nn.Module, folder: Path) -> int:
-    """Every parameter of a plain model from a run's newest checkpoint, and the step it was saved at."""
-    storage = Storage()
-    checkpoint = Checkpoint(storage, find(storage, folder)[0])
+def filled(shape: Shape, checkpoint: Checkpoint) -> tuple[GPT, int]:
+    """A plain model with every parameter from a checkpoint, and the step it was saved at."""
+    for part in shape.parts():  # before there is a model: a shape that someone made up may be of any size
+        record = checkpoint.records.get(part.name)
+        if record is None or record.numel != part.numel:
+            _misfit(checkpoint, part.name, f"{part.numel:,} elements")
+    model = GPT(shape)
     for name, param in model.named_parameters():
-        record = checkpoint.records.get(name)
-        if record is None or tuple(record.shape) != tuple(param.shape):
-            found = "none of that name" if record is None else f"one of {tuple(record.shape)}"
-            wanted = f"{checkpoint.folder} should hold {name} of {tuple(param.shape)}"
-            raise CheckpointError(f"{wanted} and has {found}; is it another model's?")
+        record = checkpoint.records[name]
+        if tuple(record.shape) != tuple(param.shape):
+            _misfit(checkpoint, name, f"{tuple(param.shape)}")
         flat = torch.empty(record.numel, dtype=record.dtype())
         read_laid(checkpoint, name, Order(tuple(param.shape), tuple(param.stride())), Span(0, record.numel), flat)
         param.copy_(flat.view(param.shape))
-    return checkpoint.manifest.step
+    return model, checkpoint.manifest.step
+
+
+def _misfit(checkpoint: Checkpoint, name: str, wanted: str) -> NoReturn:
+    record = checkpoint.records.get(name)
+    found = "none of that name" if record is None else f"one of {tuple(record.shape)}"
+    raise CheckpointError(f"{checkpoint.folder} should hold {name} of {wanted} and has {found}; is it another model's?")
 
 
 @torch.no_grad()
@@ -159,7 +166,7 @@ def codec_of(name: str, vocab: int) -> Codec:
     """By what the run says it was trained with."""
     if name == BYTES:
         made: Codec = Bytes()
-    elif Path(name).is_file():
+    elif os.path.isfile(name):  # False, too, where this user may not look
         made = File(Path(name))
     else:
         raise ConfigError(f"tokenizer {name!r} is neither 'bytes' nor a file that is there; give it with --tokenizer")

@@ -17,10 +17,11 @@ from onefold.train.figures import (
     formula_memory,
     formula_moves,
     headline,
+    number,
     once_bytes,
     states_of,
 )
-from onefold.train.page import Card, Section, dot, facts, figure, figures, folded, table, text, wide_figure
+from onefold.train.page import Card, Section, command, dot, facts, figure, figures, folded, table, text, wide_figure
 from onefold.train.words import NOTHING, count, digits, nats, nbytes, off, seconds
 
 MANY = 12  # rows of a table that is folded
@@ -176,7 +177,10 @@ def placement(run: Run) -> Section:
     cells = [
         [text(row.get("unit", ""))]
         + [text(row.get(state, "")) for state in ("optimizer", "gradients", "parameters")]
-        + [f"{size:,.0f}" if isinstance(size := row.get(key), int) else "" for key in ("elements", "parameter_bytes")]
+        + [
+            f"{size:,.0f}" if (size := number(row.get(key))) is not None else ""
+            for key in ("elements", "parameter_bytes")
+        ]
         for row in rows
     ]
     why = f"<p>{text(run.fact('stage_why'))}</p>" if run.fact("stage_why") else ""
@@ -207,13 +211,13 @@ def environment(run: Run) -> Section:
     shape = run.fact("model", default={})
     sizes = [f"{shape[key]:,} {word}" for key, word in SHAPE.items() if isinstance(shape.get(key), int)]
     data = run.fact("data", default={})
+    tokens = [count(number(data.get(key))) for key in ("train_tokens", "val_tokens")]
     batch = (run.number("global_batch"), run.number("micro_batch"), run.number("accumulation"), run.number("ranks"))
     rows: dict[str, Any] = {
         "model": f"{run.name}: {', '.join(sizes)}" if sizes else run.name,
         "data": data.get("source"),
         "left out": data.get("left_out") or None,
-        "tokens": f"{count(data.get('train_tokens'))} to train, {count(data.get('val_tokens'))} to validate, "
-        f"tokenizer {data.get('tokenizer', NOTHING)}",
+        "tokens": f"{tokens[0]} to train, {tokens[1]} to validate, tokenizer {data.get('tokenizer', NOTHING)}",
         "batch": "{} sequences: {} in a micro-batch × {} accumulated × {} ranks".format(*map(count, batch)),
         "device": run.fact("device"),
     }
@@ -230,5 +234,5 @@ SHAPE = {
 def settings(run: Run) -> Section:
     if not run.config:
         return Section("Settings", "<p>config.toml is not there.</p>")
-    again = f"<p>Run it again: <code>onefold train --config {text(str(run.folder))}/config.toml --out NEW</code></p>"
+    again = f"<p>Run it again: {command('train', '--config', run.folder / 'config.toml', '--out', 'NEW')}</p>"
     return Section("Settings", again + f"<pre>{text(run.config.strip())}</pre>")

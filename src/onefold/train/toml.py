@@ -9,9 +9,11 @@ import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, OnefoldError
+from onefold.limited import read_text
 
 T = TypeVar("T")
+TOML_BYTES_LIMIT = 1 << 20
 NOT_SAVED = (  # where a run is, on how many ranks, and how it was started, is not what it does
     "out", "resume", "resume_or_start", "accept_changed_data", "config", "json", "ranks",
 )  # fmt: skip
@@ -48,13 +50,15 @@ def read_toml(path: Path) -> dict[str, Any]:
         except ImportError as error:
             raise ConfigError("reading TOML on Python 3.10 needs one more package: pip install tomli") from error
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(read_text(path, TOML_BYTES_LIMIT))
     except FileNotFoundError as error:
         raise ConfigError(
             f"--config {path} is not there; give a TOML file, such as the config.toml of a run"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OnefoldError, ValueError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"--config {path} cannot be read: it is nested too deeply") from error
 
 
 def with_values(settings: T, values: dict[str, Any], where: str) -> T:

@@ -39,7 +39,7 @@ def digits(value: float, many: int = 3) -> str:
     """
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
-    if value == 0 or abs(value) < 1e-3:
+    if value == 0 or not 1e-3 <= abs(value) < 1e15:
         return f"{value:.{many}g}"
     return f"{value:,.{max(many - 1 - math.floor(math.log10(abs(value))), 0)}f}"
 
