@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,13 +51,17 @@ def pruned(tmp_path_factory) -> Iterator[Path]:
     assert job.poll() is None, "it must have pruned all the time"
     job.stdin.close()
     assert job.wait(60) == 0
-    assert committed(Storage(), run)[0] > 20, "it must have pruned often"
+    assert committed(Storage(), run)[0] > 10, "it must have pruned often"
 
 
 def test_the_newest_is_read_whole_whatever_is_pruned_meanwhile(pruned):
     storage = Storage()
-    steps = [with_newest(storage, pruned, lambda path: load(storage, path)) for _ in range(60)]
-    assert steps == sorted(steps) and len(set(steps)) > 5, "it must have read several"
+    steps: list[int] = []
+    deadline_s = time.monotonic() + 60
+    while len(set(steps)) <= 5:
+        assert time.monotonic() < deadline_s, "it must have read several"
+        steps.append(with_newest(storage, pruned, lambda path: load(storage, path)))
+    assert steps == sorted(steps)
 
 
 def test_a_checkpoint_that_is_removed_is_never_called_damaged(pruned):

@@ -13,7 +13,7 @@ import torch
 from onefold.errors import ConfigError
 from onefold.train import data as module
 from onefold.train.data import bigram_loss, load_data, prepare
-from onefold.train.run import read_facts
+from onefold.train.records import read_facts
 from onefold.train.sample import codec_of
 from onefold.train.settings import DataSettings
 from onefold.train.source import find_source

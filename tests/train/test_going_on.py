@@ -8,7 +8,8 @@ import torch
 from onefold.cli.train import TrainCommand
 from onefold.errors import ConfigError, OnefoldError
 from onefold.train.data import prepare
-from onefold.train.run import append_lines, read_facts, read_metrics, read_warnings
+from onefold.train.records import read_facts, read_metrics, read_warnings
+from onefold.train.run import append_lines
 from onefold.train.settings import DataSettings, Settings
 from onefold.train.start import check_folder
 from onefold.train.toml import read_toml, to_toml, with_values

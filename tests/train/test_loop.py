@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.train.run import read_facts, read_metrics, read_warnings
+from onefold.train.records import read_facts, read_metrics, read_warnings
 from onefold.train.settings import Settings
 from onefold.train.toml import read_toml, with_values
 from tests.harness import run_ranks

@@ -13,7 +13,7 @@ import pytest
 from onefold.cli.main import main
 from onefold.errors import OnefoldError
 from onefold.profiling.breakdown import Part
-from onefold.train.run import read_profile
+from onefold.train.records import read_profile
 from tests.train.launched import curve, run
 from tests.train.pooled import config_file, trained
 

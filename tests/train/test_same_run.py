@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from onefold.cli.main import main
-from onefold.train.run import read_facts, read_metrics
+from onefold.train.records import read_facts, read_metrics
 from onefold.train.settings import DataSettings, Settings
 from onefold.train.source import find_source
 from onefold.train.toml import NOT_SAVED, to_toml, with_values

@@ -19,6 +19,7 @@ from onefold.cli.ranks import Ranks, Said, started
 from onefold.cli.verdict import Exit, Outcome, Word, signal_name, verdict
 from onefold.errors import CommError, MismatchError, OnefoldError
 from onefold.train.stop import Stop
+from onefold.visible import visible
 
 TICK_S = 0.05
 GRACE_S = {True: 0.2, False: 1.0}  # from a failure until all are ended: if its cause is known, and if not
@@ -186,5 +187,5 @@ class Start:
 
 
 def say(message: str) -> None:
-    sys.stderr.write(f"onefold: {message}\n")
+    sys.stderr.write(f"onefold: {visible(message)}\n")
     sys.stderr.flush()

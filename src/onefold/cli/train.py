@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from onefold.train.clean import clean_up
 from onefold.train.data import prepare
 from onefold.train.lock import LAUNCHED, RunLock
 from onefold.train.metrics import Listener
-from onefold.train.run import RunFolder, read_facts, read_metrics, read_profile, replace
+from onefold.train.records import read_facts, read_metrics, read_profile
+from onefold.train.run import RunFolder, replace
 from onefold.train.same import check_same, check_there
 from onefold.train.settings import Settings
 from onefold.train.source import find_source
@@ -62,7 +64,7 @@ class TrainCommand(Settings):
         path = _flag(arguments, "--config")
         if path is None and {"--resume", "--resume-or-start"} & set(arguments):
             known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
-            path = str(known) if known.exists() else None
+            path = str(known) if os.path.lexists(known) else None
         return cls() if path is None else with_values(cls(), _overruled(read_toml(Path(path)), arguments), path)
 
     def run(self) -> int:
@@ -130,12 +132,15 @@ class TrainCommand(Settings):
 
     def _how_to_go_on(self, outcome: Outcome) -> str:
         """If something was saved, and it is not what could not be loaded."""
-        out = self.output.out
         if outcome.kind in NO_ADVICE:
             return ""
         folders = [RunFolder(run.output.out).checkpoints for run in self.stages()]
         saved = [step for folder in folders if folder.exists() for step in committed(Storage(), folder)]
-        return f" (to go on from {step_name(max(saved))}: onefold train --resume --out {out})" if saved else ""
+        return f" (to go on from {step_name(max(saved))}: {self._resume()})" if saved else ""
+
+    def _resume(self) -> str:
+        """A command to copy."""
+        return f"onefold train --resume --out {shlex.quote(str(self.output.out))}"
 
     def _finish(self, signals: Sequence[str] = ()) -> None:
         """What came of it, and the page about it."""
@@ -143,7 +148,7 @@ class TrainCommand(Settings):
         finished = [_last(run) for run in self.stages()]
         if not all(finished):
             why = f" ({', '.join(signals)})" if signals else ""
-            say(f"stopped and saved{why}; to go on: onefold train --resume --out {out}")
+            say(f"stopped and saved{why}; to go on: {self._resume()}")
             return
         written = _report(out, comparison=self.compare is not None)
         if self.json:

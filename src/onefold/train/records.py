@@ -6,6 +6,7 @@ kind than it should be is refused, and the file is named.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from onefold.errors import OnefoldError
 from onefold.limited import read_json, read_json_lines, read_text
 from onefold.profiling.report import ProfileReport
-from onefold.train.run import SUMMARY, RunFolder
+from onefold.train.run import SUMMARY, RunFolder, replace
 
 TABLES = ("model", "data", "environment", "baseline", "plan")  # of facts.json: each an object, or not there
 CONFIG_BYTES_LIMIT = 1 << 20
@@ -37,12 +38,12 @@ def read_facts(run: Path) -> dict[str, Any]:
 
 def read_metrics(run: Path) -> Rows:
     """All logged steps, oldest first; empty before the first."""
-    rows = _lines(RunFolder(run).metrics)
+    rows = read_lines(RunFolder(run).metrics)
     return [row for row in rows if type(row.get("step")) is int and 0 <= row["step"] < STEPS_LIMIT]
 
 
 def read_warnings(run: Path) -> Rows:
-    return _lines(RunFolder(run).warnings)
+    return read_lines(RunFolder(run).warnings)
 
 
 def read_config(run: Path) -> str:
@@ -67,7 +68,7 @@ def read_profile(run: Path) -> list[ProfileReport]:
         raise OnefoldError(f"{path} cannot be read as the figures of a profile: {error!r}; remove it") from error
 
 
-def is_run(folder: Path) -> bool:
+def has_facts(folder: Path) -> bool:
     """Whether the folder holds the facts of a run; one line of error if that cannot be told."""
     try:
         os.stat(RunFolder(folder).facts)
@@ -90,8 +91,15 @@ def run_folders(folder: Path) -> list[Path]:
     return [folder / name for name in names if RunFolder(folder / name).facts.is_file()]
 
 
-def _lines(path: Path) -> Rows:
+def read_lines(path: Path) -> Rows:
+    """The objects of a .jsonl file, without a last line that is torn; none if there is no file."""
     try:
         return [row for row in read_json_lines(path) if isinstance(row, dict)]
     except FileNotFoundError:
         return []
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Forget what was written of later steps, all or nothing."""
+    kept = [row for row in read_lines(path) if type(row.get("step")) is int and row["step"] <= step]
+    replace(path, "".join(json.dumps(row) + "\n" for row in kept))

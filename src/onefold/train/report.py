@@ -14,7 +14,7 @@ from onefold.train.charts import WIDE, Chart
 from onefold.train.comparison import compared
 from onefold.train.figures import LASTING, Run, headline, read_run
 from onefold.train.page import command, page, text
-from onefold.train.records import is_run, run_folders
+from onefold.train.records import has_facts, run_folders
 from onefold.train.run import RunFolder
 
 
@@ -44,7 +44,7 @@ def write_any(run: Path, out: Path | None = None) -> Path:
 
 
 def is_comparison(run: Path) -> bool:
-    return not is_run(run) and bool(run_folders(run))
+    return not has_facts(run) and bool(run_folders(run))
 
 
 def reported(run: Run) -> tuple[list[Chart], str]:

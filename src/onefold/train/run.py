@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from onefold.errors import ConfigError, OnefoldError
-from onefold.profiling.report import ProfileReport
 
 STAGE_FOLDER = "stage-{}"
 SUMMARY = "summary.json"  # of a profile
@@ -121,62 +120,13 @@ def make_folder(out: Path) -> None:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
 
 
-def read_facts(run: Path) -> dict[str, Any]:
-    path = RunFolder(run).facts
-    try:
-        facts = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise OnefoldError(f"{run} is no run folder: it has no {path.name}; give the --out of onefold train") from error
-    except (OSError, ValueError) as error:
-        raise OnefoldError(f"{path} cannot be read: {error}") from error
-    if not isinstance(facts, dict):
-        raise OnefoldError(f"{path} holds a {type(facts).__name__}, not the facts of a run")
-    return facts
-
-
 def write_facts(run: Path, facts: dict[str, Any]) -> None:
     replace(RunFolder(run).facts, json.dumps(facts, indent=1) + "\n")
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All logged steps, oldest first; empty before the first."""
-    return read_lines(RunFolder(run).metrics)
-
-
-def read_warnings(run: Path) -> list[dict[str, Any]]:
-    return read_lines(RunFolder(run).warnings)
-
-
-def read_profile(run: Path) -> list[ProfileReport]:
-    """What each rank's profile found; empty without one."""
-    path = RunFolder(run).profile / SUMMARY
-    try:
-        return [ProfileReport.from_dict(values) for values in json.loads(path.read_text())]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise OnefoldError(f"{path} cannot be read as the figures of a profile: {error!r}; remove it") from error
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, without a last line that is torn."""
-    try:
-        return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise OnefoldError(f"{path} has a line that is no JSON: {error}") from error
 
 
 def append_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     with writing(path), path.open("a") as out:
         out.write("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def cut_after(path: Path, step: int) -> None:
-    """Forget what was written of later steps, all or nothing."""
-    kept = [row for row in read_lines(path) if row["step"] <= step]
-    replace(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 def replace(path: Path, text: str) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from onefold.errors import ConfigError
 from onefold.planner.shapes import Shape
 from onefold.train.digest import Digests
-from onefold.train.run import RunFolder, is_comparison, is_run, read_facts
+from onefold.train.records import read_facts
+from onefold.train.run import RunFolder, is_comparison, is_run
 from onefold.train.settings import BYTES, Settings
 
 NAMED = 3  # files, before the rest is counted

@@ -32,16 +32,8 @@ from onefold.train.lock import LAUNCHED, RunLock
 from onefold.train.loop import Loop, Place
 from onefold.train.metrics import Listener, collected
 from onefold.train.model import initialise
-from onefold.train.run import (
-    LOCK,
-    RunFolder,
-    cut_after,
-    make_folder,
-    read_facts,
-    read_lines,
-    replace,
-    write_facts,
-)
+from onefold.train.records import cut_after, read_facts, read_lines
+from onefold.train.run import LOCK, RunFolder, make_folder, replace, write_facts
 from onefold.train.same import check_same, check_stages
 from onefold.train.settings import Settings
 from onefold.train.stop import Stop
