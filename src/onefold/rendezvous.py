@@ -3,8 +3,8 @@
 | ranks | store | interface of gloo and NCCL |
 |---|---|---|
 | started by our own launcher | a nameless file that other users cannot open | loopback |
-| all on this node, by torchrun | torchrun's; served by rank 0: on the address MASTER_ADDR alone | loopback |
-| on several nodes | the same | gloo: the one that leads to MASTER_ADDR; NCCL: its own choice |
+| all on this node, by torchrun | torchrun's; if it runs none, rank 0 serves one on MASTER_ADDR alone | loopback |
+| on several nodes | as above | gloo: the one that leads to MASTER_ADDR; NCCL: its own choice |
 | one, by itself | in memory | loopback |
 
 Neither the store nor gloo knows who connects, so what they listen on decides who can reach them. An interface that
@@ -14,12 +14,15 @@ the user has chosen (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) is left alone.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import socket
 import struct
 import sys
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -29,9 +32,10 @@ import torch.distributed as dist
 from onefold.errors import CommError, ConfigError, ExposedWarning
 
 STORE = "ONEFOLD_STORE"  # the path of the file through which ranks of our own launcher meet
-WANTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+NCCL_LOOPBACK = f"={LOOPBACK}"  # exactly that one: without "=" NCCL takes every name that begins so
 JOINED = "onefold/joined/{}"
 SIOCGIFADDR = 0x8915
 LISTENING = "0A"  # the state, in /proc/net/tcp
@@ -49,10 +53,10 @@ class Place(NamedTuple):
         """None for a process that nobody started as a rank."""
         if STORE in os.environ:
             return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        found = [name for name in WANTED if name in os.environ]
+        found = [name for name in TORCHRUN_VARIABLES if name in os.environ]
         if "RANK" not in found and "WORLD_SIZE" not in found:
             return None
-        if missing := [name for name in WANTED if name not in found]:
+        if missing := [name for name in TORCHRUN_VARIABLES if name not in found]:
             raise ConfigError(
                 f"the environment sets {', '.join(found)} but not {', '.join(missing)}; start with torchrun, or set all"
             )
@@ -67,14 +71,15 @@ def join(backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store: dist.Store | None = None
+    began_s = time.monotonic()
     try:
         store = _store(place, timeout)
         store.set(JOINED.format(place.rank), "")
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
     except RuntimeError as error:  # of torch: a time limit, a connection refused or broken
         raise CommError(
-            f"rank {place.rank}: {_missing(store, place)} within {timeout_s:g} s; look at that rank's output first. "
-            f"torch says: {str(error).splitlines()[0]}"
+            f"rank {place.rank}: {_missing(store, place)} after {time.monotonic() - began_s:.0f} s (time limit "
+            f"{timeout_s:g} s); look at that rank's output first. torch says: {str(error).splitlines()[0]}"
         ) from error
     _warn_if_exposed()
 
@@ -98,8 +103,8 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
         store.set_timeout(timeout)
         return store
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    listener = _listener(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) if serves else None
-    if listener is None:  # torchrun's own store, that of rank 0, or an address that is not this node's
+    listener = _listener(place) if serves else None
+    if listener is None:  # this rank is a client, or MASTER_ADDR is no address of this node that others can reach
         store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.world, timeout=timeout)))
         store.set_timeout(timeout)
         return store
@@ -110,9 +115,16 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
     )  # fmt: skip
 
 
-def _listener(address: str, port: int) -> socket.socket | None:
-    """A socket that listens on one address of this node, where torch's own would listen on all of them."""
-    for family, _, _, _, target in _resolved(address, port):
+def _listener(place: Place) -> socket.socket | None:
+    """A socket that listens on MASTER_ADDR, where torch's own would listen on all addresses of this node.
+
+    None if that is not this node's, or is loopback while ranks are on other nodes: some systems give the first node
+    MASTER_ADDR=localhost, and the others its name.
+    """
+    for family, _, _, _, target in _resolved(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])):
+        loopback = ipaddress.ip_address(str(target[0]).partition("%")[0]).is_loopback
+        if loopback and not _on_this_node(place):
+            continue
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,7 +150,7 @@ def _choose_interface(place: Place | None) -> None:
     """Set what gloo and NCCL read, unless the user has."""
     if place is None or _on_this_node(place):
         os.environ.setdefault(GLOO, LOOPBACK)
-        os.environ.setdefault(NCCL, LOOPBACK)
+        os.environ.setdefault(NCCL, NCCL_LOOPBACK)
     elif GLOO not in os.environ and (found := _interface_to(os.environ["MASTER_ADDR"])):
         os.environ[GLOO] = found
 
@@ -149,9 +161,9 @@ def _on_this_node(place: Place) -> bool:
 
 
 def _interface_to(address: str) -> str | None:
-    """The interface whose address this node shows when it speaks to another; None if it cannot be told.
+    """The interface by which this node reaches an address; None if it is unknown, or is loopback.
 
-    Loopback is no answer: the first node may know its own name by it, and the others could not reach it there.
+    The first node may know its own name by loopback, where the others could not reach it.
     """
     for family, _, _, _, target in _resolved(address, 1):
         if family == socket.AF_INET:
@@ -187,7 +199,7 @@ class Listener(NamedTuple):
     inode: str
 
     @property
-    def everywhere(self) -> bool:
+    def on_all_interfaces(self) -> bool:
         return not self.address.strip("0")
 
 
@@ -199,7 +211,7 @@ def _warn_if_exposed() -> None:
     ports = sorted(
         one.port
         for one in listening()
-        if one.everywhere and (one.inode in agents or str(one.port) == os.environ["MASTER_PORT"])
+        if one.on_all_interfaces and (one.inode in agents or str(one.port) == os.environ["MASTER_PORT"])
     )
     if ports:
         warnings.warn(
@@ -212,7 +224,7 @@ def _warn_if_exposed() -> None:
 
 
 def listening() -> Iterator[Listener]:
-    """All of this node, or of this network namespace."""
+    """Every listening TCP socket of this network namespace."""
     for name in ("tcp", "tcp6"):
         try:
             rows = Path("/proc/self/net", name).read_text().splitlines()[1:]
@@ -227,11 +239,10 @@ def listening() -> Iterator[Listener]:
 def _sockets_of(pid: int) -> set[str]:
     """Inodes of the sockets that a process has open; none if this user may not know."""
     found = set()
-    try:
+    with suppress(OSError):  # it has ended, or is another user's
         for path in Path(f"/proc/{pid}/fd").iterdir():
-            target = os.readlink(path)
-            if target.startswith("socket:["):
-                found.add(target[8:-1])
-    except OSError:
-        pass  # it ended just now, or is another user's
+            with suppress(OSError):  # it was closed just now
+                target = os.readlink(path)
+                if target.startswith("socket:["):
+                    found.add(target[8:-1])
     return found

@@ -25,6 +25,20 @@ if what == "kill" and rank == "1" and start == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "leave" and rank == "1":
     sys.exit(3)
+if what == "leave children":
+    os.system("setsid sleep 60 &")
+if what == "save late":
+    def late(*_):
+        deadline = time.monotonic() + 2 * (rank == "0")
+        while time.monotonic() < deadline:
+            pass
+        (where / f"heard{rank}").touch()
+        os._exit(143)
+    signal.signal(signal.SIGTERM, late)
+if what in ("save late", "no handler"):
+    (where / f"waits{rank}").touch()
+    while True:
+        time.sleep(0.05)
 if what == "wait":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit((where / f"heard{rank}").touch()))
     (where / f"waits{rank}").touch()
@@ -55,7 +69,7 @@ def test_a_script_gets_its_own_flags_and_ranks_that_meet(tmp_path, script):
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("raise", "rank 1 ended with exit code 1; what it said stands above"), ("leave", "rank 1 ended with exit code 3")],
+    [("raise", "rank 1 ended with exit code 1; see its output above"), ("leave", "rank 1 ended with exit code 3")],
 )
 def test_the_first_to_fail_is_named(tmp_path, script, what, said):
     code, err = ran(tmp_path, script, what)
@@ -64,18 +78,32 @@ def test_the_first_to_fail_is_named(tmp_path, script, what, said):
 
 def test_a_lost_rank_starts_again_with_all_others(tmp_path, script):
     code, err = ran(tmp_path, script, "kill", "--max-restarts", "1")
-    assert code == 0 and "a rank was lost (rank 1 was killed by SIGKILL); start 1 of 1" in err, err
+    assert code == 0 and "a rank was lost (rank 1 was killed by SIGKILL); restart 1 of 1" in err, err
     assert (tmp_path / "rank1.start1").read_text().startswith("2 ")
 
 
-def test_a_signal_reaches_every_rank(tmp_path, script):
-    with launched(tmp_path / "deep", "--ranks", "2", str(script), str(tmp_path), "wait", command="run") as launch:
+@pytest.mark.parametrize(
+    ("what", "said", "heard"),
+    [("wait", (0, ""), True), ("save late", (143, "onefold: ended by SIGTERM\n"), True),
+     ("no handler", (143, "onefold: ended by SIGTERM\n"), False)],
+)  # fmt: skip
+def test_a_signal_reaches_every_rank_and_each_ends_in_its_own_time(tmp_path, script, what, said, heard):
+    with launched(tmp_path / "deep", "--ranks", "2", str(script), str(tmp_path), what, command="run") as launch:
         launch.wait_for(lambda: all((tmp_path / f"waits{rank}").exists() for rank in (0, 1)), "both ranks")
         os.kill(launch.process.pid, signal.SIGTERM)
         code, _, err = launch.end()
         assert launch.gone()
-    assert (code, err) == (0, "")
-    assert all((tmp_path / f"heard{rank}").exists() for rank in (0, 1))
+    assert (code, err) == said
+    assert all((tmp_path / f"heard{rank}").exists() == heard for rank in (0, 1))
+
+
+def test_a_process_that_a_script_left_behind_does_not_hold_the_launcher(tmp_path, script):
+    """One in a session of its own: a daemon, which its script wanted to live on."""
+    words = ("--ranks", "2", str(script), str(tmp_path), "leave children")
+    with launched(tmp_path / "deep", *words, command="run") as launch:
+        launch.process.wait(timeout=40)
+        left = launch.pids()
+    assert launch.process.returncode == 0 and len(left) == 2
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_signal_ends_verify_and_all_that_it_started(tmp_path):
         rank = launch.wait_for(lambda: len(found := launch.rank_pids()) == 2 and found, "both ranks")[1]
         os.kill(rank, signal.SIGSTOP)  # so that no rank comes to the end by itself
         launch.process.send_signal(signal.SIGTERM)
-        assert launch.process.wait(timeout=60) == 2
+        assert launch.process.wait(timeout=60) == 128 + signal.SIGTERM
         assert launch.gone()
         assert launch.end()[2] == "onefold: ended by SIGTERM\n"
 

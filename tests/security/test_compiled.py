@@ -236,3 +236,13 @@ def test_a_folder_of_root_that_all_may_write_is_refused_to_another_user(shared_p
             pass
     finally:
         os.seteuid(0)
+
+
+def test_files_of_the_user_that_are_named_much_like_drafts_stay(source, tmp_path):
+    mine = tmp_path / "spare" / "making-sourdough"
+    mine.mkdir()
+    (mine / "recipe.txt").write_text("flour")
+    (tmp_path / "spare" / "making-of.txt").write_text("film")
+    with module.compile_folder():
+        pass
+    assert (mine / "recipe.txt").exists() and (tmp_path / "spare" / "making-of.txt").exists()

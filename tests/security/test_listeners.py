@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from onefold.rendezvous import Place, _listener
 from tests.train.launched import SMALL, Launch, launched
 
 pytestmark = pytest.mark.skipif(
@@ -216,3 +217,14 @@ def test_a_store_that_rank_0_serves_listens_on_what_torchrun_chose(tmp_path):
     chosen = "".join(f"{int(part):02X}" for part in reversed(ADDRESS.split(".")))
     assert {address for address, _ in outside_loopback(ranks)} == {chosen}
     assert err.count("ExposedWarning") == 1
+
+
+@pytest.mark.parametrize("local", ["2", "1"])
+def test_rank_0_listens_on_loopback_only_where_all_ranks_are_on_its_node(monkeypatch, local):
+    """Some systems tell the first node MASTER_ADDR=localhost and the others its name."""
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "LOCAL_WORLD_SIZE": local}.items():
+        monkeypatch.setenv(name, value)
+    listener = _listener(Place(0, 2))
+    assert (listener is not None) == (local == "2")
+    if listener is not None:
+        listener.close()

@@ -13,7 +13,7 @@ import pytest
 
 from onefold.cli.main import main
 from onefold.errors import ConfigError
-from onefold.train.lock import RunLock, hold_by_name
+from onefold.train.lock import RunLock, lock_by_existence
 from tests.harness import run_ranks_raises
 from tests.train.launched import SMALL, launched
 from tests.train.pooled import one_rank, settings_of
@@ -21,12 +21,12 @@ from tests.train.pooled import one_rank, settings_of
 HOLDER = """
 import sys
 from pathlib import Path
-from onefold.train.lock import RunLock, hold_by_name
+from onefold.train.lock import RunLock, lock_by_existence
 out = Path(sys.argv[2])
 if sys.argv[1] == "flock":
     RunLock(out).__enter__()
 else:
-    hold_by_name(out)
+    lock_by_existence(out)
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -51,7 +51,7 @@ def hold(kind: str, out: Path) -> None:
         with RunLock(out):
             pass
     else:
-        os.close(hold_by_name(out))
+        os.close(lock_by_existence(out))
 
 
 def test_a_second_holder_is_told_who_is_the_first(holder, tmp_path):
@@ -75,14 +75,14 @@ def test_the_lock_of_a_holder_that_was_killed_is_taken_over(holder, tmp_path):
 def test_a_number_that_another_process_has_now_is_no_holder(tmp_path):
     about = {"host": socket.gethostname(), "pid": os.getpid(), "started": "1 of another boot"}
     (tmp_path / ".lock").write_text(json.dumps(about))
-    os.close(hold_by_name(tmp_path))
+    os.close(lock_by_existence(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_file_of_another_host_is_left_alone_where_only_the_file_tells(tmp_path):
     (tmp_path / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "since": "today"}))
     with pytest.raises(ConfigError, match=r"on host elsewhere since today; .*\(if it is gone: remove .*\.lock\)"):
-        hold_by_name(tmp_path)
+        lock_by_existence(tmp_path)
 
 
 def test_nothing_is_left_of_a_lock_that_was_let_go(tmp_path):
@@ -137,3 +137,11 @@ def test_ranks_without_a_launcher_hold_the_folder_and_all_say_who_has_it(tmp_pat
     with RunLock(tmp_path):
         for caught in run_ranks_raises(2, one_rank, settings_of(tmp_path)):
             assert f"--out {tmp_path} is in use by process {os.getpid()}" in caught.message
+
+
+def test_a_folder_on_a_file_system_without_locks_is_held_and_given_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("onefold.train.lock.has_locks", lambda _: False)  # none is mounted here
+    for _ in range(2):
+        with RunLock(tmp_path / "run"), pytest.raises(ConfigError, match="in use by process"):
+            RunLock(tmp_path / "run").__enter__()
+    assert not (tmp_path / "run" / ".lock").exists()

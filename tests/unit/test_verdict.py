@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.cli.lifeline import Level
-from onefold.cli.verdict import Exit, Word, verdict
+from onefold.cli.verdict import Exit, ReportedError, verdict
 
 TIMEOUT_S = 8.0
 
 
-def peer(rank: int, at_s: float) -> Word:
-    return Word(rank, f"rank {rank}: no answer from its peer", Level.PEER, "CommError", at_s)
+def peer(rank: int, at_s: float) -> ReportedError:
+    return ReportedError(rank, f"rank {rank}: no answer from its peer", Level.PEER, "CommError", at_s)
 
 
 @given(st.permutations(range(4)), st.floats(0, 5))
@@ -30,13 +30,14 @@ def test_a_rank_that_is_stopped_is_named_before_those_who_missed_it(order):
 
 
 def test_the_earliest_of_several_errors_is_named_and_another_start_is_of_no_use():
-    words = [Word(1, "late", Level.OWN, "ValueError", 2.0), Word(0, "rank 0: first", Level.OWN, "KeyError", 1.0)]
-    outcome = verdict(words, [Exit(0, 1, 1.1), Exit(1, 1, 2.1)], {}, TIMEOUT_S)
+    late = ReportedError(1, "late", Level.OWN, "ValueError", 2.0)
+    first = ReportedError(0, "rank 0: first", Level.OWN, "KeyError", 1.0)
+    outcome = verdict([late, first], [Exit(0, 1, 1.1), Exit(1, 1, 2.1)], {}, TIMEOUT_S)
     assert (outcome.message, outcome.kind, outcome.lost) == ("rank 0: first", "KeyError", False)
 
 
 def test_an_error_that_made_another_process_abort_is_the_one_named():
-    outcome = verdict([Word(0, "out of memory", Level.OWN, "X", 1.0)], [Exit(1, -6, 1.2)], {}, TIMEOUT_S)
+    outcome = verdict([ReportedError(0, "out of memory", Level.OWN, "X", 1.0)], [Exit(1, -6, 1.2)], {}, TIMEOUT_S)
     assert outcome.message == "out of memory"
 
 
@@ -46,5 +47,5 @@ def test_a_rank_that_left_early_is_named_though_it_left_well():
 
 
 def test_ranks_that_disagree_say_so_once():
-    words = [Word(r, "the model differs", Level.AGREED, "MismatchError", 1.0) for r in (1, 0)]
+    words = [ReportedError(r, "the model differs", Level.AGREED, "MismatchError", 1.0) for r in (1, 0)]
     assert verdict(words, [], {}, TIMEOUT_S) == (1, "the model differs", "MismatchError", False, ())

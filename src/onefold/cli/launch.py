@@ -1,7 +1,7 @@
-"""Runs a command as local ranks, from their start to their end, unless this process is one of them already.
+"""Runs a command as local ranks, from their start to their end.
 
-The launcher starts them, passes a signal on and waits for the step in hand to be saved, starts lost ranks again, ends
-all when one has failed or does not answer, and says once who was first. Nothing outlives it.
+The launcher starts the ranks, passes a signal on and waits for the step in hand to be saved, starts lost ranks again,
+ends all when one has failed or does not answer, and says once which rank failed first. No rank outlives it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from onefold.cli.lifeline import PREPARING, Level, Lifeline
 from onefold.cli.ranks import Ranks, Said, started
-from onefold.cli.verdict import Exit, Outcome, Word, signal_name, verdict
+from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, signal_name, verdict
 from onefold.errors import CommError, MismatchError, OnefoldError
 from onefold.train.stop import Stop
 from onefold.visible import visible
 
 TICK_S = 0.05
-GRACE_S = {True: 0.2, False: 1.0}  # from a failure until all are ended: if its cause is known, and if not
+GRACE_KNOWN_S = 0.2  # from the first failure to the end of all ranks, once its cause is known
+GRACE_UNKNOWN_S = 1.0  # the same while the rank that caused it may still report
 
 
 def is_rank() -> bool:
@@ -34,17 +36,33 @@ def onefold_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "onefold.cli.main", *arguments]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is started, and how long it may take to end."""
+
+    ranks: int
+    command: Sequence[str]
+    max_restarts: int = 0
+    timeout_s: float = 600.0  # how long a rank may be stopped by SIGSTOP
+    shutdown_s: float = 0.0  # how long ranks have after a signal, to finish their step and save
+    forwards_signals: bool = False  # the command is a user's program: it gets the signal itself
+    files: Sequence[str] = ()  # private files that the ranks read: see ranks.private_file
+
+
 def run_ranks(ranks: int, arguments: Sequence[str]) -> Any:
-    """Run `onefold ARGUMENTS` on local ranks; what rank 0 found. Raises what a rank said went wrong."""
-    launcher = Launcher(ranks, onefold_command(*arguments))
+    """Run `onefold ARGUMENTS` on local ranks; returns the result that rank 0 sent. Raises what a rank reported."""
+    launcher = Launcher(Launch(ranks=ranks, command=onefold_command(*arguments)))
     outcome = launcher.run()
+    if outcome.code > 128:
+        say(outcome.message)
+        sys.exit(outcome.code)
     if not outcome.good or launcher.result is None:
-        raise OnefoldError(outcome.message or "the ranks ended without a result; what they said stands above")
+        raise OnefoldError(outcome.message or "the ranks ended without a result; see their output above")
     return launcher.result
 
 
 def give_up(line: Lifeline, error: Exception) -> NoReturn:
-    """Of a rank: say why, and end at once. Peers must not wait, and nothing half done is to be saved."""
+    """Called on a rank: report the error to the launcher and exit with code 1 at once, so that no peer waits."""
     rank = int(os.environ["RANK"])
     known = isinstance(error, OnefoldError)
     found_by = {CommError: Level.PEER, MismatchError: Level.AGREED}
@@ -63,65 +81,56 @@ def give_up(line: Lifeline, error: Exception) -> NoReturn:
 class Launcher:
     """Ranks of one command, through all their starts."""
 
-    def __init__(
-        self, ranks: int, command: Sequence[str], *, max_restarts: int = 0, timeout_s: float = 600.0,
-        shutdown_s: float = 0.0, passes_signals: bool = False, files: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
-    ) -> None:  # fmt: skip
-        """`timeout_s`: how long a rank may be stopped. `shutdown_s`: how long ranks that train have after a signal;
-        with `passes_signals` they are programs of the user's and get the signal itself. `files`: see ranks.started."""
-        self._count, self._command, self._environment, self._files = ranks, command, environment or {}, files
-        self._max_restarts, self._timeout_s, self._shutdown_s = max_restarts, timeout_s, shutdown_s
-        self._passes_signals = passes_signals
-        self.result: Any = None  # what rank 0 found
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self.result: Any = None  # what rank 0 sent
 
     def run(self) -> Outcome:
+        most = self._launch.max_restarts
         with Stop() as stop:
-            for restart in range(self._max_restarts + 1):
-                outcome = Start(self, restart, stop).run()
-                if outcome.good or not outcome.lost or stop.asked or restart == self._max_restarts:
+            for restart in range(most + 1):
+                start = Start(self._launch, restart, stop)
+                outcome = start.run()
+                self.result = start.result
+                if outcome.good or not outcome.lost or stop.asked or restart == most:
                     return outcome
-                say(
-                    f"a rank was lost ({outcome.message}); start {restart + 1} of {self._max_restarts} again, from the "
-                    f"last checkpoint"
-                )
+                say(f"a rank was lost ({outcome.message}); restart {restart + 1} of {most}")
         raise AssertionError("unreachable")
 
 
 class Start:
     """One start of all ranks."""
 
-    def __init__(self, launcher: Launcher, restart: int, stop: Stop) -> None:
-        self._launcher, self._restart, self._stop = launcher, restart, stop
-        self._words: list[Word] = []
+    def __init__(self, launch: Launch, restart: int, stop: Stop) -> None:
+        self._launch, self._restart, self._stop = launch, restart, stop
+        self._errors: list[ReportedError] = []
         self._exits: dict[int, Exit] = {}
-        self._phases = [PREPARING] * launcher._count
+        self._phases = [PREPARING] * launch.ranks
         self._signals: list[str] = []
         self._stopping_s: float | None = None
+        self.result: Any = None  # what rank 0 sent
 
     def run(self) -> Outcome:
-        launcher = self._launcher
-        with started(
-            launcher._count, launcher._command, restart=self._restart, environment=launcher._environment,
-            files=launcher._files,
-        ) as ranks:  # fmt: skip
-            early = self._watch(ranks)
+        launch = self._launch
+        with started(launch.ranks, launch.command, restart=self._restart, files=launch.files) as ranks:
+            decided = self._watch(ranks)
             self._look(ranks)
             stopped = {rank.rank: time.monotonic() - rank.stopped_s for rank in ranks if rank.stopped_s is not None}
             for said in ranks.end():
                 self._understand(said)
-        signals = tuple(self._signals)
-        if early is not None:
-            return early._replace(signals=signals)
-        if all(self._exits.get(rank, Exit(rank, 1, 0.0)).code == 0 for rank in range(launcher._count)):
-            return Outcome(0, signals=signals)
-        ends = sorted(self._exits.values(), key=lambda end: end.at_s)
-        return verdict(self._words, ends, stopped, launcher._timeout_s)._replace(signals=signals)
+        exits = sorted(self._exits.values(), key=lambda end: end.at_s)
+        if decided is None and len(exits) == launch.ranks and not any(end.code for end in exits):
+            decided = Outcome(0)
+        if decided is None and launch.forwards_signals and self._stopping_s is not None:
+            decided = Outcome(128 + self._stop.number, f"ended by {self._name()}")
+        if decided is None:
+            decided = verdict(self._errors, exits, stopped, launch.timeout_s)
+        return decided._replace(signals=tuple(self._signals))
 
     def _watch(self, ranks: Ranks) -> Outcome | None:
-        """Until all have ended, or should; an outcome where a signal decides it."""
+        """Waits until every rank has exited, or all must be killed; returns an outcome if a signal decides it."""
         failed_s = None
-        while len(self._exits) < self._launcher._count:
+        while len(self._exits) < self._launch.ranks:
             for said in ranks.listen(TICK_S):
                 self._understand(said)
             self._look(ranks)
@@ -130,34 +139,32 @@ class Start:
                 self._stopping_s = now
                 if (ended := self._pass_on(ranks)) is not None:
                     return ended
-            if self._stopping_s is not None and now - self._stopping_s >= self._launcher._shutdown_s:
-                late = f"the ranks had not ended {self._launcher._shutdown_s:g} s after {self._name()}"
+            if self._stopping_s is not None and now - self._stopping_s >= self._launch.shutdown_s:
+                late = f"the ranks had not ended {self._launch.shutdown_s:g} s after {self._name()}"
                 return Outcome(128 + self._stop.number, late)
-            if any(rank.stopped_s and now - rank.stopped_s >= self._launcher._timeout_s for rank in ranks):
+            if any(rank.stopped_s and now - rank.stopped_s >= self._launch.timeout_s for rank in ranks):
                 return None
-            if self._words or any(end.code for end in self._exits.values()):
+            ends_itself = self._launch.forwards_signals and self._stopping_s is not None  # each rank in its own time
+            if not ends_itself and (self._errors or any(end.code for end in self._exits.values())):
                 failed_s = failed_s or now
-                if now - failed_s > GRACE_S[self._known]:
+                known = cause_known(self._errors, self._exits.values())
+                if now - failed_s > (GRACE_KNOWN_S if known else GRACE_UNKNOWN_S):
                     return None
         return None
 
-    @property
-    def _known(self) -> bool:
-        """A rank told of an error of its own, or ended without a word: what others say will be about that."""
-        told = {word.rank for word in self._words}
-        lost = any(end.code < 0 or (end.code and end.rank not in told) for end in self._exits.values())
-        return lost or any(word.level is Level.OWN for word in self._words)
-
     def _pass_on(self, ranks: Ranks) -> Outcome | None:
-        """A signal came: ranks that train finish their step and save; where one does not yet, nothing is lost."""
-        if self._launcher._passes_signals:
+        """A signal came: ranks that train finish their step and save it.
+
+        While a rank has not come to its first step all are ended at once: there is nothing to save.
+        """
+        if self._launch.forwards_signals:
             for rank in ranks:
                 rank.signal(self._stop.number)
         elif PREPARING in self._phases:
-            early = ", before the first step of this start: nothing is lost" if self._launcher._shutdown_s else ""
+            early = ", before the first step of this start: nothing is lost" if self._launch.shutdown_s else ""
             return Outcome(128 + self._stop.number, f"ended by {self._name()}{early}")
         else:
-            self._signals.append(f"{self._name()}")
+            self._signals.append(self._name())
             for rank in ranks:
                 rank.tell_to_stop()
         return None
@@ -166,11 +173,12 @@ class Start:
         return signal_name(self._stop.number)
 
     def _look(self, ranks: Ranks) -> None:
-        """Which have ended, and which are stopped."""
+        """Which ranks have ended, and which are stopped."""
         for rank in ranks:
             rank.look()
             if rank.rank not in self._exits and (code := rank.process.poll()) is not None:
                 self._exits[rank.rank] = Exit(rank.rank, code, time.monotonic())
+                rank.end()  # at once, while no other process can have its number: what it had started
 
     def _understand(self, said: Said) -> None:
         what = json.loads(said.text)
@@ -179,11 +187,10 @@ class Start:
         elif "signal" in what:
             self._signals.append(f"{what['signal']} to rank {said.rank}")
         elif "error" in what:
-            self._words.append(
-                Word(said.rank, what["error"], Level(what["level"]), what["kind"], at_s=time.monotonic())
-            )
+            level = Level(what["level"])
+            self._errors.append(ReportedError(said.rank, what["error"], level, what["kind"], at_s=time.monotonic()))
         elif "result" in what:
-            self._launcher.result = what["result"]
+            self.result = what["result"]
 
 
 def say(message: str) -> None:

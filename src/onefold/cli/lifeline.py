@@ -1,10 +1,10 @@
-"""The line between a launcher and one rank: over it one says when to stop and the other how it is.
+"""The line between a launcher and one rank: the launcher sends "stop", the rank its phase, errors and result.
 
 A pair of sockets that the rank inherits: it has no name, so nobody else can join. When the launcher ends, however that
 happens, the line breaks and the rank ends itself; one that cannot read (stopped by SIGSTOP) is ended by the kernel.
 
 What a rank says is one JSON object a line:
-    {"phase": "training"}                  it has come to the first step, or is "preparing" another run
+    {"phase": "training"}                  it has come to the first step; "preparing" another run; "finished"
     {"error": text, "level": Level}        what went wrong, just before it ends
     {"signal": "SIGTERM"}                  somebody signalled this rank itself
     {"result": anything}                   what a command found, of rank 0
@@ -27,7 +27,7 @@ from typing import Any
 LINE = "ONEFOLD_LIFELINE"  # the rank's end, as a file descriptor
 STOP = b"stop\n"
 PR_SET_PDEATHSIG = 1
-PREPARING, TRAINING = "preparing", "training"
+PREPARING, TRAINING, FINISHED = "preparing", "training", "finished"
 
 
 class Level(IntEnum):
@@ -39,7 +39,7 @@ class Level(IntEnum):
 
 
 class Lifeline:
-    """A rank's end of the line; without a launcher what is said is said to nobody."""
+    """A rank's end of the line; without a launcher, messages are dropped."""
 
     def __init__(self, on_stop: Callable[[], None]) -> None:
         self._on_stop = on_stop
@@ -68,10 +68,12 @@ class Lifeline:
         os.kill(os.getpid(), signal.SIGKILL)  # not exit: threads of libraries may hold locks, and peers must see it now
 
 
-def die_with_parent() -> None:
-    """For a child between fork and exec: the kernel ends it when the process that started it ends."""
+def die_with(parent: int) -> None:
+    """For a child between fork and exec: the kernel ends it when its parent ends."""
     if sys.platform == "linux":
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the kernel knew
+            os._exit(1)
 
 
 _LIBC = ctypes.CDLL(None)  # loaded here: after a fork, loading is not safe

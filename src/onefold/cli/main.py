@@ -18,7 +18,7 @@ from typing import NamedTuple
 from onefold.errors import OnefoldError
 from onefold.visible import visible
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Command(NamedTuple):
@@ -81,16 +81,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _terminable(asked: list[int]) -> Iterator[None]:
-    """SIGTERM ends a command as Ctrl-C does: what is half written is removed, and one line is said.
+    """SIGTERM and SIGHUP end a command as Ctrl-C does: cleanup runs, and one line is printed.
 
-    A rank ends at once, inside whatever call it is in: its launcher says why.
+    A rank keeps the default handlers and dies at once, inside whatever call it is in: its launcher reports it.
     """
 
     def interrupt(number: int, _: FrameType | None) -> None:
         asked.append(number)
         raise KeyboardInterrupt
 
-    handlers = dict.fromkeys(SIGNALS, signal.SIG_DFL) if "RANK" in os.environ else {signal.SIGTERM: interrupt}
+    handlers = dict.fromkeys(SIGNALS, signal.SIG_DFL if "RANK" in os.environ else interrupt)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        del handlers[signal.SIGHUP]  # nohup
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -8,6 +8,7 @@ so that Ctrl-C in a terminal reaches the launcher alone, and what a rank has sta
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
@@ -15,12 +16,12 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from onefold.cli.lifeline import LINE, STOP, die_with_parent
-from onefold.rendezvous import GLOO, LOOPBACK, NCCL, STORE
+from onefold.cli.lifeline import LINE, STOP, die_with
+from onefold.rendezvous import GLOO, LOOPBACK, NCCL, NCCL_LOOPBACK, STORE
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch's profiler tells of its stages on the screen
 REAP_S = 0.5
@@ -46,6 +47,8 @@ class Rank:
         """Whole lines that have come; None once there will be no more."""
         try:
             said = os.read(self.line.fileno(), 1 << 16)
+        except BlockingIOError:  # a process that the rank started has the line open, and says nothing
+            return None
         except OSError:
             said = b""
         if not said or len(self._heard) > LONGEST:
@@ -99,29 +102,30 @@ class Ranks:
             if said is None:
                 self._selector.unregister(rank.line)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    rank.process.wait(REAP_S)  # its end is seen before what others say about it
+                    rank.process.wait(REAP_S)  # now, so that its exit is dated before its peers' errors
             else:
                 found += said
         return found
 
     def end(self) -> list[Said]:
-        """End all, and give what they had still said."""
+        """End all; returns what they had still said."""
         for rank in self.all:
             rank.end()
+        found: list[Said] = []
         for rank in self.all:
             rank.process.wait()
-        found: list[Said] = []
-        while self._selector.get_map():
-            found += self.listen(0)
+            rank.line.setblocking(False)
+            while (said := rank.hear()) is not None:
+                found += said
+        self._selector.close()
         for rank in self.all:
             rank.line.close()
-        self._selector.close()
         return found
 
 
 @contextlib.contextmanager
 def private_file(text: str = "") -> Iterator[str]:
-    """The path, for this process and children that inherit it, of a file that other users cannot open."""
+    """Path of a file that only this process and children that inherit its descriptor can open (memfd)."""
     if not hasattr(os, "memfd_create"):
         with tempfile.TemporaryDirectory(prefix="onefold-") as folder:  # macOS
             path = Path(folder) / "file"
@@ -138,14 +142,14 @@ def private_file(text: str = "") -> Iterator[str]:
 
 @contextlib.contextmanager
 def started(
-    count: int, command: Sequence[str], *, restart: int, environment: Mapping[str, str], files: Sequence[str] = ()
+    count: int, command: Sequence[str], *, restart: int, files: Sequence[str] = ()
 ) -> Iterator[Ranks]:
     """Ranks of a command; `files` are private ones that they read. When the block ends they have ended too."""
     with private_file() as store:
         ranks: list[Rank] = []
         both = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), GLOO: LOOPBACK, NCCL: LOOPBACK, **QUIET,
-            **os.environ, **environment, STORE: store, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), GLOO: LOOPBACK, NCCL: NCCL_LOOPBACK,
+            **QUIET, **os.environ, STORE: store, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
             "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(restart),
         }  # fmt: skip
         inherited = [int(Path(path).name) for path in (store, *files) if path.startswith("/proc/self/fd/")]
@@ -156,7 +160,7 @@ def started(
                 with theirs:
                     process = subprocess.Popen(
                         command, env=both | own, start_new_session=True, pass_fds=[theirs.fileno(), *inherited],
-                        preexec_fn=die_with_parent,  # one system call, and no lock is taken
+                        preexec_fn=functools.partial(die_with, os.getpid()),  # two system calls, and no lock is taken
                     )  # fmt: skip
                 ranks.append(Rank(rank, process, ours))
             yield Ranks(ranks)

@@ -1,7 +1,8 @@
 """`onefold run`: a script of the user's on local ranks, which meet where no other user or machine can reach them.
 
 What torchrun does on one node, without its store: that listens on every interface and, with --standalone, unpickles
-what anybody puts there. Signals reach every rank; when one fails all end, and the first to fail is named.
+what anybody puts there. The script calls onefold.init(): MASTER_ADDR is not set, so that nothing else opens a port.
+Signals reach every rank; when one fails all end, and the first to fail is named.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Annotated
 import torch
 import tyro
 
-from onefold.cli.launch import Launcher, is_rank, say
+from onefold.cli.launch import Launch, Launcher, is_rank, say
 from onefold.errors import ConfigError
 
 SHUTDOWN_S = 30.0
@@ -23,9 +24,8 @@ SHUTDOWN_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand:
-    """Run a script on local ranks. Flags of `onefold run` stand before the script, its own behind it:
-
-    onefold run --ranks 2 script.py --lr 0.1
+    """Run a script on local ranks. It joins them by onefold.init(), not by init_process_group(). Flags of
+    `onefold run` stand before the script, its own behind it: onefold run --ranks 2 script.py --lr 0.1
     """
 
     ranks: int | None = None
@@ -74,10 +74,11 @@ class RunCommand:
             if not 0 < limit_s < float("inf"):
                 raise ConfigError(f"--{name} {limit_s:g} is out of range; use a number of seconds above 0")
         command = [sys.executable, *["-m"] * self.module, *self.script]
-        outcome = Launcher(
-            ranks, command, max_restarts=self.max_restarts, timeout_s=self.timeout_s, shutdown_s=self.shutdown_s,
-            passes_signals=True,
-        ).run()  # fmt: skip
+        launch = Launch(
+            ranks=ranks, command=command, max_restarts=self.max_restarts, timeout_s=self.timeout_s,
+            shutdown_s=self.shutdown_s, forwards_signals=True,
+        )  # fmt: skip
+        outcome = Launcher(launch).run()
         if not outcome.good:
             say(outcome.message)
         return outcome.code

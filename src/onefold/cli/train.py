@@ -21,8 +21,8 @@ import torch
 
 from onefold.checkpoint.commit import committed, step_name
 from onefold.checkpoint.storage import Storage
-from onefold.cli.launch import Launcher, give_up, is_rank, onefold_command, say
-from onefold.cli.lifeline import PREPARING, TRAINING, Lifeline
+from onefold.cli.launch import Launch, Launcher, give_up, is_rank, onefold_command, say
+from onefold.cli.lifeline import FINISHED, PREPARING, TRAINING, Lifeline
 from onefold.cli.ranks import private_file
 from onefold.cli.screen import Screen
 from onefold.cli.verdict import Outcome
@@ -114,13 +114,14 @@ class TrainCommand(Settings):
             if self.compare is not None:  # so that --resume knows it for a comparison
                 self.output.out.mkdir(parents=True, exist_ok=True)
                 replace(RunFolder(self.output.out).config, to_toml(self, leave_out=NOT_SAVED))
-            launcher = Launcher(
-                ranks, onefold_command("train", "--config", path), max_restarts=self.checkpoints.max_restarts,
-                timeout_s=self.checkpoints.timeout_s, shutdown_s=self.checkpoints.shutdown_s, files=[path],
+            launch = Launch(
+                ranks=ranks, command=onefold_command("train", "--config", path), files=[path],
+                max_restarts=self.checkpoints.max_restarts, timeout_s=self.checkpoints.timeout_s,
+                shutdown_s=self.checkpoints.shutdown_s,
             )  # fmt: skip
             outcome = Outcome(1)
             try:
-                outcome = launcher.run()
+                outcome = Launcher(launch).run()
             finally:  # also where the launcher itself fails
                 for run in self.stages() if not outcome.good else ():
                     clean_up(RunFolder(run.output.out))
@@ -184,10 +185,11 @@ class TrainCommand(Settings):
             check_folder(run)
         for run in settings.stages():
             ended = train(run, stop, self._listener(run))
-            line.say({"phase": PREPARING})
             if not ended.finished:
-                return
+                break
+            line.say({"phase": PREPARING})
             gc.collect()  # a sharded model is a circle
+        line.say({"phase": FINISHED})
 
     def _listener(self, run: Settings) -> Listener:
         if int(os.environ["RANK"]) != 0:

@@ -1,21 +1,21 @@
-"""Who ended first, and why: one line made of what ranks said and how their processes ended. No processes here.
+"""Which rank failed first, and why: one line, from the errors that ranks reported and from how their processes ended.
 
-When one rank is lost the others notice, and end by errors of their own a moment later. What they say is true and
-beside the point, so causes are ordered: a rank's own end or error first, the earliest of them; then what all ranks
-found together; then a rank that is stopped; then one that ended well too early; last, who missed whom.
+When one rank is lost the others notice, and a moment later fail too. Those errors are consequences, so causes are
+ordered: a rank's own end or error first, the earliest of them; then what all ranks found together; then a rank that is
+stopped; then one that exited with 0 too early; last, which rank missed which.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from onefold.cli.lifeline import Level
 
 
-class Word(NamedTuple):
-    """An error that a rank told of before it ended."""
+class ReportedError(NamedTuple):
+    """An error that a rank reported before it ended."""
 
     rank: int
     message: str
@@ -33,11 +33,11 @@ class Exit(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How the ranks ended; without a message, well."""
+    """How the ranks ended. Code 0: every rank exited with 0."""
 
     code: int
     message: str = ""
-    kind: str = ""  # the class of the error, where a rank told of one
+    kind: str = ""  # the class of the error, where a rank reported one
     lost: bool = False  # a rank was lost: another start may help
     signals: tuple[str, ...] = ()  # what ended the run early, in words
 
@@ -46,23 +46,31 @@ class Outcome(NamedTuple):
         return self.code == 0
 
 
-def verdict(words: Sequence[Word], exits: Sequence[Exit], stopped: Mapping[int, float], timeout_s: float) -> Outcome:
-    """Of a failed start. `exits`: ranks that ended before we ended them. `stopped`: for how many seconds a rank was."""
-    told = {word.rank for word in words}
-    first = min(
-        [(word.at_s, Outcome(1, word.message, word.kind)) for word in words if word.level is Level.OWN]
-        + [
-            (end.at_s, Outcome(1, how_it_ended(end), lost=True))
-            for end in exits
-            if end.code < 0 or (end.code > 0 and end.rank not in told)
-        ],
-        default=None,
-    )
-    if first is not None:
-        return first[1]
-    for word in words:
-        if word.level is Level.AGREED:
-            return Outcome(1, word.message, word.kind)
+def cause_known(errors: Iterable[ReportedError], exits: Iterable[Exit]) -> bool:
+    """True once a rank has reported an error of its own, or has ended without a report."""
+    return bool(_own(list(errors), exits))
+
+
+def _own(errors: Sequence[ReportedError], exits: Iterable[Exit]) -> list[tuple[float, Outcome]]:
+    """When and how ranks failed by themselves."""
+    reported = {error.rank for error in errors}
+    failed = [(error.at_s, Outcome(1, error.message, error.kind)) for error in errors if error.level is Level.OWN]
+    lost = [end for end in exits if end.code < 0 or (end.code > 0 and end.rank not in reported)]
+    return failed + [(end.at_s, Outcome(1, how_it_ended(end), lost=True)) for end in lost]
+
+
+def verdict(
+    errors: Sequence[ReportedError], exits: Sequence[Exit], stopped: Mapping[int, float], timeout_s: float
+) -> Outcome:
+    """Of a start that failed.
+
+    `exits`: ranks that ended before the launcher ended them. `stopped`: rank → seconds since a signal stopped it.
+    """
+    if own := _own(errors, exits):
+        return min(own)[1]
+    for error in errors:
+        if error.level is Level.AGREED:
+            return Outcome(1, error.message, error.kind)
     if stopped:
         rank = max(stopped, key=lambda one: stopped[one])
         return Outcome(
@@ -70,11 +78,11 @@ def verdict(words: Sequence[Word], exits: Sequence[Exit], stopped: Mapping[int, 
             lost=True,
         )  # fmt: skip
     early = [end for end in exits if end.code == 0]
-    if early and words:
+    if early and errors:
         return Outcome(1, f"rank {early[0].rank} ended, with exit code 0, while others waited for it", lost=True)
-    if words:
-        return Outcome(1, words[0].message, lost=True)
-    return Outcome(1, "the ranks ended without a word; what they said stands above", lost=True)
+    if errors:
+        return Outcome(1, errors[0].message, errors[0].kind, lost=True)
+    return Outcome(1, "the ranks ended without reporting an error; see their output above", lost=True)
 
 
 def how_it_ended(end: Exit) -> str:
@@ -84,7 +92,7 @@ def how_it_ended(end: Exit) -> str:
     """
     if end.code < 0:
         return f"rank {end.rank} was killed by {signal_name(-end.code)}"
-    return f"rank {end.rank} ended with exit code {end.code}; what it said stands above"
+    return f"rank {end.rank} ended with exit code {end.code}; see its output above"
 
 
 def signal_name(number: int) -> str:

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 import stat
 import tempfile
@@ -25,6 +26,7 @@ from pathlib import Path
 from onefold.trust import OTHERS_WRITE, ours_alone
 
 MAKING = "making-"
+LEFT = re.compile(rf"{MAKING}(onefold-)?[0-9a-f]{{16}}")
 LIBRARY_BYTES_LIMIT = 64 << 20  # ours have some 100 kB
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -88,7 +90,7 @@ def keep(folder: int, stem: str, content: bytes) -> ctypes.CDLL:
             fcntl.flock(file, fcntl.LOCK_EX)
         with os.fdopen(os.dup(file), "wb") as out:
             out.write(content)
-        whole = os.open(draft, FILE, dir_fd=folder)  # for reading: a file that is open for writing is not loaded by all
+        whole = os.open(draft, FILE, dir_fd=folder)  # read-only: some kernels map no file that is open for writing
         os.rename(draft, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with suppress(OSError):
@@ -111,7 +113,7 @@ def content_of(file: int) -> bytes:
 
 
 def load(file: int) -> ctypes.CDLL:
-    """Through the descriptor, which stays open: the loader remembers names, and must not see this one mean another."""
+    """Through the descriptor. It stays open: dlopen remembers paths, so /proc/self/fd/N must not mean another later."""
     try:
         return ctypes.CDLL(f"/proc/self/fd/{file}")
     except OSError:
@@ -120,7 +122,7 @@ def load(file: int) -> ctypes.CDLL:
 
 
 @contextmanager
-def desk() -> Iterator[int]:
+def compile_folder() -> Iterator[int]:
     """A new folder for a compiler; gone afterwards, or when the next one is made."""
     above = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -144,7 +146,8 @@ def _locked(above: int) -> tuple[str, int]:
         os.mkdir(name, 0o700, dir_fd=above)
         with suppress(FileNotFoundError):  # swept before it was locked
             folder = os.open(name, FOLDER, dir_fd=above)
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(folder, fcntl.LOCK_EX)
             try:
                 if os.path.samestat(os.fstat(folder), os.stat(name, dir_fd=above, follow_symlinks=False)):
                     return name, folder
@@ -156,7 +159,7 @@ def _locked(above: int) -> tuple[str, int]:
 def sweep(above: int) -> None:
     """Removes from a folder what processes of this user left that were killed while they compiled."""
     for name in os.listdir(above):
-        if name.startswith(MAKING):
+        if LEFT.fullmatch(name):  # exactly our own names: a temporary folder is full of others
             with suppress(OSError):  # another's, alive, or swept by another process at this moment
                 file = os.open(name, FILE, dir_fd=above)
                 try:

@@ -20,7 +20,19 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from onefold.native.cache import FILE, NotOurs, cache_folder, content_of, desk, digest, keep, kept, load, opened, sweep
+from onefold.native.cache import (
+    FILE,
+    NotOurs,
+    cache_folder,
+    compile_folder,
+    content_of,
+    digest,
+    keep,
+    kept,
+    load,
+    opened,
+    sweep,
+)
 
 LOG = logging.getLogger("onefold")
 ARCH = "-mcpu=native" if platform.machine() in ("aarch64", "arm64", "ppc64le") else "-march=native"
@@ -89,7 +101,7 @@ def _load(source: Path, command: list[str], version: str) -> ctypes.CDLL:
 
 def _made(source: Path, command: list[str]) -> int:
     """A descriptor of the new library, which has no name any more."""
-    with desk() as folder:
+    with compile_folder() as folder:
         _run([*command, str(source.absolute()), "-o", "made.so", "-lm"], folder)
         file = os.open("made.so", FILE, dir_fd=folder)
         os.fchmod(file, 0o600)  # whatever the umask: others could not reach it so far

@@ -23,7 +23,7 @@ from onefold.errors import ConfigError
 from onefold.train.run import LOCK, make_folder
 
 LAUNCHED = "ONEFOLD_LIFELINE"  # set for ranks whose launcher holds the lock
-HAS_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 MOST_BYTES = 1 << 14  # of the file
 
 
@@ -43,20 +43,16 @@ class RunLock:
         self._made = not self._out.exists()
         make_folder(self._out)
         try:
-            self._opened = self._by_kernel()
+            self._opened = self._by_kernel() if has_locks(self._out) else lock_by_existence(self._out)
         except OSError as error:
-            if error.errno not in HAS_NO_LOCKS:
-                raise ConfigError(
-                    f"--out {self._out} cannot be locked: {error.strerror}; give another --out"
-                ) from error
-            self._opened = hold_by_name(self._out)
+            raise ConfigError(f"--out {self._out} cannot be locked: {error.strerror}; give another --out") from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(OSError):
-            self._path.unlink()  # while it is held: who opened it before sees that it has lost its name
+            self._path.unlink()  # while it is held: who opened it before finds another file at the path, and retries
         os.close(self._opened)
         if self._made:
             with suppress(OSError):
@@ -73,26 +69,44 @@ class RunLock:
             except BlockingIOError:
                 holder = _read(opened)
                 os.close(opened)
-                raise in_use(self._out, holder) from None
+                raise in_use(self._out, holder, remedy="") from None
             except BaseException:
                 os.close(opened)
                 raise
             os.close(opened)  # its last holder removed it before it was locked here
 
 
-def hold_by_name(out: Path) -> int:
+def has_locks(out: Path) -> bool:
+    """Whether the file system knows flock: tried on the folder itself."""
+    folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in NO_FLOCK
+    finally:
+        os.close(folder)
+    return True
+
+
+def lock_by_existence(out: Path) -> int:
     """For file systems without locks: make the file, or take over that of a process of this host that has ended."""
     path = out / LOCK
     while True:
         try:
             opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            _describe(opened)
-            return opened
         except FileExistsError:
-            _take_away(out, path)
+            _remove_if_holder_dead(out, path)
+            continue
+        try:
+            _describe(opened)
+        except BaseException:
+            path.unlink()
+            os.close(opened)
+            raise
+        return opened
 
 
-def _take_away(out: Path, path: Path) -> None:
+def _remove_if_holder_dead(out: Path, path: Path) -> None:
     """Remove the file of a holder that has ended. Another process may do the same, and hold it by now."""
     try:
         opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -101,23 +115,23 @@ def _take_away(out: Path, path: Path) -> None:
     with os.fdopen(opened, "rb"):
         holder = _read(opened)
         if _lives(holder):
-            raise in_use(out, holder)
+            known = holder.get("host") == socket.gethostname()  # then its end will be seen here
+            raise in_use(out, holder, remedy="" if known else f" (if it is gone: remove {path})")
         aside = path.with_name(f"{LOCK}-{secrets.token_hex(4)}")
         with suppress(FileNotFoundError):
             path.rename(aside)
             if not _has_name(opened, aside):
                 with suppress(FileExistsError):
-                    os.link(aside, path)  # a living one's: back with it
+                    os.link(aside, path)  # a live holder's was moved: put it back
             aside.unlink()
 
 
-def in_use(out: Path, holder: dict[str, object]) -> ConfigError:
+def in_use(out: Path, holder: dict[str, object], remedy: str) -> ConfigError:
     if "pid" not in holder:
-        return ConfigError(f"--out {out} is in use by another process; wait for it, or give another --out")
-    gone = "" if holder.get("host") == socket.gethostname() else f" (if it is gone: remove {out / LOCK})"
+        return ConfigError(f"--out {out} is in use by another process; wait for it, or give another --out{remedy}")
     return ConfigError(
         f"--out {out} is in use by process {holder['pid']} on host {holder.get('host')} since {holder.get('since')}; "
-        f"wait for it, or give another --out{gone}"
+        f"wait for it, or give another --out{remedy}"
     )
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ T = TypeVar("T")
 PROBE = ".writing-"  # what a rank makes in --out, to see that it can, while others look whether that is empty
 PATIENCE_S = 24 * 3600.0
 DATA = Label("train", "the data")
+SAVED = Label("train", "the last checkpoint")
 
 
 class Ended(NamedTuple):
@@ -185,7 +187,8 @@ def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Com
     """Load the last checkpoint, if the run is to go on and has one; the settings win over what was saved."""
     folder = RunFolder(settings.output.out)
     wanted = settings.checkpoints.goes_on and folder.checkpoints.exists()
-    known = together(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
+    mine = together(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
+    known = comm.exchange(bytes([bool(mine)]), SAVED)[0][0]  # as rank 0 sees it: on other nodes it may show later
     if not known:
         if settings.checkpoints.goes_on and comm.rank == 0:
             _set_aside(folder)
@@ -202,6 +205,10 @@ def _set_aside(folder: RunFolder) -> None:
     """Rows of a run that left no checkpoint: it starts again, and they are kept beside it."""
     if rows := read_lines(folder.metrics):
         kept = folder.metrics.with_name("metrics-without-checkpoint.jsonl")
+        for number in count(2):
+            if not kept.exists():
+                break
+            kept = folder.metrics.with_name(f"metrics-without-checkpoint-{number}.jsonl")
         folder.metrics.replace(kept)
         warnings.warn(
             f"{folder.path} has no checkpoint to go on from, so it starts at step 0; the {len(rows)} rows it wrote are "

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ONE_S = 1.0  # signals that come together are one: a launcher passes on what a terminal has sent to all already
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SAME_SIGNAL_S = 1.0  # signals within a second count as one: a launcher passes on what a terminal sent to all already
 
 
 class Stop:
     """Asked to stop, or not yet. As a context it listens to signals; a second one ends the process at once.
 
-    `on_signal` is told the name of the first signal, `on_listening` that from now on they are heard.
+    `on_signal` is called with the name of the first signal, `on_listening` once the handlers are installed.
     """
 
     def __init__(
@@ -33,7 +33,8 @@ class Stop:
 
     def __enter__(self) -> Stop:
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._heard)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                self._before[number] = signal.signal(number, self._heard)
         self._on_listening()
         return self
 
@@ -43,7 +44,7 @@ class Stop:
 
     def _heard(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if self._first_s is not None and now - self._first_s > ONE_S:
+        if self._first_s is not None and now - self._first_s > SAME_SIGNAL_S:
             os._exit(128 + number)
         if self._first_s is None:
             self._first_s, self.number = now, number
