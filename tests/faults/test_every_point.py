@@ -1,6 +1,6 @@
 """A fault at each point of a run, in each process: the first cause is named, all end in time, nothing is left.
 
-The suite takes a share of the cases in which each point, each fault and each process occurs; `--soak` takes all 300.
+The suite takes a share of the cases in which each point, each fault and each process occurs; `--soak` takes all.
 """
 
 import json
@@ -21,7 +21,7 @@ GRACEFUL_S = 20.0  # for the step in hand, its checkpoint and the report on two 
 SMALL = (
     "--layers", "2", "--hidden", "16", "--heads", "2", "--seq", "16", "--eval-windows", "2", "--log-every", "1",
     "--steps", "6", "--save-every", "2", "--eval-every", "2", "--keep", "1", "--ranks", "2", "--warmup", "1",
-    "--timeout-s", f"{TIMEOUT_S:g}", "--bucket-mb", "0.01",
+    "--bucket-mb", "0.01",
 )  # fmt: skip
 
 
@@ -32,6 +32,7 @@ class Point(NamedTuple):
     call: int
     trains: bool  # a signal is heard at the end of a step; before that it ends a rank at once
     only_rank_0: bool = False
+    beside: bool = False  # training goes on meanwhile, and may end before a signal is heard
 
 
 POINTS = {
@@ -50,12 +51,12 @@ POINTS = {
     "first update": Point("onefold.train.loop:Loop._update", 1, True),
     "telling each other": Point("onefold.train.loop:Loop._row", 1, True),
     "evaluation": Point("onefold.train.loop:Loop.evaluate", 1, True),
-    "second evaluation": Point("onefold.train.loop:Loop._here", 8, True),
+    "second evaluation": Point("onefold.train.loop:Loop._here", 6, True),
     "saving": Point("onefold.checkpoint.save:save_on", 1, True),
-    "writing": Point("onefold.checkpoint.tensorfile:write_tensors", 1, True),
-    "committing": Point("onefold.checkpoint.commit:commit", 1, True, only_rank_0=True),
-    "pruning": Point("onefold.checkpoint.commit:retain", 2, True, only_rank_0=True),
-    "last checkpoint": Point("onefold.checkpoint.background:finish_saves", 1, True),
+    "writing": Point("onefold.checkpoint.tensorfile:write_tensors", 1, True, beside=True),
+    "committing": Point("onefold.checkpoint.commit:commit", 1, True, only_rank_0=True, beside=True),
+    "pruning": Point("onefold.checkpoint.commit:retain", 2, True, only_rank_0=True, beside=True),
+    "last checkpoint": Point("onefold.checkpoint.background:finish_saves", 1, True, beside=True),
 }
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGINT", "exception")
 TARGETS = ("rank 0", "rank 1", "launcher")
@@ -92,19 +93,20 @@ def test_a_fault_is_named_and_everything_ends_in_time(tmp_path, text, point, fau
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     env = {"PYTHONPATH": path, "ONEFOLD_TEST_FAULT": json.dumps(said), "TMPDIR": str(temporary)}
-    with launched(out, *SMALL, "--data", str(text), env=env) as launch:
+    limit_s = TIMEOUT_S if fault == "SIGSTOP" else 60.0  # on a busy machine a rank may be slow, and is not lost
+    with launched(out, *SMALL, "--data", str(text), "--timeout-s", f"{limit_s:g}", env=env) as launch:
         launch.wait_for(lambda: (fired.exists() and fired.read_text()) or launch.process.poll() is not None, point)
         if target == "launcher" and fault == "SIGSTOP":
             code, err = stopped_launcher(launch)
             assert code == 0 and err == "", err
         else:
             code, _, err = launch.end()
+            assert fired.exists(), f"the fault did not happen: {err}"
             slack_s = SLACK_S * max(1.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
             assert launch.gone(within_s=slack_s), f"still running: {launch.pids()}"
             took_s = time.time() - float(fired.read_text())
             limit_s = check_words(code, err, out, where, fault, target)
             assert took_s <= limit_s + slack_s, f"{took_s:.1f} s, where {limit_s + slack_s:.1f} are allowed: {err}"
-    assert fired.exists(), "the fault did not happen"
     if not (target == "launcher" and fault == "SIGKILL"):  # who is killed cannot clean up; the next start does
         assert left_behind(out) == []
     assert list(temporary.glob("onefold*")) == []
@@ -133,16 +135,16 @@ def check_words(code: int, err: str, out: Path, where: Point, fault: str, target
             assert code == -signal.SIGKILL and err == "", err
             return 0.0
         early = f"onefold: ended by {fault}, before the first step of this start: nothing is lost"
-        saved = f"onefold: stopped and saved ({fault}); to go on: onefold train --resume --out {out}"
+        saved = f"onefold: stopped and saved ({fault}); to go on: onefold train --resume --out {out} --ranks 2"
         assert (lines == [early] and code == 128 + signal.Signals[fault]) or (lines == [saved] and code == 0) or (
-            where.function.endswith("finish_saves") and code == 0 and lines == []
+            where.beside and code == 0 and lines == []
         ), err
         assert where.trains or lines == [early], err
         return GRACEFUL_S if where.trains else 0.0
     if fault in ("SIGTERM", "SIGINT") and where.trains:
-        saved = f"onefold: stopped and saved ({fault} to {target}); to go on: onefold train --resume --out {out}"
-        ended = where.function.endswith("finish_saves") and lines == []
-        assert code == 0 and (lines == [saved] or ended), err
+        again = f"onefold train --resume --out {out} --ranks 2"
+        saved = f"onefold: stopped and saved ({fault} to {target}); to go on: {again}"
+        assert code == 0 and (lines == [saved] or (where.beside and lines == [])), err
         return GRACEFUL_S
     words = {
         "SIGSTOP": f"onefold: {target} was stopped by a signal (SIGSTOP or SIGTSTP) and has not answered for "

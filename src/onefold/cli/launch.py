@@ -21,6 +21,7 @@ from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, signa
 from onefold.errors import CommError, MismatchError, OnefoldError
 from onefold.train.stop import Stop
 from onefold.visible import visible
+from onefold_command import __file__ as onefold_command_file
 
 TICK_S = 0.05
 GRACE_KNOWN_S = 0.2  # from the first failure to the end of all ranks, once its cause is known
@@ -32,8 +33,8 @@ def is_rank() -> bool:
 
 
 def onefold_command(*arguments: str) -> list[str]:
-    """This program again, with other arguments."""
-    return [sys.executable, "-m", "onefold.cli.main", *arguments]
+    """This program again, with other arguments. By its path: `python -m` would import from the current folder first."""
+    return [sys.executable, onefold_command_file, *arguments]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Launcher:
 
     def run(self) -> Outcome:
         most = self._launch.max_restarts
-        with Stop() as stop:
+        with Stop(ends_at_second=False) as stop:
             for restart in range(most + 1):
                 start = Start(self._launch, restart, stop)
                 outcome = start.run()
@@ -112,7 +113,10 @@ class Start:
 
     def run(self) -> Outcome:
         launch = self._launch
-        with started(launch.ranks, launch.command, restart=self._restart, files=launch.files) as ranks:
+        quiet = not launch.forwards_signals  # a user's program keeps its own voice
+        with started(
+            launch.ranks, launch.command, restart=self._restart, quiet=quiet, files=launch.files
+        ) as ranks:
             decided = self._watch(ranks)
             self._look(ranks)
             stopped = {rank.rank: time.monotonic() - rank.stopped_s for rank in ranks if rank.stopped_s is not None}
@@ -139,6 +143,8 @@ class Start:
                 self._stopping_s = now
                 if (ended := self._pass_on(ranks)) is not None:
                     return ended
+            if self._stop.asked_again:
+                return Outcome(128 + self._stop.number, f"ended by a second {self._name()}: nothing more was saved")
             if self._stopping_s is not None and now - self._stopping_s >= self._launch.shutdown_s:
                 late = f"the ranks had not ended {self._launch.shutdown_s:g} s after {self._name()}"
                 return Outcome(128 + self._stop.number, late)

@@ -69,6 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return int(settings.run())
     except OnefoldError as error:
         return _refuse(str(error))
+    except BrokenPipeError:  # … | head: whoever read it has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in a buffer goes there
+        return 0
     except OSError as error:  # the last resort: what a file system refuses is seldom a mistake of ours
         if error.filename is None:
             raise

@@ -23,7 +23,10 @@ from typing import NamedTuple
 from onefold.cli.lifeline import LINE, STOP, die_with
 from onefold.rendezvous import GLOO, LOOPBACK, NCCL, NCCL_LOOPBACK, STORE
 
-QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch's profiler tells of its stages on the screen
+QUIET = {
+    "KINETO_LOG_LEVEL": "99",  # torch's profiler tells of its stages on the screen
+    "TORCH_CPP_LOG_LEVEL": "FATAL",  # gloo's threads tell of peers that have ended: the launcher says which was first
+}
 REAP_S = 0.5
 LONGEST = 1 << 24  # bytes of one line that a rank says
 
@@ -142,15 +145,18 @@ def private_file(text: str = "") -> Iterator[str]:
 
 @contextlib.contextmanager
 def started(
-    count: int, command: Sequence[str], *, restart: int, files: Sequence[str] = ()
+    count: int, command: Sequence[str], *, restart: int, quiet: bool, files: Sequence[str] = ()
 ) -> Iterator[Ranks]:
-    """Ranks of a command; `files` are private ones that they read. When the block ends they have ended too."""
+    """Ranks of a command, which have ended when the block ends.
+
+    `quiet` silences torch's own libraries. `files` are private ones that the ranks read.
+    """
     with private_file() as store:
         ranks: list[Rank] = []
         both = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), GLOO: LOOPBACK, NCCL: NCCL_LOOPBACK,
-            **QUIET, **os.environ, STORE: store, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-            "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(restart),
+            **(QUIET if quiet else {}), **os.environ, STORE: store, "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(restart),
         }  # fmt: skip
         inherited = [int(Path(path).name) for path in (store, *files) if path.startswith("/proc/self/fd/")]
         try:

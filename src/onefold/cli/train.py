@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ class TrainCommand(Settings):
         if is_rank():
             return self._as_rank()
         shape = self._check_more()
-        with RunLock(self.output.out):
+        with ExitStack() as locks:
+            for folder in dict.fromkeys([self.output.out, *(run.output.out for run in self.stages())]):
+                locks.enter_context(RunLock(folder))
             self._check_run(shape)
             return self._launch(ranks)
 
@@ -126,7 +129,12 @@ class TrainCommand(Settings):
                 for run in self.stages() if not outcome.good else ():
                     clean_up(RunFolder(run.output.out))
         if outcome.good:
-            self._finish(outcome.signals)
+            try:
+                self._finish(outcome.signals)
+            except KeyboardInterrupt:
+                out = shlex.quote(str(self.output.out))
+                say(f"the training is done and saved; for its report: onefold report {out}")
+                raise
             return 0
         say(outcome.message + self._how_to_go_on(outcome))
         return outcome.code
@@ -141,7 +149,8 @@ class TrainCommand(Settings):
 
     def _resume(self) -> str:
         """A command to copy."""
-        return f"onefold train --resume --out {shlex.quote(str(self.output.out))}"
+        ranks = f" --ranks {self.count()}" if not is_rank() else ""
+        return f"onefold train --resume --out {shlex.quote(str(self.output.out))}{ranks}"
 
     def _finish(self, signals: Sequence[str] = ()) -> None:
         """What came of it, and the page about it."""
@@ -184,10 +193,9 @@ class TrainCommand(Settings):
         for run in settings.stages():
             check_folder(run)
         for run in settings.stages():
-            ended = train(run, stop, self._listener(run))
-            if not ended.finished:
-                break
             line.say({"phase": PREPARING})
+            if not train(run, stop, self._listener(run)).finished:
+                break
             gc.collect()  # a sharded model is a circle
         line.say({"phase": FINISHED})
 

@@ -2,7 +2,8 @@
 
 The kernel's lock on `.lock` (flock) is gone with its holder, however that ends. Where the file system has no locks, the
 file itself is the lock: the process that made it holds it, and on the same host it is seen whether that still runs.
-The file says who holds the folder, for the one that comes second.
+The file says who holds the folder, for the one that comes second. No other user may open it: who can open a file can
+lock it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class RunLock:
 
     def _by_kernel(self) -> int:
         while True:
-            opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _has_name(opened, self._path):
@@ -93,7 +94,7 @@ def lock_by_existence(out: Path) -> int:
     path = out / LOCK
     while True:
         try:
-            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileExistsError:
             _remove_if_holder_dead(out, path)
             continue

@@ -14,15 +14,18 @@ SAME_SIGNAL_S = 1.0  # signals within a second count as one: a launcher passes o
 
 
 class Stop:
-    """Asked to stop, or not yet. As a context it listens to signals; a second one ends the process at once.
+    """Asked to stop, or not yet. As a context it listens to signals; a second one, more than a second later, ends the
+    process at once, or sets `asked_again`.
 
     `on_signal` is called with the name of the first signal, `on_listening` once the handlers are installed.
     """
 
     def __init__(
-        self, on_signal: Callable[[str], None] = lambda _: None, on_listening: Callable[[], None] = lambda: None
-    ) -> None:
-        self.asked = False
+        self, on_signal: Callable[[str], None] = lambda _: None, on_listening: Callable[[], None] = lambda: None, *,
+        ends_at_second: bool = True,
+    ) -> None:  # fmt: skip
+        self.asked = self.asked_again = False
+        self._ends_at_second = ends_at_second
         self.number = int(signal.SIGTERM)  # of the signal that asked
         self._on_signal, self._on_listening = on_signal, on_listening
         self._first_s: float | None = None
@@ -45,7 +48,9 @@ class Stop:
     def _heard(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
         if self._first_s is not None and now - self._first_s > SAME_SIGNAL_S:
-            os._exit(128 + number)
+            if self._ends_at_second:
+                os._exit(128 + number)
+            self.asked_again, self.number = True, number
         if self._first_s is None:
             self._first_s, self.number = now, number
             self._on_signal(signal.Signals(number).name)

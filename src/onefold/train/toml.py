@@ -38,6 +38,10 @@ def _text(value: Any) -> str:
         return repr(value)  # TOML knows inf and nan, and so much as 1e-05
     if isinstance(value, int):
         return str(value)
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{str(value)!r} holds bytes that are no UTF-8, and settings are text; rename it") from error
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # the one that JSON leaves bare
 
 
@@ -55,7 +59,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"--config {path} is not there; give a TOML file, such as the config.toml of a run"
         ) from error
-    except (OnefoldError, ValueError) as error:
+    except OnefoldError as error:  # it names the file
+        raise ConfigError(f"--config: {error}") from error
+    except ValueError as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"--config {path} cannot be read: it is nested too deeply") from error
