@@ -53,4 +53,4 @@ class CheckpointDamaged(CheckpointError):
 
 
 class ExposedWarning(UserWarning):
-    """Something that was not made by this library can be reached by others, and lets them in."""
+    """torchrun's store listens on every interface without authentication."""

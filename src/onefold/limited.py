@@ -55,15 +55,16 @@ def read_json_lines(path: Path, limit_bytes: int = LINES_BYTES_LIMIT) -> Iterato
 
 
 @contextmanager
-def opened(path: Path, limit_bytes: int) -> Iterator[BinaryIO]:
-    """A plain file of at most so many bytes. FileNotFoundError if it is not there; any other trouble is one line."""
+def opened(path: Path, limit_bytes: int | None) -> Iterator[BinaryIO]:
+    """A plain file, of at most so many bytes if there is a limit. FileNotFoundError if it does not exist; any other
+    failure is an OnefoldError of one line."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
         with os.fdopen(file, "rb") as found:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):
                 raise OnefoldError(f"{path} is a folder, pipe, socket or device; wanted is a plain file")
-            if status.st_size > limit_bytes:
+            if limit_bytes is not None and status.st_size > limit_bytes:
                 raise OnefoldError(f"{path} has {status.st_size:,} bytes; at most {limit_bytes:,} are read")
             yield found
     except FileNotFoundError:

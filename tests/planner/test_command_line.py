@@ -14,6 +14,7 @@ import tyro
 
 import onefold
 from onefold.cli.main import main
+from onefold.cli.tables import show_plan
 from onefold.cli.verify import EXACT, PEAK, STATES, Check, VerifyCommand, compare, verdict
 from onefold.config import Zero
 from onefold.planner.dry import rehearse
@@ -45,6 +46,12 @@ def test_a_bare_count_is_planned_with_the_papers_accounting(capsys):
     found = plan(capsys, "--params", "7.5e9", "--ranks", "64", "--hardware", "v100-32")
     largest = [row["largest_model"] / 1e9 for row in found["stages"]]
     assert largest == pytest.approx([2, 7.64, 14.4, 128], rel=0.005)
+
+
+def test_a_models_name_is_text_and_not_markup(capsys):
+    net = type("[red]Net[/red]", (torch.nn.Linear,), {})
+    show_plan(onefold.plan(net(8, 8), torch.ones(2, 8), ranks=2))
+    assert capsys.readouterr().out.startswith("[red]Net[/red]: ")
 
 
 def test_split_masters_save_two_bytes_per_parameter(capsys):

@@ -17,7 +17,7 @@ import pytest
 from onefold.native import compiled as module
 from onefold.native.cache import NotOurs, cache_folder, kept, opened
 from onefold.native.compiled import Compiled, compiled, compilers
-from onefold.trust import ours_alone
+from onefold.trust import why_untrusted
 from tests.security.others import NOBODY, needs_root
 
 needs_compiler = pytest.mark.skipif(not compilers(), reason="needs a C compiler")
@@ -139,7 +139,7 @@ def test_a_folder_of_ours_that_others_could_write_is_closed_to_them(source):
     assert answer(compiled(source)) == GOOD
     assert stat.S_IMODE(cache_folder().stat().st_mode) == 0o755
     (kept_file,) = cache_folder().iterdir()
-    assert ours_alone(kept_file.stat()) is None
+    assert why_untrusted(kept_file.stat()) is None
 
 
 @needs_compiler
@@ -210,12 +210,12 @@ def test_a_compilation_that_was_killed_leaves_nothing_after_the_next(source, tmp
 def test_what_is_not_ours_alone_is_told_by_owner_and_mode(tmp_path):
     file = tmp_path / "file"
     file.touch(0o600)
-    assert ours_alone(file.stat()) is None
+    assert why_untrusted(file.stat()) is None
     file.chmod(0o620)
-    assert ours_alone(file.stat()) == "group or others may write to it (mode 0620)"
+    assert why_untrusted(file.stat()) == "group or others may write to it (mode 0620)"
     if os.geteuid() == 0:
         os.chown(file, 1001, 0)
-        assert ours_alone(file.stat()) == "it belongs to user 1001"
+        assert why_untrusted(file.stat()) == "it belongs to user 1001"
 
 
 def test_a_relative_cache_home_is_ignored_as_the_standard_says(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Files that another user put into the folder in which a command is called: none is imported, and early signals end well."""
+"""Files that another user put into the current folder: none is imported. And signals before a command has started."""
 
 import os
 import random
@@ -16,19 +16,19 @@ pytestmark = pytest.mark.skipif(not COMMAND.exists(), reason="needs the installe
 
 @pytest.mark.parametrize("module", ["tyro", "torch", "json"])
 def test_a_module_in_the_current_folder_is_imported_neither_by_a_command_nor_by_its_ranks(tmp_path, module):
-    (tmp_path / f"{module}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise SystemExit('planted')\n")
+    evil = f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise SystemExit('planted')\n"
+    (tmp_path / f"{module}.py").write_text(evil)
     words = ["verify", "--model", "gpt-tiny", "--ranks", "1"] if module == "tyro" else ["plan", "--help"]
     done = subprocess.run([COMMAND, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_signal_while_a_command_starts_ends_it_in_one_line(tmp_path):
+def test_a_signal_while_a_command_starts_ends_it_in_one_line():
     chance = random.Random(3)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-        process = subprocess.Popen(
-            [COMMAND, "plan", "--model", "8b"], cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        words = [COMMAND, "plan", "--model", "8b"]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         deadline_s = time.monotonic() + 30
         while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():  # it imports torch, for seconds
             assert process.poll() is None and time.monotonic() < deadline_s

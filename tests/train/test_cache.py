@@ -91,6 +91,14 @@ def test_the_default_cache_is_put_right(settings, tmp_path, monkeypatch):
     assert mode(tmp_path / "onefold") == 0o700
 
 
+def test_a_relative_xdg_cache_home_is_ignored(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert Cache(None).folder == tmp_path / ".cache" / "onefold"
+    assert [path.name for path in tmp_path.iterdir()] == [".cache"]
+
+
 @as_root
 def test_a_default_cache_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

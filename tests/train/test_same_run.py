@@ -11,6 +11,7 @@ import numpy
 import pytest
 
 from onefold.cli.main import main
+from onefold.limited import JSON_BYTES_LIMIT
 from onefold.train.records import read_facts, read_metrics
 from onefold.train.settings import DataSettings, Settings
 from onefold.train.source import find_source
@@ -53,7 +54,8 @@ def copy(first, tmp_path) -> Path:
 
 
 def resume(root: Path, data: str = "texts", out: str = "run", *flags: str) -> int:
-    """What the launcher says, before ranks start: data that pass are those of a run that is past --steps 1."""
+    """Exit code of `train --resume` without ranks: if the data pass, it fails later, because the run is already past
+    --steps 1."""
     where = ("--out", str(root / out), "--data", str(root / data), "--cache", str(root / "cache"), "--ranks", "1")
     return main(["train", "--resume", *where, *flags])
 
@@ -220,6 +222,24 @@ def test_resume_or_start_starts_and_then_goes_on_and_a_comparison_is_held_to_its
     next_stage = dataclasses.replace(settings_of(out, data={"data": str(root)}), compare="1").stages()[0]
     for caught in run_ranks_raises(1, one_rank, next_stage):
         assert "a.txt has changed since the run began" in caught.message
+
+
+def test_a_plain_run_beside_the_stages_of_a_comparison_has_data_of_its_own(copy):
+    texts_now = {"data": str(copy / "texts")}
+    (copy / "run").rename(copy / "stage-0")
+    (copy / "config.toml").write_text(to_toml(dataclasses.replace(settings_of(copy), compare="0"), leave_out=NOT_SAVED))
+    edit(copy / "texts" / "a.txt")
+    trained(1, copy / "mine", steps=SHORT, data=texts_now)
+    for caught in run_ranks_raises(1, one_rank, settings_of(copy / "stage-1", steps=SHORT, data=texts_now)):
+        assert "a.txt has changed since the run began" in caught.message
+
+
+def test_a_record_of_the_data_that_is_too_large_is_not_read(copy, capsys):
+    edit(copy / "texts" / "a.txt")
+    with (copy / "run" / "data.json").open("ab") as file:
+        file.write(b" " * JSON_BYTES_LIMIT)
+    assert resume(copy) == 2
+    assert "the data have changed since the run began; put the data back" in said_once(capsys.readouterr().err)
 
 
 def test_ranks_that_start_again_do_not_go_on_with_other_data(tmp_path):

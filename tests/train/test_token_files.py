@@ -66,7 +66,7 @@ def test_every_version_of_numpys_format_is_read(tmp_path, version):
     ("text", "wanted"),
     [
         ("[" * 60_000, "is no JSON"),
-        (" " * (1 << 20) + "{}", "has more than 65,536 bytes"),
+        (" " * (1 << 20) + "{}", "has 1,048,578 bytes; at most 65,536 are read"),
         ("{", "is no JSON"),
         ("[]", "should be like"),
         (json.dumps({"vocab": -1}), "should be like"),
@@ -91,7 +91,7 @@ def test_pipes_devices_and_folders_are_one_line_and_nobody_waits(tmp_path):
     assert "is a pipe or a device; give a file or a folder" in said(tmp_path / "x.npy")
     assert "is a pipe or a device" in said(tmp_path / "x.txt")
     assert "is a pipe or a device" in said(Path("/dev/zero"))
-    assert "y.bin.json is a pipe or a device" in said(tmp_path / "y.bin")
+    assert "y.bin.json is a folder, pipe, socket or device; wanted is a plain file" in said(tmp_path / "y.bin")
     assert "no file in it is text" in said(tmp_path / "z.npy")
     assert "w.bin.json cannot be read: Is a directory" in said(tmp_path / "w.bin")
 

@@ -25,7 +25,7 @@ from onefold.checkpoint.importing import open_weights
 from onefold.checkpoint.moment import aside, begin_load, end_load, quiet
 from onefold.checkpoint.names import Choice, match, match_modules, patterns
 from onefold.checkpoint.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
-from onefold.checkpoint.reading import TRIES, Checkpoint, Source
+from onefold.checkpoint.reading import Checkpoint, Source, until_not_removed
 from onefold.checkpoint.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
 from onefold.checkpoint.save import check_optimizer
 from onefold.checkpoint.stages import Part, elsewhere, part_of
@@ -34,7 +34,7 @@ from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.together import attempt, check_same
 from onefold.comm import Comm
 from onefold.engine import Engine, engine_of
-from onefold.errors import CheckpointDamaged, CheckpointError, CheckpointRemoved, ConfigError, StateError
+from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
 from onefold.full import EXTRA, extra_states, persistent_buffers
 from onefold.optimizer import Optimizer
 
@@ -108,17 +108,12 @@ def load(
     choice = replace(choices[0], elsewhere=others)
     if candidates is None:
         return _load_one(engine, optimizer, choice, lambda: open_weights(storage, Path(folder)))
-    for last in range(TRIES):
-        try:
-            return _load_first(engine, optimizer, choice, candidates, fallback)
-        except CheckpointRemoved:
-            alone = str(Path(folder)) == candidates[0]  # which names one checkpoint, and means no other
-            again = partial(_found, storage, folder) if comm.rank == 0 and not alone else list
-            found = attempt(comm, again)[0]
-            if not found or last == TRIES - 1:
-                raise
-            candidates = found
-    raise AssertionError("the last try returns or raises")
+    alone = str(Path(folder)) == candidates[0]  # the path names one checkpoint, and means no other
+
+    def find_again() -> list[str]:
+        return attempt(comm, partial(_found, storage, folder) if comm.rank == 0 and not alone else list)[0]
+
+    return until_not_removed(partial(_load_first, engine, optimizer, choice, fallback), candidates, find_again)
 
 
 def _found(storage: Storage, folder: str | Path) -> list[str]:
@@ -126,7 +121,7 @@ def _found(storage: Storage, folder: str | Path) -> list[str]:
 
 
 def _load_first(
-    engine: Engine, optimizer: Optimizer | None, choice: Choice, candidates: list[str], fallback: bool
+    engine: Engine, optimizer: Optimizer | None, choice: Choice, fallback: bool, candidates: list[str]
 ) -> Any:
     """The first checkpoint; with fallback, the first that is not damaged."""
     storage, comm, damaged = Storage(), aside(engine), list[Path]()

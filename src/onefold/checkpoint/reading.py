@@ -21,6 +21,7 @@ from onefold.errors import CheckpointDamaged, CheckpointError, CheckpointRemoved
 from onefold.layout import Span
 
 T = TypeVar("T")
+P = TypeVar("P")
 TRIES = 20  # of reading the newest while a run removes what was the newest a moment ago
 
 
@@ -34,7 +35,7 @@ class Source(Protocol):
 
 class Checkpoint:
     """Opens a file when the first of its elements is wanted, and reads no more of it than those. Raises
-    CheckpointRemoved where its run retires it meanwhile: a run that keeps few checkpoints may be read by others."""
+    CheckpointRemoved where its run removes it meanwhile: a run that keeps few checkpoints may be read by others."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self.folder, self._storage = folder, storage
@@ -105,7 +106,7 @@ class Checkpoint:
 
 @contextmanager
 def unless_removed(storage: Storage, folder: Path) -> Iterator[None]:
-    """An error whose cause is that the run of this checkpoint retired it is CheckpointRemoved."""
+    """Turns an error into CheckpointRemoved if the run has deleted this checkpoint."""
     try:
         yield
     except CheckpointRemoved:
@@ -131,22 +132,37 @@ def removal(storage: Storage, folder: Path) -> CheckpointRemoved | None:
 
 
 def with_newest(storage: Storage, path: Path, act: Callable[[Path], T]) -> T:
-    """What `act` gives for the newest checkpoint that a path means. Where that one is removed meanwhile, once more with
-    what is then the newest; a path that names one checkpoint means no other."""
-    for last in range(TRIES):
-        chosen = find(storage, path)[0]
+    """What `act` returns for the newest checkpoint that a path means."""
+
+    def newest(found: list[Path]) -> T:
+        with unless_removed(storage, found[0]):
+            return act(found[0])
+
+    return with_found(storage, path, newest)
+
+
+def with_found(storage: Storage, path: Path, act: Callable[[list[Path]], T]) -> T:
+    """What `act` returns for the checkpoints that a path means, newest first; if they are removed meanwhile, for those
+    that are there then. A path that names one checkpoint means no other."""
+    found = find(storage, path)
+    return until_not_removed(act, found, lambda: [] if found == [path] else find(storage, path))
+
+
+def until_not_removed(act: Callable[[list[P]], T], found: list[P], find_again: Callable[[], list[P]]) -> T:
+    """What `act` returns for the checkpoints found. After CheckpointRemoved it is called with those found again, until
+    there are none, at most TRIES times."""
+    for attempt in range(TRIES):
         try:
-            with unless_removed(storage, chosen):
-                return act(chosen)
+            return act(found)
         except CheckpointRemoved:
-            if chosen == path or last == TRIES - 1:
+            found = find_again()
+            if not found or attempt == TRIES - 1:
                 raise
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def read_laid(source: Source, name: str, order: Order, span: Span, out: Tensor, state: str = VALUE) -> None:
-    """Like `source.read`, but elements are counted in this order. Where that is not how they are stored, the parts that
-    they lie in are read for it, at most the whole tensor."""
+    """Like `source.read`, for a span counted in another element order; reads the rows that contain it."""
     stored = source.records[name].order
     if stored.same(order):
         source.read(name, span, out, state)

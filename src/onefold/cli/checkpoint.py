@@ -19,10 +19,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from onefold.checkpoint.commit import committed, find, read_manifest
+from onefold.checkpoint.commit import committed, read_manifest
 from onefold.checkpoint.export import SHARD_BYTES, export
 from onefold.checkpoint.manifest import Manifest, ParamRecord
-from onefold.checkpoint.reading import TRIES, unless_removed, with_newest
+from onefold.checkpoint.reading import unless_removed, with_found, with_newest
 from onefold.checkpoint.storage import Storage
 from onefold.checkpoint.verify import Damage, verify
 from onefold.errors import CheckpointRemoved
@@ -91,13 +91,7 @@ class VerifyCheckpoint:
     def run(self) -> int:
         folder = checkpoints_in(self.folder)
         with _progress(not self.json) as progress:
-            found = self._verified(folder, progress)
-            for _ in range(TRIES):
-                if found:
-                    break
-                found = self._verified(folder, progress)
-        if not found:
-            raise CheckpointRemoved(f"every checkpoint in {folder} was removed by its run while it was being read")
+            found = with_found(Storage(), folder, partial(self._verified, folder, progress))
         if self.json:
             _write_json({str(path): [damage._asdict() for damage in damages] for path, damages in found.items()})
         else:
@@ -107,10 +101,10 @@ class VerifyCheckpoint:
         return 1 if any(found.values()) else 0
 
     @staticmethod
-    def _verified(folder: Path, progress: Progress) -> dict[Path, list[Damage]]:
-        """Of each checkpoint that was not removed meanwhile; raises if the one that was named is."""
+    def _verified(folder: Path, progress: Progress, paths: list[Path]) -> dict[Path, list[Damage]]:
+        """The damage of each checkpoint that was not removed meanwhile; raises if the one named, or all, were."""
         storage, found = Storage(), {}
-        for path in find(storage, folder):
+        for path in paths:
             task = progress.add_task(visible(path.name), total=None)
             try:
                 with unless_removed(storage, path):
@@ -119,6 +113,8 @@ class VerifyCheckpoint:
             except CheckpointRemoved:
                 if path == folder:
                     raise
+        if not found:
+            raise CheckpointRemoved(f"every checkpoint in {folder} was removed by its run while it was being read")
         return found
 
 

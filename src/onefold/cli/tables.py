@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from onefold.planner.plan import Plan
@@ -45,7 +46,7 @@ def amount(nbytes: int) -> str:
 def show_plan(plan: Plan) -> None:
     screen = console()
     screen.print(
-        f"[bold]{plan.model}[/]: {plan.parameters:,} parameters, {plan.precision}, on {plan.ranks} × "
+        f"[bold]{escape(plan.model)}[/]: {plan.parameters:,} parameters, {plan.precision}, on {plan.ranks} × "
         f"{plan.hardware.name} ({plan.grid}), {text_of(plan.hardware.memory_bytes)} each"
     )
     rows = [*plan.stages, *plan.variants]

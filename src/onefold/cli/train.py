@@ -38,7 +38,7 @@ from onefold.train.lock import LAUNCHED, RunLock
 from onefold.train.metrics import Listener
 from onefold.train.records import read_facts, read_metrics, read_profile
 from onefold.train.run import RunFolder, replace
-from onefold.train.same import check_same, check_there
+from onefold.train.same import check_resumable, check_same
 from onefold.train.settings import Settings
 from onefold.train.source import find_source
 from onefold.train.start import check_folder, train
@@ -72,7 +72,7 @@ class TrainCommand(Settings):
         ranks = self.count()
         self.check(ranks)
         if LAUNCHED not in os.environ:  # else the launcher did
-            check_there(self)
+            check_resumable(self)
         if is_rank():
             return self._as_rank()
         shape = self._check_more()
@@ -107,7 +107,7 @@ class TrainCommand(Settings):
         """The folder, and whether what goes on there is the same run; reads the data once."""
         check_folder(self)
         prepared = prepare(self.data, self.output.out)
-        for run in self.stages() if self.checkpoints.goes_on else ():
+        for run in self.stages() if self.checkpoints.may_resume else ():
             check_same(run, prepared.digests, shape, vocab_known=prepared.entry is not None)
 
     # -- the launcher ------------------------------------------------------------------------------------------------

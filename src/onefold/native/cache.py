@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from onefold.trust import OTHERS_WRITE, ours_alone
+from onefold.trust import OTHERS_WRITE, why_untrusted
 
 MAKING = "making-"
 LEFT = re.compile(rf"{MAKING}(onefold-)?[0-9a-f]{{16}}")
@@ -58,7 +58,7 @@ def opened(path: Path) -> Iterator[int]:
         status = os.fstat(found)
         if status.st_uid == os.geteuid() and status.st_mode & OTHERS_WRITE:
             os.fchmod(found, stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)  # what they put there is still theirs
-        if why := ours_alone(os.fstat(found)):
+        if why := why_untrusted(os.fstat(found)):
             raise NotOurs(f"{path} is not used: {why}")
         yield found
     finally:
@@ -107,7 +107,7 @@ def keep(folder: int, stem: str, content: bytes) -> ctypes.CDLL:
 def content_of(file: int) -> bytes:
     """The bytes of a plain file that nobody else may write; nothing of any other."""
     status = os.fstat(file)
-    if not stat.S_ISREG(status.st_mode) or ours_alone(status) or status.st_size > LIBRARY_BYTES_LIMIT:
+    if not stat.S_ISREG(status.st_mode) or why_untrusted(status) or status.st_size > LIBRARY_BYTES_LIMIT:
         return b""
     return os.pread(file, status.st_size, 0)
 
@@ -129,7 +129,7 @@ def compile_folder() -> Iterator[int]:
         sweep(above)
         name, folder = _locked(above)
         try:
-            if why := ours_alone(os.fstat(folder)):
+            if why := why_untrusted(os.fstat(folder)):
                 raise NotOurs(f"{name} was exchanged: {why}")
             yield folder
         finally:

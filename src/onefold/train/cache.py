@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from onefold.errors import ConfigError, OnefoldError
-from onefold.trust import ours_alone
+from onefold.native.cache import cache_folder
+from onefold.trust import Untrusted, private_folder, why_untrusted
 
 HEADER_BYTES = 128  # a multiple of every token's size
 HEADER = re.compile(rb"onefold cache 1 ([0-9a-f]{64})\n *\n")
 PIECE_BYTES = 1 << 20
 UNNAMED = getattr(os, "O_TMPFILE", 0)
-HAS_NO_UNNAMED = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)  # what a file system without them says
+NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)  # of file systems without unnamed files
 
 
 class Entry(NamedTuple):
@@ -48,25 +49,8 @@ class Cache:
     def __init__(self, given: Path | None) -> None:
         self.folder = given or default_cache()
         self._given = given is not None
-        with self._writing():
-            for path in (*reversed(self.folder.parents), self.folder):
-                if not path.exists():
-                    with suppress(FileExistsError):  # another process makes it too
-                        path.mkdir(mode=0o700)
-            opened = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(opened)
-            if not self._given and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) != 0o700:
-                with self._writing():
-                    os.fchmod(opened, 0o700)
-                    status = os.fstat(opened)
-        finally:
-            os.close(opened)
-        if why := ours_alone(status):
-            raise ConfigError(
-                f"the cache {self.folder} may hold what others wrote: {why}; give a folder of your own with --cache, "
-                f"or chmod go-w it"
-            )
+        with self._writing(), private_folder(self.folder, lambda mode: mode if self._given else 0o700):
+            pass
 
     def find(self, name: str, *, verify: bool = True) -> Entry | None:
         """The entry, or None where there is none or it must be made again: it is damaged, or others could write it."""
@@ -76,7 +60,7 @@ class Cache:
             return None
         try:
             status = os.fstat(opened)
-            if why := ours_alone(status):
+            if why := why_untrusted(status):
                 if self._given:
                     raise ConfigError(f"{self.folder / name} may hold what others wrote: {why}; remove it")
                 return None
@@ -106,6 +90,11 @@ class Cache:
     def _writing(self) -> Iterator[None]:
         try:
             yield
+        except Untrusted as error:
+            raise ConfigError(
+                f"the cache {self.folder} may hold what others wrote: {error}; give a folder of your own with --cache, "
+                f"or chmod go-w it"
+            ) from error
         except OSError as error:
             raise OnefoldError(f"the cache {self.folder} cannot be written: {error.strerror}; try --cache") from error
 
@@ -116,7 +105,7 @@ def draft_of(path: Path) -> Iterator[int]:
     try:
         draft = os.open(path.parent, UNNAMED | os.O_RDWR | os.O_CLOEXEC, 0o600) if UNNAMED else -1
     except OSError as error:
-        if error.errno not in HAS_NO_UNNAMED:
+        if error.errno not in NO_TMPFILE:
             raise
         draft = -1
     if draft < 0:
@@ -127,7 +116,7 @@ def draft_of(path: Path) -> Iterator[int]:
         yield draft
         try:
             _link(draft, path)
-        except FileExistsError:  # one that was refused, or another process was as quick; there is one at any time
+        except FileExistsError:  # `path` exists: a refused entry, or another process's; replace it atomically
             name = path.with_name(_draft_name(path))
             _link(draft, name)
             name.replace(path)
@@ -174,6 +163,6 @@ def _mapped(opened: int, size: int) -> Tensor:
 
 def default_cache() -> Path:
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onefold"
+        return cache_folder()
     except RuntimeError as error:
         raise ConfigError("this user has no home, so tokens have no cache; give a folder with --cache") from error

@@ -11,7 +11,7 @@ DRAFTS = (".*.writing", ".writing-*")  # of files that are replaced, and of the 
 
 
 def clean_up(run: RunFolder) -> None:
-    """Hidden drafts of files and of checkpoints; whatever has its name is whole and stays."""
+    """Removes drafts (hidden names) of files and checkpoints; finished files are kept."""
     try:
         for pattern in DRAFTS:
             for path in run.path.glob(pattern):

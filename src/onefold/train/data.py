@@ -24,7 +24,7 @@ from onefold.train.source import STANDARD_LIBRARY, Source, find_source
 from onefold.train.tokenizer import Tokenizer, find_tokenizer
 from onefold.train.tokens import SUFFIXES, check_range, largest, open_tokens, pieces
 
-BETWEEN = b"\n\0\n"  # files
+BETWEEN = b"\n\0\n"  # separator between files
 BASELINE_VOCAB = 4096  # beyond it a table of pairs is too large
 PRIOR = 16.0  # how many sightings the baseline's prior is worth
 
@@ -65,7 +65,7 @@ def prepare(settings: DataSettings, own: Path | None = None) -> Prepared:
         return Prepared(Digests(hash_files(source, settings.cache), "", ""), None, source.left_out)
     tokenizer, cache = find_tokenizer(settings.tokenizer), Cache(settings.cache)
     digests = Digests(hash_files(source, settings.cache), tokenizer.digest, "")
-    entry = f"{digests.text}.tokens"
+    entry = f"{digests.cache_key}.tokens"
     found = cache.find(entry)
     if found is None:
         cache.write(entry, _tokenised(source, digests, tokenizer))
@@ -94,7 +94,7 @@ def load_data(settings: DataSettings, seq: int, entry: str | None) -> Data:
         tokens = file.tokens()
         return _data(settings, seq, name, "tokens", file.vocab or largest(tokens) + 1, tokens)
     tokenizer, cache = find_tokenizer(settings.tokenizer), Cache(settings.cache)
-    found = cache.find(entry, verify=False)  # the first process of the node did
+    found = cache.find(entry, verify=False)  # already verified by the node's first process
     if found is None:
         raise OnefoldError(f"{cache.folder / entry} is not there any more; who empties the cache? start again")
     if not len(found.body):

@@ -80,9 +80,9 @@ def _digests(prepared: Prepared, earlier: dict[str, Any], step: int) -> dict[str
     """What the data are by content, and what they were before other data were accepted."""
     found = prepared.digests
     replaced = list(earlier.get("replaced") or [])
-    if earlier.get("digest") not in (None, found.all):
+    if earlier.get("digest") not in (None, found.run_digest):
         replaced.append({"digest": earlier["digest"], "at_step": step})
-    named = {"digest": found.all, "tokenizer_sha256": found.tokenizer, "tokens_sha256": found.tokens}
+    named = {"digest": found.run_digest, "tokenizer_sha256": found.tokenizer, "tokens_sha256": found.tokens}
     return {**named, "replaced": replaced}
 
 

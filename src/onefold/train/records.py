@@ -1,6 +1,6 @@
 """What a run wrote down, read as if anyone had written it: of limited size, of the right types, or one line of error.
 
-A run folder may come from someone else. Numbers that no run can have count as not measured; a part that is of another
+A run folder may come from someone else. Rows with an impossible step are dropped; a part that is of another
 kind than it should be is refused, and the file is named.
 """
 

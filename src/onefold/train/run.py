@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 from onefold.errors import ConfigError, OnefoldError
 
 STAGE_FOLDER = "stage-{}"
+STAGES = "0123"
 SUMMARY = "summary.json"  # of a profile
 COMPARES = b"compare = "  # how the settings of a comparison begin
 LOCK = ".lock"
@@ -108,6 +109,11 @@ def is_comparison(path: Path) -> bool:
             return file.read(len(COMPARES)) == COMPARES
     except OSError:
         return False
+
+
+def is_stage(path: Path) -> bool:
+    """Whether a folder has the name of a stage of a comparison."""
+    return path.name in map(STAGE_FOLDER.format, STAGES)
 
 
 def make_folder(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whether what goes on is the same run: its settings, its model, its data, by content.
+"""Whether what is resumed is the same run: its settings, its model, its data, by content.
 
 Another learning rate, batch, stage, precision, number of ranks or of evaluated windows is still the same run: the
 model, the order of the samples and what is kept for validation stay as they were. (The baseline is computed again for
@@ -15,27 +15,35 @@ from onefold.errors import ConfigError
 from onefold.planner.shapes import Shape
 from onefold.train.digest import Digests
 from onefold.train.records import read_facts
-from onefold.train.run import RunFolder, is_comparison, is_run
+from onefold.train.run import RunFolder, is_comparison, is_run, is_stage
 from onefold.train.settings import BYTES, Settings
 
 NAMED = 3  # files, before the rest is counted
 SHAPE = ("layers", "hidden", "heads", "seq", "vocab")
 
 
-def check_there(settings: Settings) -> None:
-    """Raises if --resume finds nothing to go on with."""
+def check_resumable(settings: Settings) -> None:
+    """Raises if --resume is given and there is no run at --out."""
     out = settings.output.out
     if settings.checkpoints.resume and not is_run(out) and not RunFolder(out).checkpoints.exists():
-        beside = [path.name for path in out.absolute().parent.glob("*") if is_run(path)]
+        beside = [path.name for path in out.absolute().parent.glob("*") if _may_be_run(path)]
         near = [str(out.with_name(name)) for name in difflib.get_close_matches(out.name, beside)]
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise ConfigError(
-            f"--resume: there is no run at --out {out}; {hint}Use --resume-or-start to start one where there is none"
+            f"--resume: there is no run at --out {out}{hint}; --resume-or-start starts one where there is none"
         )
 
 
+def _may_be_run(path: Path) -> bool:
+    """A folder beside --out that this user can read and that is a run."""
+    try:
+        return is_run(path)
+    except OSError:
+        return False
+
+
 def check_same(settings: Settings, digests: Digests, shape: Shape, *, vocab_known: bool = True) -> None:
-    """Raises if what is to go on in the folder is not the run that began there."""
+    """Raises unless these settings, data and model are those of the run in --out."""
     check_settings(settings)
     check_data(settings, digests)
     check_shape(settings, shape, vocab_known=vocab_known)
@@ -69,27 +77,28 @@ def _same(name: str, facts: dict[str, Any], now: object) -> None:
     then, flag = facts.get(name, now), name.replace("_", "-")
     if then != now:
         raise ConfigError(
-            f"--{flag} was {then} when the run began and is {now} now, which makes it another run; go on with "
+            f"--{flag} was {then} when the run began and is {now} now, which makes it another run; resume with "
             f"--{flag} {then}, or start a new run with another --out"
         )
 
 
 def check_stages(settings: Settings, found: Digests) -> None:
     """Raises if a stage of a comparison would be trained on other data than the stages before it."""
-    folder = settings.output.out.parent
-    for stage in RunFolder(folder).stages if is_comparison(folder) else ():
-        check_data(settings, found, stage)
+    out = settings.output.out.absolute()
+    if is_stage(out) and is_comparison(out.parent):
+        for stage in RunFolder(out.parent).stages:
+            check_data(settings, found, stage)
 
 
 def check_data(settings: Settings, found: Digests, folder: RunFolder | None = None) -> None:
     """Raises if the data are not those that the run in the folder is trained on, unless that was accepted."""
     folder = folder or RunFolder(settings.output.out)
     then = digest_of(folder.path)
-    if then is None or then == found.all or settings.checkpoints.accept_changed_data:
+    if then is None or then == found.run_digest or settings.checkpoints.accept_changed_data:
         return
     known = Digests.read(folder.data)
     data = settings.data.data
-    changed = _changes(known, found, "" if data is None else str(data)) if known and known.all == then else []
+    changed = _changes(known, found, "" if data is None else str(data)) if known and known.run_digest == then else []
     said = ", ".join(changed[:NAMED]) + (f" and {len(changed) - NAMED:,} more" if len(changed) > NAMED else "")
     raise ConfigError(
         f"{said or 'the data have changed since the run began'}; put the data back as they were, accept them with "
@@ -98,7 +107,7 @@ def check_data(settings: Settings, found: Digests, folder: RunFolder | None = No
 
 
 def digest_of(run: Path) -> str | None:
-    """Of the data, as the run's facts say it."""
+    """The data digest recorded in facts.json; None if there is none."""
     digest = _table(read_facts(run), "data").get("digest") if RunFolder(run).facts.exists() else None
     return digest if isinstance(digest, str) else None
 

@@ -17,6 +17,7 @@ from onefold.offload import Offload
 from onefold.planner.activations import check_policy
 from onefold.planner.shapes import Shape, named
 from onefold.precision import DTYPES
+from onefold.train.run import STAGE_FOLDER, STAGES
 
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
@@ -238,13 +239,13 @@ class CheckpointSettings:
     """How many checkpoints stay; 0 keeps all."""
 
     resume: bool = False
-    """Go on with the run at --out, from its last checkpoint; with its settings, unless others are given."""
+    """Resume the run at --out from its last checkpoint; with its settings, unless others are given."""
 
     resume_or_start: bool = False
     """As --resume where there is a run at --out; else start it."""
 
     accept_changed_data: bool = False
-    """Go on also if the data are not those that the run began with."""
+    """Resume even if the data are not those that the run began with."""
 
     max_restarts: int = 0
     """How often to start again, from the last checkpoint, after a rank was lost."""
@@ -256,8 +257,8 @@ class CheckpointSettings:
     """How long a rank waits for another."""
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a run that is at --out is gone on with."""
+    def may_resume(self) -> bool:
+        """--resume or --resume-or-start was given."""
         return self.resume or self.resume_or_start
 
 
@@ -321,8 +322,8 @@ class Settings:
             )
         if self.checkpoints.resume and self.checkpoints.resume_or_start:
             raise ConfigError("--resume wants a run at --out and --resume-or-start does not; give one of them")
-        if self.checkpoints.accept_changed_data and not self.checkpoints.goes_on:
-            raise ConfigError("--accept-changed-data is for a run that goes on; add --resume, or leave it out")
+        if self.checkpoints.accept_changed_data and not self.checkpoints.may_resume:
+            raise ConfigError("--accept-changed-data is for a run that is resumed; add --resume, or leave it out")
         if self.output.profile_steps is not None and not self.output.profile:
             raise ConfigError(f"--profile-steps {self.output.profile_steps} records nothing without --profile; add it")
         if self.output.profile and self.steps.steps < PROFILE_WARMUP + self.output.profiled:
@@ -343,14 +344,14 @@ class Settings:
         if self.compare is None:
             return [self]
         names = [part.strip() for part in self.compare.split(",")]
-        if not set(names) <= set("0123") or len(set(names)) != len(names):
+        if not set(names) <= set(STAGES) or len(set(names)) != len(names):
             raise ConfigError(f"--compare {self.compare!r} is not a list of stages; use for example 0,1,2,3")
         return [
             dataclasses.replace(
                 self,
                 compare=None,
                 zero=dataclasses.replace(self.zero, stage=int(name)),
-                output=dataclasses.replace(self.output, out=self.output.out / f"stage-{name}"),
+                output=dataclasses.replace(self.output, out=self.output.out / STAGE_FOLDER.format(name)),
             )
             for name in names
         ]

@@ -15,7 +15,7 @@ from onefold.train.settings import DataSettings
 from onefold.train.tokens import SUFFIXES, TokenFile, beside, open_tokens
 
 LOOK = 8192  # bytes of a file that are looked at for a zero, which text has not
-NOT_OURS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # in the standard library's folder
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # in the standard library's folder
 LEFT_OUT = {  # of a folder: one, and many
     "binary file": "binary files",
     "empty file": "empty files",
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     left_out: str = ""  # of a folder, and why
 
     def name_of(self, path: Path) -> str:
-        """What follows --data in the name of a file: the same after the data were moved."""
+        """Path relative to --data, so that moved data keep their names."""
         text, root = str(path), str(self.root)
         return text.removeprefix(root) if self.root.is_file() else f"/{path.relative_to(self.root).as_posix()}"
 
@@ -67,7 +67,7 @@ def find_source(settings: DataSettings, own: Path | None = None) -> Source:
 def _standard_library(root: Path) -> Iterator[Path]:
     """Its sources, without tests and without what others installed."""
     for folder, inner, names in os.walk(root):
-        inner[:] = sorted(name for name in inner if name not in NOT_OURS and not name.startswith("."))
+        inner[:] = sorted(name for name in inner if name not in SKIPPED_FOLDERS and not name.startswith("."))
         paths = (Path(folder) / name for name in sorted(names) if not name.startswith("."))
         yield from (path for path in paths if path.suffix == ".py" and path.is_file())
 

@@ -35,7 +35,7 @@ from onefold.train.metrics import Listener, collected
 from onefold.train.model import initialise
 from onefold.train.records import cut_after, read_facts, read_lines
 from onefold.train.run import LOCK, RunFolder, make_folder, replace, write_facts
-from onefold.train.same import check_same, check_stages
+from onefold.train.same import check_same, check_stages, digest_of
 from onefold.train.settings import Settings
 from onefold.train.stop import Stop
 from onefold.train.toml import NOT_SAVED, to_toml
@@ -59,7 +59,7 @@ def check_folder(settings: Settings) -> None:
     out = settings.output.out
     make_folder(out)
     found = any(path.name != LOCK and not path.name.startswith(PROBE) for path in out.iterdir())
-    if found and not settings.checkpoints.goes_on:
+    if found and not settings.checkpoints.may_resume:
         known = RunFolder(out).config
         again = f" (and --config {known}, to repeat that run)" if known.exists() else ""
         raise ConfigError(
@@ -151,7 +151,7 @@ def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     comm = Comm(axes_of(None).everyone, torch.device("cpu"), PATIENCE_S, Meter())  # much text takes long
     prepared = together(comm, lambda: prepare(settings.data, settings.output.out) if first else None, "the data")
-    mine = [prepared.entry, prepared.digests.all] if prepared else None
+    mine = [prepared.entry, prepared.digests.run_digest] if prepared else None
     found = [json.loads(row) for row in comm.exchange(json.dumps(mine).encode(), DATA)]
     for rank, theirs in enumerate(found):
         if theirs is not None and theirs != found[0]:
@@ -167,8 +167,15 @@ def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> 
     """Of rank 0: raise if the run that is gone on with was another, or the stage before it."""
     assert prepared is not None, "rank 0 is the first of its node"
     check_stages(settings, prepared.digests)
-    if settings.checkpoints.goes_on:
+    if settings.checkpoints.may_resume:
         check_same(settings, prepared.digests, shape)
+        folder = RunFolder(settings.output.out)
+        if folder.checkpoints.exists() and digest_of(folder.path) is None:
+            warnings.warn(
+                f"{folder.facts} does not say what data the run was trained on, so nobody can tell whether they are the "
+                f"same; from now on it does",
+                stacklevel=2,
+            )
 
 
 def together(comm: Comm, work: Callable[[], T], where: str) -> T:
@@ -186,11 +193,11 @@ def together(comm: Comm, work: Callable[[], T], where: str) -> T:
 def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Place:
     """Load the last checkpoint, if the run is to go on and has one; the settings win over what was saved."""
     folder = RunFolder(settings.output.out)
-    wanted = settings.checkpoints.goes_on and folder.checkpoints.exists()
+    wanted = settings.checkpoints.may_resume and folder.checkpoints.exists()
     mine = together(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
     known = comm.exchange(bytes([bool(mine)]), SAVED)[0][0]  # as rank 0 sees it: on other nodes it may show later
     if not known:
-        if settings.checkpoints.goes_on and comm.rank == 0:
+        if settings.checkpoints.may_resume and comm.rank == 0:
             _set_aside(folder)
         return Place(0, 0)
     extra = load(folder.checkpoints, model, optimizer, fallback=True)

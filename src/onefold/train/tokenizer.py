@@ -1,8 +1,9 @@
 """Text to tokens, a piece of a file at a time.
 
-A tokenizers file is given pieces that end where a line does, at a place where the text on both sides gives the same
-tokens apart and together: then the tokens are those of the whole file. Where no line end will do (a tokenizer that
-starts every text with a mark of its own; lines of many megabytes) the piece grows up to MOST_CHARS, and is cut there.
+Text is cut at line ends where tokenising 256 characters on each side separately gives the same tokens as together. For
+tokenizers whose pre-tokenizer splits at white space no token spans the cut, so the tokens are those of the whole file.
+Where no line end passes (a tokenizer that starts every text with a mark of its own; lines of many megabytes) the piece
+grows up to MOST_CHARS, and is cut there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from onefold.train.settings import BYTES
 
 PIECE_CHARS = 1 << 22
 MOST_CHARS = 1 << 24
-CONTEXT_CHARS = 256  # on each side of a cut that are tokenised apart and together
+CONTEXT_CHARS = 256  # on each side of a cut that are tokenised separately and together
 TRIES = 64  # line ends that are looked at before the piece grows
 
 
@@ -92,10 +93,10 @@ def encoded(
         ids: list[int] = loaded.encode(text, add_special_tokens=False).ids
         return ids
 
-    def apart(left: str, right: str) -> bool:
+    def independent(left: str, right: str) -> bool:
         return plain(left) + plain(right) == plain(left + right)
 
-    found = cut(texts, apart, piece_chars, most_chars)
+    found = cut(texts, independent, piece_chars, most_chars)
     first, second = next(found, ""), next(found, None)
     if second is None:
         yield loaded.encode(first).ids
@@ -115,13 +116,15 @@ def _around(whole: Any) -> tuple[list[int], list[int]]:
     return whole.ids[:first], whole.ids[last:]
 
 
-def cut(texts: Iterable[str], apart: Callable[[str, str], bool], piece_chars: int, most_chars: int) -> Iterator[str]:
-    """The same text in pieces of about `piece_chars`, each cut where `apart` says that its two sides do not meet."""
+def cut(
+    texts: Iterable[str], independent: Callable[[str, str], bool], piece_chars: int, most_chars: int
+) -> Iterator[str]:
+    """The same text in pieces of about `piece_chars`, each cut where `independent` says that no token spans the cut."""
     buffer, looked = "", 0
     for text in texts:
         buffer += text
         while len(buffer) >= piece_chars + CONTEXT_CHARS:
-            at = _place(buffer, apart, max(looked, piece_chars // 2))
+            at = _place(buffer, independent, max(looked, piece_chars // 2))
             if at is None:
                 looked = len(buffer) - CONTEXT_CHARS
                 if len(buffer) < most_chars:
@@ -133,13 +136,14 @@ def cut(texts: Iterable[str], apart: Callable[[str, str], bool], piece_chars: in
         yield buffer
 
 
-def _place(buffer: str, apart: Callable[[str, str], bool], start: int) -> int | None:
+def _place(buffer: str, independent: Callable[[str, str], bool], start: int) -> int | None:
     at = len(buffer) - CONTEXT_CHARS + 1
     for _ in range(TRIES):
         at = buffer.rfind("\n", start, at - 1) + 1
         if not at:
             return None
         left, right = buffer[max(0, at - CONTEXT_CHARS) : at], buffer[at : at + CONTEXT_CHARS]
-        if left.strip() and right.strip() and apart(left, right):  # white space longer than that hides its neighbours
+        blank = not left.strip() or not right.strip()  # blank context tells nothing about its neighbours
+        if not blank and independent(left, right):
             return at
     return None

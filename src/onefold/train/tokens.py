@@ -9,18 +9,17 @@ What a file says of itself is believed only as far as its size allows, and no mo
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, OnefoldError
+from onefold.limited import opened, read_json
 
 DTYPES = {
     "uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32, "int32": torch.int32, "int64": torch.int64,
@@ -73,13 +72,8 @@ def _bin(path: Path) -> TokenFile:
     described = beside(path)
     if described is None:
         return TokenFile(path, torch.uint16, 0, None, None)
-    text = _start(described)
-    if len(text) > MOST_BYTES:
-        raise ConfigError(f"{described} has more than {MOST_BYTES:,} bytes; it should say dtype and vocab")
-    try:
-        says: Any = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{described} is no JSON: {error}") from error
+    with _reading(described):
+        says = read_json(described, MOST_BYTES)
     name, vocab = (says.get("dtype", "uint16"), says.get("vocab")) if isinstance(says, dict) else (None, None)
     known = vocab is None or (type(vocab) is int and vocab > 0)
     if not isinstance(name, str) or name not in DTYPES or not known:
@@ -90,7 +84,8 @@ def _bin(path: Path) -> TokenFile:
 
 
 def _npy(path: Path) -> TokenFile:
-    start = _start(path)
+    with _reading(path), opened(path, None) as file:
+        start = file.read(MOST_BYTES)
     wide = start[6:7] != b"\x01"  # the length of the header has 2 bytes in version 1, else 4
     offset = 12 if wide else 10
     length = int.from_bytes(start[8:offset], "little")
@@ -103,21 +98,18 @@ def _npy(path: Path) -> TokenFile:
     return TokenFile(path, DTYPES[NPY[kind[1]]], offset + length, int(shape[1]), None)
 
 
-def _start(path: Path) -> bytes:
-    """The first bytes of a file, one more than a header may have; a pipe is not waited for."""
-    try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(opened, "rb") as file:
-            if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise ConfigError(f"--data: {path} is a pipe or a device; give a file")
-            return file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"--data: {path} cannot be read: {error.strerror}") from error
-
-
 def _size(path: Path) -> int:
-    try:
+    with _reading(path):
         return path.stat().st_size
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns an error of reading into a ConfigError that names --data."""
+    try:
+        yield
+    except OnefoldError as error:
+        raise ConfigError(f"--data: {error}") from error
     except OSError as error:
         raise ConfigError(f"--data: {path} cannot be read: {error.strerror}") from error
 

@@ -1,4 +1,4 @@
-"""Two ranks that load from a folder whose run retires checkpoints meanwhile take what is then the newest."""
+"""Two ranks that load from a folder whose run removes checkpoints meanwhile take what is then the newest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trained(value: float) -> tuple[torch.nn.Module, onefold.Optimizer]:
     return sharded, onefold.Optimizer(sharded, torch.optim.AdamW, lr=1e-3)
 
 
-def load_while_it_is_retired(folder: str, name: str, fallback: bool) -> tuple[int, float, str, list[str]]:
+def load_while_it_is_removed(folder: str, name: str, fallback: bool) -> tuple[int, float, str, list[str]]:
     """The step that was loaded, a weight, what was raised, and the folders left; step 2 comes while step 1 is read."""
     run, opened = Path(folder), []
     model, optimizer = trained(1.0)
@@ -53,11 +53,11 @@ def load_while_it_is_retired(folder: str, name: str, fallback: bool) -> tuple[in
 
 @pytest.mark.parametrize("fallback", [False, True])
 def test_load_takes_what_is_then_the_newest_and_sets_nothing_aside(tmp_path, fallback):
-    ends = run_ranks(2, load_while_it_is_retired, str(tmp_path), "", fallback)
+    ends = run_ranks(2, load_while_it_is_removed, str(tmp_path), "", fallback)
     assert ends == [(2, 2.0, "", ["step-00000002"])] * 2
 
 
 def test_load_of_one_checkpoint_says_that_it_was_removed(tmp_path):
-    ends = run_ranks(2, load_while_it_is_retired, str(tmp_path), "step-00000001", True)
+    ends = run_ranks(2, load_while_it_is_removed, str(tmp_path), "step-00000001", True)
     assert len(set(map(str, ends))) == 1 and ends[0][0] == 0
     assert "step-00000001 was removed by its run while it was being read; newest is now step-00000002" in ends[0][2]

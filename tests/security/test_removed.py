@@ -1,4 +1,4 @@
-"""A run that saves and prunes in a loop, and readers beside it: what is retired under their hands is not damaged."""
+"""A run that saves and prunes in a loop, and readers beside it: what is removed while it is read is not damaged."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_commands_exit_with_0_beside_a_run_that_prunes(pruned, tmp_path, cap
 
 
 class Pruning(Storage):
-    """Retires the checkpoint that is read, in the middle of it: at the n-th read."""
+    """Removes the checkpoint that is read, in the middle of it: at the n-th read."""
 
     def __init__(self, run: Path, reads: int) -> None:
         self._run, self._reads = run, reads
@@ -105,7 +105,7 @@ class Pruning(Storage):
 
 
 @pytest.mark.parametrize("reads", range(1, 11))
-def test_wherever_in_the_reading_it_is_retired_it_is_removed_and_not_damaged(tmp_path, reads):
+def test_wherever_in_the_reading_it_is_removed_it_is_not_called_damaged(tmp_path, reads):
     path = save(Storage(), tmp_path, 1)
     with pytest.raises(CheckpointRemoved, match=r"step-00000001 was removed by its run .* now step-00000002$"):
         verify(Pruning(tmp_path, reads), path)
