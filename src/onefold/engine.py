@@ -14,12 +14,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from onefold.comm import Comm, Comms, Pending
+from onefold.comm import Comm, Comms
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
 from onefold.layout import UnitLayout
@@ -37,6 +38,9 @@ from onefold.survey import ATTRIBUTE
 from onefold.tiers.place import Tiers
 from onefold.tree import ParameterTree
 from onefold.unit import Unit
+from onefold.untied import Untied
+from onefold.update_policy import NoUpdates, UpdatePolicy
+from onefold.whole_gradients import WholeGradients
 
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
 
@@ -57,6 +61,33 @@ class Pipeline(NamedTuple):
     def rows(self, comm: Comm) -> list[int]:
         """The ranks of an axis that have the same units."""
         return [row for row in range(comm.size) if comm.simulated or comm.world_rank(row) in self.near]
+
+
+class HeldOptimizer(Protocol):
+    """What an engine and its reports ask of the Optimizer that was made for a model."""
+
+    def gradients_change(self) -> None: ...
+
+    def forget_clipping(self) -> None: ...
+
+    def planned_state(self, index: int) -> tuple[int, int]: ...
+
+
+class BlockInputs(Protocol):
+    """What reports and pipelines ask of the store of block inputs, where blocks are computed again in backward."""
+
+    blind: bool  # the inputs of this forward hold nothing, so there is nothing to compare
+    parts: list[int]  # bytes of each part that the last forward kept
+    host_storages: set[int]
+
+    @property
+    def ranks(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def planned(self) -> dict[str, int]: ...
+
+    def planned_gathers(self) -> int: ...
 
 
 class Engine:
@@ -90,16 +121,15 @@ class Engine:
         self.whole_for_now = 0  # full_parameters contexts that are open
         self.written_for_now = 0  # those of them whose writes are kept
         self.grad_scale = 1.0  # what the gradients of this step are multiplied by
-        self.inside: Any = None  # InsideUpdates, where units are updated inside backward
-        self.away: Any = None  # Away, where the host updates
+        self.updates: UpdatePolicy = NoUpdates()  # when units are updated
         self.tiers = tiers
-        self.optimizer: Any = None  # the Optimizer that was made for this model
+        self.optimizer: HeldOptimizer | None = None  # the Optimizer that was made for this model
         self.alone_in_rank = True  # no other part of the same model is here
-        self.tied: Any = None  # Tied, where another stage of a pipeline holds some of these parameters too
-        self.checkpoints: Any = None  # the Store of block inputs, where blocks are computed again
+        self.tied = Untied()  # which of these parameters another stage of a pipeline holds too
+        self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.device = pool.device
         self.blocks: list[str] = []  # modules that are repeated, by name
-        self.aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
+        self._aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.spoilt = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
@@ -115,8 +145,8 @@ class Engine:
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
-        self._whole_gradients = placement.optimizer is Scope.WHOLE and not placement.away
-        self.accumulators: list[Any] = []  # autograd's nodes that carry our hooks
+        self._whole = WholeGradients(self.units, wanted=placement.optimizer is Scope.WHOLE and not placement.away)
+        self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self._tree = ParameterTree(model)
         self._accumulating: str | None = None
         self._training_thread = threading.get_ident()
@@ -128,8 +158,49 @@ class Engine:
         self.unsettled = False  # rounds have run since the ranks last agreed on what was used
         self._settled = False
         self._only_zeros = False  # gradients are kept, as zeros, which have no scale
-        self._gathers: list[Pending] = []
-        self._ungathered: set[int] = set()  # units reduced but not yet made whole
+
+    # -- what others bring -----------------------------------------------------------------------------------------
+
+    def update_by(self, policy: UpdatePolicy, optimizer: HeldOptimizer | None = None) -> None:
+        """Units are updated by this policy from now on."""
+        self.updates, self.optimizer = policy, optimizer
+
+    def tie(self, tied: Untied) -> None:
+        """Another stage of a pipeline holds some of these parameters too."""
+        self.tied = tied
+
+    def share_rank(self) -> None:
+        """This rank holds other parts of the same model, too."""
+        self.alone_in_rank = False
+
+    def explain(self, why: str) -> None:
+        """What was chosen for this model, and the reason, as placement() tells it."""
+        self.why = why
+
+    def know_blocks(self, blocks: Sequence[str]) -> None:
+        self.blocks = list(blocks)
+
+    def keep_block_inputs(self, store: BlockInputs) -> None:
+        """Blocks are computed again in backward, from what this store keeps."""
+        self.checkpoints = store
+
+    def hold_accumulator(self, node: Node) -> None:
+        """Autograd itself forgets a node, and its hooks, that nobody holds."""
+        self._accumulators.append(node)
+
+    def aside(self, timeout_s: float) -> Comm:
+        """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
+        if self._aside is None:
+            self._aside = self.comms.world.beside("aside", timeout_s)
+        return self._aside
+
+    def spoil(self, why: str) -> None:
+        """The values are of no use until a load has replaced them all."""
+        self.spoilt = why
+
+    def mend(self) -> None:
+        """All values have been replaced."""
+        self.spoilt = ""
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -140,8 +211,7 @@ class Engine:
     def before_forward(self) -> None:
         if self.spoilt:
             raise StateError(self.spoilt)
-        if self.inside:
-            self.inside.finish()
+        self.updates.finish()
         if torch.is_grad_enabled():
             self._training_thread = threading.get_ident()
         self.tidy_after_error()
@@ -163,8 +233,7 @@ class Engine:
         self.enter_backward()
         self._forget_dropped()  # may raise: nothing is open then
         self._check_scale()
-        if self.tied and self.tied.summed:
-            self.tied.refuse_backward()
+        self.tied.check_backward()
         self._begin_rounds()
         self._open, self._settled = True, False
         self.shown.hide()
@@ -182,13 +251,10 @@ class Engine:
 
     def _begin_rounds(self) -> None:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
-        if self.unsettled and self.inside:
-            self.inside.refuse_backward()
-        if self.whole_for_now and self.inside:
-            self.inside.refuse_whole()
+        self.updates.check_backward()
         if self.unsettled:
             rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
-            self.agree_on_order()
+            self._agree_on_order()
             self._reduce_late(bytes(map(max, zip(*rows, strict=True))))
             self.unsettled = False
         self.schedule.begin(final=self._accumulating is None)
@@ -216,8 +282,7 @@ class Engine:
     def _take(self, index: int, grad: Tensor) -> None:
         at, slot = self.places[index]
         unit = self.units[at]
-        if self.inside and self.schedule.started(at):
-            self.inside.refuse_late(self.names[index])
+        self.updates.check_gradient(index)
         unit.gradients.add(slot, grad if type(grad) is Tensor else self._aligned(index, grad))
         self.used[index], self._only_zeros = USED, False
         if self.schedule.arrived(at, start=self._accumulating != "once"):
@@ -237,9 +302,8 @@ class Engine:
         if self._in_backward:  # else an error cut it short and it has been tidied
             with torch.no_grad():
                 closed = self._close()
-                if closed and self._accumulating is None and not self.inside:
-                    if self.tied:
-                        return  # the other end may be in its backward: the stage asks to show when all are through
+                shows = self._accumulating is None and self.updates.keeps_gradients
+                if closed and shows and not self.tied.names:  # else the other end may still be in its backward
                     self.show_gradients()
 
     def _close(self) -> bool:
@@ -260,22 +324,11 @@ class Engine:
             self._close()
 
     def _starting(self, index: int) -> None:
-        if self.inside:
-            self.inside.starting(index)
+        self.updates.reduction_starts(index)
 
     def _reduced(self, index: int, final: bool) -> None:
-        if self.inside:
-            self.inside.reduced(index)
-        elif self.away and self.units[index].away and final:
-            self.away.park(index)
-        elif self._whole_gradients:
-            self._ungathered.add(index)
-            if final and not (self.tied and index in self.tied.units):
-                self._gather_gradient(index)
-
-    def _gather_gradient(self, index: int) -> None:
-        self._gathers.append(self.units[index].gradients.gather())
-        self._ungathered.discard(index)
+        if not self.updates.reduced(index, final=final):
+            self._whole.reduced(index, gather=final and index not in self.tied.units)
 
     # -- between backward and step ---------------------------------------------------------------------------------
 
@@ -286,7 +339,22 @@ class Engine:
         if self._settled:
             self._mark_dropped()
             return
-        self.bring_what_is_due()
+        self._bring_what_is_due()
+        if self.updates.keeps_gradients:
+            late = self._agree_on_used()
+            self._agree_on_order()
+            self._reduce_late(late)
+            self.tied.sum()
+        else:  # what ranks used of a unit travelled beside its reduction, the only one
+            self._agree_on_order()
+            self.schedule.drain()
+        if self._whole.wanted:
+            self.schedule.drain()
+            self._whole.gather_all()
+        self._settled, self.unsettled = True, False
+
+    def _agree_on_used(self) -> bytes:
+        """Tell which parameters this rank used; which units hold, on any rank, gradients that no round has taken."""
         said = bytearray(self.used)
         for index in self.shown.dropped():
             said[index] = DROPPED
@@ -295,21 +363,12 @@ class Engine:
         self.kept = bytearray(word == USED for word in words[: len(said)])
         if not any(words[: len(said)]):
             raise StateError("no rank has gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
-        self.agree_on_order()
-        self._reduce_late(bytes(words[len(said) :]))
-        if self.tied:
-            self.tied.sum()
-        if self._whole_gradients:
-            self.schedule.drain()
-            for index in sorted(self._ungathered):
-                self._gather_gradient(index)
-            self._wait_for_gathers()
-        self._settled, self.unsettled = True, False
+        return bytes(words[len(said) :])
 
-    def bring_what_is_due(self) -> None:
+    def _bring_what_is_due(self) -> None:
         """If this rank's backward touched no parameter, or never came, its peers wait for its shards and its zeros."""
-        if self.inside and self.unsettled:
-            return  # they have run
+        if self.updates.awaits_step:
+            return  # all reductions have run
         if not self._rounds_due or (any(self.used) and not self._touched_nothing):
             if not any(self.used):
                 raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
@@ -321,7 +380,7 @@ class Engine:
         self.schedule.flush(start=True)
         self._rounds_due = self._touched_nothing = False
 
-    def agree_on_order(self) -> None:
+    def _agree_on_order(self) -> None:
         """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
         if self.schedule.agreed:
             return
@@ -341,6 +400,16 @@ class Engine:
         """Whether a parameter counts here: what is the same on all ranks of "tp" counts on the first of them."""
         return self.comms.tp.rank == 0 or name in self.parts
 
+    def keep(self, index: int, kept: bytes) -> None:
+        """Which parameters of a unit are to be updated: those that some rank used."""
+        first = self.first_param[index]
+        self.kept[first : first + len(kept)] = kept
+
+    def forget_used(self) -> None:
+        """The gradients of this step have been used up."""
+        self.used = bytearray(len(self.params))
+        self._settled = False
+
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
         for index, unit in enumerate(self.units):
@@ -353,17 +422,14 @@ class Engine:
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self.tidy_after_error()
-        if self.inside and self.unsettled:
-            self.inside.refuse_zero_grad()
+        self.updates.check_zero_grad()
         self.schedule.drain()
-        self._wait_for_gathers()
-        self._ungathered.clear()
+        self._whole.drop()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
         self._settled = self.unsettled = False
         self._only_zeros = keep_as_zeros
-        if self.tied:
-            self.tied.summed = False
+        self.tied.forget()
         if self.optimizer is not None:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
@@ -377,16 +443,10 @@ class Engine:
         for unit in self.units:
             unit.gradients.widen()
 
-    def _wait_for_gathers(self) -> None:
-        for pending in self._gathers:
-            pending.wait()
-        self._gathers.clear()
-
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:
         check_reduce(reduce)
-        if self.inside:
-            self.inside.refuse_accumulation()
+        self.updates.check_accumulation()
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
         self._accumulating = reduce or ("once" if self.placement.gradients is Scope.WHOLE else "each")
@@ -405,12 +465,18 @@ class Engine:
 
     def show_gradients(self) -> None:
         """Values where gradients are whole, else placeholders."""
-        if self._whole_gradients:
+        if self._whole.wanted:
             self.settle()
             used = [index for index, kept in enumerate(self.kept) if kept]
             self.shown.show(used, self._whole_gradient)
         else:
             self.shown.show_placeholders()
+
+    @torch.no_grad()
+    def end_schedule(self) -> None:
+        """All backwards of a pipeline's schedule are through, here and at the other stages: show what is tied."""
+        if self.tied.names:
+            self.show_gradients()
 
     def _whole_gradient(self, index: int) -> Tensor:
         place = self.places[index]
@@ -426,7 +492,7 @@ class Engine:
         dropped = self.shown.dropped()
         if dropped:
             self.schedule.drain()
-            self._wait_for_gathers()
+            self._whole.wait()
         for index in dropped:
             self.units[self.places[index].unit].gradients.forget(self.places[index].slot)
             self.used[index] = UNUSED

@@ -135,10 +135,8 @@ def _check_sound(engine: Engine) -> None:
     """No update is on the way, and none has failed."""
     if engine.spoilt:
         raise StateError(engine.spoilt)
-    if engine.inside:
-        engine.inside.finish()
-    if engine.away:
-        engine.away.settle()
+    engine.updates.finish()
+    engine.updates.wait()
 
 
 def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
