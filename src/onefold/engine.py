@@ -28,6 +28,7 @@ from onefold.memory import Pool
 from onefold.meter import Label
 from onefold.parts import Parts, aligned, wrapped
 from onefold.passes import Passes
+from onefold.phases import Due, Event, Phase, after_backward, after_drop, after_forward, after_phase
 from onefold.placement import Placement, Scope
 from onefold.precision import Precision
 from onefold.rounds import ReduceSchedule
@@ -118,9 +119,8 @@ class Engine:
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
-        self.whole_for_now = 0  # full_parameters contexts that are open
-        self.written_for_now = 0  # those of them whose writes are kept
-        self.grad_scale = 1.0  # what the gradients of this step are multiplied by
+        self._whole_for_now: list[bool] = []  # open full_parameters contexts: whether their writes are kept
+        self._scale: float | None = None  # what the gradients of this step are multiplied by, if there are any
         self.updates: UpdatePolicy = NoUpdates()  # when units are updated
         self.tiers = tiers
         self.optimizer: HeldOptimizer | None = None  # the Optimizer that was made for this model
@@ -130,7 +130,7 @@ class Engine:
         self.device = pool.device
         self.blocks: list[str] = []  # modules that are repeated, by name
         self._aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
-        self.spoilt = ""  # why the values are of no use
+        self.broken = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
@@ -150,14 +150,8 @@ class Engine:
         self._tree = ParameterTree(model)
         self._accumulating: str | None = None
         self._training_thread = threading.get_ident()
-        self._in_backward = False  # the end of the running backward will call us
-        self._open = False  # it has brought gradients
-        self._rounds_due = False  # a training forward ran, and no round since
-        self._touched_nothing = False  # the last backward through our model brought no gradient
+        self.phase, self._due = Phase.IDLE, Due.NOTHING
         self.sums_kept = False  # gradients have accumulated: buffers of local sums stay
-        self.unsettled = False  # rounds have run since the ranks last agreed on what was used
-        self._settled = False
-        self._only_zeros = False  # gradients are kept, as zeros, which have no scale
 
     # -- what others bring -----------------------------------------------------------------------------------------
 
@@ -194,13 +188,40 @@ class Engine:
             self._aside = self.comms.world.beside("aside", timeout_s)
         return self._aside
 
+    @property
+    def whole_for_now(self) -> bool:
+        """A full_parameters context is open."""
+        return bool(self._whole_for_now)
+
+    @property
+    def written_for_now(self) -> bool:
+        """A full_parameters context is open whose writes are kept."""
+        return any(self._whole_for_now)
+
+    @contextmanager
+    def unsharded(self, *, write: bool) -> Iterator[bool]:
+        """Every parameter is whole on every rank. True if this context is the outermost one whose writes are kept."""
+        outermost = write and not self.written_for_now
+        self.passes.pin_all()
+        self._whole_for_now.append(write)
+        try:
+            yield outermost
+        finally:
+            self._whole_for_now.pop()
+            self.passes.unpin_all()
+
     def spoil(self, why: str) -> None:
         """The values are of no use until a load has replaced them all."""
-        self.spoilt = why
+        self.broken = why
 
     def mend(self) -> None:
         """All values have been replaced."""
-        self.spoilt = ""
+        self.broken = ""
+
+    def check_sound(self) -> None:
+        """Raises if the values are of no use."""
+        if self.broken:
+            raise StateError(self.broken)
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -209,33 +230,31 @@ class Engine:
         return self._accumulating != "once"
 
     def before_forward(self) -> None:
-        if self.spoilt:
-            raise StateError(self.spoilt)
+        self.check_sound()
         self.updates.finish()
         if torch.is_grad_enabled():
             self._training_thread = threading.get_ident()
         self.tidy_after_error()
         if torch.is_grad_enabled():
             self.check_parameters()
-            self._rounds_due = self._rounds_due or self.reducing
+            self._due = after_forward(self._due, reducing=self.reducing)
 
     def enter_backward(self) -> None:
         """Called inside backward, in its outermost graph where we can: its end closes what was opened."""
-        if not self._in_backward:
-            self._in_backward = True
+        if not self.passes.in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
             self.passes.open_backward()
 
     def gradient_coming(self) -> None:
         """Autograd is about to put a gradient into .grad, which must be free for it. The first one opens backward."""
-        if self._open:
+        if self.phase is Phase.BACKWARD:
             return
         self.enter_backward()
         self._forget_dropped()  # may raise: nothing is open then
         self._check_scale()
         self.tied.check_backward()
         self._begin_rounds()
-        self._open, self._settled = True, False
+        self._move(Event.OPENED)
         self.shown.hide()
 
     def _check_scale(self) -> None:
@@ -243,20 +262,25 @@ class Engine:
         scale = running_scale()
         if self.precision.compute is torch.float16 and scale is None:
             raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
-        if any(self.used) and not self._only_zeros and self.grad_scale != (scale or 1.0):
+        if any(self.used) and self._scale is not None and self._scale != (scale or 1.0):
             raise StateError(f"gradients scaled by {self.grad_scale:g} and {scale or 1.0:g} would add up in one step")
         if self.optimizer is not None and any(self.used):
             self.optimizer.gradients_change()
-        self.grad_scale = scale or 1.0
+        self._scale = scale or 1.0
+
+    @property
+    def grad_scale(self) -> float:
+        """What the gradients of this step are multiplied by."""
+        return 1.0 if self._scale is None else self._scale
 
     def _begin_rounds(self) -> None:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
         self.updates.check_backward()
-        if self.unsettled:
+        if self.phase is Phase.REDUCED:
             rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
             self._agree_on_order()
             self._reduce_late(bytes(map(max, zip(*rows, strict=True))))
-            self.unsettled = False
+            self._move(Event.LATE_REDUCED)
         self.schedule.begin(final=self._accumulating is None)
 
     def _waiting(self) -> bytes:
@@ -284,7 +308,7 @@ class Engine:
         unit = self.units[at]
         self.updates.check_gradient(index)
         unit.gradients.add(slot, grad if type(grad) is Tensor else self._aligned(index, grad))
-        self.used[index], self._only_zeros = USED, False
+        self.used[index] = USED
         if self.schedule.arrived(at, start=self._accumulating != "once"):
             sharded = self._pass_index.get(id(unit))
             if sharded is not None:
@@ -299,7 +323,7 @@ class Engine:
 
     @spanned("close", "backward", "the model")
     def _end_of_backward(self) -> None:
-        if self._in_backward:  # else an error cut it short and it has been tidied
+        if self.passes.in_backward:  # else an error cut it short and it has been tidied
             with torch.no_grad():
                 closed = self._close()
                 shows = self._accumulating is None and self.updates.keeps_gradients
@@ -308,19 +332,22 @@ class Engine:
 
     def _close(self) -> bool:
         """True if the backward brought gradients."""
-        was_open, self._open, self._in_backward = self._open, False, False
+        gradients, reducing = self.phase is Phase.BACKWARD, self.reducing
+        self._due = after_backward(self._due, gradients=gradients, reducing=reducing)
+        if gradients:
+            self._move(Event.REDUCED if reducing else Event.SUMMED)
         self.passes.close_backward()
-        self._touched_nothing = not was_open
-        if was_open:
-            self.schedule.flush(start=self.reducing)
-            self._rounds_due = self._rounds_due and not self.reducing
-            self.unsettled = self.unsettled or self.reducing
-        return was_open
+        if gradients:
+            self.schedule.flush(start=reducing)
+        return gradients
+
+    def _move(self, event: Event) -> None:
+        self.phase = after_phase(self.phase, event)
 
     def tidy_after_error(self) -> None:
         """A backward that raised left rounds half done: complete the order, so that all ranks stay in step."""
         ours = threading.get_ident() == self._training_thread  # another thread may run a forward during our backward
-        if self._in_backward and ours and torch._C._current_graph_task_id() == -1:
+        if self.passes.in_backward and ours and torch._C._current_graph_task_id() == -1:
             self._close()
 
     def _starting(self, index: int) -> None:
@@ -336,7 +363,7 @@ class Engine:
         """Agree on what was used and reduce what is left. Collective; once per step."""
         self.tidy_after_error()
         self.passes.gathers.catch_up()
-        if self._settled:
+        if self.phase is Phase.AGREED:
             self._mark_dropped()
             return
         self._bring_what_is_due()
@@ -351,7 +378,7 @@ class Engine:
         if self._whole.wanted:
             self.schedule.drain()
             self._whole.gather_all()
-        self._settled, self.unsettled = True, False
+        self._move(Event.AGREED)
 
     def _agree_on_used(self) -> bytes:
         """Tell which parameters this rank used; which units hold, on any rank, gradients that no round has taken."""
@@ -369,16 +396,16 @@ class Engine:
         """If this rank's backward touched no parameter, or never came, its peers wait for its shards and its zeros."""
         if self.updates.awaits_step:
             return  # all reductions have run
-        if not self._rounds_due or (any(self.used) and not self._touched_nothing):
+        if self._due is Due.NOTHING or (any(self.used) and self._due is not Due.ZEROS):
             if not any(self.used):
                 raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
             return
-        if not self._touched_nothing:
+        if self._due is not Due.ZEROS:
             self.passes.open_backward()
             self.passes.close_backward()
         self._begin_rounds()
         self.schedule.flush(start=True)
-        self._rounds_due = self._touched_nothing = False
+        self._due = Due.NOTHING
 
     def _agree_on_order(self) -> None:
         """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
@@ -408,7 +435,7 @@ class Engine:
     def forget_used(self) -> None:
         """The gradients of this step have been used up."""
         self.used = bytearray(len(self.params))
-        self._settled = False
+        self._move(Event.DROPPED)
 
     def after_step(self) -> None:
         """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
@@ -427,13 +454,13 @@ class Engine:
         self._whole.drop()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
-        self._settled = self.unsettled = False
-        self._only_zeros = keep_as_zeros
+        self._move(Event.DROPPED)
+        self._scale = None  # zeros have none
         self.tied.forget()
         if self.optimizer is not None:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
-            self._touched_nothing = False
+            self._due = after_drop(self._due)
             self.shown.hide()
             self.used = bytearray(len(self.params))
 

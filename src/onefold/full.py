@@ -33,24 +33,17 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     """
     engine = engine_of(model)
     _check_sound(engine)
-    engine.passes.pin_all()
-    engine.whole_for_now += 1
-    engine.written_for_now += write
-    outermost = write and engine.written_for_now == 1
-    if outermost:
+    with engine.unsharded(write=write) as outermost:
+        if not outermost:
+            yield
+            return
         _watch(engine)
-    try:
-        yield
-        if outermost:
+        try:
+            yield
             _absorb(engine)
-    except BaseException:
-        if outermost:
+        except BaseException:
             _forget(engine)
-        raise
-    finally:
-        engine.whole_for_now -= 1
-        engine.written_for_now -= write
-        engine.passes.unpin_all()
+            raise
 
 
 def _watch(engine: Engine) -> None:
@@ -133,8 +126,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def _check_sound(engine: Engine) -> None:
     """No update is on the way, and none has failed."""
-    if engine.spoilt:
-        raise StateError(engine.spoilt)
+    engine.check_sound()
     engine.updates.finish()
     engine.updates.wait()
 

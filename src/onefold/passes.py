@@ -185,6 +185,11 @@ class Passes:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
+    @property
+    def in_backward(self) -> bool:
+        """A backward of this model has begun, and its end has not been told."""
+        return self._backward
+
     def open_backward(self) -> None:
         if not self._backward:
             self._backward = True

@@ -17,6 +17,7 @@ from onefold.engine import Engine
 from onefold.errors import StateError
 from onefold.host_update import HostUpdates
 from onefold.meter import Label
+from onefold.phases import Phase
 from onefold.placement import Scope
 from onefold.slices import UnitOptimizer
 from onefold.spans import span
@@ -51,7 +52,7 @@ class UpdateInBackward(NoUpdates):
 
     @property
     def awaits_step(self) -> bool:
-        return self._engine.unsettled
+        return self._engine.phase is Phase.REDUCED
 
     @property
     def lent_bytes(self) -> int:

@@ -2,9 +2,9 @@
 
 Whole: the parameters are views of one flat buffer for good. A gather after the optimizer's step writes the buffer.
 
-Sharded: SHARDED -> GATHERING -> WHOLE -> SHARDED. This rank keeps its shard, which it offers to its peers before a pass
-and which must not change before they have had it; the flat buffer's storage is empty. A fetch gives the storage its
-bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so views that
+Sharded: SHARDED -> GATHERING -> UNSHARDED -> SHARDED. This rank keeps its shard, which it offers to its peers before a
+pass and which must not change before they have had it; the flat buffer's storage is empty. A fetch gives the storage
+its bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so views that
 autograd saved lose their memory too and come back to life with the next fetch. A released parameter reads as NaN: it is
 a placeholder of its true shape, one NaN of its own seen many times. Most writes to that raise in torch; those that do
 not change the NaN, and the next fetch finds it.
@@ -38,12 +38,20 @@ from onefold.tiers.image import Image
 from onefold.views import FlatViews
 
 
-class Presence(Enum):
-    """What of a unit's parameters is in this rank's memory."""
+class ParameterState(Enum):
+    """What of a unit's parameters is in this rank's memory, and seen in the model."""
 
-    SHARDED = "my shard"
-    GATHERING = "my shard and the buffer that the others' shards are travelling into"
-    WHOLE = "all of it"
+    SHARDED = "my shard; the parameters are placeholders"
+    GATHERING = "my shard and the buffer that new values are travelling into; the parameters are placeholders"
+    UNSHARDED = "all of them; the parameters are views of the buffer"
+
+
+MOVES = {
+    (ParameterState.SHARDED, ParameterState.GATHERING),  # an all-gather starts
+    (ParameterState.GATHERING, ParameterState.UNSHARDED),  # it has completed, or a host update has
+    (ParameterState.UNSHARDED, ParameterState.SHARDED),  # released
+    (ParameterState.UNSHARDED, ParameterState.GATHERING),  # a host update of replicated parameters starts
+}
 
 
 class Values:
@@ -79,7 +87,7 @@ class Values:
         self._views.zero_gaps(self.whole)
         for param, view in zip(self._params, self._flat_views, strict=True):
             view.copy_(narrowed(held(param).detach(), view.dtype))
-        self.presence = Presence.WHOLE
+        self.state = ParameterState.UNSHARDED
         self._show()
 
     def _lay_shard(self) -> None:
@@ -89,7 +97,7 @@ class Values:
         self._shard = narrowed(self._views.lay(self._params, self._mine, dtype), self._views.dtype)
         if self._tier is not Tier.DEVICE:
             self._shard = self._host.keep(self._shard)
-        self.presence = Presence.SHARDED
+        self.state = ParameterState.SHARDED
         self._hide()
 
     def _lay_marks(self) -> None:
@@ -122,12 +130,12 @@ class Values:
         self._coming, self._updated = wait, done
         if self._seen_late:
             self._hide()
-            self.presence = Presence.GATHERING
+            self._move(ParameterState.GATHERING)
 
     @property
     def _seen_late(self) -> bool:
         """They are whole for good and shown, and an update hides them."""
-        return self.scope is Scope.WHOLE and self._late and self.presence is Presence.WHOLE
+        return self.scope is Scope.WHOLE and self._late and self.state is ParameterState.UNSHARDED
 
     def check_unwritten(self) -> None:
         """Before an update of them begins: nobody has written what only full_parameters may. Said once."""
@@ -167,6 +175,10 @@ class Values:
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
+    def _move(self, to: ParameterState) -> None:
+        assert (self.state, to) in MOVES, f"{self.name}: {self.state.name} cannot become {to.name}"
+        self.state = to
+
     def offer(self, purpose: str, to: Sequence[int] | None = None) -> None:
         """Let peers, all or some, have my shard once more."""
         self.settle()
@@ -188,11 +200,11 @@ class Values:
             return
         self.settle()
         self.finish_gather()
-        if self.presence is Presence.SHARDED:
+        if self.state is ParameterState.SHARDED:
             self.whole.untyped_storage().resize_(self._whole_bytes)
             self._resized()
             self._fill_mine()
-            self.presence = Presence.GATHERING
+            self._move(ParameterState.GATHERING)
         if self._comm.size > 1:
             with self._host.before(self._copied) if self._copied else nullcontext():
                 self._arriving = self._comm.fetch(self.whole, Label(purpose, self._views.layout.name))
@@ -249,18 +261,18 @@ class Values:
         return [] if self._shard is None else [self._shard]
 
     def finish_gather(self) -> None:
-        """GATHERING -> WHOLE: wait, and let the parameters see their values."""
+        """GATHERING -> UNSHARDED: wait, and let the parameters see their values."""
         if self._arriving is not None:
             arriving, self._arriving = self._arriving, None
             arriving.wait()
         if self._copied is not None:
             self._read, self._copied = self._copied, None
             self._read.order()
-        if self.presence is Presence.GATHERING:
+        if self.state is ParameterState.GATHERING:
             self.settle()
             self._check_marks()
             self._check_places(self._placeholders)
-            self.presence = Presence.WHOLE
+            self._move(ParameterState.UNSHARDED)
             self._show()
 
     def release(self) -> None:
@@ -268,12 +280,12 @@ class Values:
         if self._shard is None or self.pins:
             return
         self.finish_gather()
-        if self.presence is Presence.WHOLE:
+        if self.state is ParameterState.UNSHARDED:
             written = self._written()
             self._hide()
             self.whole.untyped_storage().resize_(0)
             self._resized()
-            self.presence = Presence.SHARDED
+            self._move(ParameterState.SHARDED)
             if self._coming is None:  # else the update has my shard, and puts it away
                 self.sleep()
             if written:
@@ -288,7 +300,7 @@ class Values:
         if self._shard is None:
             self._versions = versions(self._params)
         else:
-            assert self.presence is Presence.WHOLE
+            assert self.state is ParameterState.UNSHARDED
             self.finish_offers()
             self._versions = versions(self._params)
             self.wake()
@@ -297,7 +309,7 @@ class Values:
 
     def forget_writes(self) -> None:
         """Whatever was written while they were whole is dropped with them, where they are sharded."""
-        if self.presence is Presence.WHOLE:
+        if self.state is ParameterState.UNSHARDED:
             self._versions = versions(self._params)
 
     def _show(self) -> None:
@@ -316,7 +328,7 @@ class Values:
 
     def check(self) -> None:
         """Every parameter is still ours: a view of the flat buffer, or its placeholder."""
-        self._check_places(self._flat_views if self.presence is Presence.WHOLE else self._placeholders)
+        self._check_places(self._flat_views if self.state is ParameterState.UNSHARDED else self._placeholders)
 
     def _check_places(self, expected: Sequence[Tensor]) -> None:
         if self._comm.simulated:  # tensors may have no memory

@@ -19,8 +19,8 @@ def aside(engine: Engine) -> Comm:
 
 def quiet(engine: Engine, where: str) -> None:
     """Nothing is half done, so that all values may be read, or replaced, as one state."""
-    if engine.spoilt and where == "save()":
-        raise StateError(engine.spoilt)
+    if where == "save()":
+        engine.check_sound()
     if engine.whole_for_now:
         raise StateError(f"{where} inside full_parameters would miss what is written there; leave it first")
     if torch._C._current_graph_task_id() != -1:
