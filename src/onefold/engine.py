@@ -437,14 +437,26 @@ class Engine:
         self.used = bytearray(len(self.params))
         self._move(Event.DROPPED)
 
+    def kept_of(self, index: int) -> bytearray:
+        """Which parameters of a unit are to be updated, a flag each."""
+        first = self.first_param[index]
+        return self.kept[first : first + len(self.units[index].params)]
+
+    def quiesce(self, *, host: bool = True) -> None:
+        """Nothing is in flight, and what users wrote has reached the masters: values may be read, updated or replaced
+        as one state. Collective. Without `host`, host updates may go on: forwards and steps wait for each unit where
+        it is used. Inside full_parameters(write=True) users are not through, so their writes are not looked at."""
+        self.updates.finish()
+        if host:
+            self.updates.wait()
+        if not self.written_for_now:
+            for unit in self.units:
+                unit.take_edits()
+
     def after_step(self) -> None:
-        """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
-        for index, unit in enumerate(self.units):
-            first = self.first_param[index]
-            kept = self.kept[first : first + len(unit.params)]
-            unit.values.changed(kept)
-            self.schedule.step_over(index, used=any(kept))
-            unit.know_edits()
+        """Tell the schedule which units were used."""
+        for index in range(len(self.units)):
+            self.schedule.step_over(index, used=any(self.kept_of(index)))
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:

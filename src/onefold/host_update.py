@@ -167,8 +167,8 @@ class HostUpdates(HostGradients):
         for index in mine:
             unit = engine.units[index]
             self.park(index)
-            unit.take_edits()
-            self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.parked)
+            with unit.update(engine.kept_of(index)):
+                self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.parked)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.late):
             gathers += self.finish(index)

@@ -225,6 +225,7 @@ class Optimizer(torch.optim.Optimizer):
             engine.comm.meter.cut()
             self._finite.skip(bad)
             return
+        engine.quiesce(host=False)
         engine.updates.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.grad_scale, flag))
         if self._scaler:
             self._scaler.good()

@@ -26,9 +26,8 @@ class UpdateAtStep(NoUpdates):
             unit = engine.finish(index)
             if unit.away:
                 continue
-            unit.take_edits()
             factor = inputs.factor(narrow=unit.dtypes.narrow)
-            with span("update", "step", unit.name):
+            with span("update", "step", unit.name), unit.update(engine.kept_of(index)):
                 self._by_unit[index].update(inputs.groups, engine.kept, engine.first_param[index], factor, inputs.bad)
             if unit.gathers_updated:
                 gathers.append(unit.values.gather_updated())

@@ -76,19 +76,17 @@ class UpdateInBackward(NoUpdates):
             unit.gradients.gather().wait()
         unit.values.finish_offers()  # whoever has sent its gradients has had the values
         engine.keep(index, bytes(map(max, zip(*rows, strict=True))))
-        unit.take_edits()
-        if unit.away:
-            assert self.host is not None
-            self.host.start_in_backward(index, self._groups())
-            if not unit.placement.late:
-                self._awaited.append(index)
-        else:
-            with span("update", "inside", unit.name):
-                self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
-            if unit.gathers_updated:
-                self._gathers.append(unit.values.gather_updated())
-        unit.values.changed()
-        unit.know_edits()
+        with unit.update():
+            if unit.away:
+                assert self.host is not None
+                self.host.start_in_backward(index, self._groups())
+            else:
+                with span("update", "inside", unit.name):
+                    self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
+        if unit.away and not unit.placement.late:
+            self._awaited.append(index)
+        elif unit.gathers_updated and not unit.away:
+            self._gathers.append(unit.values.gather_updated())
         unit.gradients.consume()
         return True
 
@@ -110,9 +108,6 @@ class UpdateInBackward(NoUpdates):
             self.host.abandon()
 
     def step(self, inputs: StepInputs) -> None:
-        self.finish()
-        for unit in self._engine.units:
-            unit.take_edits()
         self._engine.forget_used()
 
     # -- what cannot be done -----------------------------------------------------------------------------------------

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm import Comm, Pending
+from onefold.edits import Author, Edits
 from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.memory import storage_key
 from onefold.meter import Label
-from onefold.parts import held, put_all, versions
+from onefold.parts import held, put_all
 from onefold.placement import Placement, Scope, Tier
 from onefold.rounding import narrowed
 from onefold.spans import span
@@ -56,7 +57,13 @@ MOVES = {
 
 class Values:
     def __init__(
-        self, views: FlatViews, params: Sequence[nn.Parameter], placement: Placement, comm: Comm, host: Host
+        self,
+        views: FlatViews,
+        params: Sequence[nn.Parameter],
+        placement: Placement,
+        comm: Comm,
+        host: Host,
+        edits: Edits,
     ) -> None:
         self._views, self._params, self._comm, self._host = views, list(params), comm, host
         self.scope, self._late, self._tier = placement.parameters, placement.late, placement.parameters_tier
@@ -76,7 +83,7 @@ class Values:
         self._updated: Callable[[], bool] = bool  # whether it has left my shard alone
         self._copied: Mark | None = None  # my shard is on its way to the device
         self._read = Mark()  # the last such copy
-        self._versions: list[int] = []  # of the parameters, when they were last shown
+        self._edits = edits
         self._lay_marks()
         if self.scope is Scope.WHOLE:
             self._lay_whole()
@@ -139,8 +146,8 @@ class Values:
 
     def check_unwritten(self) -> None:
         """Before an update of them begins: nobody has written what only full_parameters may. Said once."""
-        if self._seen_late and (written := self._written()):
-            self._versions = versions(self._params)
+        if self._seen_late and (written := self._edits.written()):
+            self._edits.accept()
             self._refuse_write(written)
 
     def settle(self) -> None:
@@ -152,15 +159,6 @@ class Values:
                 self._coming = None  # it failed, and has been heard
                 raise
             self._coming = None
-
-    def changed(self, which: Sequence[int] | None = None) -> None:
-        """They were updated, or filled anew (all or some, a flag each): whoever still needs the old ones must hear of
-        it. It was nobody's write, also where they are still whole."""
-        params = self._params if which is None else [p for p, one in zip(self._params, which, strict=True) if one]
-        before = versions(self._params)
-        torch.autograd.graph.increment_version(params)
-        grown = [now - was for now, was in zip(versions(self._params), before, strict=True)]
-        self._versions = [known + more for known, more in zip(self._versions, grown, strict=False)]  # none, if unseen
 
     def part(self, span: Span) -> Tensor:
         """The values of these elements of the unit, which this rank updates."""
@@ -281,7 +279,7 @@ class Values:
             return
         self.finish_gather()
         if self.state is ParameterState.UNSHARDED:
-            written = self._written()
+            written = self._edits.written()
             self._hide()
             self.whole.untyped_storage().resize_(0)
             self._resized()
@@ -295,14 +293,12 @@ class Values:
         if self.on_resize is not None:
             self.on_resize(self.whole)
 
-    def write_back(self) -> None:
+    def write_back(self, author: Author) -> None:
         """Take what the whole parameters hold now as the truth."""
-        if self._shard is None:
-            self._versions = versions(self._params)
-        else:
+        self._edits.accept(author)
+        if self._shard is not None:
             assert self.state is ParameterState.UNSHARDED
             self.finish_offers()
-            self._versions = versions(self._params)
             self.wake()
             self._shard.copy_(self._my_slot)
             self.sleep(changed=True)
@@ -310,19 +306,14 @@ class Values:
     def forget_writes(self) -> None:
         """Whatever was written while they were whole is dropped with them, where they are sharded."""
         if self.state is ParameterState.UNSHARDED:
-            self._versions = versions(self._params)
+            self._edits.accept()
 
     def _show(self) -> None:
         put_all(self._params, self._flat_views)
-        self._versions = versions(self._params)
+        self._edits.accept()
 
     def _hide(self) -> None:
         put_all(self._params, self._placeholders)
-
-    def _written(self) -> list[int]:
-        """Which parameters were written since they were shown."""
-        now = versions(self._params)
-        return [] if now == self._versions else [i for i, new in enumerate(now) if new != self._versions[i]]
 
     # -- checks -----------------------------------------------------------------------------------------------------
 

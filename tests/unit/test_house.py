@@ -14,7 +14,7 @@ ORDER = [
     "planner.traffic", "precision", "scaling", "rounding", "rule", "spans", "native.compiled", "native.threads",
     "native.update", "meter", "sums", "leftovers", "config", "planner.activations", "blocks", "parts", "memory",
     "tiers.memory", "tiers.files", "tiers.disk", "tiers.host", "tiers.image", "tiers.place", "views", "survey",
-    "rendezvous", "mesh", "comm", "agree", "values", "master", "parcel", "gradients", "desk", "unit", "rounds",
+    "rendezvous", "mesh", "comm", "agree", "edits", "values", "master", "parcel", "gradients", "desk", "unit", "rounds",
     "lookahead", "watch", "schedule", "passes", "shown", "tree", "phases", "untied",
     "update_policy", "whole_gradients", "engine", "containers", "casts", "hooks",
     "activations.arena", "activations.moves", "activations.store", "activations.recompute", "activations.policy",

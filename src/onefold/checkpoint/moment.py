@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from onefold.comm import Comm
+from onefold.edits import Author
 from onefold.engine import Engine
 from onefold.errors import StateError
 from onefold.placement import Scope
@@ -29,10 +30,7 @@ def quiet(engine: Engine, where: str) -> None:
         raise StateError(f"{where} between a backward that updates and its step(): call optimizer.step() first")
     if where == "load()":
         engine.updates.abandon()
-    engine.updates.finish()
-    engine.updates.wait()
-    for unit in engine.units:
-        unit.take_edits()
+    engine.quiesce()
 
 
 def begin_load(engine: Engine) -> None:
@@ -50,7 +48,6 @@ def end_load(engine: Engine) -> None:
     for pending in gathers:
         pending.wait()
     for unit in engine.all_units:
-        unit.values.changed()
-        unit.know_edits()
+        unit.edits.ours(Author.LOAD)
     engine.comm.meter.cut()
     engine.mend()
