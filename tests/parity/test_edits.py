@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -28,7 +28,7 @@ ADAM: dict[str, Any] = {
     "eps": 0.1,
     "weight_decay": 0.01,
 }  # eps: a smooth rule, so that rounding stays small
-CLOSE = {"fp32": 1e-5, "bf16": 1e-5}
+CLOSE, ROUNDED = 1e-5, 2**-6  # of fp32 values, and of what 16 bits compute from them
 STEP, FAIL, EVALUATE, READ, STATE, SAVE = "step", "failed backward", "evaluate", "full_parameters", "full state", "save"
 LOAD, LOAD_STATE, SCALE, COPY, WRITE = "load", "load_state_dict", "scale in place", "copy in place", "write inside"
 EDITS = (SCALE, COPY, WRITE)
@@ -212,7 +212,8 @@ def lives(way: Way, precision: str, ops: list[Op], folder: str) -> list[str]:
         if not all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)):
             found.append(f"{number} {op}: {way} differs from stage 0")
         for a, b in zip(ours, torchs if op.kind != READ else [], strict=op.kind != READ):
-            if not torch.allclose(a.float(), b.float(), rtol=CLOSE[precision], atol=CLOSE[precision]):
+            close = ROUNDED if a.dtype is torch.bfloat16 else CLOSE
+            if not torch.allclose(a.float(), b.float(), rtol=close, atol=close):
                 found.append(f"{number} {op}: stage 0 differs from plain torch by {float((a - b).abs().max()):.2g}")
     return found
 
@@ -240,9 +241,12 @@ def test_no_write_is_lost_or_taken_for_another_in_any_order(ranks: int, precisio
     phases = (Phase.explicit, Phase.generate)  # to shrink a failure of ranks would start new ranks each time
 
     @settings(
-        max_examples=400 if soak else 15, deadline=None, derandomize=not soak, suppress_health_check=quiet,
+        max_examples=400 if soak else 10, deadline=None, derandomize=not soak, suppress_health_check=quiet,
         phases=phases, database=None,
     )  # fmt: skip
+    @example(way=Way(1, host=False, in_backward=True), ops=[Op(SCALE, 0), Op(STEP, 3), Op(COPY, 1), Op(STEP, 4)])
+    @example(way=Way(2, host=True, in_backward=False), ops=[Op(STEP, 3), Op(WRITE, 0), Op(SCALE, 0), Op(STEP, 4)])
+    @example(way=Way(3, host=True, in_backward=True), ops=[Op(STEP, 3), Op(SAVE, 0), Op(WRITE, 0), Op(LOAD, 0)])
     @given(way=st.sampled_from(WAYS), ops=sequences())
     def play(way: Way, ops: list[Op]) -> None:
         check(ranks, precision, way, ops)
