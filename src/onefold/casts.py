@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.containers import cast_in
+from onefold.edits import Author
 from onefold.engine import Engine
 from onefold.errors import StateError
 from onefold.parts import held, is_split, wrapped
@@ -37,7 +38,7 @@ def attach_casts(engine: Engine) -> None:
 
 def _know_loaded(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
     for index in _units(places, module):
-        engine.units[index].know_edits()
+        engine.units[index].edits.accept(Author.LOAD)
 
 
 def _units(places: dict[int, Any], module: nn.Module) -> set[int]:

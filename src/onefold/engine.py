@@ -14,12 +14,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from onefold.comm import Comm, Comms, Pending
+from onefold.comm import Comm, Comms
 from onefold.config import Zero, check_reduce
 from onefold.errors import ModelError, StateError
 from onefold.layout import UnitLayout
@@ -27,6 +28,7 @@ from onefold.memory import Pool
 from onefold.meter import Label
 from onefold.parts import Parts, aligned, wrapped
 from onefold.passes import Passes
+from onefold.phases import Due, Event, Phase, after_backward, after_drop, after_forward, after_phase
 from onefold.placement import Placement, Scope
 from onefold.precision import Precision
 from onefold.rounds import ReduceSchedule
@@ -37,6 +39,9 @@ from onefold.survey import ATTRIBUTE
 from onefold.tiers.place import Tiers
 from onefold.tree import ParameterTree
 from onefold.unit import Unit
+from onefold.untied import Untied
+from onefold.update_policy import NoUpdates, UpdatePolicy
+from onefold.whole_gradients import WholeGradients
 
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
 
@@ -57,6 +62,33 @@ class Pipeline(NamedTuple):
     def rows(self, comm: Comm) -> list[int]:
         """The ranks of an axis that have the same units."""
         return [row for row in range(comm.size) if comm.simulated or comm.world_rank(row) in self.near]
+
+
+class HeldOptimizer(Protocol):
+    """What an engine and its reports ask of the Optimizer that was made for a model."""
+
+    def gradients_change(self) -> None: ...
+
+    def forget_clipping(self) -> None: ...
+
+    def planned_state(self, index: int) -> tuple[int, int]: ...
+
+
+class BlockInputs(Protocol):
+    """What reports and pipelines ask of the store of block inputs, where blocks are computed again in backward."""
+
+    blind: bool  # the inputs of this forward hold nothing, so there is nothing to compare
+    parts: list[int]  # bytes of each part that the last forward kept
+    host_storages: set[int]
+
+    @property
+    def ranks(self) -> int: ...
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def planned(self) -> dict[str, int]: ...
+
+    def planned_gathers(self) -> int: ...
 
 
 class Engine:
@@ -87,20 +119,18 @@ class Engine:
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
-        self.whole_for_now = 0  # full_parameters contexts that are open
-        self.written_for_now = 0  # those of them whose writes are kept
-        self.grad_scale = 1.0  # what the gradients of this step are multiplied by
-        self.inside: Any = None  # InsideUpdates, where units are updated inside backward
-        self.away: Any = None  # Away, where the host updates
+        self._whole_for_now: list[bool] = []  # open full_parameters contexts: whether their writes are kept
+        self._scale: float | None = None  # what the gradients of this step are multiplied by, if there are any
+        self.updates: UpdatePolicy = NoUpdates()  # when units are updated
         self.tiers = tiers
-        self.optimizer: Any = None  # the Optimizer that was made for this model
+        self.optimizer: HeldOptimizer | None = None  # the Optimizer that was made for this model
         self.alone_in_rank = True  # no other part of the same model is here
-        self.tied: Any = None  # Tied, where another stage of a pipeline holds some of these parameters too
-        self.checkpoints: Any = None  # the Store of block inputs, where blocks are computed again
+        self.tied = Untied()  # which of these parameters another stage of a pipeline holds too
+        self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.device = pool.device
         self.blocks: list[str] = []  # modules that are repeated, by name
-        self.aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
-        self.spoilt = ""  # why the values are of no use
+        self._aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
+        self.broken = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
@@ -115,21 +145,83 @@ class Engine:
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
-        self._whole_gradients = placement.optimizer is Scope.WHOLE and not placement.away
-        self.accumulators: list[Any] = []  # autograd's nodes that carry our hooks
+        self._whole = WholeGradients(self.units, wanted=placement.optimizer is Scope.WHOLE and not placement.away)
+        self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self._tree = ParameterTree(model)
         self._accumulating: str | None = None
         self._training_thread = threading.get_ident()
-        self._in_backward = False  # the end of the running backward will call us
-        self._open = False  # it has brought gradients
-        self._rounds_due = False  # a training forward ran, and no round since
-        self._touched_nothing = False  # the last backward through our model brought no gradient
+        self.phase, self._due = Phase.IDLE, Due.NOTHING
         self.sums_kept = False  # gradients have accumulated: buffers of local sums stay
-        self.unsettled = False  # rounds have run since the ranks last agreed on what was used
-        self._settled = False
-        self._only_zeros = False  # gradients are kept, as zeros, which have no scale
-        self._gathers: list[Pending] = []
-        self._ungathered: set[int] = set()  # units reduced but not yet made whole
+
+    # -- what others bring -----------------------------------------------------------------------------------------
+
+    def update_by(self, policy: UpdatePolicy, optimizer: HeldOptimizer | None = None) -> None:
+        """Units are updated by this policy from now on."""
+        self.updates, self.optimizer = policy, optimizer
+
+    def tie(self, tied: Untied) -> None:
+        """Another stage of a pipeline holds some of these parameters too."""
+        self.tied = tied
+
+    def share_rank(self) -> None:
+        """This rank holds other parts of the same model, too."""
+        self.alone_in_rank = False
+
+    def explain(self, why: str) -> None:
+        """What was chosen for this model, and the reason, as placement() tells it."""
+        self.why = why
+
+    def know_blocks(self, blocks: Sequence[str]) -> None:
+        self.blocks = list(blocks)
+
+    def keep_block_inputs(self, store: BlockInputs) -> None:
+        """Blocks are computed again in backward, from what this store keeps."""
+        self.checkpoints = store
+
+    def hold_accumulator(self, node: Node) -> None:
+        """Autograd itself forgets a node, and its hooks, that nobody holds."""
+        self._accumulators.append(node)
+
+    def aside(self, timeout_s: float) -> Comm:
+        """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
+        if self._aside is None:
+            self._aside = self.comms.world.beside("aside", timeout_s)
+        return self._aside
+
+    @property
+    def whole_for_now(self) -> bool:
+        """A full_parameters context is open."""
+        return bool(self._whole_for_now)
+
+    @property
+    def written_for_now(self) -> bool:
+        """A full_parameters context is open whose writes are kept."""
+        return any(self._whole_for_now)
+
+    @contextmanager
+    def unsharded(self, *, write: bool) -> Iterator[bool]:
+        """Every parameter is whole on every rank. True if this context is the outermost one whose writes are kept."""
+        outermost = write and not self.written_for_now
+        self.passes.pin_all()
+        self._whole_for_now.append(write)
+        try:
+            yield outermost
+        finally:
+            self._whole_for_now.pop()
+            self.passes.unpin_all()
+
+    def spoil(self, why: str) -> None:
+        """The values are of no use until a load has replaced them all."""
+        self.broken = why
+
+    def mend(self) -> None:
+        """All values have been replaced."""
+        self.broken = ""
+
+    def check_sound(self) -> None:
+        """Raises if the values are of no use."""
+        if self.broken:
+            raise StateError(self.broken)
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -138,35 +230,31 @@ class Engine:
         return self._accumulating != "once"
 
     def before_forward(self) -> None:
-        if self.spoilt:
-            raise StateError(self.spoilt)
-        if self.inside:
-            self.inside.finish()
+        self.check_sound()
+        self.updates.finish()
         if torch.is_grad_enabled():
             self._training_thread = threading.get_ident()
         self.tidy_after_error()
         if torch.is_grad_enabled():
             self.check_parameters()
-            self._rounds_due = self._rounds_due or self.reducing
+            self._due = after_forward(self._due, reducing=self.reducing)
 
     def enter_backward(self) -> None:
         """Called inside backward, in its outermost graph where we can: its end closes what was opened."""
-        if not self._in_backward:
-            self._in_backward = True
+        if not self.passes.in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
             self.passes.open_backward()
 
     def gradient_coming(self) -> None:
         """Autograd is about to put a gradient into .grad, which must be free for it. The first one opens backward."""
-        if self._open:
+        if self.phase is Phase.BACKWARD:
             return
         self.enter_backward()
         self._forget_dropped()  # may raise: nothing is open then
         self._check_scale()
-        if self.tied and self.tied.summed:
-            self.tied.refuse_backward()
+        self.tied.check_backward()
         self._begin_rounds()
-        self._open, self._settled = True, False
+        self._move(Event.OPENED)
         self.shown.hide()
 
     def _check_scale(self) -> None:
@@ -174,23 +262,25 @@ class Engine:
         scale = running_scale()
         if self.precision.compute is torch.float16 and scale is None:
             raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
-        if any(self.used) and not self._only_zeros and self.grad_scale != (scale or 1.0):
+        if any(self.used) and self._scale is not None and self._scale != (scale or 1.0):
             raise StateError(f"gradients scaled by {self.grad_scale:g} and {scale or 1.0:g} would add up in one step")
         if self.optimizer is not None and any(self.used):
             self.optimizer.gradients_change()
-        self.grad_scale = scale or 1.0
+        self._scale = scale or 1.0
+
+    @property
+    def grad_scale(self) -> float:
+        """What the gradients of this step are multiplied by."""
+        return 1.0 if self._scale is None else self._scale
 
     def _begin_rounds(self) -> None:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
-        if self.unsettled and self.inside:
-            self.inside.refuse_backward()
-        if self.whole_for_now and self.inside:
-            self.inside.refuse_whole()
-        if self.unsettled:
+        self.updates.check_backward()
+        if self.phase is Phase.REDUCED:
             rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
-            self.agree_on_order()
+            self._agree_on_order()
             self._reduce_late(bytes(map(max, zip(*rows, strict=True))))
-            self.unsettled = False
+            self._move(Event.LATE_REDUCED)
         self.schedule.begin(final=self._accumulating is None)
 
     def _waiting(self) -> bytes:
@@ -216,10 +306,9 @@ class Engine:
     def _take(self, index: int, grad: Tensor) -> None:
         at, slot = self.places[index]
         unit = self.units[at]
-        if self.inside and self.schedule.started(at):
-            self.inside.refuse_late(self.names[index])
+        self.updates.check_gradient(index)
         unit.gradients.add(slot, grad if type(grad) is Tensor else self._aligned(index, grad))
-        self.used[index], self._only_zeros = USED, False
+        self.used[index] = USED
         if self.schedule.arrived(at, start=self._accumulating != "once"):
             sharded = self._pass_index.get(id(unit))
             if sharded is not None:
@@ -234,48 +323,39 @@ class Engine:
 
     @spanned("close", "backward", "the model")
     def _end_of_backward(self) -> None:
-        if self._in_backward:  # else an error cut it short and it has been tidied
+        if self.passes.in_backward:  # else an error cut it short and it has been tidied
             with torch.no_grad():
                 closed = self._close()
-                if closed and self._accumulating is None and not self.inside:
-                    if self.tied:
-                        return  # the other end may be in its backward: the stage asks to show when all are through
+                shows = self._accumulating is None and self.updates.keeps_gradients
+                if closed and shows and not self.tied.names:  # else the other end may still be in its backward
                     self.show_gradients()
 
     def _close(self) -> bool:
         """True if the backward brought gradients."""
-        was_open, self._open, self._in_backward = self._open, False, False
+        gradients, reducing = self.phase is Phase.BACKWARD, self.reducing
+        self._due = after_backward(self._due, gradients=gradients, reducing=reducing)
+        if gradients:
+            self._move(Event.REDUCED if reducing else Event.SUMMED)
         self.passes.close_backward()
-        self._touched_nothing = not was_open
-        if was_open:
-            self.schedule.flush(start=self.reducing)
-            self._rounds_due = self._rounds_due and not self.reducing
-            self.unsettled = self.unsettled or self.reducing
-        return was_open
+        if gradients:
+            self.schedule.flush(start=reducing)
+        return gradients
+
+    def _move(self, event: Event) -> None:
+        self.phase = after_phase(self.phase, event)
 
     def tidy_after_error(self) -> None:
         """A backward that raised left rounds half done: complete the order, so that all ranks stay in step."""
         ours = threading.get_ident() == self._training_thread  # another thread may run a forward during our backward
-        if self._in_backward and ours and torch._C._current_graph_task_id() == -1:
+        if self.passes.in_backward and ours and torch._C._current_graph_task_id() == -1:
             self._close()
 
     def _starting(self, index: int) -> None:
-        if self.inside:
-            self.inside.starting(index)
+        self.updates.reduction_starts(index)
 
     def _reduced(self, index: int, final: bool) -> None:
-        if self.inside:
-            self.inside.reduced(index)
-        elif self.away and self.units[index].away and final:
-            self.away.park(index)
-        elif self._whole_gradients:
-            self._ungathered.add(index)
-            if final and not (self.tied and index in self.tied.units):
-                self._gather_gradient(index)
-
-    def _gather_gradient(self, index: int) -> None:
-        self._gathers.append(self.units[index].gradients.gather())
-        self._ungathered.discard(index)
+        if not self.updates.reduced(index, final=final):
+            self._whole.reduced(index, gather=final and index not in self.tied.units)
 
     # -- between backward and step ---------------------------------------------------------------------------------
 
@@ -283,10 +363,25 @@ class Engine:
         """Agree on what was used and reduce what is left. Collective; once per step."""
         self.tidy_after_error()
         self.passes.gathers.catch_up()
-        if self._settled:
+        if self.phase is Phase.AGREED:
             self._mark_dropped()
             return
-        self.bring_what_is_due()
+        self._bring_what_is_due()
+        if self.updates.keeps_gradients:
+            late = self._agree_on_used()
+            self._agree_on_order()
+            self._reduce_late(late)
+            self.tied.sum()
+        else:  # what ranks used of a unit travelled beside its reduction, the only one
+            self._agree_on_order()
+            self.schedule.drain()
+        if self._whole.wanted:
+            self.schedule.drain()
+            self._whole.gather_all()
+        self._move(Event.AGREED)
+
+    def _agree_on_used(self) -> bytes:
+        """Tell which parameters this rank used; which units hold, on any rank, gradients that no round has taken."""
         said = bytearray(self.used)
         for index in self.shown.dropped():
             said[index] = DROPPED
@@ -295,33 +390,24 @@ class Engine:
         self.kept = bytearray(word == USED for word in words[: len(said)])
         if not any(words[: len(said)]):
             raise StateError("no rank has gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
-        self.agree_on_order()
-        self._reduce_late(bytes(words[len(said) :]))
-        if self.tied:
-            self.tied.sum()
-        if self._whole_gradients:
-            self.schedule.drain()
-            for index in sorted(self._ungathered):
-                self._gather_gradient(index)
-            self._wait_for_gathers()
-        self._settled, self.unsettled = True, False
+        return bytes(words[len(said) :])
 
-    def bring_what_is_due(self) -> None:
+    def _bring_what_is_due(self) -> None:
         """If this rank's backward touched no parameter, or never came, its peers wait for its shards and its zeros."""
-        if self.inside and self.unsettled:
-            return  # they have run
-        if not self._rounds_due or (any(self.used) and not self._touched_nothing):
+        if self.updates.awaits_step:
+            return  # all reductions have run
+        if self._due is Due.NOTHING or (any(self.used) and self._due is not Due.ZEROS):
             if not any(self.used):
                 raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
             return
-        if not self._touched_nothing:
+        if self._due is not Due.ZEROS:
             self.passes.open_backward()
             self.passes.close_backward()
         self._begin_rounds()
         self.schedule.flush(start=True)
-        self._rounds_due = self._touched_nothing = False
+        self._due = Due.NOTHING
 
-    def agree_on_order(self) -> None:
+    def _agree_on_order(self) -> None:
         """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
         if self.schedule.agreed:
             return
@@ -341,33 +427,52 @@ class Engine:
         """Whether a parameter counts here: what is the same on all ranks of "tp" counts on the first of them."""
         return self.comms.tp.rank == 0 or name in self.parts
 
+    def keep(self, index: int, kept: bytes) -> None:
+        """Which parameters of a unit are to be updated: those that some rank used."""
+        first = self.first_param[index]
+        self.kept[first : first + len(kept)] = kept
+
+    def forget_used(self) -> None:
+        """The gradients of this step have been used up."""
+        self.used = bytearray(len(self.params))
+        self._move(Event.DROPPED)
+
+    def kept_of(self, index: int) -> bytearray:
+        """Which parameters of a unit are to be updated, a flag each."""
+        first = self.first_param[index]
+        return self.kept[first : first + len(self.units[index].params)]
+
+    def quiesce(self, *, host: bool = True) -> None:
+        """Nothing is in flight, and what users wrote has reached the masters: values may be read, updated or replaced
+        as one state. Collective. Without `host`, host updates may go on: forwards and steps wait for each unit where
+        it is used. Inside full_parameters(write=True) users are not through, so their writes are not looked at."""
+        self.updates.finish()
+        if host:
+            self.updates.wait()
+        if not self.written_for_now:
+            for unit in self.units:
+                unit.take_edits()
+
     def after_step(self) -> None:
-        """Tell autograd that values changed, so that a stale graph raises, and the schedule which units were used."""
-        for index, unit in enumerate(self.units):
-            first = self.first_param[index]
-            kept = self.kept[first : first + len(unit.params)]
-            unit.values.changed(kept)
-            self.schedule.step_over(index, used=any(kept))
-            unit.know_edits()
+        """Tell the schedule which units were used."""
+        for index in range(len(self.units)):
+            self.schedule.step_over(index, used=any(self.kept_of(index)))
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self.tidy_after_error()
-        if self.inside and self.unsettled:
-            self.inside.refuse_zero_grad()
+        self.updates.check_zero_grad()
         self.schedule.drain()
-        self._wait_for_gathers()
-        self._ungathered.clear()
+        self._whole.drop()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
-        self._settled = self.unsettled = False
-        self._only_zeros = keep_as_zeros
-        if self.tied:
-            self.tied.summed = False
+        self._move(Event.DROPPED)
+        self._scale = None  # zeros have none
+        self.tied.forget()
         if self.optimizer is not None:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
-            self._touched_nothing = False
+            self._due = after_drop(self._due)
             self.shown.hide()
             self.used = bytearray(len(self.params))
 
@@ -377,16 +482,10 @@ class Engine:
         for unit in self.units:
             unit.gradients.widen()
 
-    def _wait_for_gathers(self) -> None:
-        for pending in self._gathers:
-            pending.wait()
-        self._gathers.clear()
-
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:
         check_reduce(reduce)
-        if self.inside:
-            self.inside.refuse_accumulation()
+        self.updates.check_accumulation()
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
         self._accumulating = reduce or ("once" if self.placement.gradients is Scope.WHOLE else "each")
@@ -405,12 +504,18 @@ class Engine:
 
     def show_gradients(self) -> None:
         """Values where gradients are whole, else placeholders."""
-        if self._whole_gradients:
+        if self._whole.wanted:
             self.settle()
             used = [index for index, kept in enumerate(self.kept) if kept]
             self.shown.show(used, self._whole_gradient)
         else:
             self.shown.show_placeholders()
+
+    @torch.no_grad()
+    def end_schedule(self) -> None:
+        """All backwards of a pipeline's schedule are through, here and at the other stages: show what is tied."""
+        if self.tied.names:
+            self.show_gradients()
 
     def _whole_gradient(self, index: int) -> Tensor:
         place = self.places[index]
@@ -426,7 +531,7 @@ class Engine:
         dropped = self.shown.dropped()
         if dropped:
             self.schedule.drain()
-            self._wait_for_gathers()
+            self._whole.wait()
         for index in dropped:
             self.units[self.places[index].unit].gradients.forget(self.places[index].slot)
             self.used[index] = UNUSED

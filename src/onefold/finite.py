@@ -23,6 +23,7 @@ from onefold.slices import UnitOptimizer
 class FiniteCheck:
     def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str) -> None:
         self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
+        self._on_device = not any(one.unit.away for one in by_unit)
         self.norms: Tensor | None = None  # of each rank's shard of each unit, if clipping has found them
         self.skipped = 0
         self._told: tuple[Tensor, torch.cuda.Event] | None = None  # what the device found in the last step
@@ -33,7 +34,7 @@ class FiniteCheck:
 
     def flag_on_device(self, groups: list[dict[str, Any]]) -> Tensor | None:
         """Where every update is one kernel, it decides by this flag, and the host hears of it in the next step."""
-        if self.norms is None or not self.norms.is_cuda or self._scaler or self._engine.away:
+        if self.norms is None or not self.norms.is_cuda or self._scaler or not self._on_device:
             return None
         if not all(unit.fused(group) for unit in self._by_unit for group in groups):
             return None

@@ -32,53 +32,27 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     ...     _ = model.weight.fill_(0.5)
     """
     engine = engine_of(model)
-    _check_sound(engine)
-    engine.passes.pin_all()
-    engine.whole_for_now += 1
-    engine.written_for_now += write
-    outermost = write and engine.written_for_now == 1
-    if outermost:
-        _watch(engine)
-    try:
-        yield
-        if outermost:
+    engine.check_sound()
+    engine.quiesce()
+    with engine.unsharded(write=write) as outermost:
+        if not outermost:
+            yield
+            return
+        for unit in engine.units:
+            unit.watch()
+        try:
+            yield
             _absorb(engine)
-    except BaseException:
-        if outermost:
-            _forget(engine)
-        raise
-    finally:
-        engine.whole_for_now -= 1
-        engine.written_for_now -= write
-        engine.passes.unpin_all()
-
-
-def _watch(engine: Engine) -> None:
-    """From here on values may be written."""
-    for unit in engine.units:
-        if unit.dtypes.narrow:
-            unit.take_edits()
-            with unit.at_hand():
-                unit.master.watch()
+        except BaseException:
+            for unit in engine.all_units:  # the error is what users hear
+                unit.unwatch()
+            raise
 
 
 def _absorb(engine: Engine) -> None:
-    """What values hold now is the truth."""
-    for unit in engine.passes.units:
-        unit.values.write_back()
-    for unit in engine.units:
-        if unit.dtypes.narrow:
-            with unit.at_hand(write=True):
-                unit.master.absorb()
-            unit.know_edits()
-
-
-def _forget(engine: Engine) -> None:
-    """An error ends it: what was written to sharded values is dropped, and the error is what users hear."""
-    for unit in engine.passes.units:
-        unit.values.forget_writes()
-    for unit in engine.units:
-        unit.master.unwatch()
+    """What users have written is the truth."""
+    for unit in engine.all_units:
+        unit.absorb()
 
 
 @torch.no_grad()
@@ -93,7 +67,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     ['bias', 'weight']
     """
     engine = engine_of(model)
-    _check_sound(engine)
+    engine.check_sound()
+    engine.quiesce()
     near = engine.everyone.rank == 0  # shares "tp" with the first rank: brings its parts
     first = near and engine.comms.tp.rank == 0
     engine.passes.gathers.catch_up()
@@ -108,10 +83,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         check_part(engine, name, "full_state_dict()")
     if engine.written_for_now:
         _absorb(engine)
-        _watch(engine)
+        for unit in engine.units:
+            unit.watch()
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
-        unit.take_edits()
         for slot, param, view in zip(unit.layout.slots, unit.params, unit.whole_master(), strict=True):
             copy(slot.name, param, view)
     for index, unit in enumerate(engine.passes.units):
@@ -129,16 +104,6 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {n: copies[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()}
     return state | buffers | extra_states(model)
-
-
-def _check_sound(engine: Engine) -> None:
-    """No update is on the way, and none has failed."""
-    if engine.spoilt:
-        raise StateError(engine.spoilt)
-    if engine.inside:
-        engine.inside.finish()
-    if engine.away:
-        engine.away.settle()
 
 
 def joined(engine: Engine, name: str, local: Tensor) -> Tensor:

@@ -106,6 +106,10 @@ class Gradients:
             self.dtype = self._local_dtype = torch.float32
             self._home = self._shard = None
 
+    def make_transient(self) -> None:
+        """From now on gradients are used as soon as they are complete: buffers come from the pool."""
+        self.transient = True
+
     def add(self, index: int, grad: Tensor) -> None:
         """Take one parameter's gradient into the local sum."""
         if grad.layout is not torch.strided:

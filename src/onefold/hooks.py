@@ -26,7 +26,8 @@ from onefold.survey import ATTRIBUTE
 
 
 def attach(engine: Engine, blocks: Sequence[str]) -> None:
-    model, engine.blocks = engine.model, list(blocks)
+    model = engine.model
+    engine.know_blocks(blocks)
     for index, param in enumerate(engine.params):
         _watch_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
@@ -180,7 +181,7 @@ def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
     node = torch.autograd.graph.get_gradient_edge(param).node  # which adds to .grad
     node.register_prehook(coming)
     param.register_post_accumulate_grad_hook(arrived)
-    engine.accumulators.append(node)  # autograd itself forgets a node, and its hooks, that nobody holds
+    engine.hold_accumulator(node)
 
 
 def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:

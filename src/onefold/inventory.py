@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onefold.away import LEAVING, under_way_bytes
 from onefold.engine import Engine
+from onefold.host_update import LEAVING, under_way_bytes
 from onefold.jobs import AT_HAND, WORKERS
 from onefold.memory import storage_bytes, storage_key
 from onefold.placement import Scope, Tier
@@ -106,8 +106,7 @@ class NotOnDevice:
 
 def elsewhere(engine: Engine) -> tuple[TierRow, ...]:
     """What is not on the device; nothing where all is. Updates that run are waited for."""
-    if engine.away:
-        engine.away.settle()
+    engine.updates.wait()
     parked = sum(unit.gradients.parked.nbytes for unit in engine.units if unit.gradients.parked is not None)
     near = PINNED if engine.tiers.host.cuda else PAGEABLE
     measured = {row: storage_bytes(tensors) for row, tensors in held_on_host(engine).items()}
@@ -162,7 +161,7 @@ def _staging_limits(engine: Engine) -> tuple[int, int]:
         return 0, 0
     shards = [unit.layout.shard_numel * unit.gradients.dtype.itemsize for unit in units]
     values = [unit.layout.shard_numel * unit.values.dtype.itemsize for unit in engine.all_units]
-    parked = under_way_bytes(shards) if engine.inside else sum(shards)
+    parked = sum(shards) if engine.updates.keeps_gradients else under_way_bytes(shards)
     in_files = any(unit.values.image is not None for unit in engine.all_units)
     moved = (WORKERS + AT_HAND + (_gathered(engine) if in_files else 0)) * max(values)
     wide = [(1 + (u.dtypes.master == "split")) * 4 * u.master.owned.numel for u in units if u.dtypes.narrow]
@@ -213,8 +212,6 @@ def _pool_limit_bytes(engine: Engine) -> int:
     wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
     rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
     kept = sum(sizes) if engine.sums_kept and (away or engine.placement.gradients is Scope.SHARD) else 0
-    needed = engine.everyone.size > 1 or engine.sums_kept or wide or away or engine.inside
-    leaving = (LEAVING + 1) * max(away, default=0)
-    if engine.inside and engine.away:
-        leaving += engine.away.room.total_bytes
+    needed = engine.everyone.size > 1 or engine.sums_kept or wide or away or not engine.updates.keeps_gradients
+    leaving = (LEAVING + 1) * max(away, default=0) + engine.updates.lent_bytes
     return (rounds * max(sizes) if needed else 0) + leaving + 2 * wide + kept

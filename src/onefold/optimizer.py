@@ -2,8 +2,8 @@
 
 The wrapped class never sees the model's parameters, only the slices of each unit that this rank updates.
 
-A step: 1 settle what was used  2 if gradients are not finite, skip or raise, on every rank alike  3 for each unit, in
-the order of reduction: finish its gradient, update, start its gather  4 wait for the gathers.
+A step: 1 settle what was used  2 if gradients are not finite, skip or raise, on every rank alike  3 the engine's update
+policy updates the units, and brings new values to all ranks.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from onefold.agree import agree, together
-from onefold.away import Away
 from onefold.elementwise import examine
 from onefold.engine import engine_of
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.finite import FiniteCheck
-from onefold.inside import InsideUpdates
+from onefold.host_update import HostUpdates, UpdateOnHost
 from onefold.meter import Label
 from onefold.placement import Scope
 from onefold.precision import Precision
 from onefold.provide import reserve, update_alike, updated_dtype
 from onefold.scaling import LossScale, Scaler, scaled_backward
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
-from onefold.spans import span, spanned
+from onefold.spans import spanned
+from onefold.update_at_step import UpdateAtStep
+from onefold.update_in_backward import UpdateInBackward
+from onefold.update_policy import StepInputs, UpdatePolicy
 
 FORMAT = 1  # of state_dict()
 
@@ -67,7 +69,6 @@ class Optimizer(torch.optim.Optimizer):
         self.stepped = False  # whether the last step() updated anything
         self._tried = 0  # steps, taken or skipped
         self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
-        self._inside: InsideUpdates | None = None
         self._agreed = False
         error: Exception | None = None
         try:
@@ -80,10 +81,14 @@ class Optimizer(torch.optim.Optimizer):
             error = mistake
         self._agree(error, "Optimizer()")
         update_alike(engine, self._by_unit, cls)
-        engine.optimizer = self
-        self._away = Away(engine, self._by_unit) if any(unit.away for unit in engine.units) else None
-        if step_in_backward:
-            self._inside = InsideUpdates(engine, self._by_unit, lambda: self.param_groups)
+        engine.update_by(self._policy(in_backward=step_in_backward), self)
+
+    def _policy(self, *, in_backward: bool) -> UpdatePolicy:
+        engine = self._engine
+        host = HostUpdates(engine, self._by_unit) if any(unit.away for unit in engine.units) else None
+        if in_backward:
+            return UpdateInBackward(engine, self._by_unit, lambda: self.param_groups, host)
+        return UpdateAtStep(engine, self._by_unit) if host is None else UpdateOnHost(engine, self._by_unit, host)
 
     @property
     def precision(self) -> Precision:
@@ -162,8 +167,7 @@ class Optimizer(torch.optim.Optimizer):
             raise error
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        if self._engine.away:
-            self._engine.away.settle()  # an update knows the groups of its step
+        self._engine.updates.wait()  # an update knows the groups of its step
         with _as_ours():
             given = param_group["params"]
             params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
@@ -209,11 +213,6 @@ class Optimizer(torch.optim.Optimizer):
         if engine.whole_for_now:
             raise StateError("step() inside full_parameters would leave old values in it; leave full_parameters first")
         engine.check_parameters()
-        if self._inside:
-            self._inside.end_step()
-            self.stepped = True
-            self._tried += 1
-            return
         engine.settle()
         engine.passes.release_all()
         self._finite.hear_of_last_step()
@@ -226,22 +225,8 @@ class Optimizer(torch.optim.Optimizer):
             engine.comm.meter.cut()
             self._finite.skip(bad)
             return
-        unscale = 1.0 / engine.grad_scale
-        gathers = []
-        for index in engine.schedule.order:
-            unit = engine.finish(index)
-            if unit.away:
-                continue
-            unit.take_edits()
-            factor = self._clip * unscale if unit.dtypes.narrow else unscale
-            with span("update", "step", unit.name):
-                self._by_unit[index].update(self.param_groups, engine.kept, engine.first_param[index], factor, flag)
-            if unit.gathers_updated:
-                gathers.append(unit.values.gather_updated())
-        if self._away:
-            gathers += self._away.step(self.param_groups, self._clip, unscale)
-        for pending in gathers:
-            pending.wait()
+        engine.quiesce(host=False)
+        engine.updates.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.grad_scale, flag))
         if self._scaler:
             self._scaler.good()
         self.forget_clipping()
@@ -274,8 +259,7 @@ class Optimizer(torch.optim.Optimizer):
         if not (isinstance(norm_type, int | float) and norm_type > 0):
             raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
         engine = self._engine
-        if self._inside:
-            self._inside.refuse_clipping()
+        engine.updates.check_clipping()
         if not engine.alone_in_rank:
             raise StateError(
                 "this rank holds several stages of a pipeline, so this norm would be of one of them only; use one "
@@ -283,15 +267,14 @@ class Optimizer(torch.optim.Optimizer):
             )
         engine.settle()
         engine.schedule.drain()
-        if engine.away:
-            engine.away.settle()  # what is clipped after step() must not change what updates still read
+        engine.updates.wait()  # what is clipped after step() must not change what updates still read
         holders = engine.comms.holders
         partials = torch.zeros(holders.size, engine.pipeline.most_units, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
             for slot in range(len(unit.params)):
                 if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped
                     unit.gradients.forget(slot)
-            if unit.gradients.reduced and (engine.tied is None or engine.tied.counts(index)):
+            if unit.gradients.reduced and engine.tied.counts(index):
                 norms = unit.gradients.norms(norm_type, engine.counts)
                 mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm import Comm
+from onefold.edits import Author
 from onefold.leftovers import serve_at_the_end
 from onefold.parts import PLAIN, held
 from onefold.schedule import BACKWARD, FORWARD, GatherSchedule
@@ -185,6 +186,11 @@ class Passes:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
+    @property
+    def in_backward(self) -> bool:
+        """A backward of this model has begun, and its end has not been told."""
+        return self._backward
+
     def open_backward(self) -> None:
         if not self._backward:
             self._backward = True
@@ -297,7 +303,7 @@ class Passes:
 
     def end_load(self, indices: Sequence[int]) -> None:
         for index in indices:
-            self.units[index].values.write_back()
+            self.units[index].values.write_back(Author.LOAD)
             self.gathers.idle(index)
 
     def _unpin(self) -> None:

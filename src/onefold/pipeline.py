@@ -68,7 +68,8 @@ class PipelineStage(TorchStage):
         several = stages is not None and stages != axis.size()
         _check(self._engine, keep_bytes, index, stages, tied=bool(tied), several=several)
         at = axis.get_local_rank() if index is None else index
-        self._engine.alone_in_rank = not several
+        if several:
+            self._engine.share_rank()
         super().__init__(
             part,
             at,
@@ -133,9 +134,7 @@ class PipelineStage(TorchStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All backwards of all micro-batches are through, here and at the other stages."""
         self.scale_grads(grad_scale_factor)
-        if self._engine.tied:
-            with torch.no_grad():
-                self._engine.show_gradients()
+        self._engine.end_schedule()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """torch would divide .grad here."""

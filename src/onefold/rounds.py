@@ -26,7 +26,7 @@ class ReduceSchedule:
         self, units: Sequence[Unit], on_start: Callable[[int], None], on_reduced: Callable[[int, bool], None]
     ) -> None:
         self._units, self._on_start, self._on_reduced = units, on_start, on_reduced
-        self.patient = False  # no unit counts as skipped before backward ends: its round must be its only one
+        self.patient = False  # see `one_round_each`
         self.order = list(reversed(range(len(units))))
         self.agreed = False  # the order is one that a backward has shown
         self.completed: list[int] = []  # in this backward, by the time of their last gradient
@@ -34,6 +34,10 @@ class ReduceSchedule:
         self._unused = [0] * len(units)  # steps since some rank used a unit
         self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether its round is of a step's last backward
         self.begin(final=True)
+
+    def one_round_each(self) -> None:
+        """From now on a unit has one round in a backward: none counts as skipped before backward ends."""
+        self.patient = True
 
     def begin(self, *, final: bool) -> None:
         """A backward starts."""

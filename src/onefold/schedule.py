@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from onefold.comm import Comm
 from onefold.meter import Label
 from onefold.unit import Unit
-from onefold.values import Presence
+from onefold.values import ParameterState
 from onefold.watch import Watch
 
 AUTO = "auto"
@@ -101,7 +101,7 @@ class GatherSchedule:
             place = self._ahead.pop(index) if index in self._ahead else self._place(index)
             if place in self._left:
                 self._fetch(place)
-            elif self._units[index].values.presence is Presence.SHARDED:
+            elif self._units[index].values.state is ParameterState.SHARDED:
                 unlisted.append(index)
             if place < len(self._order):
                 self._at = place + 1
@@ -158,7 +158,7 @@ class GatherSchedule:
 
     def ready(self, index: int) -> bool:
         """Whole, and a need of it is known to the pass."""
-        return self._units[index].values.presence is Presence.WHOLE and index not in self._ahead
+        return self._units[index].values.state is ParameterState.UNSHARDED and index not in self._ahead
 
     def _place(self, index: int) -> int:
         """Where a need of this unit stands in the list: the next place that is left, or one before, or none."""
@@ -250,5 +250,5 @@ class GatherSchedule:
         self._ahead.pop(index, None)
         values = self._units[index].values
         values.release()
-        if values.presence is Presence.SHARDED:
+        if values.state is ParameterState.SHARDED:
             self._live.discard(index)

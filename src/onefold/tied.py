@@ -17,17 +17,17 @@ from onefold.engine import Engine
 from onefold.errors import ModelError, StateError
 from onefold.mesh import Axis
 from onefold.meter import Label, Meter
+from onefold.untied import Untied
 
 
-class Tied:
+class Tied(Untied):
     def __init__(self, engine: Engine, ends: Axis, names: Sequence[str]) -> None:
         self._engine, self.names = engine, tuple(names)
         self._comm = Comm(ends, engine.device, engine.zero.timeout_s, engine.comm.meter)
-        self.summed = False  # in this step
+        self._summed = False  # in this step
         error: Exception | None = None
-        self.units: list[int] = []
         try:
-            self.units = [_alone(engine, name) for name in names]
+            self.units = tuple(_alone(engine, name) for name in names)
         except ModelError as mistake:
             error = mistake
         lines = [f"tied {engine.units[i].layout.slots[0]}, {engine.units[i].layout.numel} elements" for i in self.units]
@@ -37,7 +37,7 @@ class Tied:
         masters = [(name, self._master(index)) for name, index in zip(names, self.units, strict=True)]
         compare_values(self._comm, masters)
         self._comm.meter = meter
-        engine.tied = self
+        engine.tie(self)
 
     def _master(self, index: int) -> torch.Tensor:
         unit = self._engine.units[index]
@@ -46,15 +46,12 @@ class Tied:
         return out
 
     def speaks_for(self, name: str) -> bool:
-        """Whether this end answers for a parameter."""
         return name not in self.names or self._comm.rank == 0
 
     def counts(self, index: int) -> bool:
-        """Whether this end's copy of a unit stands for both, as in a norm."""
         return index not in self.units or self._comm.rank == 0
 
     def sum(self) -> None:
-        """Add both ends' gradients. Collective over the two; once per step."""
         for index in self.units:
             unit = self._engine.finish(index)
             mine = unit.gradients.mine()
@@ -64,13 +61,17 @@ class Tied:
             self._comm.gather(both, Label("sum-tied", unit.name)).wait()
             mine.copy_(halves[0].float() + halves[1].float())
             self._engine.pool.give(both)
-        self.summed = True
+        self._summed = True
 
-    def refuse_backward(self) -> None:
-        raise StateError(
-            "a second schedule.step() before optimizer.step(): gradients of parameters tied across stages have been "
-            "summed already; use more micro-batches in one schedule.step()"
-        )
+    def check_backward(self) -> None:
+        if self._summed:
+            raise StateError(
+                "a second schedule.step() before optimizer.step(): gradients of parameters tied across stages have "
+                "been summed already; use more micro-batches in one schedule.step()"
+            )
+
+    def forget(self) -> None:
+        self._summed = False
 
 
 def _alone(engine: Engine, name: str) -> int:

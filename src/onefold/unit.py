@@ -7,19 +7,19 @@ a *desk* there: `at_hand` is for whoever wants to see or change them between ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
 
 from onefold.comm import Comm
 from onefold.desk import Desk
+from onefold.edits import Author, Edits
 from onefold.gradients import Gradients
 from onefold.layout import UnitLayout
 from onefold.master import beside, master_of
 from onefold.memory import Pool
 from onefold.meter import Label
-from onefold.parts import versions
 from onefold.placement import Placement, Scope, Tier
 from onefold.precision import Dtypes
 from onefold.tiers.host import Mark
@@ -50,7 +50,8 @@ class Unit:
         owned = layout.body if placement.optimizer is Scope.WHOLE else layout.body.clip(self.mine)
         self.away = placement.away and trained  # the host updates
         wide = views.lay(params, owned, torch.float32) if trained and dtypes.narrow else None
-        self.values = Values(views, params, placement, comm, tiers.host)
+        self.edits = Edits(params)
+        self.values = Values(views, params, placement, comm, tiers.host, self.edits)
         self._views, self._comm = views, comm
         self.pool = tiers.host.scratch if self.away else pool  # for updates
         self.desk = Desk(self.values, owned, tiers.host) if self.away else None
@@ -72,9 +73,8 @@ class Unit:
             self.values.rest(resting)
         self._tiers, self._held, self._will_change = tiers, False, False
         self._elsewhere = self.away or self.values.image is not None  # frozen ones may rest in a file, too
+        self._seen_in_passes = placement.parameters is Scope.SHARD or placement.late
         self._may_be_edited = dtypes.narrow and placement.parameters is Scope.WHOLE and not placement.late
-        self._versions: list[int] = []
-        self.know_edits()
 
     @property
     def gathers_updated(self) -> bool:
@@ -87,13 +87,42 @@ class Unit:
 
     def take_edits(self) -> None:
         """Whole 16-bit parameters that were edited in place tell their master."""
-        if self._may_be_edited:
-            now = versions(self.params)
-            edited = [s.span for s, new, old in zip(self.layout.slots, now, self._versions, strict=True) if new != old]
-            with self.at_hand(write=True) if edited else nullcontext():
-                for span in edited:
-                    self.master.adopt(span)
-            self.know_edits()
+        if self._may_be_edited and (written := self.edits.written()):
+            with self.at_hand(write=True):
+                for slot in written:
+                    self.master.adopt(self.layout.slots[slot].span)
+            self.edits.accept(Author.USER)
+
+    @contextmanager
+    def update(self, kept: Sequence[int] | None = None) -> Iterator[None]:
+        """Around every update by the optimizer, of all parameters or of those that are kept (a flag each): what users
+        wrote before counts, and what is written inside is ours."""
+        self.take_edits()
+        yield
+        self.edits.ours(Author.TRAINING, kept)
+
+    def watch(self) -> None:
+        """From here on users may write values of which every element counts by itself."""
+        if self.dtypes.narrow:
+            self.take_edits()
+            with self.at_hand():
+                self.master.watch()
+
+    def absorb(self) -> None:
+        """What users have written since `watch` is the truth."""
+        if self._seen_in_passes:
+            self.values.write_back(Author.USER)
+        if self.trained and self.dtypes.narrow:
+            with self.at_hand(write=True):
+                self.master.absorb()
+            if self._may_be_edited:
+                self.edits.accept(Author.USER)
+
+    def unwatch(self) -> None:
+        """What users have written since `watch` is dropped where values are sharded, and is no edit."""
+        if self._seen_in_passes:
+            self.values.forget_writes()
+        self.master.unwatch()
 
     # -- on the host -------------------------------------------------------------------------------------------------
 
@@ -170,11 +199,6 @@ class Unit:
         self._bring() if here else self._take_away(changed=False)
 
     # -- of the master -----------------------------------------------------------------------------------------------
-
-    def know_edits(self) -> None:
-        """Whatever was edited by now has reached the master."""
-        if self._may_be_edited:
-            self._versions = versions(self.params)
 
     def stride(self, slot: int) -> tuple[int, ...]:
         """In which order the elements of a parameter lie here, whole or not."""

@@ -2,9 +2,9 @@
 
 Whole: the parameters are views of one flat buffer for good. A gather after the optimizer's step writes the buffer.
 
-Sharded: SHARDED -> GATHERING -> WHOLE -> SHARDED. This rank keeps its shard, which it offers to its peers before a pass
-and which must not change before they have had it; the flat buffer's storage is empty. A fetch gives the storage its
-bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so views that
+Sharded: SHARDED -> GATHERING -> UNSHARDED -> SHARDED. This rank keeps its shard, which it offers to its peers before a
+pass and which must not change before they have had it; the flat buffer's storage is empty. A fetch gives the storage
+its bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so views that
 autograd saved lose their memory too and come back to life with the next fetch. A released parameter reads as NaN: it is
 a placeholder of its true shape, one NaN of its own seen many times. Most writes to that raise in torch; those that do
 not change the NaN, and the next fetch finds it.
@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm import Comm, Pending
+from onefold.edits import Author, Edits
 from onefold.errors import StateError
 from onefold.layout import Span
 from onefold.memory import storage_key
 from onefold.meter import Label
-from onefold.parts import held, put_all, versions
+from onefold.parts import held, put_all
 from onefold.placement import Placement, Scope, Tier
 from onefold.rounding import narrowed
 from onefold.spans import span
@@ -38,17 +39,31 @@ from onefold.tiers.image import Image
 from onefold.views import FlatViews
 
 
-class Presence(Enum):
-    """What of a unit's parameters is in this rank's memory."""
+class ParameterState(Enum):
+    """What of a unit's parameters is in this rank's memory, and seen in the model."""
 
-    SHARDED = "my shard"
-    GATHERING = "my shard and the buffer that the others' shards are travelling into"
-    WHOLE = "all of it"
+    SHARDED = "my shard; the parameters are placeholders"
+    GATHERING = "my shard and the buffer that new values are travelling into; the parameters are placeholders"
+    UNSHARDED = "all of them; the parameters are views of the buffer"
+
+
+MOVES = {
+    (ParameterState.SHARDED, ParameterState.GATHERING),  # an all-gather starts
+    (ParameterState.GATHERING, ParameterState.UNSHARDED),  # it has completed, or a host update has
+    (ParameterState.UNSHARDED, ParameterState.SHARDED),  # released
+    (ParameterState.UNSHARDED, ParameterState.GATHERING),  # a host update of replicated parameters starts
+}
 
 
 class Values:
     def __init__(
-        self, views: FlatViews, params: Sequence[nn.Parameter], placement: Placement, comm: Comm, host: Host
+        self,
+        views: FlatViews,
+        params: Sequence[nn.Parameter],
+        placement: Placement,
+        comm: Comm,
+        host: Host,
+        edits: Edits,
     ) -> None:
         self._views, self._params, self._comm, self._host = views, list(params), comm, host
         self.scope, self._late, self._tier = placement.parameters, placement.late, placement.parameters_tier
@@ -68,7 +83,7 @@ class Values:
         self._updated: Callable[[], bool] = bool  # whether it has left my shard alone
         self._copied: Mark | None = None  # my shard is on its way to the device
         self._read = Mark()  # the last such copy
-        self._versions: list[int] = []  # of the parameters, when they were last shown
+        self._edits = edits
         self._lay_marks()
         if self.scope is Scope.WHOLE:
             self._lay_whole()
@@ -79,7 +94,7 @@ class Values:
         self._views.zero_gaps(self.whole)
         for param, view in zip(self._params, self._flat_views, strict=True):
             view.copy_(narrowed(held(param).detach(), view.dtype))
-        self.presence = Presence.WHOLE
+        self.state = ParameterState.UNSHARDED
         self._show()
 
     def _lay_shard(self) -> None:
@@ -89,7 +104,7 @@ class Values:
         self._shard = narrowed(self._views.lay(self._params, self._mine, dtype), self._views.dtype)
         if self._tier is not Tier.DEVICE:
             self._shard = self._host.keep(self._shard)
-        self.presence = Presence.SHARDED
+        self.state = ParameterState.SHARDED
         self._hide()
 
     def _lay_marks(self) -> None:
@@ -122,17 +137,17 @@ class Values:
         self._coming, self._updated = wait, done
         if self._seen_late:
             self._hide()
-            self.presence = Presence.GATHERING
+            self._move(ParameterState.GATHERING)
 
     @property
     def _seen_late(self) -> bool:
         """They are whole for good and shown, and an update hides them."""
-        return self.scope is Scope.WHOLE and self._late and self.presence is Presence.WHOLE
+        return self.scope is Scope.WHOLE and self._late and self.state is ParameterState.UNSHARDED
 
     def check_unwritten(self) -> None:
         """Before an update of them begins: nobody has written what only full_parameters may. Said once."""
-        if self._seen_late and (written := self._written()):
-            self._versions = versions(self._params)
+        if self._seen_late and (written := self._edits.written()):
+            self._edits.accept()
             self._refuse_write(written)
 
     def settle(self) -> None:
@@ -144,15 +159,6 @@ class Values:
                 self._coming = None  # it failed, and has been heard
                 raise
             self._coming = None
-
-    def changed(self, which: Sequence[int] | None = None) -> None:
-        """They were updated, or filled anew (all or some, a flag each): whoever still needs the old ones must hear of
-        it. It was nobody's write, also where they are still whole."""
-        params = self._params if which is None else [p for p, one in zip(self._params, which, strict=True) if one]
-        before = versions(self._params)
-        torch.autograd.graph.increment_version(params)
-        grown = [now - was for now, was in zip(versions(self._params), before, strict=True)]
-        self._versions = [known + more for known, more in zip(self._versions, grown, strict=False)]  # none, if unseen
 
     def part(self, span: Span) -> Tensor:
         """The values of these elements of the unit, which this rank updates."""
@@ -166,6 +172,10 @@ class Values:
         return self._comm.gather(self.whole, Label("gather-updated", self._views.layout.name))
 
     # -- life cycle -------------------------------------------------------------------------------------------------
+
+    def _move(self, to: ParameterState) -> None:
+        assert (self.state, to) in MOVES, f"{self.name}: {self.state.name} cannot become {to.name}"
+        self.state = to
 
     def offer(self, purpose: str, to: Sequence[int] | None = None) -> None:
         """Let peers, all or some, have my shard once more."""
@@ -188,11 +198,11 @@ class Values:
             return
         self.settle()
         self.finish_gather()
-        if self.presence is Presence.SHARDED:
+        if self.state is ParameterState.SHARDED:
             self.whole.untyped_storage().resize_(self._whole_bytes)
             self._resized()
             self._fill_mine()
-            self.presence = Presence.GATHERING
+            self._move(ParameterState.GATHERING)
         if self._comm.size > 1:
             with self._host.before(self._copied) if self._copied else nullcontext():
                 self._arriving = self._comm.fetch(self.whole, Label(purpose, self._views.layout.name))
@@ -249,18 +259,18 @@ class Values:
         return [] if self._shard is None else [self._shard]
 
     def finish_gather(self) -> None:
-        """GATHERING -> WHOLE: wait, and let the parameters see their values."""
+        """GATHERING -> UNSHARDED: wait, and let the parameters see their values."""
         if self._arriving is not None:
             arriving, self._arriving = self._arriving, None
             arriving.wait()
         if self._copied is not None:
             self._read, self._copied = self._copied, None
             self._read.order()
-        if self.presence is Presence.GATHERING:
+        if self.state is ParameterState.GATHERING:
             self.settle()
             self._check_marks()
             self._check_places(self._placeholders)
-            self.presence = Presence.WHOLE
+            self._move(ParameterState.UNSHARDED)
             self._show()
 
     def release(self) -> None:
@@ -268,12 +278,12 @@ class Values:
         if self._shard is None or self.pins:
             return
         self.finish_gather()
-        if self.presence is Presence.WHOLE:
-            written = self._written()
+        if self.state is ParameterState.UNSHARDED:
+            written = self._edits.written()
             self._hide()
             self.whole.untyped_storage().resize_(0)
             self._resized()
-            self.presence = Presence.SHARDED
+            self._move(ParameterState.SHARDED)
             if self._coming is None:  # else the update has my shard, and puts it away
                 self.sleep()
             if written:
@@ -283,40 +293,33 @@ class Values:
         if self.on_resize is not None:
             self.on_resize(self.whole)
 
-    def write_back(self) -> None:
+    def write_back(self, author: Author) -> None:
         """Take what the whole parameters hold now as the truth."""
-        if self._shard is None:
-            self._versions = versions(self._params)
-        else:
-            assert self.presence is Presence.WHOLE
+        self._edits.accept(author)
+        if self._shard is not None:
+            assert self.state is ParameterState.UNSHARDED
             self.finish_offers()
-            self._versions = versions(self._params)
             self.wake()
             self._shard.copy_(self._my_slot)
             self.sleep(changed=True)
 
     def forget_writes(self) -> None:
         """Whatever was written while they were whole is dropped with them, where they are sharded."""
-        if self.presence is Presence.WHOLE:
-            self._versions = versions(self._params)
+        if self.state is ParameterState.UNSHARDED:
+            self._edits.accept()
 
     def _show(self) -> None:
         put_all(self._params, self._flat_views)
-        self._versions = versions(self._params)
+        self._edits.accept()
 
     def _hide(self) -> None:
         put_all(self._params, self._placeholders)
-
-    def _written(self) -> list[int]:
-        """Which parameters were written since they were shown."""
-        now = versions(self._params)
-        return [] if now == self._versions else [i for i, new in enumerate(now) if new != self._versions[i]]
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Every parameter is still ours: a view of the flat buffer, or its placeholder."""
-        self._check_places(self._flat_views if self.presence is Presence.WHOLE else self._placeholders)
+        self._check_places(self._flat_views if self.state is ParameterState.UNSHARDED else self._placeholders)
 
     def _check_places(self, expected: Sequence[Tensor]) -> None:
         if self._comm.simulated:  # tensors may have no memory

@@ -79,7 +79,7 @@ def bytes_on_the_device(offload: Any) -> tuple[int, int]:
     gc.collect()  # models of other tests
     before = torch.cuda.memory_allocated()
     *_, model, _ = trained(offload, clip=False, inside=True)
-    engine_of(model).away.settle()
+    engine_of(model).updates.wait()
     torch.cuda.synchronize()
     elements = sum(unit.layout.used_numel for unit in engine_of(model).units)
     return torch.cuda.memory_allocated() - before, elements

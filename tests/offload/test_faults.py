@@ -129,7 +129,7 @@ def files_of(model: nn.Module) -> list[DiskFile]:
 def truncated(path: str) -> None:
     model, adam = built(path)
     step(model, adam)
-    engine_of(model).away.settle()
+    engine_of(model).updates.wait()
     if torch.distributed.get_rank() == 0:
         for file in files_of(model):
             os.ftruncate(file.fileno(), 0)
@@ -141,7 +141,7 @@ def broken(path: str) -> None:
     """The kernel itself answers EIO for addresses that are not mapped."""
     model, adam = built(path)
     step(model, adam)
-    engine_of(model).away.settle()
+    engine_of(model).updates.wait()
     if torch.distributed.get_rank() == 0:
         memory = os.open("/proc/self/mem", os.O_RDWR)
         for file in files_of(model):
@@ -163,14 +163,14 @@ def failed_once(path: str) -> list[str]:
     """After an update that failed the values are of two steps, and the model says so."""
     model, adam = built(path)
     step(model, adam)
-    engine_of(model).away.settle()
+    engine_of(model).updates.wait()
     for file in files_of(model):
         os.ftruncate(file.fileno(), 0)
     said = []
     for _ in range(2):
         try:
             step(model, adam)
-            engine_of(model).away.settle()
+            engine_of(model).updates.wait()
         except onefold.OnefoldError as error:
             said.append(str(error))
     try:

@@ -131,7 +131,7 @@ def files_being_written(path: str) -> int:
 
         unit.prepare = counted
     tall.step()
-    engine_of(tall.model).away.settle()
+    engine_of(tall.model).updates.wait()
     return max(most)
 
 
@@ -156,7 +156,7 @@ def keys_by_step(offload: dict[str, str], path: str, inside: bool) -> list[Any]:
     tall.step()
     kept, rows = [], []  # kept: a storage freed and made anew cannot come back under its old address
     for _ in range(4):
-        engine_of(tall.model).away.settle()
+        engine_of(tall.model).updates.wait()
         found = storages(engine_of(tall.model))
         kept.append([tensor for _, tensor in found.values()])
         rows.append(sorted((key, kind, t.untyped_storage().nbytes()) for key, (kind, t) in found.items()))
@@ -183,7 +183,7 @@ def peak_of_a_step(offload: dict[str, str]) -> tuple[dict[str, int], onefold.Mem
     tall = Tall(offload, "", "bf16")
     tall.step()
     tall.step()
-    engine_of(tall.model).away.settle()
+    engine_of(tall.model).updates.wait()
     with onefold.track_memory(tall.model) as tracker:
         tall.step()
     return tracker.peak(), onefold.memory(tall.model), str(onefold.placement(tall.model).rows[0])

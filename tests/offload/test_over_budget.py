@@ -27,8 +27,7 @@ def trained(offload: onefold.Offload | None) -> tuple[list[float], dict, int, in
             loss.backward()
             adam.step()
             losses.append(loss.item())
-        if engine_of(model).away:
-            engine_of(model).away.settle()
+        engine_of(model).updates.wait()
     states = 16 * sum(unit.layout.used_numel for unit in engine_of(model).units) // torch.distributed.get_world_size()
     return losses, onefold.full_state_dict(model), states, tracker.peak_bytes
 

@@ -58,7 +58,7 @@ def built(stage: int, inside: bool, depth: int = 4):
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2, step_in_backward=inside)
     for _ in range(2):  # the order of units is known then
         step(model, adam)
-    engine_of(model).away.settle()
+    engine_of(model).updates.wait()
     return model, adam, {by.unit.layout.slots[0].name.split(".")[0]: by for by in adam.by_unit}
 
 
@@ -100,7 +100,7 @@ def updates_run_in_the_next_forward(stage: int) -> bool:
     step(model, adam, clip=True)
     model[0].on_forward = meeting.come
     step(model, adam, clip=True)
-    engine_of(model).away.settle()
+    engine_of(model).updates.wait()
     return meeting.met
 
 
@@ -122,7 +122,7 @@ def first_layer_first() -> list[str]:
         plain = by_unit.update
         by_unit.update = lambda *a, plain=plain, name=name, **k: (seen.append(name), plain(*a, **k))
     step(model, adam, clip=True)
-    engine_of(model).away.settle()
+    engine_of(model).updates.wait()
     return seen
 
 
@@ -137,7 +137,7 @@ def backward_waits_for_room(depth: int) -> tuple[bool, int, int, int]:
     """No update ends before backward has to wait for room: whether it had to, and bytes of gradients: the most that
     waited at once, as many as may, and all."""
     model, adam, units = built(2, inside=True, depth=depth)
-    room, held_up = engine_of(model).away.room, threading.Event()
+    room, held_up = engine_of(model).updates.host.room, threading.Event()
     for by_unit in units.values():
         plain = by_unit.update
         by_unit.update = lambda *a, plain=plain, **k: (held_up.wait(PATIENCE_S), plain(*a, **k))
@@ -152,7 +152,7 @@ def backward_waits_for_room(depth: int) -> tuple[bool, int, int, int]:
 
     room.take = watched
     step(model, adam)
-    engine_of(model).away.settle()
+    engine_of(model).updates.wait()
     return held_up.is_set(), max(waiting), room.total_bytes, sum(sizes)
 
 

@@ -57,8 +57,7 @@ def profiled(folder: str, optimizer: dict[str, Any] | None = None, **fields: Any
                 adam.step()
                 adam.zero_grad()
     engine = engine_of(model)
-    if engine.away:
-        engine.away.settle()
+    engine.updates.wait()
     assert found.path == Path(folder) / FILE.format(dist.get_rank())
     events = [e for e in json.loads(gzip.decompress(found.path.read_bytes()))["traceEvents"] if e["ph"] == "X"]
     ours = [(said, event["tid"]) for event in events if (said := read(event["name"])) is not None]

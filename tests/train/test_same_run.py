@@ -199,7 +199,7 @@ def test_a_run_that_is_not_there_is_not_gone_on_with(tmp_path, capsys):
     assert main(["train", "--resume", "--out", str(tmp_path / "gpt2-lrage")]) == 2
     line = said_once(capsys.readouterr().err)
     assert (
-        f"there is no run at --out {tmp_path}/gpt2-lrage; did you mean {tmp_path}/gpt2-large? Use --resume-or-start"
+        f"there is no run at --out {tmp_path}/gpt2-lrage (did you mean {tmp_path}/gpt2-large?); --resume-or-start"
         in line
     )
     assert main(["train", "--resume", "--out", str(tmp_path / "empty")]) == 2

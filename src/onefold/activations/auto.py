@@ -73,14 +73,14 @@ class Deciding:
         for name in self._blocks:
             self._handles.append(modules[name].register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(modules[name].register_forward_hook(self._after, always_call=True))
-        engine.why = "; ".join([*([engine.why] if engine.why else []), UNDECIDED])
+        engine.explain("; ".join([*([engine.why] if engine.why else []), UNDECIDED]))
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
         watched = torch.is_grad_enabled() and not in_backward()
         self._counting = watched and not others_keep(self._engine.passes)
         if not self._counting:
             if watched:
-                self._engine.why = self._engine.why.replace(UNDECIDED, LEFT)
+                self._engine.explain(self._engine.why.replace(UNDECIDED, LEFT))
             return
         carrying = [t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad]
         self._inputs = sum(tensor.nbytes for tensor in carrying)
@@ -104,7 +104,7 @@ class Deciding:
         policy, why = self._agreed()
         engine = self._engine
         said = f"activations={policy!r}: {why}"
-        engine.why = engine.why.replace(UNDECIDED, said).replace(LEFT, said)
+        engine.explain(engine.why.replace(UNDECIDED, said).replace(LEFT, said))
         if engine.everyone.rank == 0 and self._tensor.rank == 0:
             LOG.info('activations="auto" chose %s', said)
         attach_policy(engine, policy, self._blocks, self._tensor)

@@ -179,8 +179,8 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
         )
     found = plans[0]
     whole = len(found.found) == len(params_of(engine)) and (optimizer is not None or engine.optimizer is None)
-    if engine.spoilt and not whole:
-        raise StateError(f"{engine.spoilt}: all of it, with the optimizer")
+    if engine.broken and not whole:
+        raise StateError(f"{engine.broken}: all of it, with the optimizer")
     attempt(comm, lambda: begin_load(engine))
     attempt(comm, lambda: _fill(engine, optimizer, found))
     attempt(comm, lambda: set_random_state(found.random, engine.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from onefold.comm import Comm
+from onefold.edits import Author
 from onefold.engine import Engine
 from onefold.errors import StateError
 from onefold.placement import Scope
@@ -14,35 +15,27 @@ TIMEOUT_S = 24 * 3600.0  # a disk may be slow; a peer that has ended is noticed 
 
 def aside(engine: Engine) -> Comm:
     """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
-    if engine.aside is None:
-        engine.aside = engine.comms.world.beside("aside", TIMEOUT_S)
-    return engine.aside
+    return engine.aside(TIMEOUT_S)
 
 
 def quiet(engine: Engine, where: str) -> None:
     """Nothing is half done, so that all values may be read, or replaced, as one state."""
-    if engine.spoilt and where == "save()":
-        raise StateError(engine.spoilt)
+    if where == "save()":
+        engine.check_sound()
     if engine.whole_for_now:
         raise StateError(f"{where} inside full_parameters would miss what is written there; leave it first")
     if torch._C._current_graph_task_id() != -1:
         raise StateError(f"{where} inside backward would see some units before and some after it; call it later")
-    if engine.inside and engine.unsettled:
+    if engine.updates.awaits_step:
         raise StateError(f"{where} between a backward that updates and its step(): call optimizer.step() first")
-    if engine.away and where == "load()":
-        engine.schedule.drain()
-        engine.away.settle(heard=True)
-    if engine.inside:
-        engine.inside.finish()
-    if engine.away:
-        engine.away.settle()
-    for unit in engine.units:
-        unit.take_edits()
+    if where == "load()":
+        engine.updates.abandon()
+    engine.quiesce()
 
 
 def begin_load(engine: Engine) -> None:
     """Every value is about to be replaced: gradients of the old ones go, and so do whole copies."""
-    engine.spoilt = "load() failed half way, so the model holds values of two states; load a checkpoint again"
+    engine.spoil("load() failed half way, so the model holds values of two states; load a checkpoint again")
     engine.drop_gradients()
     engine.passes.gathers.catch_up()
     engine.passes.release_all()
@@ -55,7 +48,6 @@ def end_load(engine: Engine) -> None:
     for pending in gathers:
         pending.wait()
     for unit in engine.all_units:
-        unit.values.changed()
-        unit.know_edits()
+        unit.edits.ours(Author.LOAD)
     engine.comm.meter.cut()
-    engine.spoilt = ""
+    engine.mend()

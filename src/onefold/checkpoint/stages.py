@@ -26,7 +26,7 @@ class Part(NamedTuple):
 
 def part_of(engine: Engine, optimizer: Optimizer | None) -> Part:
     names = [name for param in params_of(engine) for name in (param.name, *param.also)]
-    tied = list(engine.tied.names) if engine.tied else []
+    tied = list(engine.tied.names)
     groups = [group["names"] for group in optimizer.notes()["groups"]] if optimizer is not None else []
     return Part(engine.comms.pp.rank, names if engine.comms.pp.size > 1 else [], tied, groups)
 

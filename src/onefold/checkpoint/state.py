@@ -127,7 +127,7 @@ def _look_at_state(unit: Unit, state: SlotState, key: str, elements: Span) -> Lo
 
 
 def _answers(engine: Engine, name: str) -> bool:
-    if engine.tied and not engine.tied.speaks_for(name):
+    if not engine.tied.speaks_for(name):
         return False  # the other end of a pipeline does
     return name in engine.parts or engine.comms.tp.rank == 0
 

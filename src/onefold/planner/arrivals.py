@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from onefold.away import LEAVING
+from onefold.host_update import LEAVING
 from onefold.memory import Pool
 from onefold.placement import Placement, Scope
 from onefold.planner.sizes import UnitSize

@@ -29,11 +29,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from onefold.away import Parking
 from onefold.config import Zero
 from onefold.containers import tensors_in
 from onefold.engine import Engine, engine_of
 from onefold.errors import ModelError
+from onefold.host_update import HostGradients
 from onefold.inventory import sizes_of
 from onefold.memory import storage_bytes
 from onefold.mesh import simulated_axes
@@ -46,9 +46,20 @@ from onefold.report import memory, track_memory, traffic
 from onefold.scaling import scaled_backward
 from onefold.shard import shard_over
 from onefold.survey import place
+from onefold.update_policy import NoUpdates
 
 Loss = Callable[[nn.Module, Any], Tensor]
 BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class GradientsToHost(NoUpdates):
+    """Gradients of units that the host would update go down, and nothing is updated."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._host = HostGradients(engine)
+
+    def reduced(self, index: int, *, final: bool) -> bool:
+        return self._host.take(index, final=final)
 
 
 class Rehearsal(NamedTuple):
@@ -117,8 +128,7 @@ def rehearse(
 
 def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked: Zero, count_flops: bool) -> Rehearsal:
     engine = engine_of(model)
-    if any(unit.away for unit in engine.units):
-        Parking(engine)
+    engine.update_by(GradientsToHost(engine))
     one_pass = engine.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
     _step(engine, inputs, loss, one_pass)  # the order of units is learnt, buffers grow
     flops = 0
@@ -175,9 +185,9 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
         engine.passes.release_all()
         for index, unit in enumerate(engine.units):
             engine.finish(index)
-            if unit.away:
-                engine.away.park(index)
-            elif unit.dtypes.narrow and not one_pass and engine.comm.any_order:  # what torch borrows: see slices.py
+            if engine.updates.reduced(index, final=True):
+                continue
+            if unit.dtypes.narrow and not one_pass and engine.comm.any_order:  # what torch borrows: see slices.py
                 vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
                 lent = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
                 for wide in lent:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from onefold.away import under_way_bytes, waiting_bytes
+from onefold.host_update import under_way_bytes, waiting_bytes
 from onefold.jobs import AT_HAND, WORKERS
 from onefold.placement import Placement, Scope, Tier
 from onefold.planner.activations import ActivationBytes

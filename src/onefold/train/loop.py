@@ -142,8 +142,8 @@ class Loop:
         began = time.perf_counter()
         batches = [self._batch(place.samples, micro) for micro in range(self.accumulation)]
         with self._watched() as tracker:
-            if self.engine.inside:
-                self._schedule()  # updates run inside backward
+            if not self.engine.updates.keeps_gradients:
+                self._schedule()  # updates run in backward
             losses = self._passes(batches)
             norm, lr = self._update(place.step + 1, losses, probe=log)
         if tracker is not None:
@@ -179,7 +179,7 @@ class Loop:
         self._where, lr = "the update", self._schedule()
         norm = torch.tensor(math.nan)
         try:
-            if not self.engine.inside:  # else no gradients are left
+            if self.engine.updates.keeps_gradients:
                 norm = self.optimizer.clip_grad_norm(self.settings.adam.clip or math.inf)
             if probe:
                 self._probe.before()

@@ -172,8 +172,8 @@ def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> 
         folder = RunFolder(settings.output.out)
         if folder.checkpoints.exists() and digest_of(folder.path) is None:
             warnings.warn(
-                f"{folder.facts} does not say what data the run was trained on, so nobody can tell whether they are the "
-                f"same; from now on it does",
+                f"{folder.facts} does not say what data the run was trained on, so nobody can tell whether they are "
+                f"the same; from now on it does",
                 stacklevel=2,
             )
 

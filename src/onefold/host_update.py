@@ -29,6 +29,8 @@ from onefold.native.threads import threads_here
 from onefold.parcel import Parcel
 from onefold.slices import NOT_SETTINGS, UnitOptimizer
 from onefold.spans import span
+from onefold.update_at_step import UpdateAtStep
+from onefold.update_policy import StepInputs
 
 WAITING_SHARE = 0.25  # of the gradients: so many bytes may wait on the device inside backward
 LEAST_WAITING = 2  # of the largest
@@ -50,13 +52,19 @@ def waiting_bytes(parcels: Sequence[int]) -> int:
     return max(int(WAITING_SHARE * sum(parcels)), sum(sorted(parcels)[-LEAST_WAITING:]))
 
 
-class Parking:
-    """Takes its place in an engine: gradients of units that are the host's go down. A rehearsal needs no more."""
+class HostGradients:
+    """Sends the gradients of units that the host updates to the host."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.host = engine, engine.tiers.host
         self._leaving: deque[Gradients] = deque()
-        engine.away = self
+
+    def take(self, index: int, *, final: bool) -> bool:
+        """A unit's gradient is reduced. True if it is the host's and complete, and so goes down."""
+        mine = final and self._engine.units[index].away
+        if mine:
+            self.park(index)
+        return mine
 
     def park(self, index: int) -> None:
         """A unit's gradient is complete: it goes down."""
@@ -67,12 +75,9 @@ class Parking:
             while len(self._leaving) > (0 if self._engine.pool.keeps else LEAVING):  # on a CPU a copy is done at once
                 self._leaving.popleft().left()
 
-    def settle(self, *, heard: bool = False) -> None:
-        """No update is on the way. Whoever has `heard` that some failed, and replaces all, need not hear it again."""
 
-
-class Away(Parking):
-    """The same, and updates them."""
+class HostUpdates(HostGradients):
+    """Runs the optimizer on the host for units whose optimizer state is there. A few threads do it."""
 
     def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer]) -> None:
         super().__init__(engine)
@@ -108,12 +113,12 @@ class Away(Parking):
         units = [unit for unit in self._engine.units if unit.away and not unit.values.on_host]
         return [unit.master.owned.numel * unit.values.dtype.itemsize for unit in units]
 
-    def make_room(self) -> None:
-        """For all that may be under way at once, and inside backward for gradients that wait: how many do is a matter
-        of time, not of the step."""
+    def make_room(self, *, in_backward: bool = False) -> None:
+        """For all that may be under way at once, and in backward for gradients that wait: how many do is a matter of
+        time, not of the step."""
         self._roomy = True
         under_way = sorted(self._values())[-WORKERS:]
-        if self._engine.inside:
+        if in_backward:
             under_way += sorted(self._parcels())[-WORKERS:]
             left = self.room.total_bytes + max(self._held(), default=0)  # backward has one more
             for nbytes in self._held():
@@ -123,7 +128,7 @@ class Away(Parking):
         for nbytes in under_way:
             self.host.staging.reserve(nbytes)
 
-    def start_inside(self, index: int, groups: list[dict[str, Any]]) -> None:
+    def start_in_backward(self, index: int, groups: list[dict[str, Any]]) -> None:
         """Update a unit whose gradient is complete; backward waits if the host is behind."""
         self._engine.tiers.turn_to(None)
         unit, room = self._engine.units[index], self.room
@@ -148,21 +153,22 @@ class Away(Parking):
         self._jobs[index] = job
         self._line.put(self._place(index), job)
 
-    def step(self, groups: list[dict[str, Any]], clip: float | Tensor, unscale: float) -> list[Pending]:
+    def step(self, inputs: StepInputs) -> list[Pending]:
         """Update all units that have gradients, those first that the next forward needs first; gathers on the way."""
         engine = self._engine
         engine.tiers.turn_to(None)
         if not self._roomy:
             self.make_room()
-        clip = float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip
+        clip = inputs.clip
+        inputs = inputs._replace(clip=float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip)
         mine = sorted((i for i, unit in enumerate(engine.units) if unit.away), key=self._place)
         for index in mine:
             engine.units[index].values.check_unwritten()  # before any is updated
         for index in mine:
             unit = engine.units[index]
             self.park(index)
-            unit.take_edits()
-            self._start(index, groups, clip * unscale if unit.dtypes.narrow else unscale, unit.gradients.parked)
+            with unit.update(engine.kept_of(index)):
+                self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.parked)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.late):
             gathers += self.finish(index)
@@ -188,13 +194,18 @@ class Away(Parking):
             del self._jobs[index]
             unit = self._engine.units[index]
             what = f"the update of {unit.name} failed"
-            self._engine.spoilt = f"{what}, so the model holds values of two steps; load a checkpoint"
+            self._engine.spoil(f"{what}, so the model holds values of two steps; load a checkpoint")
             if isinstance(error, Exception) and not isinstance(error, OffloadError):
                 raise OffloadError(f"the update of {unit.name} on the host failed: {error}") from error
             raise
 
-    def settle(self, *, heard: bool = False) -> None:
-        """Until all have."""
+    def abandon(self) -> None:
+        """Every value is about to be replaced: end updates, also those that failed, which has been heard."""
+        self._engine.schedule.drain()
+        self.wait(heard=True)
+
+    def wait(self, *, heard: bool = False) -> None:
+        """Wait until every queued host update has finished; an update that failed raises, unless that was heard."""
         for index in sorted(self._jobs, key=self._place):
             try:
                 self._engine.units[index].values.settle()
@@ -209,6 +220,27 @@ class Away(Parking):
             self._places = {id(unit): place for place, unit in enumerate(passes.units)}
         known = self._places.get(id(self._engine.units[index]))
         return index if known is None else passes.gathers.forward.index(known)
+
+
+class UpdateOnHost(UpdateAtStep):
+    """The policy where the optimizer state of some units is on the host: step() starts their updates there."""
+
+    def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], host: HostUpdates) -> None:
+        super().__init__(engine, by_unit)
+        self._host = host
+
+    def reduced(self, index: int, *, final: bool) -> bool:
+        return self._host.take(index, final=final)
+
+    def step(self, inputs: StepInputs) -> None:
+        for pending in [*self._update(inputs), *self._host.step(inputs)]:
+            pending.wait()
+
+    def wait(self) -> None:
+        self._host.wait()
+
+    def abandon(self) -> None:
+        self._host.abandon()
 
 
 def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,86 @@
+"""Where a model is between two optimizer steps: two small machines, each with one table of transitions.
+
+`Phase` says how far the gradients of the step are; IDLE → BACKWARD → REDUCED → AGREED, and back to IDLE by zero_grad().
+There is no phase FORWARD or STEPPED: forwards run in every phase (evaluation between backward and step, micro-batches,
+pipelines that run several forwards before the first backward), and step() leaves gradients as they are, so that
+calling it again uses them again. A model whose values are of no use (a failed load, a failed host update) is in no
+phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a reason beside the phase.
+
+`Due` says what peers wait for from this rank, should its backward never come or reach none of its parameters.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import NoReturn
+
+from onefold.errors import StateError
+
+
+class Phase(Enum):
+    """What there is of the gradients of a step."""
+
+    IDLE = "nothing is reduced: no gradients, local sums only, or zeros"
+    BACKWARD = "a backward is bringing gradients"
+    REDUCED = "reductions have run; which parameters anyone used is not agreed on"
+    AGREED = "gradients are complete, and all ranks know which parameters anyone used"
+
+
+class Event(Enum):
+    OPENED = auto()  # the first gradient of a backward is coming
+    REDUCED = auto()  # a backward has ended, and its gradients are reduced
+    SUMMED = auto()  # a backward has ended, and its gradients are kept as local sums
+    LATE_REDUCED = auto()  # what came too late for the last reductions is reduced
+    AGREED = auto()  # the ranks know which parameters anyone used
+    DROPPED = auto()  # gradients are dropped, or used up
+
+
+PHASES: dict[tuple[Phase, Event], Phase] = {
+    (Phase.IDLE, Event.OPENED): Phase.BACKWARD,
+    (Phase.IDLE, Event.AGREED): Phase.AGREED,  # local sums, reduced by step() alone
+    (Phase.IDLE, Event.DROPPED): Phase.IDLE,
+    (Phase.BACKWARD, Event.REDUCED): Phase.REDUCED,
+    (Phase.BACKWARD, Event.SUMMED): Phase.IDLE,
+    (Phase.BACKWARD, Event.AGREED): Phase.BACKWARD,  # step() or zero_grad() in a hook: backward goes on
+    (Phase.BACKWARD, Event.DROPPED): Phase.BACKWARD,
+    (Phase.REDUCED, Event.OPENED): Phase.BACKWARD,
+    (Phase.REDUCED, Event.LATE_REDUCED): Phase.IDLE,
+    (Phase.REDUCED, Event.AGREED): Phase.AGREED,
+    (Phase.REDUCED, Event.DROPPED): Phase.IDLE,
+    (Phase.AGREED, Event.OPENED): Phase.BACKWARD,
+    (Phase.AGREED, Event.DROPPED): Phase.IDLE,
+}
+
+
+class Due(Enum):
+    """Which reductions peers expect of this rank."""
+
+    NOTHING = "no training forward has run since the last reductions"
+    BACKWARD = "a training forward has run, and its backward has not come"
+    ZEROS = "its backward has come, and reached no parameter of this rank"
+
+
+def after_phase(phase: Phase, event: Event) -> Phase:
+    """The phase that an event leads to; an event that cannot happen in a phase raises."""
+    return PHASES.get((phase, event)) or _refuse(phase, event)
+
+
+def after_forward(due: Due, *, reducing: bool) -> Due:
+    """A training forward begins; without `reducing` its backward keeps local sums."""
+    return Due.BACKWARD if reducing and due is Due.NOTHING else due
+
+
+def after_backward(due: Due, *, gradients: bool, reducing: bool) -> Due:
+    """A backward has ended, which brought gradients or none, and reduced them or kept local sums."""
+    if due is Due.NOTHING or (gradients and reducing):
+        return Due.NOTHING
+    return Due.BACKWARD if gradients else Due.ZEROS
+
+
+def after_drop(due: Due) -> Due:
+    """All gradients are dropped: which backward brought none does not matter any more."""
+    return Due.BACKWARD if due is Due.ZEROS else due
+
+
+def _refuse(phase: Phase, event: Event) -> NoReturn:
+    raise StateError(f"{event.name.lower()} cannot follow here: {phase.value}; this is a fault of onefold, report it")

@@ -1,0 +1,135 @@
+"""When a unit is updated: at step(), in backward, or on the host. An engine owns one policy and tells it what happens.
+
+The engine, reports and checkpoints never ask which policy it is; they ask what they need to know (whether gradients
+stay after backward, whether anything is in flight), and the policy itself refuses what it cannot do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class StepInputs(NamedTuple):
+    """What optimizer.step() knows when gradients are complete and finite."""
+
+    groups: list[dict[str, Any]]  # the optimizer's param groups
+    clip: float | Tensor  # what 16-bit gradients are still to be multiplied by
+    unscale: float  # one over the loss scale
+    bad: Tensor | None  # on the device: kernels that see it set write nothing
+
+    def factor(self, *, narrow: bool) -> float | Tensor:
+        """What a unit's gradients are multiplied by; wide ones were clipped in place."""
+        return self.clip * self.unscale if narrow else self.unscale
+
+
+class UpdatePolicy(Protocol):
+    @property
+    def keeps_gradients(self) -> bool:
+        """Gradients stay from backward to zero_grad(), so that they can be seen, clipped and accumulated."""
+        ...
+
+    @property
+    def awaits_step(self) -> bool:
+        """A backward has updated units, and step() has not been called since."""
+        ...
+
+    @property
+    def lent_bytes(self) -> int:
+        """Most bytes of gradients that wait on the device for a host update while backward runs."""
+        ...
+
+    def check_backward(self) -> None:
+        """Raises if no backward may bring gradients now."""
+        ...
+
+    def check_gradient(self, index: int) -> None:
+        """Raises if a gradient of this parameter comes too late."""
+        ...
+
+    def check_accumulation(self) -> None:
+        """Raises if gradients cannot accumulate."""
+        ...
+
+    def check_clipping(self) -> None:
+        """Raises if gradients cannot be clipped."""
+        ...
+
+    def check_zero_grad(self) -> None:
+        """Raises if gradients cannot be dropped now."""
+        ...
+
+    def reduction_starts(self, index: int) -> None:
+        """The reduction of this unit's gradient is about to start, on every rank in the same order."""
+        ...
+
+    def reduced(self, index: int, *, final: bool) -> bool:
+        """This unit's reduction has ended; `final` if no more micro-batches follow. True if the policy takes the
+        gradient."""
+        ...
+
+    def step(self, inputs: StepInputs) -> None:
+        """Update whatever has not been updated. Collective."""
+        ...
+
+    def finish(self) -> None:
+        """End the updates that backward has started, so that all ranks hold the same values. Collective."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until no update runs on the host."""
+        ...
+
+    def abandon(self) -> None:
+        """Every value is about to be replaced: end updates in flight, also those that failed."""
+        ...
+
+
+class NoUpdates:
+    """The policy of an engine that has no Optimizer: gradients are reduced, and stay."""
+
+    @property
+    def keeps_gradients(self) -> bool:
+        return True
+
+    @property
+    def awaits_step(self) -> bool:
+        return False
+
+    @property
+    def lent_bytes(self) -> int:
+        return 0
+
+    def check_backward(self) -> None:
+        pass
+
+    def check_gradient(self, index: int) -> None:
+        pass
+
+    def check_accumulation(self) -> None:
+        pass
+
+    def check_clipping(self) -> None:
+        pass
+
+    def check_zero_grad(self) -> None:
+        pass
+
+    def reduction_starts(self, index: int) -> None:
+        pass
+
+    def reduced(self, index: int, *, final: bool) -> bool:
+        return False
+
+    def step(self, inputs: StepInputs) -> None:
+        raise AssertionError("only an Optimizer steps, and it brings a policy that updates")
+
+    def finish(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass

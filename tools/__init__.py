@@ -1,0 +1,1 @@
+"""Programs for those who work on Onefold; nothing of the package imports them."""
