@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
+from onefold.cost.shapes import Shape
+from onefold.train.run.model import GPT
 
 ALONE = (Shape(layers=48, hidden=2048, heads=16, seq=1024, vocab=8192), 128)  # 2.4B parameters, 131072 tokens
 SHARED = (Shape(layers=32, hidden=1024, heads=8, seq=1024, vocab=4096), 64)

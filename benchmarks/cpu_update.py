@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.native.threads import threads_here
-from onefold.native.update import fits, update
-from onefold.rounding import join, narrow, split
-from onefold.rule import next_step
+from onefold.optim.kernels.rule import next_step
+from onefold.optim.kernels.threads import threads_here
+from onefold.optim.kernels.update import fits, update
+from onefold.state.rounding import join, narrow, split
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
 MOVED_BYTES = {"kernel, split master": 26, "kernel, fp32 master": 28, "copy of fp32": 8}  # per parameter

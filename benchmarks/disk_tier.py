@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from onefold.tiers.disk import THREADS, Scratch
-from onefold.tiers.memory import bytes_of, host_bytes
+from onefold.offload.disk import THREADS, Scratch
+from onefold.offload.host_memory import bytes_of, host_bytes
 
 Ways = dict[str, dict[str, Callable[[], None]]]  # by direction and name
 BLOCK_BYTES = 16 << 20

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
+from onefold.cost.shapes import Shape
+from onefold.train.run.model import GPT
 
 SHAPE = Shape(layers=48, hidden=1024, heads=8, seq=4096, vocab=512)
 LENGTHS = [4096, 1536, 3072, 2304, 3840, 1024, 2816, 3328, 1792, 3584, 2560, 4096]

@@ -13,14 +13,14 @@ import argparse
 import json
 from typing import NamedTuple
 
-from onefold.config import PRESETS
-from onefold.planner.estimate import Choice, Estimate
-from onefold.planner.hardware import hardware
-from onefold.planner.search import Question, fits, largest_batch, most
-from onefold.planner.shapes import PAPER, Shape
-from onefold.planner.sizes import Widths
-from onefold.planner.states import StateCost
-from onefold.planner.work import Work
+from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.hardware import hardware
+from onefold.cost.search import Question, fits, largest_batch, most
+from onefold.cost.shapes import PAPER, Shape
+from onefold.cost.sizes import Widths
+from onefold.cost.states import StateCost
+from onefold.cost.work import Work
+from onefold.settings.zero import PRESETS
 
 TP, MIXED, ADAM = 16, Widths(compute=2, wire=2, grad=2, master=4), StateCost(8)
 WIDTH, HEADS = 8192, 64

@@ -19,13 +19,13 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onefold.planner.hardware import Hardware, hardware
+from onefold.cost.hardware import Hardware, hardware
+from onefold.cost.search import Question
+from onefold.cost.shapes import PAPER
+from onefold.cost.sizes import Widths
+from onefold.cost.work import Work
 from onefold.planner.plan import cost_of
-from onefold.planner.search import Question
-from onefold.planner.shapes import PAPER
-from onefold.planner.sizes import Widths
 from onefold.planner.throughput import RANKS, STATED, Point, at, expected, scaling
-from onefold.planner.work import Work
 
 MIXED, ADAM = Widths(compute=2, wire=2, grad=2, master=4), cost_of("adamw")
 V100 = hardware("v100-32")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from onefold.config import Zero
-from onefold.planner.shapes import named
-from onefold.precision import Precision
-from onefold.simulate import Simulation, simulate
-from onefold.train.model import GPT, initialise
+from onefold.cost.shapes import named
+from onefold.observe.simulation import Simulation, simulate
+from onefold.settings.precision import Precision
+from onefold.settings.zero import Zero
+from onefold.train.run.model import GPT, initialise
 
 
 def main() -> None:

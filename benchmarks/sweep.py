@@ -33,10 +33,10 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import onefold
-from onefold.comm import Comm
-from onefold.mesh import axes_of
-from onefold.meter import Label, Meter
-from onefold.train.environment import environment
+from onefold.comm.communicator import Comm
+from onefold.comm.mesh import axes_of
+from onefold.comm.meter import Label, Meter
+from onefold.train.run.environment import environment
 
 HERE = Path(__file__).parent
 RESULTS, PICTURE = HERE / "results", HERE.parent / "docs" / "img" / "sweep.png"

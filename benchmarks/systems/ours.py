@@ -13,7 +13,7 @@ import onefold
 from benchmarks.fill import filler
 from benchmarks.systems.loop import Ready, compile_blocks, numel
 from benchmarks.work import Work
-from onefold.mesh import simulated_axes
+from onefold.comm.mesh import simulated_axes
 from onefold.shard import shard_over
 
 OFFLOADED_BYTES = 128 << 20  # as docs/offload.md advises for a GPU

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from onefold.checkpoint.background import finish_saves
-from onefold.checkpoint.export import export
-from onefold.checkpoint.load import load
-from onefold.checkpoint.save import save
-from onefold.config import Zero, preset
+from onefold.checkpoint.format.export import export
+from onefold.checkpoint.protocol.background import finish_saves
+from onefold.checkpoint.protocol.load import load
+from onefold.checkpoint.protocol.save import save
+from onefold.comm.mesh import init, mesh
 from onefold.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -20,31 +20,39 @@ from onefold.errors import (
     PrecisionError,
     StateError,
 )
-from onefold.full import full_parameters, full_state_dict
-from onefold.mesh import init, mesh
-from onefold.offload import Offload
-from onefold.optimizer import Optimizer
+from onefold.observe.profiling.profile import profile
+from onefold.observe.profiling.report import ProfileReport
+from onefold.observe.reports import (
+    MemoryReport,
+    PlacementReport,
+    TrafficReport,
+    memory,
+    placement,
+    track_memory,
+    traffic,
+)
+from onefold.optim.loss_scale import LossScale
+from onefold.optim.optimizer import Optimizer
+from onefold.optim.scheduler import Scheduler
 from onefold.planner.plan import Plan, plan
-from onefold.precision import Precision
-from onefold.profiling.profile import profile
-from onefold.profiling.report import ProfileReport
-from onefold.report import MemoryReport, PlacementReport, TrafficReport, memory, placement, track_memory, traffic
-from onefold.scaling import LossScale
-from onefold.scheduler import Scheduler
+from onefold.runtime.full_parameters import full_parameters, full_state_dict
+from onefold.settings.offload import Offload
+from onefold.settings.precision import Precision
+from onefold.settings.zero import Zero, preset
 from onefold.shard import accumulate, catch_up, shard
 from onefold.version import VERSION
 
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from onefold.pipeline import PipelineStage
+    from onefold.parallel.pipeline import PipelineStage
 else:
 
     def __getattr__(name: str) -> type:
         """PipelineStage when it is asked for: torch's pipelining brings the compiler, half of all imports."""
         if name != "PipelineStage":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from onefold.pipeline import PipelineStage
+        from onefold.parallel.pipeline import PipelineStage
 
         return PipelineStage
 

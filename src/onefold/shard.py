@@ -15,32 +15,32 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from onefold.activations.auto import Deciding
+from onefold.activations.automatic import Deciding
 from onefold.activations.policy import attach_policy, check_activations
-from onefold.agree import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint, together
-from onefold.blocks import find_blocks
-from onefold.build import Builder
-from onefold.comm import Comm, Comms
-from onefold.config import AUTO, Zero
-from onefold.decide import decide_stage, decide_tiers, room_left
-from onefold.engine import Engine, Pipeline, engine_of
+from onefold.comm.agreement import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint, together
+from onefold.comm.buffers import Pool
+from onefold.comm.communicator import Comm, Comms
+from onefold.comm.inflight import let_go
+from onefold.comm.mesh import Axes, axes_of
+from onefold.comm.meter import Label, Meter
+from onefold.cost.sizes import of_layout
+from onefold.cost.states import updated_numel
 from onefold.errors import ConfigError, MismatchError, ModelError
-from onefold.hooks import attach
-from onefold.leftovers import let_go
-from onefold.memory import Pool
-from onefold.mesh import Axes, axes_of
-from onefold.meter import Label, Meter
-from onefold.offload import Offload
-from onefold.parts import Parts, agree_on_parts, held, is_split, put
-from onefold.placement import Scope, Tier
-from onefold.planner.sizes import of_layout
-from onefold.planner.states import updated_numel
-from onefold.precision import Precision
-from onefold.rounding import narrowed
-from onefold.survey import FROZEN, Survey, place, place_all, survey
-from onefold.tiers.memory import give_back
-from onefold.tiers.place import Tiers
-from onefold.unit import Unit
+from onefold.model.blocks import find_blocks
+from onefold.model.dtensor_shards import Parts, agree_on_parts, held, is_split, put
+from onefold.model.meta import Builder
+from onefold.model.survey import FROZEN, Survey, place, place_all, survey
+from onefold.offload.host_memory import give_back
+from onefold.offload.tiers import Tiers
+from onefold.runtime.automatic import decide_stage, decide_tiers, room_left
+from onefold.runtime.engine import Engine, Pipeline, engine_of
+from onefold.runtime.hooks import attach
+from onefold.settings.offload import Offload
+from onefold.settings.placement import Scope, Tier
+from onefold.settings.precision import Precision
+from onefold.settings.zero import AUTO, Zero
+from onefold.state.rounding import narrowed
+from onefold.state.unit import Unit
 
 LOG = logging.getLogger("onefold")
 ModelT = TypeVar("ModelT", bound=nn.Module)

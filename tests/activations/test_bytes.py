@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import onefold
-from onefold.engine import engine_of
+from onefold.runtime.engine import engine_of
 from tests.activations.models import BATCH, DIM, INPUT_BYTES, LAYERS, SEQ, Net, batch, made, mesh_of, train
 from tests.harness import run_ranks
 from tests.harness.grids import thinned

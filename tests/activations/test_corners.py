@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.engine import engine_of
+from onefold.runtime.engine import engine_of
 from tests.activations.models import DIM, POLICIES, Net, batch, made
 from tests.harness import run_ranks, run_ranks_raises
 from tests.harness.grids import thinned

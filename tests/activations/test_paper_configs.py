@@ -6,7 +6,7 @@ import pytest
 
 import onefold
 from benchmarks.paper_configs import PAPER_BATCHES, PAPER_SIZES, of
-from onefold.config import PRESETS
+from onefold.settings.zero import PRESETS
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.activations.auto import Seen, decide
-from onefold.config import Zero
-from onefold.planner.activations import Option, choose_activations
-from onefold.planner.dry import rehearse
-from onefold.planner.estimate import Choice
+from onefold.activations.automatic import Seen, decide
+from onefold.cost.activations import Option, choose_activations
+from onefold.cost.estimate import Choice
+from onefold.cost.search import activations_for
+from onefold.cost.shapes import PAPER, Shape
+from onefold.observe.rehearsal import rehearse
+from onefold.observe.simulation import train_step
 from onefold.planner.plan import cost_of
-from onefold.planner.search import activations_for
-from onefold.planner.shapes import PAPER, Shape
-from onefold.simulate import train_step
-from onefold.train.model import GPT
+from onefold.settings.zero import Zero
+from onefold.train.run.model import GPT
 from tests.activations.models import INPUT_BYTES, POLICIES, Net, batch, mesh_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
@@ -101,7 +101,7 @@ def test_auto_takes_the_first_policy_that_fits_the_room(room: int, tp: int, poli
 
 def decided(states: int, tp: bool, tight: float) -> list[Any]:
     """On a rank: what "auto" did on a model whose states fill the machine but for `tight` block inputs."""
-    from onefold.engine import engine_of
+    from onefold.runtime.engine import engine_of
 
     onefold.init()
     torch.manual_seed(0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.activations.auto import Seen, decide
+from onefold.activations.automatic import Seen, decide
 from tests.harness import run_ranks
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from onefold.checkpoint.storage import Out, Storage, ends_early
+from onefold.checkpoint.format.storage import Out, Storage, ends_early
 
 
 @dataclass

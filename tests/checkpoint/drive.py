@@ -7,12 +7,20 @@ from pathlib import Path
 
 import torch
 
-from onefold.checkpoint.commit import Draft, begin, commit, retain
-from onefold.checkpoint.manifest import Entry, Manifest, ParamRecord, block_of, file_name, part_to_json, put_together
-from onefold.checkpoint.reading import Checkpoint
-from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.tensorfile import write_tensors
-from onefold.layout import Span
+from onefold.checkpoint.format.manifest import (
+    Entry,
+    Manifest,
+    ParamRecord,
+    block_of,
+    file_name,
+    part_to_json,
+    put_together,
+)
+from onefold.checkpoint.format.reading import Checkpoint
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import write_tensors
+from onefold.checkpoint.protocol.commit import Draft, begin, commit, retain
+from onefold.cost.layout import Span
 
 NUMEL = 120  # of each state; any number of ranks up to five divides it
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onefold
-from onefold.engine import engine_of
-from onefold.layout import Span
-from onefold.rounding import narrowed
+from onefold.cost.layout import Span
+from onefold.runtime.engine import engine_of
+from onefold.state.rounding import narrowed
 
 VOCAB, DIM, BATCH, EPOCH = 37, 24, 2, 5
 PRECISIONS: dict[str, Any] = {

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import onefold
-from onefold.engine import engine_of
-from onefold.rounding import narrowed
+from onefold.runtime.engine import engine_of
+from onefold.state.rounding import narrowed
 from tests.checkpoint.runs import PRECISIONS, Case, Trainer, compute_copies, differing, digests, same, truth
 from tests.harness import run_ranks
 
@@ -136,7 +136,7 @@ def bytes_read(folder: str, stage: int) -> tuple[int, int]:
     onefold.init()
     trainer = Trainer(Case(stage, "fp32"))
     reads = []
-    from onefold.checkpoint import reading  # counts, and reads all the same
+    from onefold.checkpoint.format import reading  # counts, and reads all the same
 
     read = reading.Checkpoint.read_entry
     try:

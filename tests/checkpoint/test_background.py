@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.checkpoint.background import WORKER
-from onefold.checkpoint.commit import committed
-from onefold.checkpoint.save import save_on
-from onefold.checkpoint.storage import Storage
-from onefold.tiers import memory
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.protocol.background import WORKER
+from onefold.checkpoint.protocol.commit import committed
+from onefold.checkpoint.protocol.save import save_on
+from onefold.offload import host_memory as memory
 from tests.checkpoint.test_ranks_agree import said, small, step, weights
 from tests.harness import fresh_ranks, run_ranks
 
@@ -149,9 +149,9 @@ def test_host_memory_is_reused_between_saves(tmp_path):
 
 SCRIPT = """
 import sys, threading, time, torch, onefold
-from onefold.checkpoint.save import save_on
-from onefold.checkpoint.storage import Storage
-from onefold.tiers import memory
+from onefold.checkpoint.protocol.save import save_on
+from onefold.checkpoint.format.storage import Storage
+from onefold.offload import host_memory as memory
 
 class Slow(Storage):
     def at(self, operation, path):

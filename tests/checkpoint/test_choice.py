@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from onefold.checkpoint.manifest import ParamRecord
-from onefold.checkpoint.names import Choice, match, match_modules
-from onefold.checkpoint.notes import decode, decode_single, encode, encode_single
-from onefold.engine import engine_of
+from onefold.checkpoint.format.manifest import ParamRecord
+from onefold.checkpoint.format.notes import decode, decode_single, encode, encode_single
+from onefold.checkpoint.protocol.names import Choice, match, match_modules
+from onefold.runtime.engine import engine_of
 from tests.checkpoint.runs import Trainer, digests, same, truth
 from tests.checkpoint.test_ranks_agree import said
 from tests.harness import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.format.storage import Storage
 from onefold.cli.main import main
 from tests.checkpoint.drive import expected, save
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from onefold.checkpoint.commit import begin, committed, find, set_aside, step_name
-from onefold.checkpoint.importing import open_weights
-from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.weights import open_weights
+from onefold.checkpoint.protocol.commit import begin, committed, find, set_aside, step_name
 from onefold.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.drive import finish, load, save, write_rank
 
@@ -250,8 +250,8 @@ def test_a_folder_above_the_run_that_may_not_be_read_does_not_stop_a_save(tmp_pa
 REALLY_FULL = """
 import subprocess, sys
 from pathlib import Path
-from onefold.checkpoint.commit import committed, step_name
-from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.protocol.commit import committed, step_name
+from onefold.checkpoint.format.storage import Storage
 from onefold.errors import CheckpointError
 from tests.checkpoint.drive import load, save
 

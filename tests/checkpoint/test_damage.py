@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.checkpoint.manifest import file_name
-from onefold.checkpoint.reading import Checkpoint
-from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.tensorfile import TensorFile
-from onefold.checkpoint.verify import check, verify
+from onefold.checkpoint.format.manifest import file_name
+from onefold.checkpoint.format.reading import Checkpoint
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import TensorFile
+from onefold.checkpoint.format.verify import check, verify
+from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged
-from onefold.layout import Span
 from tests.checkpoint.disk import Disk, Folder
 from tests.checkpoint.drive import expected, load, save
 

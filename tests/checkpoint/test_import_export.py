@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.checkpoint.importing import open_weights
-from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.tensorfile import TensorFile
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import TensorFile
+from onefold.checkpoint.format.weights import open_weights
+from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
-from onefold.layout import Span
 from tests.harness import run_ranks
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import onefold
-from onefold.checkpoint.commit import begin, commit, committed, read_manifest, retain, step_name
-from onefold.checkpoint.manifest import Manifest, put_together
-from onefold.checkpoint.save import save_on
-from onefold.checkpoint.verify import check
+from onefold.checkpoint.format.manifest import Manifest, put_together
+from onefold.checkpoint.format.verify import check
+from onefold.checkpoint.protocol.commit import begin, commit, committed, read_manifest, retain, step_name
+from onefold.checkpoint.protocol.save import save_on
 from onefold.errors import CheckpointError
 from tests.checkpoint.disk import Disk, Folder, Op, Site, picture, without_power
 from tests.checkpoint.drive import load, save, write_rank

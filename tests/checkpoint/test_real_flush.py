@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from onefold.checkpoint import storage as module
-from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.format import storage as module
+from onefold.checkpoint.format.storage import Storage
 from tests.checkpoint.drive import save
 
 

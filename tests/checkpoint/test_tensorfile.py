@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.checkpoint import tensorfile
-from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.tensorfile import CHUNK_BYTES, DTYPES, Block, TensorFile, write_tensors
+from onefold.checkpoint.format import tensorfile
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import CHUNK_BYTES, DTYPES, Block, TensorFile, write_tensors
+from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError
-from onefold.layout import Span
 
 
 def some(dtype: torch.dtype, numel: int) -> torch.Tensor:

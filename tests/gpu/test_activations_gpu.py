@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import onefold
-from onefold.engine import engine_of
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
+from onefold.cost.shapes import Shape
+from onefold.runtime.engine import engine_of
+from onefold.train.run.model import GPT
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=8, hidden=256, heads=4, seq=512, vocab=512)

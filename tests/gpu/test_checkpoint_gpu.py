@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.checkpoint.background import WORKER
+from onefold.checkpoint.protocol.background import WORKER
 
 pytestmark = pytest.mark.gpu
 

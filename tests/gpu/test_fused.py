@@ -13,9 +13,9 @@ from torch import nn
 
 import onefold
 from onefold import Precision
-from onefold.fused import update
-from onefold.rounding import join, split
-from onefold.rule import next_step
+from onefold.optim.kernels.fused import update
+from onefold.optim.kernels.rule import next_step
+from onefold.state.rounding import join, split
 
 pytestmark = pytest.mark.gpu
 CLASSES: list[tuple[Any, dict[str, Any]]] = [

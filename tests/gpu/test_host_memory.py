@@ -12,8 +12,8 @@ from contextlib import closing
 import pytest
 import torch
 
-from onefold.tiers.disk import Scratch
-from onefold.tiers.memory import ALIGN, host_bytes
+from onefold.offload.disk import Scratch
+from onefold.offload.host_memory import ALIGN, host_bytes
 
 pytestmark = pytest.mark.gpu
 NBYTES = (96 << 20) + 4096  # torch's own pinned allocator would take 128 MiB

@@ -10,10 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity as Activity
 
 import onefold
-from onefold.mesh import simulated_axes
-from onefold.planner.shapes import Shape
+from onefold.comm.mesh import simulated_axes
+from onefold.cost.shapes import Shape
 from onefold.shard import shard_over
-from onefold.train.model import GPT, initialise
+from onefold.train.run.model import GPT, initialise
 from tests.harness import run_ranks, shutdown_pools
 
 pytestmark = pytest.mark.gpu

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import onefold
-from onefold.engine import engine_of
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
+from onefold.cost.shapes import Shape
+from onefold.runtime.engine import engine_of
+from onefold.train.run.model import GPT
 from tests.harness import run_ranks, shutdown_pools
 
 pytestmark = pytest.mark.gpu

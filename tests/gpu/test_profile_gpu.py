@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.profiling.breakdown import Part
-from onefold.profiling.report import ProfileReport
-from onefold.train.model import GPT
+from onefold.cost.shapes import Shape
+from onefold.observe.profiling.breakdown import Part
+from onefold.observe.profiling.report import ProfileReport
+from onefold.train.run.model import GPT
 from tests.harness import run_ranks, shutdown_pools
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
+from onefold.cost.shapes import Shape
+from onefold.train.run.model import GPT
 from tests.harness import run_ranks, shutdown_pools
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,7 @@ STACKS_TIMEOUT_S = 5.0
 # A fork of a process that has already imported torch takes milliseconds; importing it takes seconds, and as long
 # again for torch._dynamo, which the first optimizer of a process imports; onefold besides, for ranks that live shortly.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "pytest", "onefold.train.start", "tests.harness.worker"])
+_context.set_forkserver_preload(["torch._dynamo", "pytest", "onefold.train.run.start", "tests.harness.worker"])
 
 
 class Event(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.engine import engine_of
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.offload.runs import PRECISIONS, SPLIT, TIERS, offload_of
 

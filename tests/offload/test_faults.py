@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine import engine_of
-from onefold.tiers.disk import DiskFile, Scratch
+from onefold.offload.disk import DiskFile, Scratch
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks, start_ranks, tell
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onefold
-from onefold.engine import engine_of
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
 from tests.offload.runs import PRECISIONS, TIERS, offload_of, stages_of

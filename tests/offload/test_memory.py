@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.engine import engine_of
-from onefold.inventory import storages
-from onefold.jobs import WORKERS
+from onefold.observe.inventory import storages
+from onefold.optim.workers import WORKERS
+from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.resident import resident_bytes
 from tests.offload.runs import SPLIT

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine import engine_of
-from onefold.jobs import WORKERS
+from onefold.optim.workers import WORKERS
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 
 PATIENCE_S = 60.0

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine import engine_of
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 
 PATIENCE_S = 60.0

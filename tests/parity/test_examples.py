@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.train.records import read_facts, read_metrics
+from onefold.train.run.records import read_facts, read_metrics
 from tests.harness import run_ranks
 from tests.train.launched import children
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import onefold
-from onefold import leftovers
-from onefold.agree import fingerprint
+from onefold.comm import inflight as leftovers
+from onefold.comm.agreement import fingerprint
 from tests.harness import fresh_ranks, run_ranks
 
 STAGES = (0, 1, 2, 3)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
-from onefold.engine import engine_of
-from onefold.inventory import storages
-from onefold.memory import CATEGORIES
+from onefold.comm.buffers import CATEGORIES
+from onefold.observe.inventory import storages
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
 from tests.parity.models import GPT, Case, token_loss

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.train.cut import Part, loss_of
-from onefold.train.model import GPT, Block, initialise
+from onefold.cost.shapes import Shape
+from onefold.train.run.cut import Part, loss_of
+from onefold.train.run.model import GPT, Block, initialise
 from tests.harness import run_ranks, run_ranks_raises
 
 SHAPE = Shape(layers=4, hidden=32, heads=2, seq=16, vocab=48)

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import onefold
-from onefold.engine import engine_of
 from onefold.errors import ConfigError, ModelError, StateError
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks, run_ranks_raises
 from tests.harness.grids import thinned
 from tests.pipeline.steps import place_in, stepped

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.train.cut import Part, loss_of
-from onefold.train.model import GPT, Block, initialise
+from onefold.cost.shapes import Shape
+from onefold.train.run.cut import Part, loss_of
+from onefold.train.run.model import GPT, Block, initialise
 from tests.harness import run_ranks, run_ranks_raises
 from tests.pipeline.steps import place_in, stepped
 

@@ -16,12 +16,12 @@ import onefold
 from onefold.cli.main import main
 from onefold.cli.tables import show_plan
 from onefold.cli.verify import EXACT, PEAK, STATES, Check, VerifyCommand, compare, verdict
-from onefold.config import Zero
-from onefold.planner.dry import rehearse
+from onefold.cost.shapes import Shape
+from onefold.observe.rehearsal import rehearse
+from onefold.observe.simulation import train_step
 from onefold.planner.plan import cost_of
-from onefold.planner.shapes import Shape
-from onefold.simulate import train_step
-from onefold.train.model import GPT
+from onefold.settings.zero import Zero
+from onefold.train.run.model import GPT
 from tests.harness import run_ranks
 from tests.train.launched import launched
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import onefold
-from onefold.config import Zero
-from onefold.planner.dry import rehearse
+from onefold.cost.shapes import Shape
+from onefold.cost.sizes import of_layout
+from onefold.cost.states import state_bytes
+from onefold.model.survey import FROZEN, place, survey
+from onefold.observe.rehearsal import rehearse
+from onefold.observe.simulation import train_step
 from onefold.planner.plan import OPTIMIZERS, cost_of
-from onefold.planner.shapes import Shape
-from onefold.planner.sizes import of_layout
-from onefold.planner.states import state_bytes
-from onefold.precision import Precision
-from onefold.simulate import train_step
-from onefold.survey import FROZEN, place, survey
-from onefold.train.model import GPT
+from onefold.settings.precision import Precision
+from onefold.settings.zero import Zero
+from onefold.train.run.model import GPT
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
 

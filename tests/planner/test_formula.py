@@ -8,16 +8,16 @@ import itertools
 import pytest
 import torch
 
-from onefold.config import Zero
-from onefold.offload import Offload
-from onefold.planner.dry import rehearse
-from onefold.planner.estimate import Choice, Estimate
-from onefold.planner.hardware import hardware
+from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.hardware import hardware
+from onefold.cost.shapes import Shape
+from onefold.cost.work import Work, grid_of
+from onefold.observe.rehearsal import rehearse
 from onefold.planner.plan import cost_of
-from onefold.planner.shapes import Shape
-from onefold.planner.work import Work, grid_of
-from onefold.precision import Precision
-from onefold.train.model import GPT
+from onefold.settings.offload import Offload
+from onefold.settings.precision import Precision
+from onefold.settings.zero import Zero
+from onefold.train.run.model import GPT
 
 DEEP = Shape(layers=4, hidden=128, heads=4, seq=128, vocab=256)  # blocks are the most of it
 WORDY = Shape(layers=2, hidden=64, heads=2, seq=64, vocab=4096)  # embedding, logits and loss are

@@ -4,23 +4,23 @@ import dataclasses
 
 import pytest
 
-from onefold.lookahead import exposed_s
-from onefold.placement import STAGES
-from onefold.planner.activations import PER_BLOCK, of_shape, tensor_parallel_elements
-from onefold.planner.estimate import Choice, Estimate
-from onefold.planner.hardware import hardware
-from onefold.planner.search import days, largest_model
-from onefold.planner.seconds import (
+from onefold.cost.activations import PER_BLOCK, of_shape, tensor_parallel_elements
+from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.hardware import hardware
+from onefold.cost.prefetch import exposed_s
+from onefold.cost.search import days, largest_model
+from onefold.cost.seconds import (
     break_even_batch,
     compute_step_s,
     equal_look_ahead,
     look_ahead,
     stage3_communication_s,
 )
-from onefold.planner.shapes import PAPER, SHAPES, Shape, named
-from onefold.planner.sizes import Widths
-from onefold.planner.states import StateCost
-from onefold.planner.work import Work, grid_of
+from onefold.cost.shapes import PAPER, SHAPES, Shape, named
+from onefold.cost.sizes import Widths
+from onefold.cost.states import StateCost
+from onefold.cost.work import Work, grid_of
+from onefold.settings.placement import STAGES
 
 GB = 1e9
 MIXED = Widths(compute=2, wire=2, grad=2, master=4)  # 2 + 2 + 4 + 8 = 16 bytes per parameter with Adam

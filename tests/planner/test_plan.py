@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.engine import engine_of
+from onefold.cost.hardware import TABLE, hardware
+from onefold.cost.machine import here
+from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError, ModelError
-from onefold.planner.hardware import TABLE, hardware
-from onefold.planner.here import here
 from onefold.planner.measure import measured
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
+from onefold.runtime.engine import engine_of
+from onefold.train.run.model import GPT
 from tests.harness import run_ranks
 
 SHAPE = Shape(layers=2, hidden=64, heads=2, seq=32, vocab=64)
@@ -74,9 +74,9 @@ def test_a_model_on_meta_is_planned_too():
 
 
 def test_a_larger_batch_needs_more_and_checkpointing_less():
-    from onefold.config import Zero
-    from onefold.planner.dry import rehearse
-    from onefold.planner.states import StateCost
+    from onefold.cost.states import StateCost
+    from onefold.observe.rehearsal import rehearse
+    from onefold.settings.zero import Zero
 
     shape = Shape(layers=4, hidden=64, heads=2, seq=64, vocab=64)
 

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from onefold.planner.estimate import Choice
-from onefold.planner.hardware import hardware
-from onefold.planner.search import Question, fewest_ranks, largest_batch, recommend
-from onefold.planner.shapes import PAPER, Shape
-from onefold.planner.sizes import Widths
-from onefold.planner.states import StateCost
-from onefold.planner.work import Work
+from onefold.cost.estimate import Choice
+from onefold.cost.hardware import hardware
+from onefold.cost.search import Question, fewest_ranks, largest_batch, recommend
+from onefold.cost.shapes import PAPER, Shape
+from onefold.cost.sizes import Widths
+from onefold.cost.states import StateCost
+from onefold.cost.work import Work
 
 MIXED, ADAM = Widths(2, 2, 2, 4), StateCost(8)
 

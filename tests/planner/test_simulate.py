@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onefold.busy import Busy, busy
 from onefold.cli.main import main
 from onefold.cli.simulate import as_dict, show
-from onefold.config import Zero
-from onefold.mesh import simulated_axes
-from onefold.native.update import available, update
-from onefold.rule import next_step
-from onefold.simulate import Simulation, simulate
+from onefold.comm.mesh import simulated_axes
+from onefold.observe.simulation import Simulation, simulate
+from onefold.observe.utilization import Busy, busy
+from onefold.optim.kernels.rule import next_step
+from onefold.optim.kernels.update import available, update
+from onefold.settings.zero import Zero
 
 CPU = torch.device("cpu")
 THOUGHT_S = 0.05

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.cli.main import main
-from onefold.planner.estimate import Choice
-from onefold.planner.hardware import TABLE, Hardware, hardware
-from onefold.planner.search import Question, fits
-from onefold.planner.shapes import PAPER, Shape
-from onefold.planner.sizes import Widths
-from onefold.planner.states import StateCost
+from onefold.cost.estimate import Choice
+from onefold.cost.hardware import TABLE, Hardware, hardware
+from onefold.cost.search import Question, fits
+from onefold.cost.shapes import PAPER, Shape
+from onefold.cost.sizes import Widths
+from onefold.cost.states import StateCost
+from onefold.cost.work import Work
 from onefold.planner.throughput import STATED, at, expected, numbers_for, scaling
-from onefold.planner.work import Work
 
 MIXED, ADAM = Widths(compute=2, wire=2, grad=2, master=4), StateCost(8)
 V100 = hardware("v100-32")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.profiling.breakdown import Breakdown, Part, breakdowns
-from onefold.profiling.report import ProfileReport, step_profile, summary
-from onefold.profiling.trace import BACKWARD, read_trace, tidied
+from onefold.observe.profiling.breakdown import Breakdown, Part, breakdowns
+from onefold.observe.profiling.report import ProfileReport, step_profile, summary
+from onefold.observe.profiling.trace import BACKWARD, read_trace, tidied
 
 MAIN, AUTOGRAD, UPDATES = 1, 2, 3
 COMPUTE, COMMUNICATION, UP = 7, 20, 24

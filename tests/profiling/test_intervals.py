@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.profiling.intervals import Stretch, at, covered, disjoint, innermost, shares
+from onefold.observe.profiling.intervals import Stretch, at, covered, disjoint, innermost, shares
 
 END = 40
 times = st.integers(-5, END + 5)

@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 import onefold
-from onefold.engine import engine_of
+from onefold.comm.spans import Said, read
 from onefold.errors import ConfigError, OnefoldError, StateError
-from onefold.profiling.profile import FILE
-from onefold.spans import Said, read
+from onefold.observe.profiling.profile import FILE
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.parity.models import DIM, GPT, SEQ, VOCAB, Block
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
-from onefold.spans import NOTHING, Said, named, read, span
+from onefold.comm.spans import NOTHING, Said, named, read, span
 
 words = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1)
 odd = 'a "b" \\c …\n\tüber %41 <d>'

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from onefold.native import compiled as module
-from onefold.native.cache import NotOurs, cache_folder, kept, opened
-from onefold.native.compiled import Compiled, compiled, compilers
-from onefold.trust import why_untrusted
+from onefold.files.trust import why_untrusted
+from onefold.optim.kernels import compiled as module
+from onefold.optim.kernels.cache import NotOurs, cache_folder, kept, opened
+from onefold.optim.kernels.compiled import Compiled, compiled, compilers
 from tests.security.others import NOBODY, needs_root
 
 needs_compiler = pytest.mark.skipif(not compilers(), reason="needs a C compiler")
 GOOD, EVIL = 42, 666
-COMPILE = "import sys, pathlib, onefold.native.compiled as it; it.compiled(pathlib.Path(sys.argv[1]))"
+COMPILE = "import sys, pathlib, onefold.optim.kernels.compiled as it; it.compiled(pathlib.Path(sys.argv[1]))"
 
 
 def text(answer: int) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.checkpoint.commit import MANIFEST
-from onefold.checkpoint.importing import open_weights
-from onefold.checkpoint.manifest import DEPTH_LIMIT, HEAD, Manifest
-from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.tensorfile import DTYPES, TensorFile
+from onefold.checkpoint.format.manifest import DEPTH_LIMIT, HEAD, Manifest
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import DTYPES, TensorFile
+from onefold.checkpoint.format.weights import open_weights
+from onefold.checkpoint.protocol.commit import MANIFEST
+from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError
-from onefold.layout import Span
 from tests.checkpoint.drive import save
 from tests.checkpoint.test_hostile import places, row, signed, tensor_file
 from tests.security.others import one_line, run_here

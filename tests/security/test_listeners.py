@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.rendezvous import Place, _listener
+from onefold.comm.rendezvous import Place, _listener
 from tests.train.launched import SMALL, Launch, launched
 
 pytestmark = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import onefold
-from onefold.checkpoint import load as loading
-from onefold.checkpoint.reading import Checkpoint
+from onefold.checkpoint.format.reading import Checkpoint
+from onefold.checkpoint.protocol import load as loading
 from onefold.errors import CheckpointRemoved
 from tests.harness import run_ranks
 

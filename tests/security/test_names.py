@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from onefold.checkpoint.manifest import Manifest, ParamRecord
-from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.format.manifest import Manifest, ParamRecord
+from onefold.checkpoint.format.storage import Storage
 from onefold.cli.main import main
 from onefold.cli.sample import _shown
 from onefold.cli.screen import Screen
-from onefold.train.page import POLICY, command, link
-from onefold.visible import visible
+from onefold.files.visible import visible
+from onefold.train.report.page import POLICY, command, link
 from tests.checkpoint.drive import save
 from tests.checkpoint.test_hostile import signed
 from tests.train.browser import BROWSER, needs_browser

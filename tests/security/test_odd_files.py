@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.format.storage import Storage
 from tests.checkpoint.drive import save
 from tests.security.others import End, one_line, run_here
 from tests.train.written import write_profile, write_run

@@ -13,12 +13,12 @@ import pytest
 
 from onefold.cli.report import _strict
 from onefold.errors import OnefoldError
-from onefold.limited import JSON_BYTES_LIMIT, LINE_BYTES_LIMIT, LINES_BYTES_LIMIT, read_bytes
-from onefold.train import sections
-from onefold.train.comparison import _runs, _table, cards, lead
-from onefold.train.figures import Run, agreement, headline, read_run
-from onefold.train.report import reported
-from onefold.train.toml import read_toml
+from onefold.files.limited import JSON_BYTES_LIMIT, LINE_BYTES_LIMIT, LINES_BYTES_LIMIT, read_bytes
+from onefold.train.report import sections
+from onefold.train.report.comparison import _runs, _table, cards, lead
+from onefold.train.report.figures import Run, agreement, headline, read_run
+from onefold.train.report.report import reported
+from onefold.train.run.toml import read_toml
 from tests.checkpoint.test_hostile import places
 from tests.security.others import no_longer_than, one_line, run_here
 from tests.train.written import write_profile, write_run
@@ -194,7 +194,7 @@ def test_a_profile_of_no_steps_or_no_time_is_one_line(run):
 
 def test_a_model_of_made_up_size_is_refused_before_it_is_built(run):
     """facts.json says how large the model is; the checkpoint knows."""
-    from onefold.checkpoint.storage import Storage
+    from onefold.checkpoint.format.storage import Storage
     from tests.checkpoint.drive import save
 
     save(Storage(), run / "checkpoints", 1)

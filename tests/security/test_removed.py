@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from onefold.checkpoint.commit import committed, find
-from onefold.checkpoint.export import export
-from onefold.checkpoint.reading import TRIES, Checkpoint, with_newest
-from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.verify import verify
+from onefold.checkpoint.format.export import export
+from onefold.checkpoint.format.reading import TRIES, Checkpoint, with_newest
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.verify import verify
+from onefold.checkpoint.protocol.commit import committed, find
 from onefold.cli.checkpoint import checkpoints_in
 from onefold.cli.main import main
 from onefold.errors import CheckpointRemoved
@@ -27,7 +27,7 @@ from tests.checkpoint.drive import load, save
 PRUNER = """
 import sys, select
 from pathlib import Path
-from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.format.storage import Storage
 from tests.checkpoint.drive import save
 run, step = Path(sys.argv[1]), 1
 while not select.select([sys.stdin], [], [], 0)[0]:

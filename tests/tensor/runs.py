@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
-from onefold.train.tensor_parallel import parallelize
+from onefold.cost.shapes import Shape
+from onefold.train.run.model import GPT
+from onefold.train.run.tensor_parallel import parallelize
 
 SHAPE = Shape(layers=2, hidden=16, heads=4, seq=8, vocab=50)  # 4 does not divide 50
 LR = {"lr": 0.1, "momentum": 0.9}

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import onefold
-from onefold.checkpoint.manifest import Manifest
-from onefold.layout import Span
-from onefold.placement import Scope
-from onefold.slices import UnitOptimizer
-from onefold.train.model import GPT
+from onefold.checkpoint.format.manifest import Manifest
+from onefold.cost.layout import Span
+from onefold.optim.unit_optimizer import UnitOptimizer
+from onefold.settings.placement import Scope
+from onefold.train.run.model import GPT
 from tests.harness import run_ranks, run_ranks_raises
 from tests.parity.training import same_bits
 from tests.tensor.runs import Run, built, stream_of, turn

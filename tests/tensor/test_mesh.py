@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold.mesh import axes_of
+from onefold.comm.mesh import axes_of
 from tests.harness import run_ranks, run_ranks_raises
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import onefold
-from onefold.train.model import GPT, initialise
-from onefold.train.tensor_parallel import parallelize
+from onefold.train.run.model import GPT, initialise
+from onefold.train.run.tensor_parallel import parallelize
 from tests.harness import run_ranks
 from tests.parity.training import same_bits
 from tests.tensor.runs import SHAPE, fresh, stream_of, tokens

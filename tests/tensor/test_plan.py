@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
-from onefold.train.tensor_parallel import parallelize
+from onefold.cost.shapes import Shape
+from onefold.train.run.model import GPT
+from onefold.train.run.tensor_parallel import parallelize
 from tests.harness import run_ranks, run_ranks_raises
 from tests.tensor.runs import SHAPE, Run, built, fresh, tokens, train, turn
 

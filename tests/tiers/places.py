@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import tests.harness  # noqa: F401  tells the fork server what to import beforehand
-from onefold.tiers.memory import host_bytes
+from onefold.offload.host_memory import host_bytes
 
 LATEST_S = 240
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.errors import StateError
-from onefold.tiers import disk
-from onefold.tiers.disk import THREADS, Scratch
-from onefold.tiers.memory import bytes_of, host_bytes
+from onefold.offload import disk
+from onefold.offload.disk import THREADS, Scratch
+from onefold.offload.host_memory import bytes_of, host_bytes
 from tests.harness import run_ranks
 from tests.tiers.places import filled, in_child
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from onefold.errors import ConfigError, OffloadError, OnefoldError
-from onefold.tiers import disk
-from onefold.tiers.disk import DiskFile, Scratch
+from onefold.offload import disk
+from onefold.offload.disk import DiskFile, Scratch
 from tests.tiers.places import Refused, filled, in_child, on_ext2, on_tmpfs
 from tests.tiers.test_disk import LATEST_S, held
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from onefold.comm.buffers import storage_key
 from onefold.errors import OffloadError
-from onefold.memory import storage_key
-from onefold.tiers.disk import Scratch
-from onefold.tiers.host import HostPool
-from onefold.tiers.image import Image
+from onefold.offload.disk import Scratch
+from onefold.offload.host import HostPool
+from onefold.offload.image import Image
 
 
 def test_what_rests_has_no_memory_and_comes_back_as_it_was(tmp_path) -> None:

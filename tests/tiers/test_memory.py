@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from onefold.errors import OffloadError
-from onefold.tiers.memory import ALIGN, available_bytes, bytes_of, check_host, host_bytes, size_text
+from onefold.offload.host_memory import ALIGN, available_bytes, bytes_of, check_host, host_bytes, size_text
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from onefold.tiers.disk import Scratch
+from onefold.offload.disk import Scratch
 from tests.tiers.places import filled, on_tmpfs
 
 MIB = 1 << 20
@@ -20,8 +20,8 @@ LATEST_S = 200
 
 SCRIPT = """
 import os, sys
-from onefold.tiers.disk import Scratch
-from onefold.tiers.memory import host_bytes
+from onefold.offload.disk import Scratch
+from onefold.offload.host_memory import host_bytes
 
 for way in ("returns", "raises"):
     if child := os.fork():

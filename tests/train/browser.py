@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from onefold.train.page import POLICY
+from onefold.train.report.page import POLICY
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)

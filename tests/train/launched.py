@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from onefold.train.records import read_lines
+from onefold.train.run.records import read_lines
 
 SMALL = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--eval-windows", "4", "--log-every", "1")
 MARK = "ONEFOLD_TEST_MARK"  # in the environment of all that a launch starts: by it they are found again

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onefold.train.metrics import Listener
-from onefold.train.settings import Settings
-from onefold.train.start import Ended, train
-from onefold.train.stop import Stop
-from onefold.train.toml import to_toml, with_values
+from onefold.train.run.metrics import Listener
+from onefold.train.run.settings import Settings
+from onefold.train.run.start import Ended, train
+from onefold.train.run.stop import Stop
+from onefold.train.run.toml import to_toml, with_values
 from tests.harness import run_ranks
 
 SMALL: dict[str, dict[str, Any]] = {

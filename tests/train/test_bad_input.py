@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from onefold.cli.main import main
-from onefold.train.settings import Settings
-from onefold.train.start import check_folder
+from onefold.train.run.settings import Settings
+from onefold.train.run.start import check_folder
 from tests.harness import fresh_ranks
 from tests.train.launched import SMALL, run
 from tests.train.pooled import one_rank, settings_of

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from onefold.errors import ConfigError
-from onefold.train import digest
-from onefold.train.cache import HEADER_BYTES, Cache, named_draft_of
-from onefold.train.data import load_data, prepare
-from onefold.train.settings import DataSettings
+from onefold.train.run import digest
+from onefold.train.run.cache import HEADER_BYTES, Cache, named_draft_of
+from onefold.train.run.data import load_data, prepare
+from onefold.train.run.settings import DataSettings
 
 NOBODY = 65534
 TEXT = b"private words, " * 40
@@ -154,7 +154,7 @@ def test_an_entry_that_is_a_link_or_a_pipe_is_replaced(settings, tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from onefold.train.cache import Cache
+from onefold.train.run.cache import Cache
 def pieces():
     while True:
         yield b"x" * 65536

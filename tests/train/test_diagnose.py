@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from onefold.train.diagnose import falling_scale, is_out_of_memory, lost_updates, out_of_memory, small_messages
-from onefold.train.metrics import collected
-from onefold.train.schedule import learning_rate
-from onefold.train.stop import Stop
+from onefold.train.run.diagnose import falling_scale, is_out_of_memory, lost_updates, out_of_memory, small_messages
+from onefold.train.run.metrics import collected
+from onefold.train.run.schedule import learning_rate
+from onefold.train.run.stop import Stop
 
 
 def test_a_scale_that_keeps_falling_is_noticed_and_one_that_settles_is_not():

@@ -7,12 +7,12 @@ import torch
 
 from onefold.cli.train import TrainCommand
 from onefold.errors import ConfigError, OnefoldError
-from onefold.train.data import prepare
-from onefold.train.records import read_facts, read_metrics, read_warnings
-from onefold.train.run import append_lines
-from onefold.train.settings import DataSettings, Settings
-from onefold.train.start import check_folder
-from onefold.train.toml import read_toml, to_toml, with_values
+from onefold.train.run.data import prepare
+from onefold.train.run.folder import append_lines
+from onefold.train.run.records import read_facts, read_metrics, read_warnings
+from onefold.train.run.settings import DataSettings, Settings
+from onefold.train.run.start import check_folder
+from onefold.train.run.toml import read_toml, to_toml, with_values
 from tests.harness import run_ranks, run_ranks_raises
 from tests.train.pooled import one_rank, settings_of, trained
 

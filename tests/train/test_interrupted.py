@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from onefold.checkpoint.commit import committed
-from onefold.checkpoint.storage import Storage
-from onefold.train.metrics import Listener, Row
-from onefold.train.settings import Settings
-from onefold.train.start import Ended, train
-from onefold.train.stop import Stop
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.protocol.commit import committed
+from onefold.train.run.metrics import Listener, Row
+from onefold.train.run.settings import Settings
+from onefold.train.run.start import Ended, train
+from onefold.train.run.stop import Stop
 from tests.harness import start_ranks, tell
 from tests.train.launched import Launch, curve, launched, run
 from tests.train.pooled import config_file, settings_of, trained

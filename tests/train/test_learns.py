@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from onefold.train.records import read_facts, read_metrics
+from onefold.train.run.records import read_facts, read_metrics
 from tests.train.launched import run
 from tests.train.pooled import trained
 

@@ -13,7 +13,7 @@ import pytest
 
 from onefold.cli.main import main
 from onefold.errors import ConfigError
-from onefold.train.lock import RunLock, lock_by_existence
+from onefold.train.run.lock import RunLock, lock_by_existence
 from tests.harness import run_ranks_raises
 from tests.train.launched import SMALL, launched
 from tests.train.pooled import one_rank, settings_of
@@ -21,7 +21,7 @@ from tests.train.pooled import one_rank, settings_of
 HOLDER = """
 import sys
 from pathlib import Path
-from onefold.train.lock import RunLock, lock_by_existence
+from onefold.train.run.lock import RunLock, lock_by_existence
 out = Path(sys.argv[2])
 if sys.argv[1] == "flock":
     RunLock(out).__enter__()
@@ -140,7 +140,7 @@ def test_ranks_without_a_launcher_hold_the_folder_and_all_say_who_has_it(tmp_pat
 
 
 def test_a_folder_on_a_file_system_without_locks_is_held_and_given_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("onefold.train.lock.has_locks", lambda _: False)  # none is mounted here
+    monkeypatch.setattr("onefold.train.run.lock.has_locks", lambda _: False)  # none is mounted here
     for _ in range(2):
         with RunLock(tmp_path / "run"), pytest.raises(ConfigError, match="in use by process"):
             RunLock(tmp_path / "run").__enter__()

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from onefold.train.records import read_facts, read_metrics, read_warnings
-from onefold.train.settings import Settings
-from onefold.train.toml import read_toml, with_values
+from onefold.train.run.records import read_facts, read_metrics, read_warnings
+from onefold.train.run.settings import Settings
+from onefold.train.run.toml import read_toml, with_values
 from tests.harness import run_ranks
 from tests.train.launched import curve
 from tests.train.pooled import one_rank, settings_of, trained

@@ -12,8 +12,8 @@ import pytest
 
 from onefold.cli.main import main
 from onefold.errors import OnefoldError
-from onefold.profiling.breakdown import Part
-from onefold.train.records import read_profile
+from onefold.observe.profiling.breakdown import Part
+from onefold.train.run.records import read_profile
 from tests.train.launched import curve, run
 from tests.train.pooled import config_file, trained
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from onefold.cli.main import main
 from onefold.cli.report import compared
 from onefold.errors import OnefoldError
-from onefold.train import comparison, sections
-from onefold.train.charts import Chart
-from onefold.train.figures import STATES, Run, agreement, formula_memory, headline, read_run, smooth, thin
-from onefold.train.report import write_comparison, write_report
+from onefold.train.report import comparison, sections
+from onefold.train.report.charts import Chart
+from onefold.train.report.figures import STATES, Run, agreement, formula_memory, headline, read_run, smooth, thin
+from onefold.train.report.report import write_comparison, write_report
 from tests.train.browser import look, needs_browser
 from tests.train.pooled import trained
 from tests.train.written import PSI, RANKS, facts_of, write_profile, write_run

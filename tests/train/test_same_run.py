@@ -11,11 +11,11 @@ import numpy
 import pytest
 
 from onefold.cli.main import main
-from onefold.limited import JSON_BYTES_LIMIT
-from onefold.train.records import read_facts, read_metrics
-from onefold.train.settings import DataSettings, Settings
-from onefold.train.source import find_source
-from onefold.train.toml import NOT_SAVED, to_toml, with_values
+from onefold.files.limited import JSON_BYTES_LIMIT
+from onefold.train.run.records import read_facts, read_metrics
+from onefold.train.run.settings import DataSettings, Settings
+from onefold.train.run.source import find_source
+from onefold.train.run.toml import NOT_SAVED, to_toml, with_values
 from tests.harness import fresh_ranks, run_ranks, run_ranks_raises
 from tests.train.launched import launched
 from tests.train.pooled import config_file, one_rank, settings_of, trained

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import onefold
 from onefold.cli.main import main
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT
-from onefold.train.run import write_facts
-from onefold.train.sample import Bytes, continuation, open_run
+from onefold.cost.shapes import Shape
+from onefold.train.run.folder import write_facts
+from onefold.train.run.model import GPT
+from onefold.train.run.sample import Bytes, continuation, open_run
 from tests.harness import run_ranks
 
 SHAPE = Shape(layers=2, hidden=32, heads=2, seq=16, vocab=256)

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.train.sampling import Windows, permute, share
+from onefold.train.run.sampling import Windows, permute, share
 
 sizes = st.integers(1, 1000)
 windows = st.builds(

@@ -3,7 +3,7 @@
 import math
 
 from onefold.cli.screen import figures
-from onefold.train.metrics import Row
+from onefold.train.run.metrics import Row
 
 
 def row(**fields):

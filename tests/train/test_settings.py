@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.errors import ConfigError
-from onefold.train.settings import Settings, flat
-from onefold.train.toml import read_toml, to_toml, with_values
+from onefold.train.run.settings import Settings, flat
+from onefold.train.run.toml import read_toml, to_toml, with_values
 
 text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 trees = st.builds(

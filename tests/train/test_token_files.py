@@ -8,9 +8,9 @@ import numpy
 import pytest
 
 from onefold.errors import ConfigError
-from onefold.train.data import load_data, prepare
-from onefold.train.settings import DataSettings
-from onefold.train.tokens import open_tokens
+from onefold.train.run.data import load_data, prepare
+from onefold.train.run.settings import DataSettings
+from onefold.train.run.tokens import open_tokens
 
 
 def npy(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.train.data import load_data, prepare
-from onefold.train.settings import DataSettings
-from onefold.train.tokenizer import decoded, encoded
+from onefold.train.run.data import load_data, prepare
+from onefold.train.run.settings import DataSettings
+from onefold.train.run.tokenizer import decoded, encoded
 
 tokenizers = pytest.importorskip("tokenizers")
 GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -100,8 +100,8 @@ def test_a_file_keeps_all_its_tokens_where_a_tokenizers_file_cuts_inputs(tmp_pat
 PEAK = """
 import json, resource, sys
 from pathlib import Path
-from onefold.train.data import prepare
-from onefold.train.settings import DataSettings
+from onefold.train.run.data import prepare
+from onefold.train.run.settings import DataSettings
 tokenizer, small, large, cache = sys.argv[1:]
 def peak(path):
     prepare(DataSettings(data=Path(path), tokenizer=tokenizer, cache=Path(cache)))

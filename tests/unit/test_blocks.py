@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from onefold.blocks import block_of, find_blocks
+from onefold.model.blocks import block_of, find_blocks
 
 
 class Layer(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, optim
 
 from onefold import OptimizerError
-from onefold.elementwise import StateCost, examine
+from onefold.optim.elementwise import StateCost, examine
 
 CPU = torch.device("cpu")
 

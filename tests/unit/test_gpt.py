@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import onefold
-from onefold.planner.shapes import Shape
-from onefold.train.model import GPT, initialise
+from onefold.cost.shapes import Shape
+from onefold.train.run.model import GPT, initialise
 from tests.harness import run_ranks
 
 SHAPE = Shape(layers=8, hidden=128, heads=4, seq=32, vocab=512)

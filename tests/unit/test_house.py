@@ -10,33 +10,43 @@ import onefold
 
 # Each module imports only modules before it.
 ORDER = [
-    "version", "errors", "trust", "native.cache", "visible", "limited", "placement", "offload", "layout",
-    "planner.shapes", "planner.sizes", "planner.states", "planner.traffic", "precision", "scaling", "rounding",
-    "rule", "spans", "native.compiled", "native.threads", "native.update", "meter", "sums", "leftovers", "config",
-    "planner.activations", "blocks", "parts", "memory", "tiers.memory", "tiers.files", "tiers.disk", "tiers.host",
-    "tiers.image", "tiers.place", "views", "survey", "rendezvous", "mesh", "comm", "agree", "edits", "values",
-    "master", "parcel", "gradients", "desk", "unit", "rounds", "lookahead", "watch", "schedule", "passes", "shown",
-    "tree", "phases", "untied", "update_policy", "whole_gradients", "engine", "containers", "casts", "hooks",
-    "activations.arena", "activations.moves", "activations.store", "activations.recompute", "activations.policy",
-    "elementwise", "fused", "slices", "carried", "finite", "jobs", "update_at_step", "host_update",
-    "update_in_backward", "provide", "optimizer", "scheduler", "full", "inventory", "report", "build",
-    "profiling.intervals", "profiling.trace", "profiling.breakdown", "profiling.report", "profiling.profile",
-    "planner.hardware", "planner.moves", "planner.here", "planner.seconds", "planner.arrivals", "planner.peak",
-    "planner.work", "planner.estimate", "planner.search", "planner.throughput", "planner.auto", "activations.auto",
-    "decide", "shard", "tied", "pipeline", "checkpoint.storage", "checkpoint.tensorfile", "checkpoint.order",
-    "checkpoint.manifest", "checkpoint.commit", "checkpoint.reading", "checkpoint.verify", "checkpoint.importing",
-    "checkpoint.export", "checkpoint.notes", "checkpoint.state", "checkpoint.own", "checkpoint.stages",
-    "checkpoint.together", "checkpoint.moment", "checkpoint.background", "checkpoint.save", "checkpoint.names",
-    "checkpoint.restore", "checkpoint.load", "planner.dry", "planner.rows", "planner.plan", "planner.measure",
-    "train.model", "train.tensor_parallel", "train.run", "train.records", "train.sampling", "train.lock",
-    "train.settings", "train.toml", "train.tokens", "train.cache", "train.source", "train.tokenizer",
-    "train.digest", "train.data", "train.same", "train.schedule", "train.stop", "train.diagnose", "train.metrics",
-    "train.profiled", "train.notes", "train.board", "train.environment", "train.probe", "train.loop", "train.start",
-    "train.clean", "train.figures", "train.words", "train.charts", "train.page", "train.sections",
-    "train.comparison", "train.report", "train.sample", "train.cut", "busy", "simulate", "__init__", "cli.subject",
-    "cli.tables", "cli.plots", "cli.throughput", "cli.lifeline", "cli.ranks", "cli.verdict", "cli.launch",
-    "cli.plan", "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.run", "cli.screen",
-    "cli.train", "cli.main",
+    "version", "errors", "files.trust", "optim.kernels.cache", "files.visible", "files.limited", "settings.placement",
+    "settings.offload", "cost.layout", "cost.shapes", "cost.sizes", "cost.states", "cost.traffic",
+    "settings.precision", "optim.loss_scale", "state.rounding", "optim.kernels.rule", "comm.spans",
+    "optim.kernels.compiled", "optim.kernels.threads", "optim.kernels.update", "comm.meter", "comm.sums",
+    "comm.inflight", "settings.zero", "cost.activations", "model.blocks", "model.dtensor_shards", "comm.buffers",
+    "offload.host_memory", "offload.files", "offload.disk", "offload.host", "offload.image", "offload.tiers",
+    "state.views", "model.survey", "comm.rendezvous", "comm.mesh", "comm.communicator", "comm.agreement",
+    "state.edits", "state.flat_parameters", "state.master", "offload.transfer", "state.gradients", "state.staging",
+    "state.unit", "runtime.reduce_schedule", "cost.prefetch", "runtime.timer", "runtime.gather_schedule",
+    "runtime.unsharding", "state.visible_gradients", "model.tree", "runtime.phases", "runtime.untied",
+    "runtime.update_policy", "runtime.whole_gradients", "runtime.engine", "model.containers", "runtime.casts",
+    "runtime.hooks", "activations.arena", "activations.transfers", "activations.store", "activations.recompute",
+    "activations.policy", "optim.elementwise", "optim.kernels.fused", "optim.unit_optimizer", "optim.optimizer_state",
+    "optim.finite", "optim.workers", "optim.update_at_step", "optim.host_update", "optim.update_in_backward",
+    "optim.preflight", "optim.optimizer", "optim.scheduler", "runtime.full_parameters", "observe.inventory",
+    "observe.reports", "model.meta", "observe.profiling.intervals", "observe.profiling.trace",
+    "observe.profiling.breakdown", "observe.profiling.report", "observe.profiling.profile", "cost.hardware",
+    "cost.transfers", "cost.machine", "cost.seconds", "cost.arrivals", "cost.peak", "cost.work", "cost.estimate",
+    "cost.search", "planner.throughput", "cost.automatic", "activations.automatic", "runtime.automatic", "shard",
+    "parallel.tied", "parallel.pipeline", "checkpoint.format.storage", "checkpoint.format.tensorfile",
+    "checkpoint.format.order", "checkpoint.format.manifest", "checkpoint.protocol.commit",
+    "checkpoint.format.reading", "checkpoint.format.verify", "checkpoint.format.weights", "checkpoint.format.export",
+    "checkpoint.format.notes", "checkpoint.protocol.state", "checkpoint.protocol.own", "checkpoint.protocol.stages",
+    "checkpoint.protocol.together", "checkpoint.protocol.quiesce", "checkpoint.protocol.background",
+    "checkpoint.protocol.save", "checkpoint.protocol.names", "checkpoint.protocol.restore",
+    "checkpoint.protocol.load", "observe.rehearsal", "planner.rows", "planner.plan", "planner.measure",
+    "train.run.model", "train.run.tensor_parallel", "train.run.folder", "train.run.records", "train.run.sampling",
+    "train.run.lock", "train.run.settings", "train.run.toml", "train.run.tokens", "train.run.cache",
+    "train.run.source", "train.run.tokenizer", "train.run.digest", "train.run.data", "train.run.same",
+    "train.run.schedule", "train.run.stop", "train.run.diagnose", "train.run.metrics", "train.run.profiled",
+    "train.run.notes", "train.run.board", "train.run.environment", "train.run.probe", "train.run.loop",
+    "train.run.start", "train.run.clean", "train.report.figures", "train.report.words", "train.report.charts",
+    "train.report.page", "train.report.sections", "train.report.comparison", "train.report.report",
+    "train.run.sample", "train.run.cut", "observe.utilization", "observe.simulation", "__init__", "cli.subject",
+    "cli.tables", "cli.plots", "cli.throughput", "cli.lifeline", "cli.ranks", "cli.verdict", "cli.launch", "cli.plan",
+    "cli.verify", "cli.simulate", "cli.checkpoint", "cli.report", "cli.sample", "cli.run", "cli.screen", "cli.train",
+    "cli.main",
 ]  # fmt: skip
 
 SOURCE = Path(onefold.__file__).parent
@@ -44,7 +54,9 @@ FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path
 MODULES = [name for name in FILES if not name.endswith(".__init__")]  # of packages only ours says anything
 TREES = {name: ast.parse(FILES[name].read_text()) for name in MODULES}
 
-TALKERS = ("comm", "mesh", "rendezvous", "pipeline", "train.tensor_parallel")  # the last two by torch's own schedules
+TALKERS = (
+    "comm.communicator", "comm.mesh", "comm.rendezvous", "parallel.pipeline", "train.run.tensor_parallel",
+)  # the last two by torch's own schedules
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
     "allgather", "allreduce", "alltoall", "alltoall_base", "_allgather_base", "_reduce_scatter_base", "barrier",
@@ -116,7 +128,8 @@ def test_every_module_has_its_place_in_the_order():
 
 
 def test_packages_hold_nothing_but_their_modules():
-    assert [name for name, path in FILES.items() if name.endswith(".__init__") and path.read_text().strip()] == []
+    faces = [name for name in FILES if name.endswith(".__init__")]
+    assert [name for name in faces if len(ast.parse(FILES[name].read_text()).body) > 1] == []
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -126,7 +139,7 @@ def test_a_module_imports_only_modules_before_it(name):
     assert "onefold" not in imports(TREES[name]), "the package imports its modules, not the other way round"
 
 
-@pytest.mark.parametrize("name", ["placement", "layout", "errors"])
+@pytest.mark.parametrize("name", ["settings.placement", "cost.layout", "errors"])
 def test_the_integers_know_nothing_of_torch(name):
     assert [full for full in imports(TREES[name]) if inside(full, "torch")] == []
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from onefold.jobs import Job, Line, Room, work
-from onefold.parcel import Parcel
-from onefold.tiers.host import Host, Mark
+from onefold.offload.host import Host, Mark
+from onefold.offload.transfer import Parcel
+from onefold.optim.workers import Job, Line, Room, work
 
 NOWHERE = torch.device("cuda", 99)  # no thread can start there, with a GPU or without
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.layout import ALIGN, Move, ParamInfo, Piece, Span, UnitLayout, padded, plan_units, reshard
+from onefold.cost.layout import ALIGN, Move, ParamInfo, Piece, Span, UnitLayout, padded, plan_units, reshard
 
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2}
 SMALL = st.one_of(st.sampled_from([0, 1, ALIGN - 1, ALIGN, ALIGN + 1]), st.integers(0, 700))

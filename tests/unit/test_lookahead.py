@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.lookahead import choose, exposed_s
+from onefold.cost.prefetch import choose, exposed_s
 
 UNIT_BYTES = 400_000_000  # 200M parameters in 16 bit
 COMPUTE_S = 0.010

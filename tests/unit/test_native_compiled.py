@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from onefold.native import update
-from onefold.native.compiled import Compiled, compiled, compilers
-from onefold.native.threads import quota, threads_here
+from onefold.optim.kernels import update
+from onefold.optim.kernels.compiled import Compiled, compiled, compilers
+from onefold.optim.kernels.threads import quota, threads_here
 from tests.harness import run_ranks
 
 ANSWER = "#ifdef _OPENMP\nint answer(void) { return 42; }\n#else\nint answer(void) { return 41; }\n#endif\n"

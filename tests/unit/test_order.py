@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onefold.checkpoint.manifest import VALUE, ParamRecord
-from onefold.checkpoint.order import Order, dense, nested_stride, rows_of
-from onefold.checkpoint.reading import read_laid
-from onefold.layout import Span
+from onefold.checkpoint.format.manifest import VALUE, ParamRecord
+from onefold.checkpoint.format.order import Order, dense, nested_stride, rows_of
+from onefold.checkpoint.format.reading import read_laid
+from onefold.cost.layout import Span
 
 
 def numbered(order: Order) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 
 from onefold.errors import StateError
-from onefold.phases import PHASES, Due, Event, Phase, after_backward, after_drop, after_forward, after_phase
+from onefold.runtime.phases import PHASES, Due, Event, Phase, after_backward, after_drop, after_forward, after_phase
 
 STEP = [Event.OPENED, Event.REDUCED, Event.AGREED, Event.DROPPED]
 

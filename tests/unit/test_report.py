@@ -1,7 +1,7 @@
 """What reports look like."""
 
-from onefold.meter import Flow
-from onefold.report import TrafficReport
+from onefold.comm.meter import Flow
+from onefold.observe.reports import TrafficReport
 
 
 def test_columns_stay_apart_however_much_there_is():

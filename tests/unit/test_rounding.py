@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.rounding import CHUNK, join, narrow, narrowed, split
+from onefold.state.rounding import CHUNK, join, narrow, narrowed, split
 
 SIGN = 1 << 31
 ADVERSE = [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.errors import ConfigError
-from onefold.scaling import LossScale, Scaler
+from onefold.optim.loss_scale import LossScale, Scaler
 
 
 def test_it_falls_by_the_factor_and_grows_after_the_interval() -> None:

@@ -30,5 +30,5 @@ def test_neither_the_package_nor_a_command_loads_the_compiler():
 
 def test_what_is_loaded_late_is_there_when_it_is_asked_for():
     assert all(hasattr(onefold, name) for name in onefold.__all__)
-    assert onefold.PipelineStage.__module__ == "onefold.pipeline"
+    assert onefold.PipelineStage.__module__ == "onefold.parallel.pipeline"
     assert not hasattr(onefold, "PipelineStages")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from onefold.meter import Flow, Label, Meter
-from onefold.sums import sum_in_order
+from onefold.comm.meter import Flow, Label, Meter
+from onefold.comm.sums import sum_in_order
 
 fast = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

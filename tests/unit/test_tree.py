@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from onefold.errors import StateError
-from onefold.tree import ParameterTree
+from onefold.model.tree import ParameterTree
 
 
 def model() -> nn.Sequential:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from onefold.watch import WATCHED_PASSES, Watch
+from onefold.runtime.timer import WATCHED_PASSES, Watch
 
 UNITS = 6
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from onefold.activations.recompute import Recompute
 from onefold.activations.store import Store
-from onefold.comm import Comm
-from onefold.config import Zero
-from onefold.engine import Engine
+from onefold.comm.communicator import Comm
 from onefold.errors import ConfigError
+from onefold.runtime.engine import Engine
+from onefold.settings.zero import Zero
 
 
 def check_activations(zero: Zero, blocks: Sequence[str], tp: int) -> None:

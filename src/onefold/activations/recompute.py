@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from onefold.activations.store import Call, Kept, Store
-from onefold.containers import tensors_in
-from onefold.engine import Engine
+from onefold.comm.spans import span
 from onefold.errors import ConfigError
-from onefold.passes import Passes, in_backward
-from onefold.spans import span
+from onefold.model.containers import tensors_in
+from onefold.runtime.engine import Engine
+from onefold.runtime.unsharding import Passes, in_backward
 
 
 class Wrapped(NamedTuple):

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from onefold.activations.arena import Arena
-from onefold.activations.moves import CudaMoves, Moves, moves_of
-from onefold.agree import fingerprint
-from onefold.comm import Comm, Pending
+from onefold.activations.transfers import CudaMoves, Moves, moves_of
+from onefold.comm.agreement import fingerprint
+from onefold.comm.buffers import storage_key
+from onefold.comm.communicator import Comm, Pending
+from onefold.comm.meter import Label
+from onefold.comm.spans import NOTHING, span
+from onefold.cost.layout import part_numel
 from onefold.errors import ConfigError, StateError
-from onefold.layout import part_numel
-from onefold.memory import storage_key
-from onefold.meter import Label
-from onefold.spans import NOTHING, span
-from onefold.views import dense_stride
+from onefold.state.views import dense_stride
 
 ACTIVATION = "activation"  # what its messages are for
 FORWARDS = 1024  # numbers of forwards in the names of messages

@@ -19,15 +19,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from onefold.checkpoint.commit import committed, read_manifest
-from onefold.checkpoint.export import SHARD_BYTES, export
-from onefold.checkpoint.manifest import Manifest, ParamRecord
-from onefold.checkpoint.reading import unless_removed, with_found, with_newest
-from onefold.checkpoint.storage import Storage
-from onefold.checkpoint.verify import Damage, verify
+from onefold.checkpoint.format.export import SHARD_BYTES, export
+from onefold.checkpoint.format.manifest import Manifest, ParamRecord
+from onefold.checkpoint.format.reading import unless_removed, with_found, with_newest
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.verify import Damage, verify
+from onefold.checkpoint.protocol.commit import committed, read_manifest
 from onefold.errors import CheckpointRemoved
-from onefold.train.run import RunFolder
-from onefold.visible import visible
+from onefold.files.visible import visible
+from onefold.train.run.folder import RunFolder
 
 
 @dataclass(frozen=True)

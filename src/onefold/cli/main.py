@@ -16,7 +16,7 @@ from types import FrameType
 from typing import NamedTuple
 
 from onefold.errors import OnefoldError
-from onefold.visible import visible
+from onefold.files.visible import visible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

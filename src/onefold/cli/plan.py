@@ -16,12 +16,12 @@ from onefold.cli import throughput
 from onefold.cli.plots import check_plot, draw
 from onefold.cli.subject import Compute, Master, Subject, bucket_bytes, policy
 from onefold.cli.tables import show_plan
+from onefold.cost.hardware import Hardware, hardware
+from onefold.cost.search import Question
+from onefold.cost.work import Work
 from onefold.errors import ConfigError
-from onefold.planner.hardware import Hardware, hardware
 from onefold.planner.measure import measured
 from onefold.planner.plan import Plan, answer, cost_of, plan
-from onefold.planner.search import Question
-from onefold.planner.work import Work
 
 
 @dataclass(frozen=True, kw_only=True)

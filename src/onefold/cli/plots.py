@@ -8,12 +8,12 @@ import io
 from pathlib import Path
 from typing import Any
 
+from onefold.cost.estimate import Choice
+from onefold.cost.search import Question
 from onefold.errors import ConfigError
-from onefold.placement import STAGES
-from onefold.planner.estimate import Choice
 from onefold.planner.plan import Plan
-from onefold.planner.search import Question
 from onefold.planner.throughput import expected
+from onefold.settings.placement import STAGES
 
 GB = 1e9
 PARTS = (

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onefold.cli.lifeline import LINE, STOP, die_with
-from onefold.rendezvous import GLOO, LOOPBACK, NCCL, NCCL_LOOPBACK, STORE
+from onefold.comm.rendezvous import GLOO, LOOPBACK, NCCL, NCCL_LOOPBACK, STORE
 
 QUIET = {
     "KINETO_LOG_LEVEL": "99",  # torch's profiler tells of its stages on the screen

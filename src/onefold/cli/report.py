@@ -11,10 +11,10 @@ from typing import Any
 
 import tyro
 
-from onefold.train.figures import agreement, headline, read_run
-from onefold.train.records import run_folders
-from onefold.train.report import is_comparison, write_any
-from onefold.visible import visible
+from onefold.files.visible import visible
+from onefold.train.report.figures import agreement, headline, read_run
+from onefold.train.report.report import is_comparison, write_any
+from onefold.train.run.records import run_folders
 
 
 @dataclass(frozen=True, kw_only=True)

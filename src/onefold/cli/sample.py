@@ -13,8 +13,8 @@ import torch
 import tyro
 
 from onefold.errors import ConfigError
-from onefold.train.sample import continuation, open_run
-from onefold.visible import visible
+from onefold.files.visible import visible
+from onefold.train.run.sample import continuation, open_run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from onefold.planner.search import text_of
-from onefold.train.metrics import Listener, Row
-from onefold.visible import visible
+from onefold.cost.search import text_of
+from onefold.files.visible import visible
+from onefold.train.run.metrics import Listener, Row
 
 
 class Voice(Console):

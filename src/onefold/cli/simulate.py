@@ -11,9 +11,9 @@ from typing import Literal
 
 from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, seconds, table
-from onefold.planner.search import text_of
-from onefold.simulate import Simulation, simulate
-from onefold.train.model import initialise
+from onefold.cost.search import text_of
+from onefold.observe.simulation import Simulation, simulate
+from onefold.train.run.model import initialise
 
 
 @dataclass(frozen=True, kw_only=True)

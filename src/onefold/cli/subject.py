@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from onefold.config import Zero
+from onefold.cost.shapes import Shape, named
 from onefold.errors import ConfigError
-from onefold.limited import read_json
-from onefold.offload import Offload
+from onefold.files.limited import read_json
 from onefold.planner.plan import cost_of
-from onefold.planner.shapes import Shape, named
-from onefold.precision import Precision
-from onefold.train.model import GPT
+from onefold.settings.offload import Offload
+from onefold.settings.precision import Precision
+from onefold.settings.zero import Zero
+from onefold.train.run.model import GPT
 
 Master = Literal["fp32", "split"]
 Compute = Literal["fp32", "bf16", "fp16"]

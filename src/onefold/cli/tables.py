@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from onefold.cost.search import text_of
 from onefold.planner.plan import Plan
 from onefold.planner.rows import Row
-from onefold.planner.search import text_of
 
 
 def console() -> Console:

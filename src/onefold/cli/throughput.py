@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from onefold.cli.plots import STAGE_COLOURS, plotter, save
 from onefold.cli.tables import console, seconds, table
+from onefold.cost.search import Question, check_question
 from onefold.errors import ConfigError
-from onefold.planner.search import Question, check_question
 from onefold.planner.throughput import STATED, Point, expected, numbers_for, scaling
 
 STAGES = (1, 2, 3)

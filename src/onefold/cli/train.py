@@ -20,31 +20,31 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.commit import committed, step_name
-from onefold.checkpoint.storage import Storage
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.protocol.commit import committed, step_name
 from onefold.cli.launch import Launch, Launcher, give_up, is_rank, onefold_command, say
 from onefold.cli.lifeline import FINISHED, PREPARING, TRAINING, Lifeline
 from onefold.cli.ranks import private_file
 from onefold.cli.screen import Screen
 from onefold.cli.verdict import Outcome
+from onefold.comm.mesh import leave
+from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError, OnefoldError
-from onefold.mesh import leave
-from onefold.planner.shapes import Shape
-from onefold.tiers.files import check_folder as check_disk
-from onefold.train.board import Board, check_board
-from onefold.train.clean import clean_up
-from onefold.train.data import prepare
-from onefold.train.lock import LAUNCHED, RunLock
-from onefold.train.metrics import Listener
-from onefold.train.records import read_facts, read_metrics, read_profile
-from onefold.train.run import RunFolder, replace
-from onefold.train.same import check_resumable, check_same
-from onefold.train.settings import Settings
-from onefold.train.source import find_source
-from onefold.train.start import check_folder, train
-from onefold.train.stop import Stop
-from onefold.train.tokenizer import find_tokenizer
-from onefold.train.toml import NOT_SAVED, read_toml, to_toml, with_values
+from onefold.offload.files import check_folder as check_disk
+from onefold.train.run.board import Board, check_board
+from onefold.train.run.clean import clean_up
+from onefold.train.run.data import prepare
+from onefold.train.run.folder import RunFolder, replace
+from onefold.train.run.lock import LAUNCHED, RunLock
+from onefold.train.run.metrics import Listener
+from onefold.train.run.records import read_facts, read_metrics, read_profile
+from onefold.train.run.same import check_resumable, check_same
+from onefold.train.run.settings import Settings
+from onefold.train.run.source import find_source
+from onefold.train.run.start import check_folder, train
+from onefold.train.run.stop import Stop
+from onefold.train.run.tokenizer import find_tokenizer
+from onefold.train.run.toml import NOT_SAVED, read_toml, to_toml, with_values
 
 NO_ADVICE = ("ConfigError", "CheckpointError", "CheckpointDamaged")  # errors that going on would only meet again
 
@@ -258,7 +258,7 @@ def _profiled(run: Settings) -> dict[str, Any]:
 
 def _report(out: Path, *, comparison: bool) -> Path | None:
     try:
-        from onefold.train.report import write_comparison, write_report
+        from onefold.train.report.report import write_comparison, write_report
 
         return write_comparison(out) if comparison else write_report(out)
     except ImportError:

@@ -17,17 +17,17 @@ from onefold.cli.launch import give_up, is_rank, run_ranks
 from onefold.cli.lifeline import Lifeline
 from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, table
-from onefold.config import Zero
-from onefold.inventory import DISK
-from onefold.mesh import init
-from onefold.optimizer import Optimizer
-from onefold.planner.dry import Rehearsal, rehearse
+from onefold.comm.mesh import init
+from onefold.cost.search import text_of
+from onefold.observe.inventory import DISK
+from onefold.observe.rehearsal import Rehearsal, rehearse
+from onefold.observe.reports import MemoryReport, memory, traffic
+from onefold.observe.simulation import train_step
+from onefold.offload.files import check_folder
+from onefold.optim.optimizer import Optimizer
 from onefold.planner.plan import OPTIMIZERS, cost_of
-from onefold.planner.search import text_of
-from onefold.report import MemoryReport, memory, traffic
+from onefold.settings.zero import Zero
 from onefold.shard import shard
-from onefold.simulate import train_step
-from onefold.tiers.files import check_folder
 
 STATES, PEAK, EXACT = 0.02, 0.10, 0.0  # how far off a figure may be
 WARM_UP = 2  # steps until buffers and orders are settled

@@ -1,0 +1,1 @@
+"""What fits, how long it takes, what to choose. Nothing below imports it."""

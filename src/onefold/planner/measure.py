@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from onefold.comm import Comm
-from onefold.mesh import axes_of, init
-from onefold.meter import Label, Meter
-from onefold.planner.hardware import Hardware
-from onefold.planner.here import here
+from onefold.comm.communicator import Comm
+from onefold.comm.mesh import axes_of, init
+from onefold.comm.meter import Label, Meter
+from onefold.cost.hardware import Hardware
+from onefold.cost.machine import here
 
 LINK_BYTES = 32 << 20
 PATIENCE_S = 60.0

@@ -11,18 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from onefold.blocks import block_of, find_blocks
-from onefold.config import Zero
-from onefold.elementwise import examine
-from onefold.errors import ConfigError
-from onefold.layout import ParamInfo
-from onefold.offload import AUTO, Offload
-from onefold.planner.dry import Loss, Rehearsal, rehearse
-from onefold.planner.estimate import Choice
-from onefold.planner.hardware import Hardware, hardware
-from onefold.planner.here import here
-from onefold.planner.rows import Recommendation, Row, exact_row, recommendation_of, row_of
-from onefold.planner.search import (
+from onefold.cost.estimate import Choice
+from onefold.cost.hardware import Hardware, hardware
+from onefold.cost.layout import ParamInfo
+from onefold.cost.machine import here
+from onefold.cost.search import (
     CHOICES,
     ROOM,
     Question,
@@ -30,11 +23,18 @@ from onefold.planner.search import (
     recommend,
     text_of,
 )
-from onefold.planner.states import StateCost
-from onefold.planner.work import Module, Work
-from onefold.precision import NAMES, Precision
-from onefold.rule import knows
-from onefold.survey import FROZEN, survey
+from onefold.cost.states import StateCost
+from onefold.cost.work import Module, Work
+from onefold.errors import ConfigError
+from onefold.model.blocks import block_of, find_blocks
+from onefold.model.survey import FROZEN, survey
+from onefold.observe.rehearsal import Loss, Rehearsal, rehearse
+from onefold.optim.elementwise import examine
+from onefold.optim.kernels.rule import knows
+from onefold.planner.rows import Recommendation, Row, exact_row, recommendation_of, row_of
+from onefold.settings.offload import AUTO, Offload
+from onefold.settings.precision import NAMES, Precision
+from onefold.settings.zero import Zero
 
 HERE = ("keep", "checkpoint", "checkpoint+host")  # what a plan for a module rehearses: it knows no tensor parallelism
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from onefold.planner.dry import Rehearsal
-from onefold.planner.estimate import Estimate, usable_bytes
-from onefold.planner.hardware import Hardware
-from onefold.planner.search import Question, Ranked, days, fewest_ranks, fits, largest_batch, largest_model
-from onefold.planner.seconds import break_even_batch
-from onefold.planner.traffic import Sent
+from onefold.cost.estimate import Estimate, usable_bytes
+from onefold.cost.hardware import Hardware
+from onefold.cost.search import Question, Ranked, days, fewest_ranks, fits, largest_batch, largest_model
+from onefold.cost.seconds import break_even_batch
+from onefold.cost.traffic import Sent
+from onefold.observe.rehearsal import Rehearsal
 
 
 @dataclass(frozen=True)

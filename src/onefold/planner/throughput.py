@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from onefold.planner.estimate import Choice, Estimate
-from onefold.planner.search import AUTO, Question, fits, in_batch, largest_batch
-from onefold.planner.seconds import StepSeconds
+from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.search import AUTO, Question, fits, in_batch, largest_batch
+from onefold.cost.seconds import StepSeconds
 
 STATED = "a model, not a measurement"
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)

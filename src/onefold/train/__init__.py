@@ -1,0 +1,1 @@
+"""`onefold train`: runs, and reports of runs."""

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 import onefold
-from onefold.engine import ATTRIBUTE
+from onefold.runtime.engine import ATTRIBUTE
 from tests.harness import run_ranks
 from tests.parity.training import same_bits
 

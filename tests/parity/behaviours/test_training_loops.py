@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
-from onefold.comm import Comm
-from onefold.engine import engine_of
+from onefold.comm.communicator import Comm
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
 from tests.parity.behaviours.engines import STAGES, Engine, Staged, bare, batch, check, compare, mlp, on_rank, params_of

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onefold import slices
-from onefold.config import Zero
-from onefold.native.update import _kernel, available, update
-from onefold.planner.dry import rehearse
+from onefold.observe.rehearsal import rehearse
+from onefold.optim import unit_optimizer as slices
+from onefold.optim.kernels.update import _kernel, available, update
 from onefold.planner.plan import cost_of
+from onefold.settings.zero import Zero
 from tests.harness import run_ranks
 from tests.parity.precision.test_stages_16bit import POLICIES, run_in
 from tests.parity.training import Trained, differing, digest_of, train

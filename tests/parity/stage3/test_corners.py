@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.engine import engine_of
+from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.parity.stage3.compare import DIM, Block, Case, assert_equal, batch, blocks, differences
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onefold
-from onefold.engine import engine_of
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.parity.stage3.compare import DIM, batch, blocks
 from tests.parity.test_traffic import padded_bytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from onefold.engine import engine_of
+from onefold.runtime.engine import engine_of
 from tests.harness import RankFailure, run_ranks
 from tests.parity.stage3.compare import DIM, Case, assert_equal, batch, blocks, differences, equal
 from tests.parity.stage3.test_branches import Chain

@@ -1,0 +1,1 @@
+"""What is on disk: files, manifests, folders. No processes."""

@@ -1,0 +1,162 @@
+"""A checkpoint's weights as a Hugging Face folder: safetensors shards and their index, streamed tensor by tensor.
+
+Runs in one process, needs no model, and holds one chunk at a time (one tensor where it is stored in parts, or its
+strides are not those of safetensors). Like a checkpoint, the folder gets its name when all of it is written.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onefold.checkpoint.format.manifest import ParamRecord
+from onefold.checkpoint.format.order import rows_of
+from onefold.checkpoint.format.reading import Checkpoint, read_laid, with_newest
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import Block, write_tensors
+from onefold.checkpoint.protocol.commit import remove_all
+from onefold.cost.layout import Span
+from onefold.errors import CheckpointError, ConfigError
+
+SHARD_BYTES = 5_000_000_000  # what Hugging Face writes by default
+CHUNK_BYTES = 16 << 20
+NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Exported(NamedTuple):
+    folder: Path
+    step: int
+    files: tuple[str, ...]
+    tensors: int
+    bytes: int
+
+
+def export(
+    folder: str | Path, out: str | Path, dtype: str | torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> Exported:
+    """Write the weights of the newest checkpoint in `folder`, or of one step-… folder, to the new folder `out`.
+
+    `dtype` ("fp32", "bf16", "fp16") is for the parameters; without it they stay as they were trained. Tied weights
+    are written once, under their first name. Not collective: call it on one rank.
+
+    >>> import tempfile, torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = onefold.save(folder, model, step=1)
+    ...     onefold.export(folder, folder + "/weights", dtype="bf16").files
+    ('model.safetensors',)
+    """
+    storage, target = Storage(), Path(out).absolute()
+    wanted = _dtype(dtype)
+    if shard_bytes <= 0:
+        raise ConfigError(f"shard_bytes={shard_bytes} is not a number of bytes above 0")
+    if storage.exists(target) and not (storage.is_folder(target) and not storage.names(target)):
+        raise CheckpointError(f"{target} exists; name a folder that does not, so that nothing is overwritten")
+    return with_newest(storage, Path(folder), lambda path: _export(storage, path, target, wanted, shard_bytes))
+
+
+def _export(storage: Storage, path: Path, target: Path, wanted: torch.dtype | None, shard_bytes: int) -> Exported:
+    checkpoint = Checkpoint(storage, path)
+    records = [record for record in checkpoint.manifest.records if record.kind != "extra"]
+    shards = _shards([(record, _block(record, wanted)) for record in records], shard_bytes)
+    draft = target.with_name(f".writing-{target.name}-{secrets.token_hex(4)}")
+    storage.make_folder(draft)
+    try:
+        names = _write(storage, draft, checkpoint, shards)
+        storage.rename(draft, target)
+    except Exception:
+        with suppress(CheckpointError):
+            remove_all(storage, draft)
+        raise
+    storage.sync_folder(target.parent)
+    return Exported(target, checkpoint.manifest.step, names, len(records), _bytes(shards))
+
+
+Shard = list[tuple[ParamRecord, Block]]
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    known = NARROW.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype is not None and known not in NARROW.values():
+        raise ConfigError(f"dtype={dtype!r} is not one of {', '.join(NARROW)}")
+    return known
+
+
+def _block(record: ParamRecord, wanted: torch.dtype | None) -> Block:
+    own = record.dtype()
+    parameter = record.kind in ("trained", "frozen") and own.is_floating_point and own.itemsize > 1
+    return Block(record.name, wanted if wanted and parameter else own, record.shape)
+
+
+def _shards(tensors: Sequence[tuple[ParamRecord, Block]], shard_bytes: int) -> list[Shard]:
+    """In order, each as full as it can be."""
+    shards: list[Shard] = [[]]
+    filled = 0
+    for record, block in tensors:
+        if shards[-1] and filled + block.bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append((record, block))
+        filled += block.bytes
+    for shard in shards:
+        shard.sort(key=lambda tensor: -tensor[1].dtype.itemsize)  # widest first: then each starts on its own width
+    return shards
+
+
+def _names(count: int) -> tuple[str, ...]:
+    if count == 1:
+        return ("model.safetensors",)
+    return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
+
+
+def _chunks(checkpoint: Checkpoint, shard: Shard) -> Iterator[Tensor]:
+    for record, block in shard:
+        for values in _values(checkpoint, record):
+            narrow = values.to(block.dtype)
+            if narrow.dtype != values.dtype and bool((narrow.isinf() & values.isfinite()).any()):
+                raise CheckpointError(
+                    f"{record.name} has values too large for {block.dtype}; export it as bf16 or fp32"
+                )
+            yield narrow
+
+
+def _values(checkpoint: Checkpoint, record: ParamRecord) -> Iterator[Tensor]:
+    """Row by row, whatever the strides were."""
+    rows = rows_of(record.shape)
+    alike = record.order.same(rows)
+    step = CHUNK_BYTES // record.dtype().itemsize if alike else max(record.numel, 1)
+    scratch = torch.empty(min(step, record.numel), dtype=record.dtype())
+    for start in range(0, record.numel, step):
+        span = Span(start, min(start + step, record.numel))
+        read_laid(checkpoint, record.name, rows, span, scratch[: span.numel])
+        yield scratch[: span.numel]
+
+
+def _write(storage: Storage, draft: Path, checkpoint: Checkpoint, shards: Sequence[Shard]) -> tuple[str, ...]:
+    names = _names(len(shards))
+    for name, shard in zip(names, shards, strict=True):
+        write_tensors(storage, draft / name, [block for _, block in shard], _chunks(checkpoint, shard))
+    if len(shards) > 1:
+        _write_index(storage, draft, names, shards)
+    storage.sync_folder(draft)
+    return names
+
+
+def _bytes(shards: Sequence[Shard]) -> int:
+    return sum(block.bytes for shard in shards for _, block in shard)
+
+
+def _write_index(storage: Storage, draft: Path, names: Sequence[str], shards: Sequence[Shard]) -> None:
+    homes = {record.name: name for name, shard in zip(names, shards, strict=True) for record, _ in shard}
+    text = json.dumps({"metadata": {"total_size": _bytes(shards)}, "weight_map": homes}, indent=2) + "\n"
+    with storage.create(draft / "model.safetensors.index.json") as out:
+        out.write(memoryview(text.encode()))
+        out.finish()

@@ -1,0 +1,61 @@
+"""Is a committed checkpoint what was written? Reads every byte and checks every digest, in constant memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from onefold.checkpoint.format.reading import Checkpoint
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import CHUNK_BYTES
+from onefold.checkpoint.protocol.commit import MANIFEST
+from onefold.cost.layout import Span
+from onefold.errors import CheckpointDamaged
+
+
+class Damage(NamedTuple):
+    """What is wrong with which tensor in which file; no tensor where the whole file is unreadable."""
+
+    file: str
+    tensor: str | None
+    what: str
+
+
+def verify(storage: Storage, folder: Path, progress: Callable[[int], None] = lambda _: None) -> list[Damage]:
+    """All damage there is. `progress` is told the bytes as they are checked. What cannot be told raises: a file that
+    this user may not read, or a checkpoint that its run removes meanwhile, is not damaged."""
+    try:
+        checkpoint = Checkpoint(storage, folder)
+    except CheckpointDamaged as error:
+        return [Damage(MANIFEST, None, str(error))]
+    return list(_damages(checkpoint, progress))
+
+
+def check(storage: Storage, folder: Path) -> None:
+    """Raises at damage, naming all of it."""
+    damages = verify(storage, folder)
+    if damages:
+        raise CheckpointDamaged("; ".join(damage.what for damage in damages))
+
+
+def _damages(checkpoint: Checkpoint, progress: Callable[[int], None]) -> Iterator[Damage]:
+    scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+    for record in checkpoint.manifest.files:
+        try:
+            checkpoint.file(record.name)
+        except CheckpointDamaged as error:
+            yield Damage(record.name, None, str(error))
+            continue
+        for entry in checkpoint.entries_of(record.name):
+            dtype = checkpoint.record_of(entry).dtype(entry.state)
+            whole = scratch.view(dtype)
+            for start in range(entry.start, entry.stop, whole.numel()):
+                part = Span(start, min(start + whole.numel(), entry.stop))
+                try:
+                    checkpoint.read_entry(entry, part, whole[: part.numel])
+                except CheckpointDamaged as error:
+                    yield Damage(record.name, entry.name, str(error))
+                progress(part.numel * dtype.itemsize)

@@ -1,0 +1,140 @@
+"""Weights that others wrote: a safetensors file or a Hugging Face folder, read by name and range like a checkpoint.
+
+Pickle is refused: reading it runs whatever its author put in. The error names the command that converts it, for those
+who trust the file.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from onefold.checkpoint.format.manifest import VALUE, ParamRecord
+from onefold.checkpoint.format.order import contiguous_stride
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import DTYPE_NAMES, HEADER_BYTES_LIMIT, TensorFile, unique
+from onefold.checkpoint.protocol.commit import step_of
+from onefold.cost.layout import Span
+from onefold.errors import CheckpointDamaged, CheckpointError
+
+INDEX = ".safetensors.index.json"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
+CONVERTER = (  # dicts in dicts become names with dots; what is no tensor stays behind
+    "import sys, torch, safetensors.torch as s; "
+    'f = lambda d, p="": {k: v for n, x in d.items() for k, v in '
+    '(f(x, f"{p}{n}.") if isinstance(x, dict) else {f"{p}{n}": x}).items()}; '
+    's.save_file({k: v.clone().contiguous() for k, v in f(torch.load(sys.argv[1], map_location="cpu")).items() '
+    "if isinstance(v, torch.Tensor)}, sys.argv[2])"
+)
+
+
+def converting(path: Path | str) -> str:
+    return shlex.join(["python", "-c", CONVERTER, str(path), "model.safetensors"])
+
+
+class Weights:
+    """The tensors of some safetensors files. Headers are read at once; data when it is asked for."""
+
+    def __init__(self, storage: Storage, files: Mapping[Path, list[str] | None]) -> None:
+        """From each file these names, or all."""
+        self._homes: dict[str, TensorFile] = {}
+        self.records: dict[str, ParamRecord] = {}
+        for path, names in files.items():
+            file = TensorFile(storage, path)
+            for name in file.blocks if names is None else names:
+                if name not in file.blocks:
+                    raise CheckpointDamaged(f"{path} has no tensor {name!r}, which the index finds there")
+                block = file.blocks[name]
+                self._homes[name] = file
+                states = {VALUE: DTYPE_NAMES[block.dtype]}
+                self.records[name] = ParamRecord(name, "imported", block.shape, contiguous_stride(block.shape), states)
+
+    def read(self, name: str, span: Span, out: Tensor, state: str = VALUE) -> None:
+        assert state == VALUE
+        self._homes[name].read(name, span, out)
+
+
+def open_weights(storage: Storage, path: Path) -> Weights | None:
+    """What others wrote under this path; None where there is nothing of the kind, as in our own folders."""
+    if not storage.is_folder(path):
+        if not storage.exists(path):
+            raise CheckpointError(f"{path} does not exist; wanted is a folder of checkpoints or a safetensors file")
+        if path.suffix in PICKLES or _looks_pickled(storage, path):
+            raise refusal(path, "is a pickle file", converting(path))
+        return Weights(storage, {path: None})
+    names = storage.names(path)
+    if any(step_of(name) is not None for name in names):  # a run's folder, whatever else lies in it
+        return None
+    indexes = [name for name in names if name.endswith(INDEX)]
+    if len(indexes) > 1:
+        raise CheckpointError(f"{path} holds {len(indexes)} indexes: {', '.join(indexes)}; name one file of weights")
+    if indexes:
+        return Weights(storage, _read_index(storage, path / indexes[0]))
+    if "manifest.json" in names:
+        return None
+    files = [name for name in names if name.endswith(".safetensors")]
+    if len(files) > 1:
+        raise CheckpointError(f"{path} holds {', '.join(files[:5])} and no *{INDEX}; name one file")
+    if files:
+        return Weights(storage, {path / files[0]: None})
+    _refuse_pickles(path, names)
+    return None
+
+
+def _looks_pickled(storage: Storage, path: Path) -> bool:
+    """Whatever its name: a zip file, as torch writes, or bare pickle. A safetensors file begins with a length, whose
+    upper half is zero."""
+    if storage.size(path) < 8:
+        return False
+    head = bytearray(8)
+    storage.read(path, 0, memoryview(head))
+    return head.startswith((b"PK\x03\x04", b"\x80")) and any(head[4:])
+
+
+def _read_index(storage: Storage, path: Path) -> dict[Path, list[str] | None]:
+    size = storage.size(path)
+    if size > HEADER_BYTES_LIMIT:
+        raise CheckpointDamaged(f"{path} has {size:,} bytes; at most {HEADER_BYTES_LIMIT:,} are read")
+    text = bytearray(size)
+    storage.read(path, 0, memoryview(text))
+    try:
+        table = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} is no JSON: {error}") from error
+    weights: Any = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(weights, dict):
+        raise CheckpointDamaged(f"{path} has no weight_map")
+    files: dict[Path, list[str] | None] = {}
+    for name, file in weights.items():
+        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+            raise CheckpointDamaged(f"{path} finds {name!r} in {file!r}; wanted is a safetensors file beside it")
+        of_file = files.setdefault(path.parent / file, [])
+        assert of_file is not None
+        of_file.append(name)
+    return files
+
+
+def _refuse_pickles(path: Path, names: list[str]) -> None:
+    if ".metadata" in names:
+        module = "torch.distributed.checkpoint.format_utils"
+        convert = shlex.join(["python", "-m", module, "dcp_to_torch", str(path), "model.pt"])
+        raise refusal(path, "is a torch DCP folder, whose metadata is pickle", convert, then="model.pt")
+    if "zero_to_fp32.py" in names:
+        convert = shlex.join(["python", str(path / "zero_to_fp32.py"), str(path), "out", "--safe_serialization"])
+        raise refusal(path, "is a DeepSpeed folder, which holds pickle", convert)
+    for name in names:
+        if name.endswith(PICKLES):
+            raise refusal(path / name, "is a pickle file", converting(path / name))
+
+
+def refusal(path: Path, what: str, convert: str, then: str | None = None) -> CheckpointError:
+    more = f"\nand then\n  {converting(then)}" if then else ""
+    return CheckpointError(
+        f"{path} {what}; reading pickle runs whatever its author put in, so onefold does not. If you trust it, "
+        f"convert it once:\n  {convert}{more}"
+    )

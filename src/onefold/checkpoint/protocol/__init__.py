@@ -1,0 +1,1 @@
+"""Who writes and reads what, and how all ranks commit or none."""

@@ -1,0 +1,84 @@
+"""At most one save in the background: whoever comes next waits for it, and hears what became of it.
+
+A process that ends waits too, before Python tears down what the save needs, and says so if it failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from torch import Tensor
+
+from onefold.offload.host_memory import host_bytes
+
+LOG = logging.getLogger("onefold")
+
+
+class Worker:
+    """One thread at a time, and the host memory it writes from, which is kept for the next."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._memory: Tensor | None = None
+        self._pinned = False
+
+    @property
+    def kept(self) -> int:
+        """Bytes of that memory."""
+        return 0 if self._memory is None else self._memory.numel()
+
+    def memory(self, size: int, *, pinned: bool) -> Tensor:
+        """Bytes that live until the next call; only with nothing in flight."""
+        assert self._thread is None
+        if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
+            self._memory = None  # before the next is made: never both
+            self._memory, self._pinned = host_bytes(size, pinned=pinned), pinned
+        return self._memory[:size]
+
+    def start(self, work: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+        assert self._thread is None
+        self._thread = threading.Thread(target=run, name="onefold-save", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for what is in flight; raises what it raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None  # only now: an interrupted wait is no end
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def finish_at_exit(self) -> None:
+        try:
+            self.finish()
+        except BaseException as error:
+            LOG.error("the checkpoint that was being saved when the process ended is lost: %s", error)
+
+
+WORKER = Worker()  # one per process: a second save waits for the first
+
+
+def finish_saves() -> None:
+    """Wait until a save in the background is committed; raises what it raised. Call it before the ranks part.
+
+    >>> import onefold
+    >>> onefold.finish_saves()
+    """
+    WORKER.finish()
+
+
+atexit.register(WORKER.finish_at_exit)
+with suppress(AttributeError):  # earlier still: before Python refuses new work to the thread pools that hash
+    threading._register_atexit(WORKER.finish_at_exit)  # type: ignore[attr-defined]

@@ -1,0 +1,136 @@
+"""Filling a sharded model and its optimizer, whatever its stage, precision and number of ranks, from named ranges.
+
+Each rank reads the elements that its master and its optimizer state hold, and no others; where values are whole and the
+optimizer is sharded, the rest arrives by the gather that follows every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from onefold.checkpoint.format.manifest import VALUE, ParamRecord
+from onefold.checkpoint.format.notes import decode_single
+from onefold.checkpoint.format.order import Order
+from onefold.checkpoint.format.reading import Source, read_laid
+from onefold.checkpoint.protocol.state import Param, params_of, pieces
+from onefold.cost.layout import Span
+from onefold.errors import CheckpointError
+from onefold.model.dtensor_shards import held
+from onefold.optim.optimizer import Optimizer
+from onefold.optim.optimizer_state import NewState, take_states
+from onefold.runtime.engine import Engine
+from onefold.state.rounding import narrow
+from onefold.state.views import dense_stride
+
+CHUNK_BYTES = 64 << 20  # of host memory at a time; a range is read together with what shares its digests
+
+
+def chunks(source: Source, name: str, state: str, order: Order, elements: Span) -> Iterator[tuple[Span, Tensor]]:
+    """Elements of a parameter, counted in this order, some at a time, on the host, in their saved dtype."""
+    record = source.records[name]
+    dtype = record.dtype(state)
+    together = not record.order.same(order)  # then each call would read all of it
+    scratch = torch.empty(0, dtype=dtype)
+    for span in [elements] if together else pieces(elements, CHUNK_BYTES // dtype.itemsize):
+        scratch = scratch if scratch.numel() >= span.numel else torch.empty(span.numel, dtype=dtype)
+        read_laid(source, name, order, span, scratch[: span.numel], state)
+        yield span, scratch[: span.numel]
+
+
+def check_kinds(source: Source, found: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> None:
+    """What is complex does not fit into a real tensor, nor a fraction into a whole number."""
+    for name, saved in found.items():
+        for state in source.records[saved].states:
+            dtype = source.records[saved].dtype(state)
+            if not torch.can_cast(dtype, dtypes[name]):
+                raise CheckpointError(
+                    f"{saved} ({state}) is saved in {dtype}, which does not fit {name} in {dtypes[name]}; build the "
+                    f"model with the saved dtype, or leave it out with subset="
+                )
+
+
+def check_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
+    """No number becomes infinite, nor another one."""
+    if _range(dtype) >= _range(values.dtype):
+        return
+    made = values.to(dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        made = made.float() if made.itemsize == 1 else made
+        bad = values.isfinite() & ~made.isfinite()
+    else:
+        bad = made != values
+    if bool(bad.any()):
+        raise CheckpointError(f"{name} has values too large for {dtype}; load it in a wider precision (bf16 or fp32)")
+
+
+def _range(dtype: torch.dtype) -> float:
+    if dtype is torch.bool:
+        return 1
+    return torch.finfo(dtype).max if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> None:
+    """Parameters; `found` gives the saved name of each that is to be loaded."""
+    params = {param.name: param for param in params_of(engine)}
+    for unit in engine.all_units:
+        for slot in unit.layout.slots:
+            part = slot.span.clip(unit.master.owned)
+            if slot.name in found and part.numel:
+                start = slot.start - params[slot.name].base  # of element 0, in the unit
+                order, elements = params[slot.name].order, part.shift(-start)
+                with unit.at_hand(write=True):
+                    for span, values in chunks(source, found[slot.name], VALUE, order, elements):
+                        check_fits(slot.name, values, unit.dtypes.compute)
+                        unit.master.take(span.shift(start), values.to(unit.pool.device))
+    for name, param in ((name, held(param)) for name, param in engine.frozen):
+        if name in found and param.numel():
+            flat = torch.empty_strided(param.shape, dense_stride(param), dtype=param.dtype, device=param.device)
+            line, base = flat.as_strided((param.numel(),), (1,)), params[name].base
+            elements = Span(base, base + param.numel())
+            for span, values in chunks(source, found[name], VALUE, params[name].order, elements):
+                check_fits(name, values, param.dtype)
+                narrow(values.to(param.device), line[span.start - base : span.stop - base])
+            param.detach().copy_(flat)
+
+
+def fill_buffers(
+    buffers: Mapping[str, Tensor], source: Source, found: Mapping[str, str], own: Mapping[str, Tensor]
+) -> None:
+    """This rank's own where it had its own."""
+    for name, buffer in buffers.items():
+        if name in found:
+            record = source.records[found[name]]
+            value = own.get(record.name)
+            if value is None or value.shape != buffer.shape:
+                flat = torch.empty(record.numel, dtype=record.dtype())
+                source.read(record.name, Span(0, record.numel), flat)
+                value = flat.as_strided(record.shape, record.stride)
+            check_fits(name, value, buffer.dtype)
+            buffer.copy_(value)
+
+
+def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: Mapping[str, str]) -> None:
+    """The state of every parameter that was loaded; one that had none has none."""
+    params = {param.name: param for param in params_of(engine)}
+    for by_unit in optimizer.by_unit:
+        new = {
+            index: _new_state(source, source.records[found[slot.name]], params[slot.name])
+            for index, slot in enumerate(by_unit.unit.layout.slots)
+            if slot.name in found
+        }
+        take_states(by_unit, new, optimizer.param_groups)
+
+
+def _new_state(source: Source, record: ParamRecord, param: Param) -> NewState:
+    def fill(key: str, elements: Span, out: Tensor) -> None:
+        elements = elements.shift(param.base)
+        for span, values in chunks(source, record.name, key, param.order, elements):
+            at = span.shift(-elements.start)
+            check_fits(f"{record.name} ({key})", values, out.dtype)
+            out[at.start : at.stop].copy_(values)
+
+    singles = {key: decode_single(word) for key, word in record.scalars.items()}
+    return NewState(tuple(state for state in record.states if state != VALUE), singles, fill)

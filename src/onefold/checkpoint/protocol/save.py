@@ -1,0 +1,280 @@
+"""Saving: every rank writes what it answers for, rank 0 puts the manifest together and commits.
+
+1 Look, on the calling thread: what this rank holds; for a save in the background, copy it to host memory, if all ranks
+have room for that.
+2 Rank 0 begins. 3 Each rank streams its file and flushes it. 4 Tables of contents go to rank 0, which commits.
+Steps 2 to 4 talk over a group of their own, and each ends with all ranks well, or all raising the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.format.manifest import Manifest, ParamRecord, block_of, file_name, part_to_json, put_together
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.format.tensorfile import write_tensors
+from onefold.checkpoint.protocol.background import WORKER
+from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain, step_name
+from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
+from onefold.checkpoint.protocol.quiesce import aside, quiet
+from onefold.checkpoint.protocol.stages import Part, joined_groups, part_of
+from onefold.checkpoint.protocol.state import Held, hold, on_host, vector
+from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
+from onefold.comm.communicator import Comm
+from onefold.errors import CheckpointError, ConfigError
+from onefold.offload.host_memory import host_share, size_text
+from onefold.optim.optimizer import Optimizer
+from onefold.runtime.engine import Engine, engine_of
+from onefold.version import VERSION
+
+LOG = logging.getLogger("onefold")
+ALIGN = 64  # bytes: any dtype may lie there
+LAST_STEP = 10**18 - 1  # what a folder's name holds
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a save needs; nothing of the model, if it is a copy."""
+
+    comm: Comm
+    storage: Storage
+    run: Path
+    step: int
+    keep: int | None
+    held: Sequence[Held]
+    records: Sequence[ParamRecord]
+    own: dict[str, Note]
+    optimizer: Note | None
+    about: dict[str, Any]
+    device: torch.device  # where `held` lies
+
+
+class Asked(NamedTuple):
+    """What the user wants."""
+
+    run: Path
+    optimizer: Optimizer | None
+    extra: Any
+    step: int | None
+    keep: int | None
+    wait: bool
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    step: int | None = None,
+    keep: int | None = None,
+    wait: bool = True,
+) -> Path:
+    """Write a checkpoint `step-…` into the run's `folder`; its path. All of it is there for good, or none. Collective.
+
+    `extra` is anything made of dicts, lists, tuples, plain values and tensors: a scheduler's state, the place in the
+    data. `step` is by default how many steps the optimizer has taken or skipped. `keep` is how many checkpoints
+    stay there.
+    With wait=False the state is copied to host memory and written while training goes on; what goes wrong then is
+    raised by the next save, load or `finish_saves`. Where a copy has no room, all ranks write before they go on, and
+    say so. Gradients are not saved: save between steps.
+
+    >>> import tempfile, torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=2)
+    >>> optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     onefold.save(folder, model, optimizer, extra={"epoch": 3}).name
+    'step-00000000'
+    """
+    return save_on(Storage(), folder, model, optimizer, extra=extra, step=step, keep=keep, wait=wait)
+
+
+def save_on(
+    storage: Storage,
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    *,
+    extra: Any = None,
+    step: int | None = None,
+    keep: int | None = None,
+    wait: bool = True,
+) -> Path:
+    """As `save`, on a storage of the caller's."""
+    engine = engine_of(model)
+    comm = aside(engine)
+    WORKER.finish()
+    jobs: list[Job] = []
+
+    def look() -> list[Any]:
+        job = _job(engine, comm, storage, Asked(Path(folder).absolute(), optimizer, extra, step, keep, wait))
+        jobs.append(job)
+        return [[job.step, job.keep, optimizer is not None], part_of(engine, optimizer), wait or _fits(job)]
+
+    try:
+        told = attempt(comm, look)
+        check_same(comm, [row[0] for row in told], "saves", "step, keep, whether an optimizer is given")
+        groups = attempt(comm, lambda: joined_groups([Part(*row[1]) for row in told]))[0]
+        wait = wait or not all(row[2] for row in told)
+        if not wait:
+            attempt(comm, lambda: jobs.append(_copied(jobs.pop())))
+        job = jobs[0]
+        if optimizer is not None:
+            notes = {**optimizer.notes()}
+            notes["groups"] = [{**group, "names": names} for group, names in zip(notes["groups"], groups, strict=True)]
+            job = replace(job, optimizer=note(notes, "optimizer", copy=not wait))
+        if wait:
+            write(job)
+        else:
+            WORKER.start(lambda: write(job))
+        return job.run / step_name(job.step)
+    finally:
+        engine.tiers.turn_to(None)
+
+
+@torch.no_grad()
+def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
+    optimizer = asked.optimizer
+    check_optimizer(engine, optimizer)
+    step = _check(asked)
+    quiet(engine, "save()")
+    holding = hold(engine, optimizer)
+    own = notes_of(engine.model, asked.extra, engine.device, copy=not asked.wait)
+    about = {
+        "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
+        "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.sums_kept,
+        "onefold": VERSION, "torch": torch.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip
+    device = engine.device
+    return Job(comm, storage, asked.run, step, asked.keep, holding.held, holding.records, own, None, about, device)
+
+
+def _fits(job: Job) -> bool:
+    """Whether host memory has room for a copy of what this rank holds."""
+    needed, found = sum(one.bytes for one in job.held) - WORKER.kept, host_share()
+    if needed > found:
+        LOG.warning(
+            "rank %d: a copy of its state needs %s more of host memory, of which it may take %s: the checkpoint is "
+            "written before training goes on",
+            job.comm.world_rank(job.comm.rank), size_text(needed), size_text(found),
+        )  # fmt: skip
+    return needed <= found
+
+
+@torch.no_grad()
+def _copied(job: Job) -> Job:
+    return replace(job, held=staged(job.held, job.device), device=torch.device("cpu"))
+
+
+def _check(asked: Asked) -> int:
+    """The step that the checkpoint is of."""
+    step, keep = asked.step, asked.keep
+    if step is None and asked.optimizer is None:
+        raise ConfigError("nothing counts steps without an optimizer: give save(step=…)")
+    if step is None and asked.optimizer is not None:
+        step = asked.optimizer.steps + asked.optimizer.skipped  # else a save after a skipped step would be refused
+    if type(step) is not int or not 0 <= step <= LAST_STEP:
+        raise ConfigError(f"step={step!r} is not a whole number of at least 0")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(f"keep={keep!r} is not a number of checkpoints of at least 1, or None for all")
+    return step
+
+
+def check_optimizer(engine: Engine, optimizer: Any) -> None:
+    if optimizer is not None and optimizer is not engine.optimizer:
+        raise ConfigError(
+            f"{type(optimizer).__name__} is not the onefold.Optimizer of this model; give that one, or None for weights"
+        )
+
+
+def staged(held: Sequence[Held], device: torch.device) -> list[Held]:
+    """The same, copied to host memory that is kept between saves."""
+    cuda = device.type == "cuda"
+    starts = list(accumulate((-(-one.bytes // ALIGN) * ALIGN for one in held), initial=0))
+    memory = WORKER.memory(starts[-1], pinned=cuda)
+    copies = []
+    for one, start in zip(held, starts):
+        flat = memory[start : start + one.bytes].view(one.dtype)
+        copies.append(vector(one.name, one.state, one.elements, flat))
+        for span in one.spans():
+            there = flat[span.start - one.elements.start : span.stop - one.elements.start]
+            elsewhere = cuda and not one.away
+            part = one.look(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
+            if part.data_ptr() != there.data_ptr():
+                there.copy_(part, non_blocking=cuda)
+    if cuda:
+        torch.cuda.synchronize(device)
+    return copies
+
+
+def write(job: Job) -> Path:
+    """Steps 2 to 4. Collective, on any thread."""
+    comm, rank = job.comm, job.comm.rank
+
+    def start() -> list[Any]:
+        draft = begin(job.storage, job.run, job.step) if rank == 0 else None
+        return [draft.folder.name if draft else None, {name: one.digest() for name, one in job.own.items()}]
+
+    told = attempt(comm, start)
+    draft = Draft(job.run, job.step, job.run / told[0][0])  # by name: it may be mounted elsewhere here
+    try:
+        return _fill(job, draft, [row[1] for row in told])
+    except Exception:
+        if rank == 0:
+            with suppress(Exception):  # the next save tries again
+                clean(job.storage, job.run)
+        raise
+
+
+def _fill(job: Job, draft: Draft, digests: list[dict[str, str]]) -> Path:
+    comm, rank = job.comm, job.comm.rank
+    own = differing(job.own, rank, digests)
+    notes = [*own.values(), *([job.optimizer] if job.optimizer and rank == 0 else [])]
+    held = [*job.held, *(one for n in notes for one in n.held(rank) if one.elements.numel)]
+    records = [*job.records, *(record for n in notes for record in n.records(rank))]
+    parts: list[str] = []
+
+    def write_mine() -> None:
+        by_name = {record.name: record for record in records}
+        entries = [one.entry for one in held]
+        blocks = [block_of(entry, by_name[entry.name]) for entry in entries]
+        written = write_tensors(job.storage, draft.folder / file_name(rank), blocks, on_host(held, job.device))
+        parts.append(part_to_json(written, entries, records))
+
+    attempt(comm, write_mine)
+    told = {name: one.json for name, one in own.items() if rank or name != EXTRA_NOTE}
+    mine = json.dumps([parts[0], told]).encode()
+    rows = [json.loads(row) for row in comm.collect(mine, CHECKPOINT)]
+
+    def commit_all() -> None:
+        if rank == 0:
+            about = {**job.about, "own": [row[1] for row in rows]}
+            optimizer = {"notes": job.optimizer.json} if job.optimizer else None
+            bare = Manifest(job.step, comm.size, (), (), (), about, optimizer, job.own[EXTRA_NOTE].json)
+            commit(job.storage, draft, put_together([row[0] for row in rows], bare))
+
+    attempt(comm, commit_all)
+    final = job.run / step_name(job.step)
+
+    def retain_all() -> None:
+        if rank == 0 and job.keep is not None:
+            try:
+                retain(job.storage, job.run, job.keep)
+            except CheckpointError as error:
+                raise CheckpointError(f"{final} is committed, but an older one was not removed: {error}") from error
+
+    attempt(comm, retain_all)
+    return final

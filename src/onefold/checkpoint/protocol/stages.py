@@ -1,0 +1,56 @@
+"""A model that a pipeline has cut into stages, in one checkpoint: each stage brings its part, under the whole's names.
+
+Names must tell the parts from each other; only what is tied across stages is in two of them. Param groups have the same
+settings in all stages, and in the checkpoint the parameters of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from onefold.checkpoint.protocol.state import params_of
+from onefold.errors import CheckpointError
+from onefold.optim.optimizer import Optimizer
+from onefold.runtime.engine import Engine
+
+
+class Part(NamedTuple):
+    """What one rank's stage holds. As JSON carries it."""
+
+    stage: int
+    names: list[str]
+    tied: list[str]
+    groups: list[list[str]]  # names of each param group
+
+
+def part_of(engine: Engine, optimizer: Optimizer | None) -> Part:
+    names = [name for param in params_of(engine) for name in (param.name, *param.also)]
+    tied = list(engine.tied.names)
+    groups = [group["names"] for group in optimizer.notes()["groups"]] if optimizer is not None else []
+    return Part(engine.comms.pp.rank, names if engine.comms.pp.size > 1 else [], tied, groups)
+
+
+def joined_groups(parts: Sequence[Part]) -> list[list[str]]:
+    """The names of each param group over all stages; raises where names clash."""
+    stages = {part.stage: part for part in parts}
+    owner: dict[str, Part] = {}
+    for part in stages.values():
+        for name in part.names:
+            other = owner.setdefault(name, part)
+            if other is not part and name not in part.tied:
+                raise CheckpointError(
+                    f"{name} is in stages {other.stage} and {part.stage} of the pipeline; give each part the names it "
+                    f"has in the whole model (ModuleDict with the layers' numbers), or name it in PipelineStage(tied=)"
+                )
+    if len({len(part.groups) for part in stages.values()}) > 1:
+        counts = ", ".join(str(len(part.groups)) for part in stages.values())
+        raise CheckpointError(f"the stages of the pipeline have {counts} param groups; give each stage the same groups")
+    rows = zip(*(part.groups for part in stages.values()), strict=True)
+    return [list(dict.fromkeys(name for names in row for name in names)) for row in rows]
+
+
+def elsewhere(parts: Sequence[Part], stage: int) -> frozenset[str]:
+    """Names that only other stages hold."""
+    others = {name for part in parts if part.stage != stage for name in part.names}
+    return frozenset(others.difference(*(part.names for part in parts if part.stage == stage)))

@@ -1,0 +1,85 @@
+"""Do all ranks hold the same model, configuration and values? If not, every rank raises the same message.
+
+Each rank describes itself in lines of text. Digests are compared first; only where they differ do the lines travel,
+to name the rank and the first line that differs. A rank that already failed sends its error instead, so its peers
+raise too and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from onefold.comm.communicator import Comm, Comms
+from onefold.comm.meter import Label
+from onefold.errors import MismatchError
+
+AGREE = Label("agree", "the model")
+
+
+def digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, where: str = "shard()") -> None:
+    """Raise on every rank unless all ranks are well and bring the same lines."""
+    failed = f"{type(error).__name__}: {error}" if error else ""
+    errors = [row.decode() for row in comm.exchange(failed.encode(), AGREE)]
+    if error:
+        raise error
+    if any(errors):
+        row = next(i for i, text in enumerate(errors) if text)
+        raise MismatchError(f"rank {comm.world_rank(row)} failed in {where}, so no rank goes on: {errors[row]}")
+    digests = comm.gather_bytes(digest(lines).encode(), AGREE)
+    if len(set(digests)) > 1:
+        everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
+        raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)]))
+
+
+def together(comms: Comms, work: Callable[[], None], *, where: str = "shard()") -> None:
+    """Do something among some ranks of the mesh; where it raises for some, all raise."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as mistake:
+        error = mistake
+    if comms.world is not comms.everyone:
+        agree(comms.world, [], error, where=where)
+    if error is not None:
+        raise error
+
+
+def agree_on_salt(comm: Comm) -> int:
+    """A number that all ranks share and no other model has."""
+    return int.from_bytes(comm.gather_bytes(os.urandom(4), AGREE)[0], "big")
+
+
+def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    """Name the first rank that differs from the first of all, and where."""
+    ours, first = everyone[0], ranks[0]
+    for rank, theirs in zip(ranks, everyone, strict=True):
+        for i in range(max(len(ours), len(theirs))):
+            mine = ours[i] if i < len(ours) else "nothing more"
+            other = theirs[i] if i < len(theirs) else "nothing more"
+            if mine != other:
+                return (
+                    f"rank {rank} differs from rank {first}: rank {rank} has [{other}], rank {first} has [{mine}]; "
+                    f"build the same model with the same settings on every rank"
+                )
+    raise AssertionError("digests differ but lines do not")
+
+
+def compare_values(comm: Comm, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise on every rank, naming the tensor, unless all ranks hold the same bits."""
+    lines = [f"values of {name}: sha256 {fingerprint(tensor)}" for name, tensor in named]
+    agree(comm, lines)
+
+
+def fingerprint(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous()
+    memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
+    return hashlib.sha256(memory).hexdigest()[:16]

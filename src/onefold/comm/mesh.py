@@ -1,0 +1,257 @@
+"""Process groups: joining the world, laying its ranks out in a mesh, and the axes of ranks that one model knows.
+
+State is sharded along "shard" and the same on every "replica". "tp" splits tensors and "pp" splits the model: ranks
+that differ there hold other values, so ZeRO stays among ranks of equal "tp" and "pp" coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from onefold.comm.rendezvous import join
+from onefold.comm.spans import marked
+from onefold.errors import ConfigError, StateError
+
+NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbours share tensors
+
+
+def init(*, timeout_s: float = 600.0) -> None:
+    """Join the ranks that torchrun or `onefold run` started, or start a world of one. May be called again.
+
+    NCCL moves CUDA tensors, gloo the others. rendezvous.py says what listens where; torch's own store, if it listens on
+    every interface, is warned of once (onefold.errors.ExposedWarning).
+
+    >>> import onefold
+    >>> onefold.init()
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    join(backend, timeout_s)
+
+
+def leave() -> None:
+    """Where NCCL serves, end its groups, or it complains at exit. All ranks have met and need nothing more."""
+    if dist.is_initialized() and torch.cuda.is_available():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks that share one model's state, and this process's place among them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    world_ranks: tuple[int, ...]
+    plays: str | None = None  # there are no peers, and this backend is only played: what is sent goes nowhere
+
+    def backend(self, device: torch.device) -> str:
+        """The name of the backend that moves tensors of this device."""
+        if self.plays:
+            return self.plays
+        return str(self.group._get_backend(device).name())
+
+
+class Axes(NamedTuple):
+    """State is sharded along `shard`, the same on every rank of `replica`; `everyone` is both.
+
+    Ranks along `tp` hold different parts of the parameters and the same block inputs; the other axes are of ranks with
+    one place on it.
+    """
+
+    shard: Axis
+    replica: Axis
+    everyone: Axis
+    tp: Axis  # tensors are split along it
+    pp: Axis  # the model is split along it
+    holders: Axis  # shard, tp and pp: those who together hold one model, each part of it once
+    world: Axis  # all of the mesh
+
+
+def mesh(
+    *, shard: int | None = None, tp: int = 1, replica: int = 1, pp: int = 1, device: str | None = None
+) -> DeviceMesh:
+    """All ranks as a torch DeviceMesh with the axes "replica", "pp", "shard" and "tp", the outermost first.
+
+    One size may be -1: the ranks that are left; by default that is `shard`. Neighbouring ranks share "tp". Axes of one
+    rank are left out. `device` is "cuda" where there is one, else "cpu". Call init() first. Collective.
+
+    >>> import onefold
+    >>> onefold.init()
+    >>> onefold.mesh(tp=1).mesh_dim_names
+    ('shard',)
+    """
+    if shard is None:
+        shard = 1 if -1 in (tp, replica, pp) else -1
+    if not dist.is_initialized():
+        raise StateError("no process group: call onefold.init() before onefold.mesh()")
+    sizes = _sizes({"replica": replica, "pp": pp, "shard": shard, "tp": tp}, dist.get_world_size())
+    kept = {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _sizes(asked: dict[str, int], world: int) -> dict[str, int]:
+    """Sizes whose product is the number of ranks, the open one filled in."""
+    said = ", ".join(f"{name}={size!r}" for name, size in asked.items() if size != 1) or "nothing"
+    odd = [name for name, size in asked.items() if type(size) is not int or (size < 1 and size != -1)]
+    open_ones = [name for name in asked if name not in odd and asked[name] == -1]
+    if odd or len(open_ones) > 1:
+        raise ConfigError(f"mesh({said}): sizes are whole numbers of at least 1, and one of them may be -1 (the rest)")
+    known = math.prod(size for size in asked.values() if size != -1)
+    if world % known or (not open_ones and known != world):
+        fitting = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)
+        raise ConfigError(
+            f"mesh({said}) needs {'a multiple of ' * bool(open_ones)}{known} ranks, and there are {world}; the sizes "
+            f"must multiply to {world}, so each is one of {fitting}: for example shard={world}, or tp=… and shard=-1"
+        )
+    return asked | {name: world // known for name in open_ones}
+
+
+def axes_of(mesh: DeviceMesh | None) -> Axes:
+    """The axes a mesh describes; without one, all ranks share the state."""
+    if not dist.is_initialized():
+        raise StateError("no process group: call onefold.init() before onefold.shard()")
+    if mesh is None:
+        group = dist.group.WORLD
+        assert group is not None
+        world, alone = _axis(group), _alone(group)
+        return Axes(world, alone, world, alone, alone, world, world)
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"mesh={mesh!r} is not a torch DeviceMesh; make one with onefold.mesh or init_device_mesh")
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in {mesh.mesh.tolist()}; call shard() on the mesh's ranks only"
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1 and not set(names) & {"replica", "pp", "tp"}:  # whatever it is called
+        shard = _axis(mesh.get_group())
+        alone = _alone(mesh.get_group())
+        return Axes(shard, alone, shard, alone, alone, shard, shard)
+    if not set(names) <= set(NAMES) or len(names) != mesh.ndim:
+        raise ConfigError(
+            f"mesh has axes {names or mesh.ndim}; one axis is wanted, or several named 'replica' and 'shard', 'pp' or "
+            f"'tp': see onefold.mesh"
+        )
+
+    def along(*wanted: str) -> Axis:
+        return _along(mesh, [name for name in names if name in wanted])
+
+    return Axes(
+        shard=along("shard"),
+        replica=along("replica"),
+        everyone=along("replica", "shard"),
+        tp=along("tp"),
+        pp=along("pp"),
+        holders=along("pp", "shard", "tp"),
+        world=along(*names),
+    )
+
+
+def _along(mesh: DeviceMesh, names: list[str]) -> Axis:
+    """The ranks that differ from this one along these axes only."""
+    if not names:
+        return _alone(mesh.get_group(0))
+    part = mesh[tuple(names)] if len(names) < mesh.ndim else mesh
+    if part.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return _axis(dist.group.WORLD)
+    return _axis(part.get_group() if part.ndim == 1 else part._flatten().get_group())
+
+
+class Nobody:
+    """A group whose messages cost nothing and go nowhere: for tensors that have no values."""
+
+    def _sent(self, *_: Any) -> Any:
+        return FakeWork()
+
+    send = recv = broadcast = _allgather_base = _reduce_scatter_base = _sent
+
+
+STAND_IN = "onefold::stand-in"  # what profilers call a copy that stands for a message
+
+
+class Echo(Nobody):
+    """A group in which this rank hears itself: what it gathers are copies of its own slot, what it receives zeros.
+
+    A kernel or two for each message, however many ranks there would be.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def _allgather_base(self, flat: Tensor, mine: Tensor) -> Any:
+        slots = flat.view(self._size, -1)
+        self._stand_in(slots[: self._rank], mine)
+        return self._stand_in(slots[self._rank + 1 :], mine)
+
+    def _reduce_scatter_base(self, target: Tensor, flat: Tensor, _: Any) -> Any:
+        return self._stand_in(target, flat.view(self._size, -1)[self._rank])
+
+    def recv(self, tensors: list[Tensor], *_: Any) -> Any:
+        return self._stand_in(tensors[0], None)
+
+    def _stand_in(self, target: Tensor, source: Tensor | None) -> Any:
+        with torch.no_grad(), marked(STAND_IN):
+            target.zero_() if source is None else target.copy_(source)
+        return FakeWork()
+
+
+def simulated_axes(
+    ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, tp: int = 1, values: bool = True
+) -> Axes:
+    """The axes of one rank without peers, as if it were of a world of ranks × replicas × tp that talk over a backend.
+
+    With `values`, messages are copies of what this rank has, or zeros.
+    """
+
+    def axis(size: int, at: int) -> Axis:
+        group: Any = Echo(at, size) if values else Nobody()
+        return Axis(group, at, size, tuple(range(size)), plays)
+
+    shard, everyone, alone = axis(ranks, rank), axis(ranks * replicas, rank), axis(1, 0)
+    holders = axis(ranks * tp, rank * tp) if tp > 1 else shard
+    world = axis(ranks * replicas * tp, rank * tp) if tp > 1 else everyone
+    return Axes(shard, axis(replicas, 0), everyone, axis(tp, 0), alone, holders, world)
+
+
+def beside(axis: Axis, name: str, timeout_s: float) -> Axis:
+    """A gloo group of the same ranks for other threads; `name` is the same on all of them and used once. Collective.
+
+    torch does not know of it, so destroy_process_group() in the main thread leaves what is on the way there alone.
+    """
+    store = dist.PrefixStore(f"onefold/{name}", dist.distributed_c10d._get_default_store())
+    gloo = dist.ProcessGroupGloo(store, axis.rank, axis.size, timedelta(seconds=timeout_s))
+    group = dist.ProcessGroup(store, axis.rank, axis.size)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return Axis(group=group, rank=axis.rank, size=axis.size, world_ranks=axis.world_ranks)
+
+
+def ends(mesh: DeviceMesh, name: str) -> Axis:
+    """The first and the last rank along an axis of a mesh, for these two. Collective over them."""
+    row = dist.get_process_group_ranks(mesh.get_group(name))
+    return _axis(dist.new_group([row[0], row[-1]], use_local_synchronization=True))
+
+
+def _axis(group: dist.ProcessGroup) -> Axis:
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Axis(group=group, rank=ranks.index(dist.get_rank()), size=len(ranks), world_ranks=ranks)
+
+
+def _alone(group: dist.ProcessGroup) -> Axis:
+    """An axis of this rank only: nothing moves along it."""
+    return Axis(group=group, rank=0, size=1, world_ranks=(dist.get_rank(),))

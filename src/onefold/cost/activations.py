@@ -1,0 +1,130 @@
+"""Bytes of activations of a GPT-like shape, in closed form: what stays until backward, and what one block works with.
+
+A block keeps 16·h elements per token: what its two norms read and write, queries, keys and values, what attention
+gives, and 4·h on each side of the nonlinearity. (The paper counts about 12.) Checkpointing keeps the block's input
+alone, h, in an arena, and computes the rest again. With tensor parallelism every rank of the group holds the same block
+input; P_a ("partition") keeps 1/tp of it on each, and P_a+cpu ("partition+host") moves that to host memory. Inside a
+block, tensor parallelism divides all but what norms read and write.
+
+`choose_activations` is the decision between them, for plans and for activations="auto" alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from onefold.cost.layout import part_numel
+from onefold.cost.shapes import Shape
+from onefold.errors import ConfigError
+from onefold.settings.zero import ACTIVATIONS
+
+EQUAL = 0.05  # choices whose speeds differ by less are as fast as each other
+PER_BLOCK = 16  # elements kept per token and hidden unit
+WHOLE = 4  # of these, what tensor parallelism leaves whole: what norms read and write
+WIDEST = 4  # elements per token and hidden unit on each side of the nonlinearity
+
+
+class ActivationBytes(NamedTuple):
+    """On one rank, for one micro-batch. What is held while something computes comes on top of what is kept."""
+
+    kept_per_block: int  # on the device, from forward to backward
+    host_per_block: int
+    block: int  # what a block holds while it computes, or is computed again, but for the next
+    widest: int  # the largest gradient of an activation inside it
+    head: int  # the last norm, logits, their softmax and its gradients
+    logits: int  # of that, the gradient of the logits, from which those of weights are made
+    outside: int  # what a layer that is neither block nor head holds
+    arena: bool = False  # what is kept lies in one stretch, which stays as long when backward empties it
+
+
+NOTHING = ActivationBytes(0, 0, 0, 0, 0, 0, 0)
+
+
+def check_policy(policy: str, tp: int) -> None:
+    if policy not in ACTIVATIONS:
+        raise ConfigError(f"activations={policy!r} is unknown; use one of {', '.join(ACTIVATIONS)}")
+    if policy.startswith("partition") and tp == 1:
+        raise ConfigError(
+            f"activations={policy!r} shares block inputs among tensor-parallel ranks, and tp=1 has none; use "
+            f"'checkpoint', or a tp above 1"
+        )
+
+
+def of_shape(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int = 2) -> ActivationBytes:
+    """Per block, for `batch` sequences.
+
+    >>> paper = Shape(layers=48, hidden=1600, heads=16)
+    >>> of_shape(paper, 32, "checkpoint").kept_per_block * 48 / 1e9
+    5.0331648
+    """
+    check_policy(policy, tp)
+    tokens = batch * shape.seq
+    row = tokens * shape.hidden * itemsize
+    sums = 4 * tokens * (shape.heads // tp + WHOLE)  # in fp32, of attention's and the norms' rows
+    kept = WHOLE * row + (PER_BLOCK - WHOLE) * row // tp + sums
+    logits = tokens * -(-shape.vocab // tp)
+    found = ActivationBytes(
+        kept_per_block=kept,
+        host_per_block=0,
+        block=row,  # the gradient that comes in
+        widest=WIDEST * row // tp,
+        head=2 * row + 3 * 4 * logits,  # the loss is taken in fp32: its softmax, and the gradients of both
+        logits=2 * row + itemsize * logits,
+        outside=2 * row,
+    )
+    if policy == "keep":
+        return found
+    shared = policy.startswith("partition")
+    part = part_numel(tokens * shape.hidden, tp if shared else 1) * itemsize
+    moved = 2 * row if shared or policy.endswith("+host") else 0  # the input, whole, and the next one on its way
+    if policy.endswith("+host"):
+        return found._replace(kept_per_block=0, host_per_block=part, block=kept + moved + part)  # and one that leaves
+    return found._replace(kept_per_block=part, block=kept + moved, arena=True)
+
+
+class Option(NamedTuple):
+    """A policy, priced."""
+
+    policy: str
+    fits: bool
+    speed: float  # samples per second, or relative to the others
+    needs: str  # what it takes, for the reason
+
+
+def choose_activations(options: Sequence[Option]) -> tuple[str, str]:
+    """The policy and the reason: the simplest of those that fit and are as fast as the fastest. `options` come from the
+    simplest on. So inputs are shared (P_a) where activations bound the batch, and go to the host (P_a+cpu) where
+    nothing else fits, or where what the larger batch saves is worth more than the transfer.
+
+    >>> choose_activations([Option("checkpoint", False, 2.0, "40 GB"), Option("partition", True, 1.9, "16 GB")])
+    ('partition', 'checkpoint needs 40 GB; partition fits with 16 GB')
+    """
+    fitting = [option for option in options if option.fits]
+    if not fitting:
+        last = options[-1]
+        return last.policy, f"nothing fits: {last.policy} comes closest and needs {last.needs}"
+    fastest = max(option.speed for option in fitting)
+    chosen = next(option for option in fitting if option.speed >= (1 - EQUAL) * fastest)
+    parts = [f"{chosen.policy} fits with {chosen.needs}"]
+    if chosen is not options[0]:
+        simpler = options[options.index(chosen) - 1]
+        slower = f"would be {100 * (chosen.speed / simpler.speed - 1):.0f}% slower" if simpler.speed else "is slower"
+        parts.insert(0, f"{simpler.policy} {slower if simpler.fits else f'needs {simpler.needs}'}")
+    return chosen.policy, "; ".join(parts)
+
+
+def flops_per_sample(shape: Shape, policy: str) -> float:
+    """Forward and backward of one sequence over the whole model, forward twice where blocks are computed again."""
+    matrices = 12 * shape.layers * shape.hidden**2 + shape.vocab * shape.hidden
+    forward = shape.seq * (2 * matrices + 4 * shape.layers * shape.seq * shape.hidden)
+    return forward * (3 if policy == "keep" else 4)
+
+
+def tensor_parallel_elements(shape: Shape, batch: int, policy: str, tp: int) -> int:
+    """Elements one rank moves per block for tensor parallelism: an all-reduce is twice its message, two in forward, two
+    in backward, two more where forward runs twice. P_a adds one gather."""
+    if tp == 1:
+        return 0
+    message = batch * shape.seq * shape.hidden
+    return message * ((8 if policy == "keep" else 12) + policy.startswith("partition"))

@@ -1,0 +1,143 @@
+"""stage="auto": the simplest stage whose states leave room for activations on the smallest device, and how much.
+
+Offload(optimizer="auto"): how many units' optimizer state stays on the device, and how much of the rest the host takes.
+Which optimizer will come is not known when a model is sharded: all counts are for Adam's 8 bytes per element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from onefold.cost.arrivals import arrivals
+from onefold.cost.estimate import Choice, usable_bytes
+from onefold.cost.hardware import Hardware
+from onefold.cost.layout import ParamInfo
+from onefold.cost.peak import lent_bytes, segments, staging_bytes
+from onefold.cost.search import ROOM, Question, fits, most, recommend, text_of
+from onefold.cost.sizes import UnitSize, Widths
+from onefold.cost.states import StateCost, state_bytes
+from onefold.cost.work import Module, Work
+from onefold.settings.placement import Placement, Tier
+
+ADAM = StateCost(8, 4)  # which optimizer will come is not known yet
+
+
+def choose_stage(
+    infos: Sequence[ParamInfo],
+    widths: dict[str, Widths],
+    frozen: frozenset[str],
+    *,
+    ranks: int,
+    replicas: int,
+    bucket_bytes: int,
+    machine: Hardware,
+    optimizer: str | None = None,
+) -> tuple[int, str]:
+    """The stage and the reason. Where nothing fits, stage 3, which comes closest. `optimizer` is where its state goes:
+    nowhere, or "auto" where that is not needed."""
+    question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
+    rows = [row for row in recommend(question) if row.estimate.choice in [Choice(stage) for stage in range(4)]]
+    if optimizer in (None, "auto") and rows[0].fits:
+        return max(rows[0].estimate.choice.stage, int(optimizer is not None)), rows[0].reason
+    if optimizer is not None:
+        tier = "host" if optimizer == "auto" else optimizer
+        moved = [question.price(Choice(stage, optimizer=tier), question.grid(), 1) for stage in (1, 2, 3)]
+        chosen = next((e for e in moved if fits(e)), None)
+        if chosen is not None:
+            needs = f"{text_of(chosen.peak_bytes)} of {text_of(machine.memory_bytes)}"
+            return chosen.choice.stage, f"the first that fits with the optimizer on {tier}: {needs}"
+    last = max((row.estimate for row in rows), key=lambda e: e.choice.stage)
+    room = f"{ROOM:.0%} of {text_of(machine.memory_bytes)}"
+    return last.choice.stage, f"no stage leaves room for activations in {room}; {last.choice} comes closest"
+
+
+class Tiers(NamedTuple):
+    """Where the optimizer state of each unit is that a rank trains."""
+
+    tiers: tuple[Tier, ...]
+    why: str
+
+
+def choose_tiers(
+    units: Sequence[UnitSize],
+    placements: Sequence[Placement],
+    *,
+    ranks: int,
+    machine: Hardware,
+    prefetch: int = 1,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+) -> Tiers:
+    """On the device as many as fit, the first of forward: backward reaches them last and the next forward needs them
+    first, so with them there nobody waits for the host at the end of a step. On the host the next, and all the others
+    if `host_bytes` is None; else what these do not hold is on disk. `placements` are those of all on the host."""
+    trained = [index for index, unit in enumerate(units) if unit.trained]
+    cuda = machine.device == "cuda"
+    gathered = max((part.gathered for part in segments(units, placements, prefetch)), default=0)
+    budget = device_bytes if device_bytes is not None else int(ROOM * machine.memory_bytes) - gathered
+
+    def placed(here: int, host: int) -> list[Placement]:
+        tiers = dict(zip(trained, _in_order(here, host, len(trained)), strict=True))
+        return [p.on(tiers.get(i, p.optimizer_tier), p.parameters_tier) for i, p in enumerate(placements)]
+
+    def needed(here: int) -> int:
+        rows = placed(here, len(trained))
+        arriving = arrivals(units, rows, ranks, cuda=cuda, one_pass=False, accumulates=True)
+        streaming = max((unit.done.buffers for unit in arriving), default=0) + lent_bytes(units, rows)
+        return state_bytes(units, rows, ADAM).total + streaming
+
+    def needed_there(host: int) -> int:
+        rows = placed(here, host)
+        staging = staging_bytes(units, rows, ADAM, inside=False)
+        return state_bytes(units, rows, ADAM, Tier.HOST).total + sum(staging)
+
+    here = most(lambda here: needed(here) <= budget, len(trained))
+    room = "device_bytes" if device_bytes is not None else f"{ROOM:.0%} of the device less units in use"
+    why = f"with Adam, states take {text_of(needed(here))} of {text_of(max(budget, 0))} ({room})"
+    told = f"optimizer state of {here} of {len(trained)} units stays on the device: {why}"
+    host = away = len(trained) - here
+    if host_bytes is not None and needed_there(away) > host_bytes:
+        host = min(most(lambda host: needed_there(host) <= host_bytes, away), away)
+        takes = f"{text_of(needed_there(host))} of {text_of(host_bytes)}"
+        told += f"; of {host} more it is in host memory ({takes}), of {away - host} on disk"
+    return Tiers(tuple(_in_order(here, host, len(trained))), told)
+
+
+def _in_order(here: int, host: int, units: int) -> list[Tier]:
+    """The first on the device, the next in host memory, the others on disk."""
+    return ([Tier.DEVICE] * here + [Tier.HOST] * host + [Tier.DISK] * units)[:units]
+
+
+def room_for_activations(
+    infos: Sequence[ParamInfo],
+    widths: dict[str, Widths],
+    frozen: frozenset[str],
+    choice: Choice,
+    *,
+    ranks: int,
+    replicas: int,
+    bucket_bytes: int,
+    machine: Hardware,
+) -> int:
+    """Bytes of a device that states, buffers and gathered units leave; 0 where they do not fit themselves."""
+    question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
+    estimate = question.price(choice, question.grid(), 1)
+    return max(0, usable_bytes(machine) - estimate.peak_bytes)
+
+
+def _question(
+    infos: Sequence[ParamInfo],
+    widths: dict[str, Widths],
+    frozen: frozenset[str],
+    ranks: int,
+    replicas: int,
+    bucket_bytes: int,
+    machine: Hardware,
+) -> Question:
+    unknown = Module(tuple(infos), widths, 1, 0, {}, (), {}, frozen)
+    trained = next(width for kind, width in widths.items() if kind not in frozen)
+    return Question(
+        work=Work(widths=trained, module=unknown, bucket_bytes=bucket_bytes),
+        ranks=ranks * replicas, replica=replicas, hardware=machine, cost=ADAM,
+    )  # fmt: skip

@@ -1,0 +1,361 @@
+"""One choice, priced: bytes by category on device, host and disk, messages, and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from onefold.cost.activations import ActivationBytes
+from onefold.cost.arrivals import arrivals
+from onefold.cost.hardware import Hardware
+from onefold.cost.peak import Instant, Segment, Staging, instants, lent_bytes, segments, staging_bytes
+from onefold.cost.seconds import StepSeconds, exposed_in_step, look_ahead
+from onefold.cost.sizes import Sizes, UnitSize
+from onefold.cost.states import StateBytes, StateCost, state_bytes
+from onefold.cost.traffic import Sent, reduce_default, step_traffic, total
+from onefold.cost.transfers import Moves, exposed_update_s, host_side_s, moves_of, moving_s, time_beside
+from onefold.cost.work import Grid, Work
+from onefold.settings.placement import STAGES, Placement, Scope, Tier
+
+FEW = 8  # units of a bare count that stand for all: more than are reduced and updated at once
+USABLE = 0.95  # of a GPU: its context and the buffers of the communication library take the rest
+FRAGMENTS = 0.03  # of what comes and goes on a GPU, lost between pieces in use; 0.016 and 0.002 were measured
+
+
+def usable_bytes(machine: Hardware) -> int:
+    return int(USABLE * machine.memory_bytes) if machine.device == "cuda" else machine.memory_bytes
+
+
+class Choice(NamedTuple):
+    """What a user decides."""
+
+    stage: int
+    keep_whole: int = 0  # stage 3: units of at most so many elements stay whole
+    optimizer: str = "device"  # or host, disk
+    parameters: str = "device"
+    activations: str = "checkpoint"
+    staying: int = 0  # with the optimizer on the host: how many units, the first of forward, are updated on the device
+
+    def __str__(self) -> str:
+        parts = [f"stage {self.stage}"]
+        if self.keep_whole:
+            parts.append("small units whole")
+        if self.parameters == self.optimizer != "device":
+            parts.append(f"all on {self.parameters}")
+        elif self.optimizer != "device":
+            parts.append(f"optimizer on {self.optimizer}" + (f" but for {self.staying} units" if self.staying else ""))
+            parts += [f"values on {self.parameters}"] if self.parameters != "device" else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a choice costs one rank."""
+
+    work: Work
+    choice: Choice
+    grid: Grid
+    hardware: Hardware
+    cost: StateCost
+    batch: int = 1
+    micro_batches: int = 1
+    prefetch: int = 1
+    reduce: str | None = None
+    inside: bool = False  # updates inside backward, where nothing is clipped or accumulated
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return self.work.remember(("sizes", self.grid), lambda: self.work.sizes(self.grid))
+
+    @cached_property
+    def placements(self) -> list[Placement]:
+        row = STAGES[self.choice.stage].on(Tier(self.choice.optimizer), Tier(self.choice.parameters))
+        return self.work.remember(("placements", self._table), lambda: self._place(row.over(self.grid.shard)))
+
+    @property
+    def _typical(self) -> tuple[Sequence[UnitSize], Sequence[Placement]]:
+        """Units to walk through a step with: all, or of a bare count's equal ones as many as can be alive at once."""
+        few = len(self.sizes.units) if self.work.numel is None else self.prefetch + FEW
+        return self.sizes.units[:few], self.placements[:few]
+
+    @property
+    def _table(self) -> tuple[Grid, Choice]:
+        """What decides who holds what."""
+        return self.grid, self.choice._replace(activations="")
+
+    def _place(self, row: Placement) -> list[Placement]:
+        """Small units may be whole, the first ones updated on the device."""
+        found, trained = [], 0
+        for unit in self.sizes.units:
+            placed = row
+            if unit.used <= self.choice.keep_whole:
+                placed = row._replace(parameters=Scope.WHOLE, parameters_tier=Tier.DEVICE, late=False)
+            if unit.trained and trained < self.choice.staying:
+                placed = placed.on(Tier.DEVICE, Tier.DEVICE)
+            trained += unit.trained
+            found.append(placed)
+        return found
+
+    def states_on(self, tier: Tier) -> StateBytes:
+        """As they are between backward and step."""
+        return self.work.remember(
+            ("states", self._table, self.cost, tier),
+            lambda: state_bytes(self.sizes.units, self.placements, self.cost, tier),
+        )
+
+    @cached_property
+    def states(self) -> StateBytes:
+        """On the device by the paper's count, where gradients stay until the step unless parameters are elsewhere."""
+        kept = [p.on(Tier.DEVICE, p.parameters_tier) for p in self.placements]
+        if self.choice.parameters != "device":
+            return self.states_on(Tier.DEVICE)
+        gradients = state_bytes(self.sizes.units, kept, StateCost(0)).gradients
+        return self.states_on(Tier.DEVICE)._replace(gradients=gradients)
+
+    @property
+    def resident(self) -> StateBytes:
+        """On the device in a run: what the host updates streams there, unless it adds up over micro-batches first."""
+        return self.states if self.micro_batches > 1 else self.states_on(Tier.DEVICE)
+
+    @cached_property
+    def all_states(self) -> int:
+        """Bytes, wherever they are."""
+        return sum(self.states_on(tier).total for tier in Tier)
+
+    @cached_property
+    def staging(self) -> Staging:
+        units, placements = self._typical
+        return staging_bytes(units, placements, self.cost, inside=self.inside)
+
+    @cached_property
+    def activations(self) -> ActivationBytes:
+        return self.work.activations(self.batch, self.choice.activations, self.grid)
+
+    @property
+    def flying(self) -> int:
+        """Micro-batches between forward and backward at once."""
+        return min(self.grid.pp, self.micro_batches)
+
+    @property
+    def _cuda(self) -> bool:
+        return self.hardware.device == "cuda"
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.micro_batches > 1
+
+    @cached_property
+    def stays(self) -> StateBytes:
+        """On the device all along. On CUDA gradients come and go with their backward, unless they add up."""
+        return self.resident._replace(gradients=0) if self._cuda and not self._accumulates else self.resident
+
+    @cached_property
+    def fullest(self) -> Instant:
+        walk = self.work.remember(
+            ("walk", self._table, self.prefetch, self._cuda, self.cost.one_pass, self.inside, self._accumulates),
+            self._walk,
+        )
+        found = instants(walk, self.activations, self.flying)
+        return max(found, key=lambda instant: instant.total, default=Instant(""))
+
+    def _walk(self) -> list[Segment]:
+        units, placements = self._typical
+        others = 0 if self.inside else self.resident.gradients - state_bytes(units, placements, self.cost).gradients
+        arriving = arrivals(
+            units, placements, self.grid.shard, cuda=self._cuda, one_pass=self.cost.one_pass, inside=self.inside,
+            accumulates=self._accumulates, others=0 if self._accumulates else others,
+            room=lent_bytes(self.sizes.units, self.placements) if self.inside else 0,
+        )  # fmt: skip
+        return segments(units, placements, self.prefetch, arriving, cuda=self._cuda, tied=self.work.tied(self.sizes))
+
+    @property
+    def margin(self) -> int:
+        return int(FRAGMENTS * self.fullest.total) if self._cuda else 0
+
+    @property
+    def persistent_bytes(self) -> int:
+        return self.stays.total + (0 if self._cuda else self.fullest.buffers)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.stays.total + self.fullest.total + self.margin
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Activations kept from forward to backward, on the device."""
+        return self.activations.kept_per_block * self.work.layers_here(self.grid) * self.flying
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of one rank's host memory, what a GPU copies from and to: pages that cannot move."""
+        if self.hardware.device != "cuda":
+            return 0
+        states = self.states_on(Tier.HOST)
+        waiting = 0 if self.inside else states.gradients
+        parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
+        return states.parameters + waiting + self.staging.copied + parked
+
+    @property
+    def host_bytes(self) -> int:
+        """Of one rank."""
+        states = self.states_on(Tier.HOST)
+        waiting = 0 if self.inside else states.gradients
+        parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
+        return states.parameters + states.optimizer + waiting + sum(self.staging) + parked
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.states_on(Tier.DISK).total
+
+    @property
+    def padding_bytes(self) -> int:
+        """Of the states, what is no parameter's."""
+        used = [u._replace(whole=u.used, shard=-(-u.used // self.sizes.ranks)) for u in self.sizes.units]
+        trimmed = [u._replace(body=u.used, owned=min(u.owned, u.shard), params=0) for u in used]
+        bare = sum(state_bytes(trimmed, self.placements, self.cost, tier).total for tier in Tier)
+        return max(0, self.all_states - bare)
+
+    @property
+    def usable_bytes(self) -> int:
+        return usable_bytes(self.hardware)
+
+    @property
+    def fits(self) -> bool:
+        node = min(self.grid.ranks, self.hardware.node_ranks)
+        return (
+            self.peak_bytes <= self.usable_bytes
+            and self.host_bytes * node <= self.hardware.host_bytes
+            and self.disk_bytes * node <= self.hardware.disk_bytes
+        )
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rounds(self) -> int:
+        return self.micro_batches if (self.reduce or reduce_default(self.placements[0])) == "each" else 1
+
+    @cached_property
+    def traffic(self) -> dict[str, Sent]:
+        forward, backward = self.work.passes(self.sizes, self.placements)
+        sent = step_traffic(
+            self.sizes, self.placements, forward=forward, backward=backward, micro_batches=self.micro_batches,
+            reduce=self.reduce, replicas=self.grid.replica,
+        )  # fmt: skip
+        if self.grid.tp > 1:
+            elements = self.work.tensor_elements(self.batch, self.choice.activations, self.grid) * self.micro_batches
+            width, calls = self.work.widths.compute, 6 * self.work.layers_here(self.grid) * self.micro_batches
+            sent["tensor-parallel"] = Sent(elements, elements * width, calls, "all-reduce", "tp")
+        return sent
+
+    @property
+    def traffic_elements(self) -> int:
+        """Sent by one rank for ZeRO."""
+        return total({k: v for k, v in self.traffic.items() if k != "tensor-parallel"})[0]
+
+    def link(self, axis: str) -> float:
+        """Bytes per second along an axis; tensor parallelism has the neighbours."""
+        node = self.hardware.node_ranks
+        inside = max(1, min(self.grid.tp, node))
+        if axis == "tp":
+            return self.hardware.link(self.grid.tp, node)
+        shards = max(1, node // inside)
+        if axis == "replica":
+            return self.hardware.link(self.grid.replica, max(1, shards // self.grid.shard))
+        return self.hardware.link(self.grid.data if axis == "all" else self.grid.shard, shards)
+
+    # -- seconds -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def compute_s(self) -> float:
+        """One micro-batch."""
+        rate = self.hardware.flops * self.hardware.efficiency
+        return self.work.flops(self.batch, self.choice.activations, self.grid) / rate
+
+    def _message_s(self, sent: Sent) -> float:
+        if not sent.bytes or (self.grid.data == 1 and sent.axis != "tp"):
+            return 0.0
+        return sent.calls * self.hardware.latency_s + sent.bytes / self.link(sent.axis)
+
+    @cached_property
+    def gather_s(self) -> list[float]:
+        """Of each unit that a pass gathers."""
+        forward, _ = self.work.passes(self.sizes, self.placements)
+        rate, others = self.link("shard"), self.grid.shard - 1
+        widths = [self.sizes.units[i].shard * others * self.sizes.units[i].widths.compute for i in forward]
+        return [self.hardware.latency_s + sent / rate for sent in widths] if others else []
+
+    @cached_property
+    def step(self) -> StepSeconds:
+        messages = {purpose: self._message_s(sent) for purpose, sent in self.traffic.items()}
+        checkpointed = self.choice.activations != "keep"
+        compute = self.compute_s * self.micro_batches
+        exposed = exposed_in_step(
+            self.compute_s,
+            gather_s=self.gather_s,
+            reduce_s=(messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.rounds,
+            updated_s=messages.get("gather-updated", 0.0) + messages.get("gather-gradient", 0.0),
+            prefetch=self.prefetch,
+            checkpointed=checkpointed,
+            micro_batches=self.micro_batches,
+            rounds=self.rounds,
+        )
+        bubble = compute * (self.grid.pp - 1) / self.micro_batches
+        update, transfer = self._update_s(compute)
+        return StepSeconds(compute, exposed, messages.get("tensor-parallel", 0.0), update, transfer, bubble)
+
+    @property
+    def _node(self) -> int:
+        """Ranks that share a host."""
+        return min(self.grid.ranks, self.hardware.node_ranks)
+
+    @cached_property
+    def moves(self) -> Moves:
+        return self.work.remember(
+            ("moves", self._table, self.cost), lambda: moves_of(self.sizes.units, self.placements, self.cost)
+        )
+
+    @cached_property
+    def host_side_s(self) -> float:
+        """One step's updates on the host, hidden or not."""
+        return host_side_s(self.moves, self.hardware, self._node)
+
+    def _update_s(self, compute: float) -> tuple[float, float]:
+        """What a step waits for updates, and for what else moves between device, host and disk."""
+        hardware, moves = self.hardware, self.moves
+        update = moves.device / hardware.memory_rate
+        if moves.host:
+            late = any(placement.late for placement in self.placements)
+            forward = self.compute_s / (4 if self.choice.activations != "keep" else 3)
+            beside = time_beside(forward, compute - forward, late=late, inside=self.inside)
+            away = 0 if self.choice.staying else sum(placement.away for placement in self.placements)
+            update += exposed_update_s(self.host_side_s, beside, away)
+        parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.micro_batches
+        moving = moving_s(moves, hardware, self._node, passes=2 * self.micro_batches, parked=parked)
+        return update, max(0.0, moving - compute - update)
+
+    @property
+    def step_s(self) -> float:
+        return self.step.total
+
+    @property
+    def look_ahead(self) -> tuple[int, bool]:
+        """k*, and whether the link is the limit at any depth."""
+        if not self.gather_s or not self.compute_s:
+            return 0, False
+        units = len(self.gather_s)
+        found = look_ahead(
+            self.gather_s, [self.compute_s / (4 if self.choice.activations != "keep" else 3) / units] * units
+        )
+        return found.units, found.bandwidth_bound
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.batch * self.micro_batches * self.grid.data
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.samples_per_step * self.work.tokens_per_sample / self.step_s if self.step_s else 0.0

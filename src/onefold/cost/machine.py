@@ -1,0 +1,24 @@
+"""The machine this process runs on, as a row of the hardware table."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch
+
+from onefold.cost.hardware import TABLE, Hardware
+
+
+def here(device: torch.device) -> Hardware:
+    """The row of the table that names this device, or the nearest, with the memory that is really there."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type != "cuda":
+        row = dataclasses.replace(TABLE["laptop"], name="this machine's CPU", memory_bytes=host // ranks)
+    else:
+        found = torch.cuda.get_device_properties(device)
+        known = [row for row in TABLE.values() if row.name.split()[0] in found.name]
+        row = dataclasses.replace(known[0] if known else TABLE["a100-80"], name=found.name)
+        row = dataclasses.replace(row, memory_bytes=found.total_memory)
+    return dataclasses.replace(row, host_bytes=host, node_ranks=max(ranks, 1))

@@ -1,0 +1,144 @@
+"""What is in memory at each instant of a step, and so the fullest one.
+
+Forward adds what each block keeps; backward takes it away again, and brings gradients. At every instant the block that
+computes has its units whole, and the next ones are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from onefold.cost.activations import ActivationBytes
+from onefold.cost.arrivals import Arrival, Held
+from onefold.cost.sizes import UnitSize
+from onefold.cost.states import StateCost, optimizer_bytes, updated_numel
+from onefold.optim.host_update import under_way_bytes, waiting_bytes
+from onefold.optim.workers import AT_HAND, WORKERS
+from onefold.settings.placement import Placement, Scope, Tier
+
+
+class Instant(NamedTuple):
+    """What is in memory beside what stays all along."""
+
+    where: str
+    gathered: int = 0
+    gradients: int = 0
+    buffers: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gathered + self.gradients + self.buffers + self.activations
+
+
+class Segment(NamedTuple):
+    """A block, or a unit outside every block, while it computes."""
+
+    where: str
+    block: bool
+    backward: bool
+    head: bool  # behind the last block
+    gathered: int  # bytes of whole units: its own, and those on their way
+    arrivals: tuple[Arrival, ...]  # of its units, in the order of forward
+    tied: int = 0  # bytes of gradients of what embedding and head share, which wait in autograd for each other
+
+
+def lent_bytes(units: Sequence[UnitSize], placements: Sequence[Placement]) -> int:
+    """Gradients that may wait on the device for the host, where it updates inside backward."""
+    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
+    return waiting_bytes([u.widths.grad * (u.whole if p.gradients is Scope.WHOLE else u.shard) for u, p in rows])
+
+
+class Staging(NamedTuple):
+    """Buffers in host memory beside states."""
+
+    copied: int  # pinned on CUDA: what is between device or disk and an update
+    worked: int  # pageable: what an update works in
+
+
+def staging_bytes(
+    units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, inside: bool
+) -> Staging:
+    """As the update threads have them, a unit each; a file that grows has two. One more may be read between steps.
+    `inside` backward gradients wait on the device."""
+    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
+    if not rows:
+        return Staging(0, 0)
+    copied = under_way_bytes([u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST])
+    if inside:
+        copied += under_way_bytes([u.shard * u.widths.grad for u, _ in rows])
+    wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
+    files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
+    return Staging(copied, WORKERS * max(wide, default=0) + (WORKERS + 1 + AT_HAND) * max(files))
+
+
+def segments(
+    units: Sequence[UnitSize],
+    placements: Sequence[Placement],
+    prefetch: int,
+    arriving: Sequence[Arrival] = (),
+    *,
+    cuda: bool = True,
+    tied: int | None = None,
+) -> list[Segment]:
+    """A forward and a backward. The `tied` unit is whole from the head to where backward ends."""
+    runs = [list(run) for _, run in groupby(range(len(units)), key=lambda i: units[i].block or f"#{i}")]
+    last_block = max((number for number, run in enumerate(runs) if units[run[0]].block), default=len(runs))
+    sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARD}
+    shared = units[tied].largest * units[tied].widths.compute if tied is not None else 0
+    found = []
+    for backward in (False, True):
+        order = [i for i in range(len(units)) if i in sharded]
+        order = order[::-1] if backward else order
+        place = {unit: number for number, unit in enumerate(order)}
+        for number, run in reversed(list(enumerate(runs))) if backward else enumerate(runs):
+            own = [i for i in run if i in place]
+            after = max((place[i] for i in own), default=-1) + 1
+            ahead = order[after : after + prefetch] if own else []
+            gathered = sum(units[i].whole_bytes for i in [*own, *ahead])
+            if tied in sharded and tied not in run and (backward or number > last_block):
+                gathered += units[tied].whole_bytes
+            name = units[run[0]].block or units[run[0]].name
+            where = f"{'backward' if backward else 'forward'} of {name}"
+            here = tuple(arriving[i] for i in run) if arriving and (backward or not cuda) else (Arrival(),)
+            waiting = shared * (3 if tied in run else 1) if backward else 0
+            found.append(
+                Segment(where, bool(units[run[0]].block), backward, number > last_block, gathered, here, waiting)
+            )
+    return found
+
+
+def instants(walk: Sequence[Segment], activations: ActivationBytes, flying: int = 1) -> Iterator[Instant]:
+    """Those that can be the fullest; `flying` micro-batches are between forward and backward at once."""
+    blocks = sum(segment.block and not segment.backward for segment in walk)
+    earlier = (flying - 1) * blocks * activations.kept_per_block
+    kept = blocks if activations.arena else 0
+    for where, block, backward, head, gathered, arriving, tied in walk:
+        kept += block and not (backward or activations.arena)
+        base = earlier + kept * activations.kept_per_block
+        for held, working in _moments(arriving, activations, block=block, head=head, tied=tied):
+            yield Instant(where, gathered, *held, base + working)
+        kept -= block and backward and not activations.arena
+        left, more = earlier + kept * activations.kept_per_block, tied if block or head else arriving[0].fresh
+        yield Instant(where, gathered, *arriving[0].done, left + activations.outside + more)
+        yield Instant(where, 0, *arriving[0].after, left)
+
+
+def _moments(
+    arriving: Sequence[Arrival], activations: ActivationBytes, *, block: bool, head: bool, tied: int
+) -> Iterator[tuple[Held, int]]:
+    """What gradients take while a segment computes, and what it works with then. The first unit of a block is done when
+    backward has left the block, the others before."""
+    for before, filling, _, fresh, _ in arriving:
+        if block:
+            yield filling, activations.block + tied + max(activations.widest, fresh)
+        elif head:
+            yield filling, activations.head
+            yield filling, activations.logits + tied
+        else:
+            yield before, activations.outside + tied
+            yield filling, activations.outside + fresh
+    for _, _, done, fresh, _ in arriving[1:]:
+        yield done, activations.block + tied + fresh

@@ -1,0 +1,127 @@
+"""Seconds: how far to gather ahead, when stage 3 pays, and how long a step takes. Numbers only.
+
+Gathers run under the compute of the units before them; reductions run under the rest of backward. What does not fit
+there is exposed. Parameters that are gathered after the update (stages 1 and 2) are waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from onefold.cost.prefetch import exposed_s
+
+
+class LookAheadNeed(NamedTuple):
+    """How many units to gather ahead of need, and what that cannot hide."""
+
+    units: int
+    bandwidth_bound: bool  # gathering takes longer than computing all along: no look-ahead hides the difference
+    exposed_s: float
+
+
+def look_ahead(gather_s: Sequence[float], compute_s: Sequence[float]) -> LookAheadNeed:
+    """The smallest k whose k compute times sum to at least the time of any gather they hide.
+
+    >>> look_ahead([0.008] * 32, [0.010] * 32).units
+    1
+    >>> bound = look_ahead([0.016] * 32, [0.010] * 32)
+    >>> bound.units, bound.bandwidth_bound, round(bound.exposed_s + 0.320, 3)
+    (2, True, 0.522)
+    """
+    most = max((_units_for(gather, compute_s[:i][::-1]) for i, gather in enumerate(gather_s) if i), default=0)
+    bound = sum(gather_s) > sum(compute_s)
+    return LookAheadNeed(most, bound, exposed_s(gather_s, compute_s, max(most, 1)))
+
+
+def _units_for(gather: float, before: Sequence[float]) -> int:
+    hidden = 0.0
+    for units, compute in enumerate(before, 1):
+        hidden += compute
+        if hidden >= gather:
+            return units
+    return len(before)
+
+
+def equal_look_ahead(gather_s: float, compute_s: float) -> int:
+    """For equal units: ceil(gather / compute).
+
+    >>> [equal_look_ahead(200e6 * 2 / rate, 0.010) for rate in (25e9, 50e9, 100e9, 200e9)]
+    [2, 1, 1, 1]
+    """
+    return max(1, math.ceil(round(gather_s / compute_s, 9)))
+
+
+def stage3_communication_s(numel: float, layers: int, latency_s: float, rate: float, itemsize: int = 2) -> float:
+    """Two gathers and a reduction of all parameters, one after the other, nothing hidden.
+
+    >>> round(stage3_communication_s(7e9, 32, 10e-6, 100e9), 3)
+    0.421
+    """
+    return 3 * layers * latency_s + 3 * itemsize * numel / rate
+
+
+def compute_step_s(numel: float, batch: int, seq: int, flops: float) -> float:
+    """6 flops per parameter and token."""
+    return 6 * numel * batch * seq / flops
+
+
+def break_even_batch(
+    numel: float, layers: int, seq: int, flops: float, latency_s: float, rate: float, overhead: float = 0.05
+) -> int:
+    """The smallest batch at which stage 3's communication, hidden or not, is below `overhead` of its compute.
+
+    It does not depend on the number of parameters, but for the latency.
+
+    >>> [break_even_batch(size, 32, 2048, 150e12, 10e-6, 100e9) for size in (7e9, 70e9)]
+    [15, 15]
+    """
+    communication = stage3_communication_s(numel, layers, latency_s, rate)
+    return max(1, math.ceil(communication / overhead / compute_step_s(numel, 1, seq, flops)))
+
+
+class StepSeconds(NamedTuple):
+    """One step of one rank."""
+
+    compute: float
+    exposed: float  # waiting for gathers and reductions that compute does not cover
+    tensor: float  # tensor-parallel sums, which nothing covers
+    update: float
+    transfer: float  # between device, host and disk, as far as not covered
+    bubble: float  # pipeline stages waiting for each other
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def exposed_in_step(
+    compute_s: float,
+    *,
+    gather_s: Sequence[float],
+    reduce_s: float,
+    updated_s: float,
+    prefetch: int,
+    checkpointed: bool,
+    micro_batches: int,
+    rounds: int,
+) -> float:
+    """Seconds a step waits for messages, over all micro-batches.
+
+    `compute_s` is of one micro-batch; `gather_s` of each unit a pass gathers; `reduce_s` of one reduction of all units;
+    `updated_s` of what is gathered after the update.
+    """
+    shares = (1, 3) if checkpointed else (1, 2)
+    forward, backward = (compute_s * share / sum(shares) for share in shares)
+    waiting = 0.0
+    if gather_s:
+        units = len(gather_s)
+        waiting += micro_batches * exposed_s(gather_s, [forward / units] * units, prefetch)
+        in_backward = exposed_s(gather_s, [backward / units] * units, prefetch)
+        for last in range(micro_batches):
+            reducing = reduce_s if last < rounds else 0.0
+            waiting += max(in_backward, sum(gather_s) + reducing - backward)
+    else:
+        waiting += rounds * max(0.0, reduce_s - backward)
+    return waiting + updated_s

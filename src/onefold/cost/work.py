@@ -1,0 +1,207 @@
+"""What is to be trained: a bare number of parameters, or a GPT's shape, cut over a grid of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from onefold.cost import sizes as measure
+from onefold.cost.activations import (
+    NOTHING,
+    ActivationBytes,
+    check_policy,
+    flops_per_sample,
+    of_shape,
+    tensor_parallel_elements,
+)
+from onefold.cost.layout import ParamInfo, plan_units
+from onefold.cost.shapes import Shape
+from onefold.cost.sizes import Sizes, Widths
+from onefold.errors import ConfigError
+from onefold.settings.placement import Placement, Scope
+
+T = TypeVar("T")
+
+
+class Grid(NamedTuple):
+    """How many ranks, and along which axes: `shard` × `replica` hold the data-parallel copies."""
+
+    shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    replica: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.shard * self.tp * self.pp * self.replica
+
+    @property
+    def data(self) -> int:
+        return self.shard * self.replica
+
+    def __str__(self) -> str:
+        axes = zip(("shard", "tp", "pp", "replica"), self, strict=True)
+        return " × ".join(f"{size} {name}" for name, size in axes if size > 1 or name == "shard")
+
+
+def grid_of(ranks: int, tp: int = 1, pp: int = 1, replica: int = 1) -> Grid:
+    """All axes from the number of ranks; raises unless they fit.
+
+    >>> grid_of(64, tp=4)
+    Grid(shard=16, tp=4, pp=1, replica=1)
+    """
+    for name, size in (("ranks", ranks), ("tp", tp), ("pp", pp), ("replica", replica)):
+        if type(size) is not int or size < 1:
+            raise ConfigError(f"{name}={size!r} is not a positive whole number")
+    if ranks % (tp * pp * replica):
+        raise ConfigError(
+            f"{ranks} ranks is not a multiple of tp × pp × replica = {tp} × {pp} × {replica}; choose axes whose "
+            f"product divides it"
+        )
+    return Grid(ranks // (tp * pp * replica), tp, pp, replica)
+
+
+@dataclass(frozen=True)
+class Module:
+    """Any model, as rehearsals saw it with one sample."""
+
+    infos: tuple[ParamInfo, ...]
+    widths: dict[str, Widths]  # by kind of parameter
+    batch: int  # of the sample
+    tokens: int  # of one row of it
+    activations: dict[str, int]  # policy -> bytes at the fullest instant
+    block_inputs: tuple[int, ...]
+    flops: dict[str, int]  # policy -> of one forward and backward
+    frozen: frozenset[str] = frozenset()  # kinds that are not trained
+    buffers_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One of `numel`, `shape` and `module` is given."""
+
+    widths: Widths
+    numel: int | None = None
+    shape: Shape | None = None
+    module: Module | None = None
+    bucket_bytes: int = 32 << 20
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def remember(self, key: Any, make: Callable[[], T]) -> T:
+        """A search asks the same thing many times: what does not depend on the batch is computed once."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
+
+    def __post_init__(self) -> None:
+        if sum(given is not None for given in (self.numel, self.shape, self.module)) != 1:
+            raise ConfigError("a plan is for a number of parameters, or for a shape: give one of them")
+        if self.numel is not None and self.numel < 1:
+            raise ConfigError(f"{self.numel} parameters is not a positive number")
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        if self.module:
+            return sum(info.numel for info in self.module.infos)
+        return self.shape.numel if self.shape else self.numel or 0
+
+    @property
+    def tokens_per_sample(self) -> int:
+        return self.shape.seq if self.shape else self.module.tokens if self.module else 0
+
+    @property
+    def knows_activations(self) -> bool:
+        return self.numel is None and not (self.module and not self.module.activations)
+
+    def sizes(self, grid: Grid, rank: int = 0) -> Sizes:
+        if self.module:
+            return self._module_sizes(self.module, grid, rank)
+        if self.shape is None:
+            assert self.numel is not None
+            local = -(-self.numel // (grid.tp * grid.pp))
+            units = max(1, min(4096, -(-local * self.widths.compute // self.bucket_bytes)))
+            return Sizes(tuple(measure.of_count(local, grid.shard, self.widths, units)), grid.shard)
+        infos = [
+            ParamInfo(part.name, part.numel, self.widths.compute, "trained", part.block)
+            for part in self.shape.parts(grid.tp, grid.pp)
+        ]
+        blocks = {info.name: info.block for info in infos}
+        layouts = plan_units(infos, grid.shard, self.bucket_bytes, grid.replica)
+        rows = [measure.of_layout(u, rank, self.widths, block=blocks[u.slots[0].name]) for u in layouts]
+        return Sizes(tuple(rows), grid.shard, flags=len(infos))
+
+    def _module_sizes(self, module: Module, grid: Grid, rank: int) -> Sizes:
+        blocks = {info.name: info.block for info in module.infos}
+        rows = []
+        for unit in plan_units(module.infos, grid.shard, self.bucket_bytes, grid.replica):
+            block, trained = blocks[unit.slots[0].name], unit.kind not in module.frozen
+            rows.append(measure.of_layout(unit, rank, module.widths[unit.kind], block=block, trained=trained))
+        flags = sum(info.kind not in module.frozen for info in module.infos)
+        return Sizes(tuple(rows), grid.shard, module.buffers_bytes, flags)
+
+    def tied(self, sizes: Sizes) -> int | None:
+        """The unit that the output layer shares with the token embedding."""
+        return 0 if self.shape and sizes.units else None
+
+    def passes(self, sizes: Sizes, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
+        """Units gathered in forward and in backward, as the runtime does. A bare count is gathered whole in both."""
+        sharded = [i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARD]
+        if self.module:
+            return sharded, sharded[-2::-1]
+        if self.shape is None or not sharded:
+            return sharded, sharded[::-1]
+        tied = self.tied(sizes)
+        forward = sharded + [tied] if tied in sharded and sharded[-1] != tied else sharded
+        positions = [i for i in sharded if i != tied and sizes.units[i].name == "wpe.weight"]
+        return [i for i in forward if i is not None], [i for i in sharded[::-1] if i not in (forward[-1], *positions)]
+
+    def activations(self, batch: int, policy: str, grid: Grid) -> ActivationBytes:
+        if self.module and self.module.activations:
+            return _of_module(self.module, batch, policy, grid)
+        if self.shape is None:
+            return NOTHING
+        return of_shape(self.shape, batch, policy, grid.tp, self.widths.compute)
+
+    def flops(self, batch: int, policy: str, grid: Grid) -> float:
+        """Of one rank, for one micro-batch."""
+        if self.module and self.module.flops:
+            again = "keep" if policy == "keep" else "checkpoint"
+            return self.module.flops[again] * batch / self.module.batch
+        return flops_per_sample(self.shape, policy) * batch / (grid.tp * grid.pp) if self.shape else 0.0
+
+    def layers_here(self, grid: Grid) -> int:
+        if self.module:
+            return 1  # its activations are of the whole model
+        return -(-self.shape.layers // grid.pp) if self.shape else 0
+
+    def tensor_elements(self, batch: int, policy: str, grid: Grid) -> int:
+        """Sent for tensor parallelism in one micro-batch."""
+        if self.shape is None:
+            return 0
+        return self.layers_here(grid) * tensor_parallel_elements(self.shape, batch, policy, grid.tp)
+
+
+def _of_module(module: Module, batch: int, policy: str, grid: Grid) -> ActivationBytes:
+    """All of it is there at the fullest instant; P_a takes away what the others of a tensor-parallel group keep."""
+    check_policy(policy, grid.tp)
+
+    def scaled(nbytes: float) -> int:
+        return int(nbytes * batch / module.batch)
+
+    whole = module.activations["keep" if policy == "keep" else "checkpoint"]
+    inputs, largest = sum(module.block_inputs), max(module.block_inputs, default=0)
+    part = inputs // grid.tp if policy.startswith("partition") else inputs
+    if policy.endswith("+host"):
+        working = scaled(whole - inputs + 2 * largest)
+        return ActivationBytes(0, scaled(part), *_throughout(working))
+    if policy == "partition":
+        whole -= inputs - part
+    return ActivationBytes(0, 0, *_throughout(scaled(whole)))
+
+
+def _throughout(working: int) -> tuple[int, int, int, int, int]:
+    """Which module holds what is not known: any of them may hold all of it."""
+    return working, 0, working, working, working

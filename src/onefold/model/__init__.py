@@ -1,0 +1,1 @@
+"""Looking at a model and building it: survey, blocks, meta construction, DTensor shards."""

@@ -1,0 +1,1 @@
+"""What a run holds, sends and takes: reports, profiles, rehearsals, simulation."""

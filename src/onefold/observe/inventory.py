@@ -1,0 +1,217 @@
+"""Everything a rank holds of a model: which storages, on which tier, and what its layout says they should take.
+
+Memory counts by storage, files by their length. Where the host updates, gradients stream through buffers of the device,
+which count as communication; those that wait on the host lie in buffers of a pool and count by their own length; what
+is left of the pools is staging. For buffers the plan is a bound. On a CPU the host's memory is the
+device's: what would leave a device counts as the host's there, too.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from onefold.comm.buffers import storage_bytes, storage_key
+from onefold.cost.sizes import Sizes, of_layout
+from onefold.cost.states import StateCost, file_bytes, state_bytes
+from onefold.offload.image import rests
+from onefold.optim.host_update import LEAVING, under_way_bytes
+from onefold.optim.workers import AT_HAND, WORKERS
+from onefold.runtime.engine import Engine
+from onefold.runtime.gather_schedule import READ_AHEAD
+from onefold.runtime.reduce_schedule import IN_FLIGHT, WAITING
+from onefold.settings.placement import Scope, Tier
+from onefold.state.unit import Unit
+
+CHECKPOINTS_HOST = "checkpoints_host"
+PINNED, PAGEABLE, DISK = "pinned", "pageable", "disk"
+
+
+class TierRow(NamedTuple):
+    """One state on a tier other than the device."""
+
+    state: str  # optimizer, parameters, gradients, staging
+    place: str  # pinned or pageable host memory, or disk
+    measured: int
+    planned: int  # of staging: at most
+
+
+def held(engine: Engine) -> dict[str, list[Tensor]]:
+    """What is on the device, by category; and checkpoints on the host."""
+    kept = list(engine.checkpoints.tensors()) if engine.checkpoints else []
+    places = ("checkpoints", CHECKPOINTS_HOST)
+    return {
+        **{place: [tensor for where, tensor in kept if where == place] for place in places},
+        "buffers": list(engine.model.buffers()),
+        "communication": [*engine.pool.buffers(), *engine.tiers.host.waiting.buffers()],
+        "gradients": [tensor for unit in engine.units if not unit.away for tensor in unit.gradients.tensors()],
+        "optimizer": [tensor for unit in engine.units if not unit.away for tensor in unit.state_tensors()],
+        "parameters": [t for unit in engine.all_units for t in unit.values.tensors() if not _on_host(unit, t)]
+        + [p for _, p in engine.frozen],
+    }
+
+
+def held_on_host(engine: Engine) -> dict[tuple[str, str], list[Tensor]]:
+    """The same of host memory, by state and place. What rests in files is not in memory."""
+    host = engine.tiers.host
+    near = PINNED if host.cuda else PAGEABLE
+    found: dict[tuple[str, str], list[Tensor]] = {("staging", near): host.staging.buffers()}
+    found.setdefault(("staging", PAGEABLE), []).extend(host.scratch.buffers())
+    found["optimizer", PAGEABLE] = [t for unit in engine.units if unit.away for t in _in_memory(unit)]
+    shards = [t for u in engine.all_units if u.values.on_host and u.values.image is None for t in u.values.shards()]
+    found["parameters", near] = shards
+    return found
+
+
+def _on_host(unit: Unit, tensor: Tensor) -> bool:
+    return unit.values.on_host and any(tensor is shard for shard in unit.values.shards())
+
+
+def _in_memory(unit: Unit) -> list[Tensor]:
+    """Of master and state."""
+    return [tensor for tensor in unit.state_tensors() if unit.image is None or not rests(tensor)]
+
+
+def storages(engine: Engine) -> dict[int, tuple[str, Tensor]]:
+    """Storage -> its category and a tensor of it. A borrowed buffer that holds a local sum counts as gradients."""
+    rows = [*held(engine).items(), *((f"{state}, {place}", t) for (state, place), t in held_on_host(engine).items())]
+    return {storage_key(tensor): (category, tensor) for category, tensors in rows for tensor in tensors}
+
+
+def on_device(engine: Engine) -> dict[int, tuple[str, Tensor]]:
+    """The same without the host's."""
+    rows = [row for row in held(engine).items() if row[0] != CHECKPOINTS_HOST]
+    return {storage_key(tensor): (category, tensor) for category, tensors in rows for tensor in tensors}
+
+
+class NotOnDevice:
+    """Storages that are not on the device, though on a CPU they look it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, host = engine, engine.tiers.host
+        self._pools = (host.staging, host.scratch)
+        self._kept = {storage_key(t) for tensors in held_on_host(engine).values() for t in tensors}
+        self._kept -= {storage_key(buffer) for pool in self._pools for buffer in pool.buffers()}
+
+    def __contains__(self, key: object) -> bool:
+        store = self._engine.checkpoints
+        if key in self._kept or (store is not None and key in store.host_storages):
+            return True
+        return any(pool.holds(key) for pool in self._pools)
+
+
+# -- elsewhere --------------------------------------------------------------------------------------------------------
+
+
+def elsewhere(engine: Engine) -> tuple[TierRow, ...]:
+    """What is not on the device; nothing where all is. Updates that run are waited for."""
+    engine.updates.wait()
+    parked = sum(unit.gradients.parked.nbytes for unit in engine.units if unit.gradients.parked is not None)
+    near = PINNED if engine.tiers.host.cuda else PAGEABLE
+    measured = {row: storage_bytes(tensors) for row, tensors in held_on_host(engine).items()}
+    measured["staging", near] -= parked
+    measured["gradients", near] = parked
+    images = {"optimizer": [unit.image for unit in engine.units]}
+    images["parameters"] = [unit.values.image for unit in engine.all_units]
+    for state, files in images.items():
+        measured[state, DISK] = sum(image.nbytes for image in files if image is not None)
+    planned = _planned_elsewhere(engine, near)
+    return tuple(
+        TierRow(*row, measured.get(row, 0), plan) for row, plan in planned.items() if measured.get(row) or plan
+    )
+
+
+def _planned_elsewhere(engine: Engine, near: str) -> dict[tuple[str, str], int]:
+    units = sizes_of(engine).units
+    placements = [unit.placement for unit in engine.all_units]
+    states = {tier: state_bytes(units, placements, StateCost(0), tier) for tier in (Tier.HOST, Tier.DISK)}
+    waiting = [u.layout.shard_numel * u.gradients.dtype.itemsize for u in engine.units if u.gradients.parked]
+    found = {
+        ("optimizer", PAGEABLE): planned_optimizer(engine, Tier.HOST),
+        ("optimizer", DISK): planned_optimizer(engine, Tier.DISK),
+        ("parameters", near): states[Tier.HOST].parameters,
+        ("parameters", DISK): states[Tier.DISK].parameters,
+        ("gradients", near): sum(waiting),
+    }
+    copied, used = _staging_limits(engine)
+    found["staging", near] = copied - sum(waiting)
+    found["staging", PAGEABLE] = found.get(("staging", PAGEABLE), 0) + used
+    return found
+
+
+def planned_optimizer(engine: Engine, tier: Tier) -> int:
+    """Master and state on a tier; step counts are too small for a file."""
+    total = 0
+    for index, unit in enumerate(engine.units):
+        vectors, counts = engine.optimizer.planned_state(index) if engine.optimizer is not None else (0, 0)
+        master = unit.master.owned.numel * unit.dtypes.widths.master
+        where = unit.placement.optimizer_tier
+        if where is Tier.DISK:
+            total += {Tier.DISK: file_bytes(master, vectors), Tier.HOST: counts}.get(tier, 0)
+        elif where is tier:
+            total += master + vectors + counts
+    return total
+
+
+def _staging_limits(engine: Engine) -> tuple[int, int]:
+    """Most bytes of buffers that copies and files use, and of those that updates work in."""
+    units = [unit for unit in engine.units if unit.away]
+    if not units:
+        return 0, 0
+    shards = [unit.layout.shard_numel * unit.gradients.dtype.itemsize for unit in units]
+    values = [unit.layout.shard_numel * unit.values.dtype.itemsize for unit in engine.all_units]
+    parked = sum(shards) if engine.updates.keeps_gradients else under_way_bytes(shards)
+    in_files = any(unit.values.image is not None for unit in engine.all_units)
+    moved = (WORKERS + AT_HAND + (_gathered(engine) if in_files else 0)) * max(values)
+    wide = [(1 + (u.dtypes.master == "split")) * 4 * u.master.owned.numel for u in units if u.dtypes.narrow]
+    images = [unit.image.nbytes for unit in units if unit.image is not None]
+    return parked + moved, WORKERS * max(wide, default=0) + (WORKERS + 1 + AT_HAND) * max(images, default=0)
+
+
+def _gathered(engine: Engine) -> int:
+    """Units that a pass has open at once: in use, used before, on their way, and those being read ahead of that."""
+    prefetch = engine.zero.prefetch
+    return 2 + READ_AHEAD + (prefetch if isinstance(prefetch, int) else len(engine.passes.units))
+
+
+# -- plans for the device ---------------------------------------------------------------------------------------------
+
+
+def sizes_of(engine: Engine) -> Sizes:
+    """All units as the planner sees them, at the widths they have now."""
+    rank, units = engine.comm.rank, []
+    for unit in engine.all_units:
+        widths = unit.dtypes.widths._replace(grad=unit.gradients.dtype.itemsize)
+        units.append(of_layout(unit.layout, rank, widths, trained=unit.trained))
+    return Sizes(tuple(units), engine.comm.size, flags=len(engine.params))
+
+
+def planned_on_device(engine: Engine) -> dict[str, int | None]:
+    units = sizes_of(engine).units
+    states = state_bytes(units, [unit.placement for unit in engine.all_units], StateCost(0))
+    frozen = storage_bytes([param for _, param in engine.frozen])
+    return {
+        "parameters": states.parameters + frozen,
+        "gradients": states.gradients if any(u.gradients.tensors() for u in engine.units if not u.away) else 0,
+        "optimizer": planned_optimizer(engine, Tier.DEVICE),
+        "buffers": storage_bytes(engine.model.buffers()),
+        "communication": _pool_limit_bytes(engine),  # at most
+        **dict.fromkeys(("checkpoints", CHECKPOINTS_HOST), 0),
+        **(engine.checkpoints.planned() if engine.checkpoints else {}),
+        "activations": None,
+    }
+
+
+def _pool_limit_bytes(engine: Engine) -> int:
+    """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another. Where
+    the host updates, what is summed and on its way down. And where 16 bits compute, fp32 vectors of what is summed or
+    updated here."""
+    sizes = [unit.layout.numel * unit.gradients.local_itemsize for unit in engine.units]
+    away = [unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units if unit.away]
+    wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
+    rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
+    kept = sum(sizes) if engine.sums_kept and (away or engine.placement.gradients is Scope.SHARD) else 0
+    needed = engine.everyone.size > 1 or engine.sums_kept or wide or away or not engine.updates.keeps_gradients
+    leaving = (LEAVING + 1) * max(away, default=0) + engine.updates.lent_bytes
+    return (rounds * max(sizes) if needed else 0) + leaving + 2 * wide + kept

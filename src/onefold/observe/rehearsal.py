@@ -1,0 +1,279 @@
+"""A rehearsal: the runtime itself takes two steps of a model on tensors without values, among peers that are not there.
+
+torch's FakeTensorMode gives tensors with shapes, dtypes and storages but no memory, so what is measured here is what a
+rank of N would measure: which units are whole when, what autograd keeps, which buffers are reused, what is sent. Only
+the optimizer's own arithmetic is left out; its state is counted from what the class keeps per element. Where the host
+updates, gradients go down as in a run; what host and disk hold then is counted, and no file is written.
+
+A model that decides by values (routing, early exit) cannot be rehearsed without them: `values=True` then takes the
+steps on real tensors of this machine, with the parameters whole, and adds what stage 3 would gather.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from onefold.comm.buffers import storage_bytes
+from onefold.comm.mesh import simulated_axes
+from onefold.comm.meter import Flow, Label
+from onefold.cost.states import StateBytes, StateCost, parameter_bytes, state_bytes
+from onefold.errors import ModelError
+from onefold.model.containers import tensors_in
+from onefold.model.survey import place
+from onefold.observe.inventory import sizes_of
+from onefold.observe.reports import memory, track_memory, traffic
+from onefold.optim.host_update import HostGradients
+from onefold.optim.kernels.update import available
+from onefold.optim.loss_scale import scaled_backward
+from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.update_policy import NoUpdates
+from onefold.settings.offload import AUTO, Offload
+from onefold.settings.placement import Placement, Scope, Tier
+from onefold.settings.zero import Zero
+from onefold.shard import shard_over
+
+Loss = Callable[[nn.Module, Any], Tensor]
+BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class GradientsToHost(NoUpdates):
+    """Gradients of units that the host would update go down, and nothing is updated."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._host = HostGradients(engine)
+
+    def reduced(self, index: int, *, final: bool) -> bool:
+        return self._host.take(index, final=final)
+
+
+class Rehearsal(NamedTuple):
+    """What one rank of N would measure in a steady step."""
+
+    states: StateBytes
+    module_buffers: int
+    communication: int
+    peak: dict[str, int]  # bytes by category at the fullest instant
+    sent: dict[tuple[str, str], Flow]
+    flops: int  # of one forward and backward
+    padding: int  # elements
+    block_inputs: tuple[int, ...] = ()  # bytes of each, where blocks are computed again
+    checkpoints: int = 0  # what this rank keeps of them on the device
+    checkpoints_host: int = 0
+    host: StateBytes = StateBytes()  # states there; gradients as they wait for the update
+    disk: StateBytes = StateBytes()
+
+    @property
+    def peak_bytes(self) -> int:
+        """On the device."""
+        return sum(self.peak.values())
+
+
+def rehearse(
+    model: nn.Module,
+    sample: Any,
+    zero: Zero,
+    cost: StateCost,
+    *,
+    ranks: int,
+    rank: int = 0,
+    plays: str = "gloo",
+    loss: Loss | None = None,
+    tp: int = 1,
+    values: bool = False,
+    count_flops: bool = False,
+    micro_batches: int = 1,
+) -> Rehearsal:
+    """`sample` is what the model is called with: a tensor, a tuple of arguments, or a dict of keywords. `tp` ranks hold
+    the same block inputs; the model is this rank's part already."""
+    mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
+    assert zero.stage != "auto"
+    asked, offload = zero, Offload.of(zero.offload)
+    if "disk" in (offload.optimizer, offload.parameters):  # to the device it is all one
+        offload = Offload(optimizer="host", parameters=offload.parameters and "host")
+    if values and asked.stage == 3:  # peers would have to send values
+        zero = Zero.of(zero, {"stage": 2, "offload": dataclasses.replace(offload, parameters=None)})
+    else:
+        zero = Zero.of(zero, {"offload": offload})
+    with mode, warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        try:
+            twin = _twin(model, values)
+            axes = simulated_axes(ranks, rank, plays=plays, tp=tp, values=values)
+            shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
+            inputs = sample if values else tree_map_only(Tensor, _blank, sample)
+            whole = _whole_step(loss or default_loss, micro_batches)
+            return _two_steps(twin, inputs, whole, cost, asked, count_flops)
+        except BY_VALUES as error:
+            raise ModelError(
+                f"{type(model).__name__} decides by values ({str(error).splitlines()[0]}), so a plan needs a real "
+                f"model and a real sample: call plan(..., values=True), which takes one step here"
+            ) from error
+
+
+def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked: Zero, count_flops: bool) -> Rehearsal:
+    engine = engine_of(model)
+    engine.update_by(GradientsToHost(engine))
+    one_pass = engine.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
+    _step(engine, inputs, loss, one_pass)  # the order of units is learnt, buffers grow
+    flops = 0
+    if count_flops:
+        with FlopCounterMode(display=False) as counter:
+            _step(engine, inputs, loss, one_pass)
+        flops = counter.get_total_flops()
+    with track_memory(model) as tracker:
+        gradients = _step(engine, inputs, loss, one_pass)
+    now = memory(model)
+    moments = sum(
+        unit.master.owned.numel * cost.per_element + (cost.per_tensor if unit.master.owned.numel else 0)
+        for unit in engine.units
+        if not unit.away
+    )
+    states = StateBytes(now.parameters.measured, gradients, now.optimizer.measured + moments)
+    peak = tracker.peak()
+    peak["optimizer"] = states.optimizer
+    updating = {**dict.fromkeys(peak, 0), **states._asdict(), "communication": now.communication.measured}
+    updating |= {"buffers": now.buffers.measured, "activations": _update_temporaries(engine, one_pass)}
+    updating["checkpoints"] = now.checkpoints.measured
+    peak = max(peak, updating, key=lambda rows: sum(rows.values()))
+    sent = dict(traffic(model).flows)
+    units, placements = sizes_of(engine).units, _asked_placements(engine, asked)
+    if asked.stage == 3 and engine.zero.stage != 3:
+        shards = sum(map(parameter_bytes, units, placements))
+        states, peak, sent = _as_stage_3(engine, states._replace(parameters=shards), peak, sent)
+    padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
+    store, used = engine.checkpoints, engine.pool.most_bytes + engine.tiers.host.waiting.most_bytes
+    return Rehearsal(
+        states, now.buffers.measured, max(now.communication.measured, used), peak, sent, flops, padding,
+        tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
+        now.checkpoints_host.measured,
+        *(state_bytes(units, placements, cost, tier) for tier in (Tier.HOST, Tier.DISK)),
+    )  # fmt: skip
+
+
+def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
+    """Of all units, where the rehearsal may have had them elsewhere."""
+    auto = Offload.of(asked.offload).optimizer == AUTO
+    decided = {unit.name: unit.placement.optimizer_tier for unit in engine.units if auto}
+    return [place(unit.layout, asked, engine.comm.size, decided) for unit in engine.all_units]
+
+
+def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
+    """Everything of a step but the arithmetic of the update; the bytes of gradients it ends with."""
+    half = engine.precision.compute is torch.float16
+    with scaled_backward(1.0):
+        loss(engine.model, inputs).backward()
+    with torch.no_grad():
+        engine.settle()
+        if half:
+            engine.everyone.gather_bytes(bytes(len(engine.units)), Label("overflow", "step"))
+        engine.passes.release_all()
+        for index, unit in enumerate(engine.units):
+            engine.finish(index)
+            if engine.updates.reduced(index, final=True):
+                continue
+            if unit.dtypes.narrow and not one_pass and engine.comm.any_order:  # what torch borrows: see slices.py
+                vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
+                lent = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
+                for wide in lent:
+                    engine.pool.give(wide)
+        for unit in engine.units:
+            if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
+                unit.values.gather_updated().wait()
+    engine.after_step()
+    gradients = storage_bytes([t for unit in engine.units if not unit.away for t in unit.gradients.tensors()])
+    engine.drop_gradients()
+    return gradients
+
+
+def _whole_step(loss: Loss, micro_batches: int) -> Loss:
+    """All micro-batches of a step but the last add up; the last one's loss is given back."""
+
+    def last(model: nn.Module, inputs: Any) -> Tensor:
+        for _ in range(micro_batches - 1):
+            with engine_of(model).accumulate(None):
+                loss(model, inputs).backward()
+        return loss(model, inputs)
+
+    return last
+
+
+def _update_temporaries(engine: Engine, one_pass: bool) -> int:
+    """torch's Adam on a CPU makes two vectors of each one it updates; kernels of one pass, and those on CUDA, none. A
+    look for overflow, in fp16, makes the absolute values and three masks."""
+    if not engine.comm.any_order:
+        return 0
+    here = [unit for unit in engine.units if not unit.away]
+    looked = here if engine.precision.compute is torch.float16 else []
+    made = [2 * 4 * unit.master.owned.numel for unit in here if not (unit.dtypes.narrow and one_pass)]
+    made += [unit.mine.numel * (unit.gradients.dtype.itemsize + 3) for unit in looked]
+    return max(made, default=0)
+
+
+def _as_stage_3(
+    engine: Engine, states: StateBytes, peak: dict[str, int], sent: dict[tuple[str, str], Flow]
+) -> tuple[StateBytes, dict[str, int], dict[tuple[str, str], Flow]]:
+    """From a rehearsal with whole parameters: shards instead, and the largest two units gathered."""
+    largest = sorted((u.layout.numel * u.layout.itemsize for u in engine.units), reverse=True)[:2]
+    gathered = sent.pop(("gather-updated", "all-gather"), Flow())
+    sent[("gather-forward", "all-gather")] = sent[("gather-backward", "all-gather")] = gathered
+    return states, {**peak, "parameters": states.parameters + sum(largest)}, sent
+
+
+def _twin(model: nn.Module, values: bool) -> nn.Module:
+    """The same model, with parameters and buffers of its own."""
+    memo: dict[int, Any] = {}
+    device = torch.device("cpu")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.device.type != "meta":
+            device = tensor.device
+    for tensor in () if values else [*model.parameters(), *model.buffers()]:
+        blank = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        param = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if param else blank
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied to rehearse it ({error}); a plan needs a model that was not "
+            f"sharded yet and that copy.deepcopy accepts"
+        ) from error
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def default_loss(model: nn.Module, sample: Any) -> Tensor:
+    """The model's own loss if it returns one, else the sum of what it returns."""
+    if isinstance(sample, dict):
+        output = model(**sample)
+    elif isinstance(sample, tuple | list):
+        output = model(*sample)
+    else:
+        output = model(sample)
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
+    if not floats:
+        raise ModelError(
+            f"{type(model).__name__} returned no tensor with a gradient; give loss=(model, sample) -> loss"
+        )
+    return floats[0] if floats[0].ndim == 0 else torch.stack([tensor.float().sum() for tensor in floats]).sum()

@@ -1,0 +1,163 @@
+"""One rank of N with real memory, real compute and no peers: what a cluster's rank would need, measured on one device.
+
+The model is built on the meta device and sharded as rank 0 of N, so only this rank's shards become real. Gathers fill
+their buffers with copies of this rank's shard or with zeros, reductions return its own part: values are meaningless,
+sizes, kernels and the order of events are those of the real run. What a network would add is not in it.
+
+A step's time is compute, the copies that stand for messages, and launch overhead: what the host takes and no compute
+hides (Python, hooks, launches; on a CPU all that is no operator).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from onefold.comm.mesh import simulated_axes
+from onefold.cost.states import StateBytes
+from onefold.errors import ConfigError
+from onefold.observe.rehearsal import Rehearsal, default_loss, rehearse
+from onefold.observe.reports import memory, track_memory, traffic
+from onefold.observe.utilization import Busy, busy
+from onefold.optim.optimizer import Optimizer
+from onefold.planner.plan import OPTIMIZERS, cost_of
+from onefold.settings.zero import Zero
+from onefold.shard import shard_over
+
+NOISE = 0.05  # a share of a step by which two of them may differ
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Planned and measured, of one rank of N."""
+
+    ranks: int
+    stage: int
+    device: str
+    parameters: int
+    planned: Rehearsal
+    states: StateBytes
+    peak_bytes: int  # the allocator's on CUDA; by storages on a CPU
+    reserved_bytes: int  # CUDA: what the allocator took from the device
+    sent_bytes: int
+    steps_s: tuple[float, ...]
+    busy: Busy | None  # of a step: operators on a CPU, kernels on CUDA; None where the profiler may not look at it
+    plan_s: float  # how long the rehearsal took
+    build_s: float  # and giving the shards their values
+
+    @property
+    def states_off(self) -> float:
+        """Measured over planned, less one."""
+        return self.states.total / self.planned.states.total - 1
+
+    @property
+    def compute_s(self) -> float | None:
+        return self.busy.compute_s if self.busy else None
+
+    @property
+    def launch_s(self) -> float | None:
+        """Of the last step, when nothing computed: the host's time that the device did not hide.
+
+        None if it cannot be told: many small operators take longer under the profiler than the whole step without it.
+        """
+        if self.busy is None:
+            return None
+        rest = self.steps_s[-1] - sum(self.busy)
+        return max(0.0, rest) if rest >= -NOISE * self.steps_s[-1] else None
+
+    @property
+    def peak_off(self) -> float:
+        return self.peak_bytes / self.planned.peak_bytes - 1
+
+
+def simulate(
+    build: Callable[[], nn.Module],
+    sample: Any,
+    zero: Zero,
+    *,
+    ranks: int,
+    steps: int = 2,
+    device: str | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    optimizer: str = "adamw",
+) -> Simulation:
+    """Take `steps` steps as rank 0 of `ranks`. `build` makes the model; it is called under the meta device."""
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r}: torch finds no CUDA device on this machine; use cpu")
+    plays = "nccl" if target.type == "cuda" else "gloo"
+    with torch.device("meta"):
+        blank, model = build(), build()
+    cost, clock = cost_of(optimizer), time.perf_counter
+    began = clock()
+    planned = rehearse(blank, sample, zero, cost, ranks=ranks, plays=plays)
+    plan_s, began = clock() - began, clock()
+    del blank
+    axes = simulated_axes(ranks, plays=plays)
+    shard_over(axes, model, zero, {"device": str(target), "init": init})
+    cls, settings = OPTIMIZERS[optimizer.lower()]
+    opt = Optimizer(model, cls, **settings)
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(target), sample)
+    cuda, build_s = target.type == "cuda", clock() - began
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(target)
+    step = partial(plain_step, model, opt, inputs)
+    times = [_seconds(step, target) for _ in range(steps)]
+    peak, reserved = _peak(model, opt, inputs, target)
+    seen = busy(step, target)
+    now = memory(model)
+    states = StateBytes(now.parameters.measured, now.gradients.measured, now.optimizer.measured)
+    return Simulation(
+        ranks=ranks,
+        stage=zero.stage if isinstance(zero.stage, int) else -1,
+        device=torch.cuda.get_device_name(target) if cuda else "cpu",
+        parameters=sum(p.numel() for p in model.parameters()),
+        planned=planned,
+        states=states,
+        peak_bytes=peak,
+        reserved_bytes=reserved,
+        sent_bytes=traffic(model).total,
+        steps_s=tuple(times),
+        busy=seen,
+        plan_s=plan_s,
+        build_s=build_s,
+    )
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    step()
+    wait()
+    return time.perf_counter() - start
+
+
+def _peak(model: nn.Module, optimizer: Optimizer, inputs: Any, device: torch.device) -> tuple[int, int]:
+    """At the fullest instant so far, used and reserved; on a CPU, where no allocator counts, of one more step."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return train_step(model, optimizer, inputs), 0
+
+
+def plain_step(model: nn.Module, optimizer: Optimizer, inputs: Any) -> None:
+    """Gradients stay, to be counted."""
+    optimizer.zero_grad()
+    optimizer.backward(default_loss(model, inputs))
+    optimizer.step()
+
+
+def train_step(model: nn.Module, optimizer: Optimizer, inputs: Any) -> int:
+    """One step, and the bytes at its fullest instant where no allocator counts them."""
+    on_cuda = optimizer.param_groups[0]["params"][0].is_cuda
+    with nullcontext() if on_cuda else track_memory(model) as tracker:
+        plain_step(model, optimizer, inputs)
+    return tracker.peak_bytes if tracker else 0

@@ -1,0 +1,1 @@
+"""Host memory and disk below the device: tiers, buffers, transfers."""

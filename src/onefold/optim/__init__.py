@@ -1,0 +1,1 @@
+"""The optimizer that users hold, and when and how units are updated."""

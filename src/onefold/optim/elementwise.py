@@ -1,0 +1,101 @@
+"""Is an optimizer class element-wise? Asked of the class itself, on 128 numbers, instead of a list of names.
+
+A flat unit is cut anywhere, so an optimizer may run on it only if every element's update depends on that element's
+own history. The class updates one small matrix, and the same numbers cut into two vectors, each with an optimizer of
+its own; the results must agree. LAMB, LARS and Adafactor scale by norms of whole tensors and differ; Muon wants
+matrices; LBFGS wants a closure.
+The same run shows how many bytes of state the class keeps.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from onefold.cost.layout import ALIGN
+from onefold.cost.states import StateCost
+from onefold.errors import OptimizerError
+
+STEPS = 3
+REMEDY = "Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
+
+
+def examine(
+    cls: Any, kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Any], StateCost]:
+    """The class's default hyperparameters and what its state costs; raises unless it is element-wise."""
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise OptimizerError(
+            f"{cls!r} is not an optimizer class; pass a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, "
+            f"and its settings as keywords"
+        )
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, ALIGN, generator=generator, dtype=dtype)
+    grads = [torch.randn(2, ALIGN, generator=generator, dtype=dtype) * 10.0**-step for step in range(STEPS)]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        whole = nn.Parameter(values.to(device, copy=True))
+        halves = [nn.Parameter(row.to(device, copy=True)) for row in values]
+        try:
+            optimizer = cls([whole], **kwargs)
+        except (TypeError, ValueError) as error:
+            raise OptimizerError(f"{cls.__name__} refused its settings {kwargs}: {error}") from error
+        try:
+            before = _group_settings(optimizer)
+            _train(optimizer, whole, grads)
+            for i, half in enumerate(halves):  # one optimizer each, as each unit has: nothing may couple them
+                part = cls([half], **kwargs)
+                _train(part, half, [grad[i] for grad in grads])
+        except Exception as error:
+            raise OptimizerError(
+                f"{cls.__name__} cannot update flat vectors, which is what a sharded unit is made of: {error}. {REMEDY}"
+            ) from error
+    if not torch.allclose(
+        whole.detach(), torch.stack([h.detach() for h in halves]), rtol=1e-5, atol=1e-7, equal_nan=True
+    ):
+        raise OptimizerError(
+            f"{cls.__name__} is not element-wise: a tensor updated whole and the same tensor updated in two halves got "
+            f"different values, and a shard is a part of a tensor. {REMEDY}"
+        )
+    if changed := [key for key, value in _group_settings(optimizer).items() if before.get(key) != value]:
+        raise OptimizerError(
+            f"{cls.__name__} keeps state in its param group ({', '.join(changed)}), which every unit would count for "
+            f"itself. {REMEDY}"
+        )
+    return dict(optimizer.defaults), _cost(part, half)
+
+
+def first_state(
+    cls: Any, kwargs: dict[str, Any], settings: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What the class keeps of a vector that it has updated once: which names, dtypes and devices."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        param = nn.Parameter(torch.zeros(ALIGN, dtype=dtype, device=device))
+        optimizer = cls([param], **kwargs)
+        optimizer.param_groups[0].update(settings)
+        _train(optimizer, param, [torch.ones(ALIGN, dtype=dtype)])
+    return dict(optimizer.state[param])
+
+
+def _train(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]) -> None:
+    for grad in grads:
+        param.grad = grad.to(param.device, copy=True)
+        bare_step(optimizer)
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step without the hooks and profiler ranges that torch puts around it: those are for the optimizer users hold."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def _group_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {key: repr(value) for key, value in optimizer.param_groups[0].items() if key != "params"}
+
+
+def _cost(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> StateCost:
+    tensors = [leaf for leaf in tree_leaves(dict(optimizer.state[param])) if isinstance(leaf, Tensor)]
+    per_element = sum(t.itemsize for t in tensors if t.numel() == param.numel())
+    return StateCost(per_element, sum(t.nbytes for t in tensors if t.numel() != param.numel()))

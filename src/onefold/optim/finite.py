@@ -1,0 +1,92 @@
+"""Are the gradients finite? If not, every rank skips the step alike, or raises.
+
+Norms tell it for free, where clipping has found them. fp16 always looks, and its loss scale falls. Where every update
+is one CUDA kernel, a flag on the device decides, and the host hears of it one step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onefold.comm.communicator import Comm
+from onefold.comm.meter import Label
+from onefold.errors import PrecisionError
+from onefold.optim.loss_scale import Scaler
+from onefold.optim.unit_optimizer import UnitOptimizer
+from onefold.runtime.engine import Engine
+
+
+class FiniteCheck:
+    def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str) -> None:
+        self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
+        self._on_device = not any(one.unit.away for one in by_unit)
+        self.norms: Tensor | None = None  # of each rank's shard of each unit, if clipping has found them
+        self.skipped = 0
+        self._told: tuple[Tensor, torch.cuda.Event] | None = None  # what the device found in the last step
+
+    def start_anew(self, skipped: int) -> None:
+        """Other state was loaded."""
+        self._told, self.skipped = None, skipped
+
+    def flag_on_device(self, groups: list[dict[str, Any]]) -> Tensor | None:
+        """Where every update is one kernel, it decides by this flag, and the host hears of it in the next step."""
+        if self.norms is None or not self.norms.is_cuda or self._scaler or not self._on_device:
+            return None
+        if not all(unit.fused(group) for unit in self._by_unit for group in groups):
+            return None
+        finite = torch.isfinite(self.norms)
+        self._told = finite.to("cpu", non_blocking=True), torch.cuda.Event()
+        self._told[1].record()
+        return 1.0 - finite.all().float()
+
+    def hear_of_last_step(self) -> None:
+        if self._told is None:
+            return
+        (finite, event), self._told = self._told, None
+        event.synchronize()  # long past: it was recorded a step ago
+        bad = self._first_bad(self._engine.comms.holders, finite)
+        if bad is not None:
+            for unit in self._by_unit:
+                unit.not_taken()
+            self.skip(bad)
+
+    def _first_bad(self, comm: Comm, finite: Tensor) -> str | None:
+        """The unit that backward meets first among those whose gradients are not finite; `finite` is by rank."""
+        engine = self._engine
+        near = finite[engine.pipeline.rows(comm)].all(dim=0).tolist()
+        first = next((engine.units[index].name for index in engine.schedule.order if not near[index]), None)
+        return first if first or bool(finite.all()) else "of another pipeline stage"
+
+    def bad_unit(self) -> str | None:
+        """The unit whose gradients first went non-finite in backward, on any rank: looked for where it may be known."""
+        engine, world = self._engine, self._engine.comms.world
+        if self.norms is not None:
+            return self._first_bad(engine.comms.holders, torch.isfinite(self.norms))
+        if self._scaler:
+            engine.schedule.drain()
+            norms = [unit.gradients.norms(2.0) if unit.gradients.reduced else [] for unit in engine.units]
+            none = torch.zeros((), device=engine.device)
+            finite = torch.stack([torch.stack(found).isfinite().all() if found else none == 0 for found in norms])
+            mine = bytes(not fine for fine in finite.tolist())
+            rows = world.gather_bytes(mine.ljust(engine.pipeline.most_units, b"\0"), Label("overflow", "step"))
+            return self._first_bad(world, torch.tensor([list(row) for row in rows]) == 0)
+        return None
+
+    def skip(self, bad: str) -> None:
+        """Everything is as it was. Every rank does the same."""
+        self.skipped += 1
+        if self._scaler:
+            if not self._scaler.overflow():
+                raise PrecisionError(
+                    f"gradients overflow at the lowest loss scale ({self._scaler.scale:g}), first in unit {bad}; look "
+                    f"there for an exploding loss, train in bf16, or keep that module in fp32 (Precision(keep_fp32=…))"
+                )
+        elif self._policy == "raise":
+            raise PrecisionError(
+                f"gradients are infinite or NaN, first in unit {bad}; nothing was updated. Look there, or skip such "
+                f"steps with Optimizer(on_nonfinite='skip')"
+            )

@@ -1,0 +1,1 @@
+"""One pass over memory per update: Triton on CUDA, C on CPUs."""

@@ -1,0 +1,99 @@
+"""One pass over memory per slice on a CPU: the sibling of fused.py, and the door to update.c.
+
+For Adam, AdamW and SGD where 16 bits compute. It gives the bits that torch's class gives on an fp32 master (update.c
+says how; on x86 torch's last bits may differ), and all ranks use it or none. ctypes lets go of the interpreter's lock
+while it runs: a worker thread may update while another trains.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onefold.comm.spans import marked
+from onefold.optim.kernels.compiled import compiled
+from onefold.optim.kernels.rule import Rule, knows
+
+LOG = logging.getLogger("onefold")
+UPDATE = "onefold::update"  # what profilers call the kernel
+SOURCE = Path(__file__).with_name("update.c")
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+ADAM, ADAM_FUSED, SGD, MOMENTUM, NESTEROV = range(5)
+SPLIT, WIDE_BF16, WIDE_FP16 = range(3)
+
+
+class _Step(ctypes.Structure):
+    """As in update.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("grad", "master", "rule")),
+        *((name, ctypes.c_float) for name in ("factor", "decay", "shrink", "size")),
+        *((name, ctypes.c_float) for name in ("beta1", "rest1", "beta2", "rest2", "root", "eps")),
+    )
+
+
+class _Slice(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("grad", "copy", "master", "first", "second"))
+
+
+def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.device) -> bool:
+    """Whether the kernel is here and knows this class with these settings."""
+    return device.type == "cpu" and knows(cls, group) and available()
+
+
+def available() -> bool:
+    """Whether the kernel is here. The first call may compile it."""
+    return _kernel() is not None
+
+
+def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float, threads: int) -> None:
+    """Update some elements by a rule. `master` is fp32, or the int16 remainder of a bf16 `copy`. The gradient, which is
+    fp32 or has the dtype of the copy, is times `factor`."""
+    kernel = _kernel()
+    assert kernel is not None and threads >= 1
+    split = master.dtype is torch.int16
+    half = copy.dtype is torch.float16
+    assert split or master.dtype is torch.float32
+    assert copy.dtype is torch.bfloat16 or (half and not split)
+    step = _Step(
+        DTYPES[grad.dtype], SPLIT if split else WIDE_FP16 if half else WIDE_BF16, _number(rule), factor,
+        0.0 if rule.decoupled else rule.decay, rule.shrink, rule.size, rule.beta1, 1 - rule.beta1, rule.beta2,
+        1 - rule.beta2, rule.root, rule.eps,
+    )  # fmt: skip
+    moments = [moment for moment in (rule.first, rule.second) if moment is not None]
+    assert all(moment.dtype is torch.float32 for moment in moments)
+    vectors = [grad, copy, master, *moments]
+    assert all(v.device.type == "cpu" and v.is_contiguous() and v.numel() == grad.numel() for v in vectors)
+    pointers = _Slice(*(vector.data_ptr() for vector in vectors))
+    with marked(UPDATE):
+        unknown = kernel(ctypes.byref(step), ctypes.byref(pointers), grad.numel(), threads)
+    assert not unknown, f"a gradient in {grad.dtype} beside a copy in {copy.dtype}"
+
+
+def _number(rule: Rule) -> int:
+    if rule.adam:
+        return ADAM_FUSED if rule.fused else ADAM
+    return SGD if rule.first is None else NESTEROV if rule.nesterov else MOMENTUM
+
+
+@cache
+def _kernel() -> Any:
+    """The function in update.c, or None, and a line in the log that says why."""
+    library, failures = compiled(SOURCE)
+    if library is None:
+        LOG.info(
+            "the CPU's update kernel could not be compiled (%s); torch updates 16-bit parameters instead, to the same "
+            "bits on ARM and near ones on x86, in several passes over memory, which take 2 to 16 times as long",
+            "; ".join(failures),
+        )
+        return None
+    kernel = library.onefold_update
+    kernel.argtypes = (ctypes.POINTER(_Step), ctypes.POINTER(_Slice), ctypes.c_int64, ctypes.c_int32)
+    kernel.restype = ctypes.c_int
+    return kernel

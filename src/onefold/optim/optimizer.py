@@ -1,0 +1,422 @@
+"""The optimizer users hold: a real torch.optim.Optimizer over the model's parameters, run on shards.
+
+The wrapped class never sees the model's parameters, only the slices of each unit that this rank updates.
+
+A step: 1 settle what was used  2 if gradients are not finite, skip or raise, on every rank alike  3 the engine's update
+policy updates the units, and brings new values to all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from onefold.comm.agreement import agree, together
+from onefold.comm.meter import Label
+from onefold.comm.spans import spanned
+from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
+from onefold.optim.elementwise import examine
+from onefold.optim.finite import FiniteCheck
+from onefold.optim.host_update import HostUpdates, UpdateOnHost
+from onefold.optim.loss_scale import LossScale, Scaler, scaled_backward
+from onefold.optim.preflight import reserve, update_alike, updated_dtype
+from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
+from onefold.optim.update_at_step import UpdateAtStep
+from onefold.optim.update_in_backward import UpdateInBackward
+from onefold.runtime.engine import engine_of
+from onefold.runtime.update_policy import StepInputs, UpdatePolicy
+from onefold.settings.placement import Scope
+from onefold.settings.precision import Precision
+
+FORMAT = 1  # of state_dict()
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Any element-wise torch optimizer, over a sharded model.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(4, 4), stage=2)
+    >>> optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> norm = optimizer.clip_grad_norm(1.0)
+    >>> optimizer.step(); optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cls: type[torch.optim.Optimizer],
+        *,
+        groups: list[Any] | None = None,
+        loss_scale: LossScale | None = None,
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        step_in_backward: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """`cls` and `kwargs` are the torch class and its settings. `loss_scale` is for fp16. If a norm that
+        clip_grad_norm finds is not finite, the step raises, or is skipped. `step_in_backward` updates each unit as soon
+        as its gradient is reduced and keeps no gradients: for runs without clipping, accumulation or fp16."""
+        engine = self._engine = engine_of(model)
+        if engine.optimizer is not None:
+            raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
+        self.stepped = False  # whether the last step() updated anything
+        self._tried = 0  # steps, taken or skipped
+        self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
+        self._agreed = False
+        error: Exception | None = None
+        try:
+            half = engine.precision.compute is torch.float16
+            _check_policies(half, loss_scale, on_nonfinite, step_in_backward)
+            self._scaler = Scaler(loss_scale or LossScale()) if half else None
+            self._build(cls, groups, kwargs)
+            self._finite = FiniteCheck(engine, self._by_unit, self._scaler, on_nonfinite)
+        except Exception as mistake:  # whatever it is, the other ranks must hear of it
+            error = mistake
+        self._agree(error, "Optimizer()")
+        update_alike(engine, self._by_unit, cls)
+        engine.update_by(self._policy(in_backward=step_in_backward), self)
+
+    def _policy(self, *, in_backward: bool) -> UpdatePolicy:
+        engine = self._engine
+        host = HostUpdates(engine, self._by_unit) if any(unit.away for unit in engine.units) else None
+        if in_backward:
+            return UpdateInBackward(engine, self._by_unit, lambda: self.param_groups, host)
+        return UpdateAtStep(engine, self._by_unit) if host is None else UpdateOnHost(engine, self._by_unit, host)
+
+    @property
+    def precision(self) -> Precision:
+        """What computes, travels, is kept and is updated, as it was decided for this model; print it."""
+        return self._engine.precision
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were not taken, because gradients were not finite."""
+        return self._finite.skipped
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, also before the checkpoint that was loaded."""
+        self._finite.hear_of_last_step()
+        return self._tried - self.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What backward() multiplies the loss by: 1 but for fp16."""
+        return self._scaler.scale if self._scaler else 1.0
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """loss.backward(), with the loss scaled where fp16 needs it."""
+        with scaled_backward(self.loss_scale):
+            (loss.float() * self.loss_scale if self._scaler else loss).backward(**kwargs)
+
+    def _agree(self, error: Exception | None, where: str) -> None:
+        """All ranks have the same groups with the same settings, or all raise."""
+        comms, lines = self._engine.comms, self._describe() if error is None else []
+        if comms.pp.size == 1:
+            agree(comms.world, lines, error, where=where)
+        else:  # other stages have other parameters
+            agree(comms.world, [], error, where=where)
+            for near in (comms.everyone, comms.tp):
+                together(comms, partial(agree, near, lines, where=where), where=where)
+        self._engine.comm.meter.cut()
+        self._agreed = True
+        self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
+
+    def _build(self, cls: type[torch.optim.Optimizer], groups: list[Any] | None, kwargs: dict[str, Any]) -> None:
+        engine = self._engine
+        _check_finite(kwargs, "the settings")
+        self._costs = {}
+        for dtype in dict.fromkeys(updated_dtype(unit) for unit in engine.units):
+            defaults, self._costs[dtype] = examine(cls, kwargs, engine.units[0].pool.device, dtype)
+        reserve(engine, self._costs)
+        self._index = {id(p): index for index, p in enumerate(engine.params)}
+        self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
+        self._name = cls.__name__
+        with _as_ours():
+            super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
+        self._check_hyperparameters()
+
+    def _describe(self) -> list[str]:
+        """What all ranks must share."""
+        lines = [f"optimizer {self._name}"]
+        for number, (group, names) in enumerate(zip(self.param_groups, self._names(), strict=True)):
+            settings = {key: value for key, value in sorted(group.items()) if key not in NOT_SETTINGS}
+            lines += [f"param group {number}: {settings}", f"param group {number}: {names}"]
+        return lines
+
+    def _names(self) -> list[list[str]]:
+        return [[self._engine.names[self._index[id(p)]] for p in group["params"]] for group in self.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """More parameters of the model, with settings of their own. Collective."""
+        error: Exception | None = None
+        try:
+            self._add_group(param_group)
+        except Exception as mistake:
+            error = mistake
+        if self._agreed:
+            self._agree(error, "add_param_group()")
+        elif error is not None:
+            raise error
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        self._engine.updates.wait()  # an update knows the groups of its step
+        with _as_ours():
+            given = param_group["params"]
+            params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
+            for param in params:
+                bare = param[1] if isinstance(param, tuple) else param
+                index = self._index.get(id(bare))
+                if index is not None and any(bare is other for group in self.param_groups for other in group["params"]):
+                    raise OptimizerError(
+                        f"{self._engine.names[index]} is in another param group already; name it in one"
+                    )
+            super().add_param_group({**param_group, "params": params})
+        try:
+            by_unit = self._by_unit_slots(self.param_groups[-1])
+        except OptimizerError:
+            self.param_groups.pop()
+            raise
+        for unit_index, slots in by_unit.items():
+            self._by_unit[unit_index].add_group(len(self.param_groups) - 1, slots)
+
+    def _by_unit_slots(self, group: dict[str, Any]) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for param in group["params"]:
+            index = self._index.get(id(param))
+            if index is None:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(param.shape)} in groups is not a trained parameter of the sharded "
+                    f"model; give parameters of that model which required grad when shard() was called"
+                )
+            place = self._engine.places[index]
+            if place.slot in found.setdefault(place.unit, []):
+                raise OptimizerError(f"{self._engine.names[index]} is twice in one param group; name it once")
+            found[place.unit].append(place.slot)
+        return found
+
+    @spanned("step", "optimizer", "the model")
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the parameters of all ranks. Collective."""
+        if closure is not None:
+            raise OptimizerError("step() takes no closure: run forward and backward before it, then call step()")
+        self._check_hyperparameters()
+        engine = self._engine
+        if engine.whole_for_now:
+            raise StateError("step() inside full_parameters would leave old values in it; leave full_parameters first")
+        engine.check_parameters()
+        engine.settle()
+        engine.passes.release_all()
+        self._finite.hear_of_last_step()
+        flag = self._finite.flag_on_device(self.param_groups)
+        bad = self._finite.bad_unit() if flag is None else None
+        self.stepped = bad is None
+        self._tried += 1
+        if bad is not None:
+            self.forget_clipping()
+            engine.comm.meter.cut()
+            self._finite.skip(bad)
+            return
+        engine.quiesce(host=False)
+        engine.updates.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.grad_scale, flag))
+        if self._scaler:
+            self._scaler.good()
+        self.forget_clipping()
+        engine.after_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, local sums included; set_to_none=False keeps them as zeros."""
+        self._engine.drop_gradients(keep_as_zeros=not set_to_none)
+
+    def gradients_change(self) -> None:
+        """Another backward of the step begins."""
+        if self._finite.norms is not None and self._engine.precision.narrow:
+            raise StateError("16-bit gradients are clipped when step() reads them: clip after all backwards of a step")
+        self._finite.norms = None
+
+    def forget_clipping(self) -> None:
+        """The gradients that were clipped are gone."""
+        self._finite.norms, self._clip = None, 1.0
+
+    @spanned("clip", "gradients", "the model")
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; the norm. Collective.
+
+        The norm is the sum, in fixed order, of what each rank finds in its shard of each unit: equal bit for bit on
+        every rank and at every stage. What is the same on all ranks of "tp" counts once.
+        """
+        if not (isinstance(max_norm, int | float) and max_norm >= 0):
+            raise ConfigError(f"max_norm={max_norm!r} is not a number of at least 0")
+        if not (isinstance(norm_type, int | float) and norm_type > 0):
+            raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
+        engine = self._engine
+        engine.updates.check_clipping()
+        if not engine.alone_in_rank:
+            raise StateError(
+                "this rank holds several stages of a pipeline, so this norm would be of one of them only; use one "
+                "stage per rank (Schedule1F1B), or leave clipping out"
+            )
+        engine.settle()
+        engine.schedule.drain()
+        engine.updates.wait()  # what is clipped after step() must not change what updates still read
+        holders = engine.comms.holders
+        partials = torch.zeros(holders.size, engine.pipeline.most_units, dtype=torch.float64, device=engine.device)
+        for index, unit in enumerate(engine.units):
+            for slot in range(len(unit.params)):
+                if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped
+                    unit.gradients.forget(slot)
+            if unit.gradients.reduced and engine.tied.counts(index):
+                norms = unit.gradients.norms(norm_type, engine.counts)
+                mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
+                mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
+                partials[holders.rank, index] = mine
+        holders.gather(partials.view(-1), Label("norm", "step")).wait()
+        self._finite.norms = partials
+        dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
+        norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / engine.grad_scale).to(dtype)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._clip = self._clip * factor
+        if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
+            for unit in (unit for unit in engine.units if not unit.dtypes.narrow):
+                whole = unit.placement.optimizer is Scope.WHOLE
+                unit.gradients.multiply(unit.layout.body if whole else unit.mine, factor)
+        return norm
+
+    def _check_hyperparameters(self) -> None:
+        if self._agreed:
+            now = [(group, group["params"], len(group["params"])) for group in self.param_groups]
+            alike = len(now) == len(self._seen_groups) and all(
+                a is b and c is d and m == n for (a, c, m), (b, d, n) in zip(now, self._seen_groups, strict=True)
+            )
+            if not alike:
+                raise OptimizerError(
+                    "param_groups was reordered, replaced or edited; change settings inside a group "
+                    "(group['lr'] = ...), and add parameters with add_param_group()"
+                )
+        for index, group in enumerate(self.param_groups):
+            _check_finite(group, f"param group {index}")
+
+    # -- what it holds -----------------------------------------------------------------------------------------------
+
+    def state_tensors(self) -> list[Tensor]:
+        return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
+
+    def planned_state(self, index: int) -> tuple[int, int]:
+        """Of one unit: bytes of vectors, and of step counts."""
+        unit = self._by_unit[index]
+        return unit.planned_state(self._costs[updated_dtype(unit.unit)])
+
+    def _whoami(self) -> dict[str, Any]:
+        world = self._engine.comms.world
+        return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.digest}
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part, for this rank, at this number of ranks and stage."""
+        self._finite.hear_of_last_step()
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
+        slices = [row for unit in self._by_unit for row in unit.state_dict()]
+        scale = self._scaler.state() if self._scaler else None
+        return {
+            "onefold": self._whoami(), "param_groups": groups, "names": self._names(), "slices": slices,
+            "tried": self._tried, "skipped": self.skipped, "loss_scale": scale,
+        }  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what state_dict() gave on this rank."""
+        found, wanted = state_dict.get("onefold"), self._whoami()
+        if found != wanted:
+            raise StateError(
+                f"this optimizer state belongs to {found}, this rank is {wanted}; optimizer.state_dict() is one rank's "
+                f"part and goes back to the same rank, number of ranks, model and stage only"
+            )
+        if state_dict["names"] != self._names():
+            raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)  # the same objects: schedulers hold them
+        self._finite.start_anew(state_dict["skipped"])
+        self._tried = state_dict["tried"]
+        if self._scaler:
+            self._scaler.load(state_dict["loss_scale"])
+        for unit in self._by_unit:
+            unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
+
+    @property
+    def by_unit(self) -> list[UnitOptimizer]:
+        """What updates each unit, in the order of the engine's units."""
+        return self._by_unit
+
+    def notes(self) -> dict[str, Any]:
+        """What it knows beside the state of parameters; the same on all ranks."""
+        rows = [
+            {"names": names, "settings": {key: value for key, value in group.items() if key not in NOT_SETTINGS}}
+            for names, group in zip(self._names(), self.param_groups, strict=True)
+        ]
+        scale = self._scaler.state() if self._scaler else None
+        steps = self.steps
+        return {"class": self._name, "steps": steps, "skipped": self.skipped, "loss_scale": scale, "groups": rows}
+
+    def take_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:
+        """Go on where another left off; `settings` are for each of our groups, None to keep them."""
+        for group, saved in zip(self.param_groups, settings, strict=True):
+            group.update(saved or {})  # the same objects: schedulers hold them
+        self._finite.start_anew(notes["skipped"])
+        self._tried = notes["steps"] + notes["skipped"]
+        if self._scaler and notes["loss_scale"]:
+            self._scaler.load(notes["loss_scale"])
+
+    def __getstate__(self) -> NoReturn:
+        raise StateError(
+            "an Optimizer of a sharded model cannot be copied or pickled: it works on buffers shared with other ranks; "
+            "save optimizer.state_dict() instead"
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:
+        # torch.amp.GradScaler.step reads this first; its found-inf check sees one rank only
+        raise StateError(
+            "torch.amp.GradScaler sees the gradients of one rank only; with precision='fp16' call "
+            "optimizer.backward(loss), which scales by itself"
+        )
+
+
+def _check_policies(half: bool, loss_scale: Any, on_nonfinite: Any, step_in_backward: Any) -> None:
+    if on_nonfinite not in ("raise", "skip"):
+        raise ConfigError(f"on_nonfinite={on_nonfinite!r} is unknown; use 'raise' or 'skip'")
+    if loss_scale is not None and not (half and isinstance(loss_scale, LossScale)):
+        raise ConfigError(f"loss_scale={loss_scale!r}: give a LossScale, and only with precision='fp16'")
+    if type(step_in_backward) is not bool:
+        raise ConfigError(f"step_in_backward={step_in_backward!r} is neither True nor False")
+    if step_in_backward and half:
+        raise ConfigError("step_in_backward=True cannot skip a step, which fp16 needs; train in bf16")
+    if step_in_backward and on_nonfinite == "skip":
+        raise ConfigError("step_in_backward=True cannot skip a step: it looks at no norm before it updates")
+
+
+def _check_finite(settings: dict[str, Any], where: str) -> None:
+    lr = settings.get("lr")
+    readable = isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.device.type == "cpu")
+    if readable and not math.isfinite(lr or 0.0):
+        raise OptimizerError(f"lr={lr} in {where} is not finite: look at the LR schedule")
+
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """torch's own complaints about groups, under our name."""
+    try:
+        yield
+    except OnefoldError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise OptimizerError(
+            f"the param groups cannot be used: {error}; give groups=[{{'params': [parameters of the model], ...}}], "
+            f"each parameter in one group"
+        ) from error

@@ -1,0 +1,54 @@
+"""What an Optimizer needs before its first step: room for its state where it will lie, one kernel for all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from onefold.comm.meter import Label
+from onefold.cost.states import StateCost
+from onefold.optim.kernels.rule import KNOWN
+from onefold.optim.kernels.update import available
+from onefold.optim.unit_optimizer import UnitOptimizer
+from onefold.runtime.engine import Engine
+from onefold.settings.offload import Offload
+from onefold.settings.placement import Tier
+from onefold.state.unit import Unit
+
+LOG = logging.getLogger("onefold")
+
+
+def updated_dtype(unit: Unit) -> torch.dtype:
+    """The dtype in which a unit is updated."""
+    return torch.float32 if unit.dtypes.narrow else unit.dtypes.compute
+
+
+def reserve(engine: Engine, costs: Mapping[torch.dtype, StateCost]) -> None:
+    """Is there room for the state of units that the host updates, and for the gradients that wait there?"""
+    needed = dict.fromkeys(Tier, 0)
+    for unit in engine.units:
+        if unit.away:
+            needed[unit.placement.optimizer_tier] += unit.master.owned.numel * costs[updated_dtype(unit)].per_element
+            needed[Tier.HOST] += unit.layout.shard_numel * unit.gradients.dtype.itemsize
+    path = Offload.of(engine.zero.offload).path
+    what = "the optimizer's state"
+    engine.tiers.reserve(what, host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=path)
+
+
+def update_alike(engine: Engine, by_unit: Sequence[UnitOptimizer], cls: type[torch.optim.Optimizer]) -> None:
+    """The CPU's kernel updates on all ranks or on none: where ranks hold copies, these must stay equal. Collective."""
+    on_cpu = any(unit.pool.device.type == "cpu" and unit.dtypes.narrow for unit in engine.units)
+    wanted = on_cpu and cls in KNOWN
+    if not wanted and engine.comms.pp.size == 1:  # stages of a pipeline may want different things: all answer
+        return
+    mine = bytes([not wanted or available()])
+    rows = engine.comms.world.gather_bytes(mine, Label("agree", "the CPU's update kernel"))
+    engine.comm.meter.cut()
+    if bytes(1) not in rows:
+        return
+    first = engine.comms.world.world_rank(rows.index(bytes(1)))
+    LOG.info("rank %d has no update kernel for its CPU, so torch updates on every rank", first)
+    for one in by_unit:
+        one.native = False

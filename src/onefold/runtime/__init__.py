@@ -1,0 +1,1 @@
+"""The engine: hooks, unsharding, gather and reduce schedules."""

@@ -1,0 +1,69 @@
+"""Times a few passes for prefetch="auto": how long gathers take, and the compute between needs.
+
+While it watches nothing is gathered ahead: a gather that runs under compute is seen to end only when it is needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from onefold.cost.prefetch import choose
+
+WATCHED_PASSES = 3  # of each kind, before it decides
+LOG = logging.getLogger("onefold")
+
+
+class Watch:
+    """Decides once for forward and once for backward, when it has seen enough of each."""
+
+    def __init__(
+        self, unit_bytes: Sequence[int], live_bytes: int | None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._bytes, self._live_bytes, self._clock = unit_bytes, live_bytes, clock
+        self._started: dict[int, float] = {}
+        self._gather_s: dict[int, float] = {}  # in this pass
+        self._compute_s: dict[int, float] = {}
+        self._shortest_s: dict[tuple[str, int], float] = {}  # gathers, by kind of pass: peers may be late
+        self._order: list[int] = []
+        self._since = 0.0
+        self._passes: dict[str, int] = {}
+
+    def started(self, index: int) -> None:
+        self._started[index] = self._clock()
+
+    def needed(self, index: int) -> None:
+        now = self._clock()
+        if self._order:
+            self._compute_s[self._order[-1]] = self._compute_s.get(self._order[-1], 0.0) + now - self._since
+        if index not in self._order:
+            self._order.append(index)
+
+    def arrived(self, index: int) -> None:
+        self._since = self._clock()
+        if index in self._started:
+            self._gather_s[index] = self._since - self._started.pop(index)
+
+    def end_of_pass(self, purpose: str) -> int | None:
+        """What to use from now on for this kind of pass, when enough has been seen."""
+        order, compute = self._order, self._compute_s
+        for index in order:
+            seen = self._gather_s.get(index, 0.0)
+            self._shortest_s[purpose, index] = min(seen, self._shortest_s.get((purpose, index), seen))
+        self._order, self._gather_s, self._compute_s = [], {}, {}
+        self._passes[purpose] = self._passes.get(purpose, 0) + 1
+        if self._passes[purpose] != WATCHED_PASSES or not order:
+            return None
+        gather_s = [self._shortest_s[purpose, index] for index in order]
+        compute_s = [compute.get(index, 0.0) for index in order]
+        chosen = choose(gather_s, compute_s, [self._bytes[index] for index in order], self._live_bytes)
+        if chosen.bandwidth_bound:
+            LOG.warning(
+                "%s: gathering takes %.1f ms and computing %.1f ms, so the link is the limit; prefetch stays at %d, as "
+                "more would hide nothing. A larger batch, keep_whole or stage 2 would help.",
+                purpose, 1e3 * sum(gather_s), 1e3 * sum(compute_s), chosen.units,
+            )  # fmt: skip
+        elif chosen.memory_bound:
+            LOG.warning("%s: prefetch stays at %d units, all that live_bytes leaves room for", purpose, chosen.units)
+        return chosen.units

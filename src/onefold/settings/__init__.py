@@ -1,0 +1,1 @@
+"""What users set: Zero, Precision, Offload; and the placement table."""

@@ -1,0 +1,101 @@
+"""What of the training state is not on the device: the settings of `shard(offload=…)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from onefold.errors import ConfigError
+from onefold.settings.placement import Tier
+
+TIERS = {None: Tier.DEVICE, "host": Tier.HOST, "disk": Tier.DISK}
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Which states lie in host memory or on disk.
+
+    >>> Offload(optimizer="host").optimizer_tier.value
+    'host'
+    """
+
+    optimizer: Literal["host", "disk", "auto"] | None = None
+    """Master and moments, and with them the update: "host" memory, "disk", or "auto": as many units stay on the device
+    as fit (with Adam's 8 bytes per element; the first of forward), the others go to the host, and what does not fit
+    there to disk, if there is a path. placement() says which, and why."""
+
+    parameters: Literal["host", "disk"] | None = None
+    """Stage 3: this rank's shard of the values; they come to the device for use."""
+
+    path: str | Path | None = None
+    """With "disk", or "auto": a folder on a fast disk of this node. What is written is scratch, and gone when the run
+    ends."""
+
+    device_bytes: int | None = None
+    """With "auto": what all states may take on the device, with the buffers through which they stream. None: 70% of the
+    smallest device's memory, less the units in use; the rest is for activations."""
+
+    host_bytes: int | None = None
+    """With "auto" and a path: what each rank may take in host memory, with the gradients that wait there for step().
+    None: 90% of what is available on the fullest node, divided among its ranks."""
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in (*TIERS, AUTO):
+            raise ConfigError(f"Offload(optimizer={self.optimizer!r}) is unknown; use 'host', 'disk', 'auto' or None")
+        if self.parameters not in TIERS:
+            raise ConfigError(f"Offload(parameters={self.parameters!r}) is unknown; use 'host', 'disk' or None")
+        if self.parameters is not None and self.optimizer in (None, AUTO):
+            raise ConfigError(
+                f"Offload(parameters={self.parameters!r}) without the optimizer would bring values to it twice; "
+                f"set optimizer='host' or 'disk' too"
+            )
+        if self.path is not None and (not isinstance(self.path, str | Path) or self.path == ""):
+            raise ConfigError(f"Offload(path={self.path!r}) is no path; give a folder on a fast disk of this node")
+        on_disk = "disk" in (self.optimizer, self.parameters)
+        if on_disk and self.path is None:
+            raise ConfigError("offload to disk needs path= (--offload-path): a folder on a fast disk of this node")
+        if self.path is not None and not on_disk and self.optimizer != AUTO:
+            raise ConfigError(f"Offload(path={str(self.path)!r}) is for 'disk' or 'auto'; leave it out, or ask for one")
+        for name in ("device_bytes", "host_bytes"):
+            if (given := getattr(self, name)) is None:
+                continue
+            if type(given) is not int or given <= 0:
+                raise ConfigError(f"Offload({name}={given!r}) is not a positive number of bytes")
+            if self.optimizer != AUTO:
+                raise ConfigError(f"Offload({name}=…) is what optimizer='auto' may fill; ask for 'auto'")
+        if self.host_bytes is not None and self.path is None:
+            raise ConfigError("Offload(host_bytes=…) says what goes to disk; give path= too, or leave it out")
+
+    @classmethod
+    def of(cls, value: Any) -> Offload:
+        """From the setting of `shard`: a tier for the optimizer, or all of it."""
+        if value is None or isinstance(value, str):
+            return cls(optimizer=value)  # type: ignore[arg-type]
+        if not isinstance(value, cls):
+            raise ConfigError(f"offload={value!r} is neither 'host', 'auto' nor an Offload(optimizer=…, parameters=…)")
+        return value
+
+    def check_stage(self, stage: int | str) -> None:
+        """What is whole on every rank would be updated by all of them."""
+        if self.optimizer is not None and stage == 0:
+            raise ConfigError("offload needs sharded optimizer state: use stage 1, 2 or 3 (on one rank, too)")
+        if self.parameters is not None and stage != 3:
+            raise ConfigError(f"Offload(parameters={self.parameters!r}) needs stage=3, found stage={stage!r}")
+
+    @property
+    def optimizer_tier(self) -> Tier:
+        """Of units that are not kept on the device."""
+        return Tier.HOST if self.optimizer == AUTO else TIERS[self.optimizer]
+
+    @property
+    def parameters_tier(self) -> Tier:
+        return TIERS[self.parameters]
+
+    def __str__(self) -> str:
+        """What all ranks must share: paths may differ."""
+        spills = "to disk" if self.path is not None else "nowhere"
+        budgets = f", device_bytes={self.device_bytes}, host_bytes={self.host_bytes}, spills {spills}"
+        budget = budgets if self.optimizer == AUTO else ""
+        return f"offload: optimizer={self.optimizer!r}, parameters={self.parameters!r}{budget}"

@@ -1,0 +1,178 @@
+"""Which dtype computes, travels, is kept as gradient and is updated.
+
+The fp32 master is the truth; a 16-bit copy of it computes; 16-bit gradients are summed over ranks in fp32 and rounded
+once; the optimizer updates the master in fp32, and the copy is rounded from it again. Parameters that stay in fp32 need
+no copy: they are their own master.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from onefold.cost.sizes import Widths
+from onefold.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MASTERS = ("fp32", "split")
+MASTER_BYTES = {None: 0, "fp32": 4, "split": 2}  # per element, beside the values
+Dtype: TypeAlias = "torch.dtype | str | None"
+Modules: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None"
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of one unit."""
+
+    compute: torch.dtype
+    wire: torch.dtype
+    grad: torch.dtype
+    master: Literal["fp32", "split"] | None = None  # None: the values themselves are updated
+
+    @property
+    def narrow(self) -> bool:
+        return self.master is not None
+
+    @property
+    def widths(self) -> Widths:
+        """In bytes."""
+        return Widths(self.compute.itemsize, self.wire.itemsize, self.grad.itemsize, MASTER_BYTES[self.master])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """A dtype policy. What is left out is decided by `shard` and shown when the object is printed.
+
+    >>> print(Precision(compute="bf16", wire="bf16", grad="bf16", master="fp32"))
+    what                dtype   why
+    compute             bf16    forward and backward
+    gradients travel    bf16    summed over ranks in fp32, rounded once
+    gradients kept      bf16    fp32 once accumulate() is used
+    master              fp32    what the optimizer updates
+    optimizer state     fp32    as the master
+    """
+
+    compute: Dtype = "fp32"
+    """Parameters and gradients in forward and backward: "fp32", "bf16" or "fp16"."""
+
+    wire: Dtype = None
+    """Gradients on their way: by default as `compute` on gloo, where the sum is ours and in fp32; else fp32."""
+
+    grad: Dtype = None
+    """The reduced gradient: by default as `compute`, and fp32 once gradients accumulate."""
+
+    master: Literal["fp32", "split"] | None = None
+    """What the optimizer updates: an fp32 copy, or with bf16 the copy that computes and a 16-bit remainder ("split", 2
+    bytes less per parameter, the same bits). By default "split" on CUDA and "fp32" on CPU, where it is faster unless
+    our kernel updates."""
+
+    keep_fp32: Modules = None
+    """Modules whose parameters stay fp32 (norms, routers): classes, or a callable (name, module) -> bool."""
+
+    def __post_init__(self) -> None:
+        for field in ("compute", "wire", "grad"):
+            object.__setattr__(self, field, _dtype(field, getattr(self, field)))
+        if self.master is not None and self.master not in MASTERS:
+            raise ConfigError(f"master={self.master!r} is unknown; use one of 'fp32', 'split'")
+        if self.master == "split" and self.compute is not torch.bfloat16:
+            raise ConfigError("master='split' needs compute='bf16': only bf16 is the upper half of fp32")
+        if not self.narrow and (self.wire or self.grad or self.master or self.keep_fp32):
+            raise ConfigError("with compute='fp32' everything is fp32: leave wire, grad, master and keep_fp32 out")
+        for field in ("wire", "grad"):
+            chosen = getattr(self, field)
+            if chosen not in (None, torch.float32, self.compute):
+                names = NAMES[chosen], NAMES[self.compute]  # type: ignore[index]
+                raise ConfigError("{}={!r} is neither fp32 nor compute={!r}".format(field, *names))
+        classes = self.keep_fp32 if isinstance(self.keep_fp32, tuple) else (self.keep_fp32,)
+        by_class = all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes)
+        by_call = callable(self.keep_fp32) and not isinstance(self.keep_fp32, type | nn.Module)
+        if not (self.keep_fp32 is None or by_class or by_call):
+            raise ConfigError(f"keep_fp32={self.keep_fp32!r} is neither module classes nor a callable")
+
+    @classmethod
+    def of(cls, value: Any) -> Precision:
+        """From the setting of `shard`: a name, or a policy."""
+        if isinstance(value, Precision):
+            return value
+        if not (isinstance(value, str) and value in DTYPES) and not (isinstance(value, torch.dtype) and value in NAMES):
+            raise ConfigError(f"precision={value!r} is unknown; use 'fp32', 'bf16', 'fp16' or a Precision object")
+        return cls(compute=value)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether 16 bits compute."""
+        return self.compute is not torch.float32
+
+    def decided(self, *, own_sum: bool, cuda: bool) -> Precision:
+        """Every field filled in, for this backend and device."""
+        if not self.narrow:
+            return self
+        return dataclasses.replace(
+            self,
+            wire=self.wire or (self.compute if own_sum else torch.float32),
+            grad=self.grad or self.compute,
+            master=self.master or ("split" if cuda and self.compute is torch.bfloat16 else "fp32"),
+        )
+
+    def dtypes(self, dtype: torch.dtype) -> Dtypes:
+        """For a unit that computes in `dtype`; call it on a decided policy."""
+        if dtype is self.compute and self.narrow:
+            assert isinstance(self.wire, torch.dtype) and isinstance(self.grad, torch.dtype)
+            return Dtypes(dtype, self.wire, self.grad, self.master)
+        return Dtypes(dtype, dtype, dtype)
+
+    def kept(self, model: nn.Module) -> list[nn.Module]:
+        """The outermost modules that stay in fp32: those asked for, and BatchNorm, whose buffers are fp32."""
+        if not self.narrow:
+            return []
+        chosen: list[nn.Module] = []
+        inside: set[int] = set()
+        asked = False
+        for name, module in model.named_modules():
+            wanted = self._keeps(name, module)
+            asked = asked or wanted
+            if (wanted or isinstance(module, _BatchNorm)) and id(module) not in inside:
+                chosen.append(module)
+                inside.update(id(child) for child in module.modules())
+        if self.keep_fp32 is not None and not asked:
+            raise ConfigError(f"keep_fp32={self.keep_fp32!r} matches no module of the model")
+        return chosen
+
+    def _keeps(self, name: str, module: nn.Module) -> bool:
+        if self.keep_fp32 is None or isinstance(self.keep_fp32, type | tuple):
+            return isinstance(module, self.keep_fp32 or ())
+        return bool(self.keep_fp32(name, module))
+
+    def __str__(self) -> str:
+        def name(dtype: Any) -> str:
+            return NAMES.get(dtype, "auto")
+
+        if not self.narrow:
+            rows = [("everything", "fp32", "no copies: parameters are their own master")]
+        else:
+            split = "a bf16 copy and a 16-bit remainder" if self.master == "split" else "what the optimizer updates"
+            rows = [
+                ("compute", name(self.compute), "forward and backward"),
+                ("gradients travel", name(self.wire), "summed over ranks in fp32, rounded once"),
+                ("gradients kept", name(self.grad), "fp32 once accumulate() is used"),
+                ("master", "auto" if self.master is None else "fp32", split),
+                ("optimizer state", "fp32", "as the master"),
+            ]
+        if self.keep_fp32 is not None:
+            rows.append(("kept modules", "fp32", "their own master"))
+        return "\n".join(f"{what:<20}{dtype:<8}{why}" for what, dtype, why in [("what", "dtype", "why"), *rows])
+
+
+def _dtype(field: str, value: Any) -> torch.dtype | None:
+    if value is None and field != "compute":
+        return None
+    dtype = DTYPES.get(value) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
+        raise ConfigError(f"{field}={value!r} is not a precision; use 'fp32', 'bf16' or 'fp16'")
+    return dtype

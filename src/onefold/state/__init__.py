@@ -1,0 +1,1 @@
+"""The state of a unit: flat parameters, gradients, master copies."""

@@ -1,0 +1,367 @@
+"""The values of one unit's parameters: whole on every rank, or a shard that is gathered for use.
+
+Whole: the parameters are views of one flat buffer for good. A gather after the optimizer's step writes the buffer.
+
+Sharded: SHARDED -> GATHERING -> UNSHARDED -> SHARDED. This rank keeps its shard, which it offers to its peers before a
+pass and which must not change before they have had it; the flat buffer's storage is empty. A fetch gives the storage
+its bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so views that
+autograd saved lose their memory too and come back to life with the next fetch. A released parameter reads as NaN: it is
+a placeholder of its true shape, one NaN of its own seen many times. Most writes to that raise in torch; those that do
+not change the NaN, and the next fetch finds it.
+
+My shard may rest in host memory, or in a file (an image of one tensor), from where a fetch brings it to the device.
+Where the host updates, new values may still be on their way when the next pass begins (`expect`): whoever offers or
+fetches them waits first, and values that are whole are hidden, as released ones are, until they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from enum import Enum
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from onefold.comm.buffers import storage_key
+from onefold.comm.communicator import Comm, Pending
+from onefold.comm.meter import Label
+from onefold.comm.spans import span
+from onefold.cost.layout import Span
+from onefold.errors import StateError
+from onefold.model.dtensor_shards import held, put_all
+from onefold.offload.host import Host, Mark
+from onefold.offload.image import Image
+from onefold.settings.placement import Placement, Scope, Tier
+from onefold.state.edits import Author, Edits
+from onefold.state.rounding import narrowed
+from onefold.state.views import FlatViews
+
+
+class ParameterState(Enum):
+    """What of a unit's parameters is in this rank's memory, and seen in the model."""
+
+    SHARDED = "my shard; the parameters are placeholders"
+    GATHERING = "my shard and the buffer that new values are travelling into; the parameters are placeholders"
+    UNSHARDED = "all of them; the parameters are views of the buffer"
+
+
+MOVES = {
+    (ParameterState.SHARDED, ParameterState.GATHERING),  # an all-gather starts
+    (ParameterState.GATHERING, ParameterState.UNSHARDED),  # it has completed, or a host update has
+    (ParameterState.UNSHARDED, ParameterState.SHARDED),  # released
+    (ParameterState.UNSHARDED, ParameterState.GATHERING),  # a host update of replicated parameters starts
+}
+
+
+class Values:
+    def __init__(
+        self,
+        views: FlatViews,
+        params: Sequence[nn.Parameter],
+        placement: Placement,
+        comm: Comm,
+        host: Host,
+        edits: Edits,
+    ) -> None:
+        self._views, self._params, self._comm, self._host = views, list(params), comm, host
+        self.scope, self._late, self._tier = placement.parameters, placement.late, placement.parameters_tier
+        self._mine = views.layout.shard(comm.rank)
+        self.whole = views.empty(views.layout.numel)
+        self._my_slot = self.whole[self._mine.start : self._mine.stop]
+        self._whole_bytes = self.whole.nbytes
+        self.storage = storage_key(self.whole)
+        self._flat_views = views.all(self.whole)
+        self._arriving: Pending | None = None
+        self.on_resize: Callable[[Tensor], None] | None = None  # whoever counts bytes
+        self._offers: dict[str, list[Pending]] = {}  # of my shard, by purpose
+        self.pins = 0  # while above zero, release does nothing
+        self._shard: Tensor | None = None
+        self.image: Image | None = None  # the file in which my shard rests
+        self._coming: Callable[[], None] | None = None  # waits for an update that is on the way
+        self._updated: Callable[[], bool] = bool  # whether it has left my shard alone
+        self._copied: Mark | None = None  # my shard is on its way to the device
+        self._read = Mark()  # the last such copy
+        self._edits = edits
+        self._lay_marks()
+        if self.scope is Scope.WHOLE:
+            self._lay_whole()
+        else:
+            self._lay_shard()
+
+    def _lay_whole(self) -> None:
+        self._views.zero_gaps(self.whole)
+        for param, view in zip(self._params, self._flat_views, strict=True):
+            view.copy_(narrowed(held(param).detach(), view.dtype))
+        self.state = ParameterState.UNSHARDED
+        self._show()
+
+    def _lay_shard(self) -> None:
+        self.whole.untyped_storage().resize_(0)
+        dtypes = {param.dtype for param in self._params}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self._shard = narrowed(self._views.lay(self._params, self._mine, dtype), self._views.dtype)
+        if self._tier is not Tier.DEVICE:
+            self._shard = self._host.keep(self._shard)
+        self.state = ParameterState.SHARDED
+        self._hide()
+
+    def _lay_marks(self) -> None:
+        """What stands for values that are not to be seen."""
+        if self.scope is Scope.SHARD or self._late:
+            dtype, device = self._views.dtype, self._views.device
+            self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
+            self._placeholders = [self._marks[i].expand(held(p).size()) for i, p in enumerate(self._params)]
+
+    # -- what the optimizer updates ---------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._views.layout.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._views.dtype
+
+    @property
+    def resting(self) -> bool:
+        """My shard is not in memory, or an update of it is on the way."""
+        return self._coming is not None or self.image is not None
+
+    def expect(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
+        """An update was started elsewhere: nobody sees values before `wait` has returned. Until it is `done` my shard,
+        and the file in which it rests, are its own."""
+        assert self._coming is None
+        self.check_unwritten()
+        self._coming, self._updated = wait, done
+        if self._seen_late:
+            self._hide()
+            self._move(ParameterState.GATHERING)
+
+    @property
+    def _seen_late(self) -> bool:
+        """They are whole for good and shown, and an update hides them."""
+        return self.scope is Scope.WHOLE and self._late and self.state is ParameterState.UNSHARDED
+
+    def check_unwritten(self) -> None:
+        """Before an update of them begins: nobody has written what only full_parameters may. Said once."""
+        if self._seen_late and (written := self._edits.written()):
+            self._edits.accept()
+            self._refuse_write(written)
+
+    def settle(self) -> None:
+        """No update is on the way. An interrupted wait is no end."""
+        if self._coming is not None:
+            try:
+                self._coming()
+            except Exception:
+                self._coming = None  # it failed, and has been heard
+                raise
+            self._coming = None
+
+    def part(self, span: Span) -> Tensor:
+        """The values of these elements of the unit, which this rank updates."""
+        if self._shard is None:
+            return self.whole[span.start : span.stop]
+        mine = span.shift(-self._mine.start)
+        return self._shard[mine.start : mine.stop]
+
+    def gather_updated(self) -> Pending:
+        """After an update, where values are whole: send my shard to all and receive theirs."""
+        return self._comm.gather(self.whole, Label("gather-updated", self._views.layout.name))
+
+    # -- life cycle -------------------------------------------------------------------------------------------------
+
+    def _move(self, to: ParameterState) -> None:
+        assert (self.state, to) in MOVES, f"{self.name}: {self.state.name} cannot become {to.name}"
+        self.state = to
+
+    def offer(self, purpose: str, to: Sequence[int] | None = None) -> None:
+        """Let peers, all or some, have my shard once more."""
+        self.settle()
+        if self._shard is None or self._comm.size == 1:
+            return
+        self.wake()
+        offer = self._comm.offer(self._shard, Label(purpose, self._views.layout.name), to)
+        self._offers.setdefault(purpose, []).append(offer)
+
+    def finish_offers(self, purpose: str | None = None) -> None:
+        """Wait until the peers have had what was offered (for one purpose, or at all)."""
+        for known in list(self._offers) if purpose is None else [purpose]:
+            for offer in self._offers.pop(known, ()):
+                offer.wait()
+
+    def fetch(self, purpose: str) -> None:
+        """SHARDED -> GATHERING. What is whole already is fetched all the same: each offer is taken once."""
+        if self._shard is None:
+            return
+        self.settle()
+        self.finish_gather()
+        if self.state is ParameterState.SHARDED:
+            self.whole.untyped_storage().resize_(self._whole_bytes)
+            self._resized()
+            self._fill_mine()
+            self._move(ParameterState.GATHERING)
+        if self._comm.size > 1:
+            with self._host.before(self._copied) if self._copied else nullcontext():
+                self._arriving = self._comm.fetch(self.whole, Label(purpose, self._views.layout.name))
+
+    def _fill_mine(self) -> None:
+        """My slot of the buffer; from the host it comes beside compute."""
+        assert self._shard is not None
+        self.wake()
+        if self.on_host:
+            with span("upload", "shard", self._views.layout.name):
+                self._copied = self._host.up(self._shard, self._my_slot)
+        else:
+            self._my_slot.copy_(self._shard)
+
+    @property
+    def on_host(self) -> bool:
+        """My shard rests there, or on disk."""
+        return self._shard is not None and self._tier is not Tier.DEVICE
+
+    def rest(self, image: Image) -> None:
+        """From now on my shard rests in a file."""
+        self.image = image
+        image.close(changed=True)
+        image.reap()
+
+    def start(self) -> None:
+        """My shard will be needed soon."""
+        if self.image is not None:
+            self.image.start()
+
+    def read_ahead(self) -> None:
+        """The same, unless an update has it: between its read and its write the file holds the old values."""
+        if self._coming is None or self._updated():
+            self.start()
+
+    def wake(self) -> None:
+        """My shard is in memory."""
+        if self.image is not None:
+            self.image.open()
+
+    def sleep(self, *, changed: bool = False) -> None:
+        """My shard is not needed for a while."""
+        if self.image is not None and self.image.is_open:
+            (self._copied or self._read).wait()
+            self.finish_offers()
+            self.image.close(changed=changed)
+
+    def reap(self) -> None:
+        """Wait until my shard is in its file."""
+        if self.image is not None:
+            self.image.reap()
+
+    def shards(self) -> list[Tensor]:
+        return [] if self._shard is None else [self._shard]
+
+    def finish_gather(self) -> None:
+        """GATHERING -> UNSHARDED: wait, and let the parameters see their values."""
+        if self._arriving is not None:
+            arriving, self._arriving = self._arriving, None
+            arriving.wait()
+        if self._copied is not None:
+            self._read, self._copied = self._copied, None
+            self._read.order()
+        if self.state is ParameterState.GATHERING:
+            self.settle()
+            self._check_marks()
+            self._check_places(self._placeholders)
+            self._move(ParameterState.UNSHARDED)
+            self._show()
+
+    def release(self) -> None:
+        """-> SHARDED: free the buffer, unless pinned."""
+        if self._shard is None or self.pins:
+            return
+        self.finish_gather()
+        if self.state is ParameterState.UNSHARDED:
+            written = self._edits.written()
+            self._hide()
+            self.whole.untyped_storage().resize_(0)
+            self._resized()
+            self._move(ParameterState.SHARDED)
+            if self._coming is None:  # else the update has my shard, and puts it away
+                self.sleep()
+            if written:
+                self._refuse_write(written)
+
+    def _resized(self) -> None:
+        if self.on_resize is not None:
+            self.on_resize(self.whole)
+
+    def write_back(self, author: Author) -> None:
+        """Take what the whole parameters hold now as the truth."""
+        self._edits.accept(author)
+        if self._shard is not None:
+            assert self.state is ParameterState.UNSHARDED
+            self.finish_offers()
+            self.wake()
+            self._shard.copy_(self._my_slot)
+            self.sleep(changed=True)
+
+    def forget_writes(self) -> None:
+        """Whatever was written while they were whole is dropped with them, where they are sharded."""
+        if self.state is ParameterState.UNSHARDED:
+            self._edits.accept()
+
+    def _show(self) -> None:
+        put_all(self._params, self._flat_views)
+        self._edits.accept()
+
+    def _hide(self) -> None:
+        put_all(self._params, self._placeholders)
+
+    # -- checks -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every parameter is still ours: a view of the flat buffer, or its placeholder."""
+        self._check_places(self._flat_views if self.state is ParameterState.UNSHARDED else self._placeholders)
+
+    def _check_places(self, expected: Sequence[Tensor]) -> None:
+        if self._comm.simulated:  # tensors may have no memory
+            return
+        for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True):
+            here = held(param)
+            if here.is_set_to(ours) and here.dtype is ours.dtype:  # in one call, for every parameter in every pass
+                continue
+            if (here.numel() and here.data_ptr() != ours.data_ptr()) or _form(here) != _form(ours):
+                raise StateError(
+                    f"{slot.name} left the flat buffer it shares with its unit (.to(), .half(), assigning .data or "
+                    f"load_state_dict(assign=True) after shard()); do that before shard(), or copy values in place"
+                )
+
+    def _check_marks(self) -> None:
+        if (
+            self._comm.simulated
+            or self._marks.is_cuda
+            or not self._marks.is_floating_point()
+            or bool(torch.isnan(self._marks).all())
+        ):
+            return
+        written = torch.nonzero(~torch.isnan(self._marks)).flatten().tolist()
+        self._marks.fill_(_mark(self._marks.dtype))
+        self._refuse_write(written)
+
+    def _refuse_write(self, written: Sequence[int]) -> NoReturn:
+        names = ", ".join(self._views.layout.slots[i].name for i in written)
+        raise StateError(
+            f"{names} was written while its values are spread over ranks, so the write is lost; write inside "
+            f"onefold.full_parameters(model, write=True), and not in forward (nn.Embedding(max_norm=…) does)"
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """What holds values now."""
+        marks = [self._marks] if self.scope is Scope.SHARD or self._late else []
+        return [self.whole, *marks] if self._shard is None else [self._shard, self.whole, *marks]
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.size(), tensor.stride(), tensor.dtype
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0

@@ -1,0 +1,1 @@
+"""A training run: settings, data, loop, going on from a checkpoint."""

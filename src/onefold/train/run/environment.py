@@ -1,0 +1,120 @@
+"""The facts of a run: what was decided, what was planned for it, and where it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.cost.shapes import Shape
+from onefold.errors import OnefoldError
+from onefold.observe.rehearsal import rehearse
+from onefold.observe.reports import placement
+from onefold.planner.plan import cost_of
+from onefold.runtime.engine import Engine, engine_of
+from onefold.train.run.data import Data, Prepared, bigram_loss
+from onefold.train.run.model import GPT
+from onefold.train.run.settings import Settings
+from onefold.version import VERSION
+
+PLANNED = 3 * 10**9  # parameters: beyond it the rehearsal takes longer than it is worth here; see `onefold plan`
+
+
+def build(shape: Shape) -> GPT:
+    with torch.device("meta"):
+        return GPT(shape)
+
+
+def facts_of(
+    settings: Settings, model: nn.Module, shape: Shape, data: Data, prepared: Prepared, *, earlier: dict[str, Any],
+    step: int,
+) -> dict[str, Any]:  # fmt: skip
+    """`earlier` are those of the same run before it was interrupted, at `step`: what takes long is not done again."""
+    engine = engine_of(model)
+    everyone = engine.everyone.size
+    batch, accumulation = settings.steps.split(everyone)
+    cuda = engine.device.type == "cuda"
+    rows = placement(model)
+    digests = _digests(prepared, earlier.get("data") or {}, step)
+    facts = {
+        "model": {"name": settings.model.model, **dataclasses.asdict(shape), "parameters": shape.numel},
+        "ranks": engine.comms.world.size,
+        "stage": engine.zero.stage,
+        "stage_why": rows.why,
+        "precision": settings.zero.precision,
+        "device": torch.cuda.get_device_name(engine.device) if cuda else "cpu",
+        "global_batch": batch,
+        "micro_batch": settings.steps.micro_batch,
+        "accumulation": accumulation,
+        "tokens_per_step": batch * shape.seq,
+        "eval_windows": settings.steps.eval_windows,
+        "seed": settings.steps.seed,
+        "environment": environment(engine.device),
+        "placement": [dataclasses.asdict(row) for row in rows.rows],
+        "data": {
+            "source": data.source,
+            "left_out": prepared.left_out,
+            "train_tokens": data.windows.train * (shape.seq + 1),
+            "val_tokens": data.windows.val * (shape.seq + 1),
+            "val_fraction": settings.data.val_fraction,
+            "tokenizer": data.tokenizer,
+            **digests,
+        },
+    }
+    if all(earlier.get(key) == facts[key] for key in facts if key != "environment") and "plan" in earlier:
+        return {**earlier, **facts}
+    baseline = bigram_loss(data, data.windows.evaluated(settings.steps.eval_windows))
+    return {
+        **facts,
+        "plan": planned(engine, settings, shape, accumulation),
+        "baseline": {"bigram_val_loss": baseline},
+    }
+
+
+def _digests(prepared: Prepared, earlier: dict[str, Any], step: int) -> dict[str, Any]:
+    """What the data are by content, and what they were before other data were accepted."""
+    found = prepared.digests
+    replaced = list(earlier.get("replaced") or [])
+    if earlier.get("digest") not in (None, found.run_digest):
+        replaced.append({"digest": earlier["digest"], "at_step": step})
+    named = {"digest": found.run_digest, "tokenizer_sha256": found.tokenizer, "tokens_sha256": found.tokens}
+    return {**named, "replaced": replaced}
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    return {
+        "onefold": VERSION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+def planned(engine: Engine, settings: Settings, shape: Shape, accumulation: int) -> dict[str, Any] | None:
+    """Bytes at the fullest instant and bytes sent, rehearsed on tensors without memory; None if it is too large."""
+    if shape.numel > PLANNED or engine.comms.tp.size > 1:  # a split model is planned by its shape: see `onefold plan`
+        return None
+    tokens = torch.zeros(settings.steps.micro_batch, shape.seq, dtype=torch.long)
+    plays = "nccl" if engine.device.type == "cuda" else "gloo"
+    zero = dataclasses.replace(engine.zero, mesh=None, init=None)
+    try:
+        found = rehearse(
+            build(shape), (tokens, tokens), zero, cost_of("adamw"), ranks=engine.comm.size,
+            rank=engine.comm.rank, plays=plays, micro_batches=accumulation,
+        )  # fmt: skip
+    except OnefoldError:
+        return None
+    sent: dict[str, int] = {}
+    for (purpose, _), flow in found.sent.items():
+        sent[purpose] = sent.get(purpose, 0) + flow.sent_bytes
+    held = {**found.states._asdict(), "buffers": found.module_buffers, "communication": found.communication}
+    held["activations"] = found.peak["activations"]  # the rest is what is held between steps
+    return {"memory": held, "peak_bytes": found.peak_bytes, "traffic": sent}

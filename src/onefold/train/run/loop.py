@@ -1,0 +1,300 @@
+"""The training loop.
+
+A step: 1 forward and backward of each micro-batch  2 clip, set the learning rate, update  3 all ranks tell each other
+their loss, whether to stop, and whether they have a warning: one small message. Then, where it is due, evaluate, write
+a row, save. Losses add up in rank order in double precision: the same bits on every rank and at every stage.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.protocol.background import finish_saves
+from onefold.checkpoint.protocol.commit import committed
+from onefold.checkpoint.protocol.save import save
+from onefold.comm.communicator import Comm
+from onefold.comm.meter import Label
+from onefold.cost.shapes import Shape
+from onefold.errors import PrecisionError
+from onefold.observe.reports import memory, track_memory
+from onefold.optim.optimizer import Optimizer
+from onefold.runtime.engine import engine_of
+from onefold.shard import accumulate
+from onefold.train.run.data import Data
+from onefold.train.run.diagnose import (
+    FALLS_IN,
+    falling_scale,
+    is_out_of_memory,
+    lost_updates,
+    out_of_memory,
+    small_messages,
+)
+from onefold.train.run.folder import RunFolder, append_lines
+from onefold.train.run.metrics import (
+    Listener,
+    Row,
+    flops_per_token,
+    in_use,
+    latency,
+    memory_now,
+    peak_flops,
+    perplexity,
+    traffic_now,
+)
+from onefold.train.run.notes import Notes
+from onefold.train.run.probe import UpdateProbe
+from onefold.train.run.profiled import RunProfile
+from onefold.train.run.sampling import share
+from onefold.train.run.schedule import learning_rate
+from onefold.train.run.settings import Settings
+from onefold.train.run.stop import Stop
+
+Batch: TypeAlias = "tuple[Tensor, Tensor]"
+WORD = struct.Struct("<??d")  # stop?  a warning to tell?  sum of the losses of this rank's micro-batches
+TELL = Label("train", "a step")
+WATCHED = 2  # the step of this process whose memory is watched: the first has its orders to learn
+
+
+class Place(NamedTuple):
+    """Where a run is: steps done, samples consumed."""
+
+    step: int
+    samples: int
+
+
+class Loop:
+    """One rank of a run, from where it is to its end or to a signal."""
+
+    def __init__(
+        self, settings: Settings, model: nn.Module, optimizer: Optimizer, shape: Shape, data: Data, comm: Comm
+    ) -> None:
+        self.settings, self.model, self.optimizer, self.data, self.comm = settings, model, optimizer, data, comm
+        self.engine, self.shape = engine_of(model), shape
+        self.batch, self.accumulation = settings.steps.split(self.engine.everyone.size)
+        self.run_folder = RunFolder(settings.output.out)
+        self.notes = Notes(comm, self.run_folder.warnings)
+        self._scales: deque[float] = deque(maxlen=FALLS_IN + 1)
+        self._peak: dict[str, int] | None = None
+        self._latency_s = latency(comm)
+        self._probe = UpdateProbe(self.engine)
+        self._flops = flops_per_token(shape)
+        self._peak_flops = peak_flops(self.engine.device, self.engine.precision.narrow)
+        self._evaluated = data.windows.evaluated(settings.steps.eval_windows)
+        self._where, self._done = "the first step", 0
+        self._spent_s, self._timed = 0.0, 0
+        self._profile = RunProfile(settings, model, comm)
+
+    def go(self, place: Place, stop: Stop, listener: Listener) -> Place:
+        """To the end, or to the end of the step in which somebody was told to stop; where that was."""
+        steps = self.settings.steps.steps
+        try:
+            with self._profile:
+                while place.step < steps:
+                    place, stopped = self._step(place, stop, listener)
+                    if stopped:
+                        break
+            self.notes.tell(place.step, listener)
+            self._where = "the last checkpoint"
+            finish_saves()
+            self._save(place, wait=True)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise self._out_of_memory() from error
+            raise
+        return place
+
+    def _step(self, place: Place, stop: Stop, listener: Listener) -> tuple[Place, bool]:
+        settings, step = self.settings, place.step + 1
+        last = step == settings.steps.steps
+        evaluate = last or _due(step, settings.steps.eval_every)
+        log = evaluate or _due(step, settings.steps.log_every)
+        with self._profile.step():
+            words, norm, lr = self._train(place, stop, log=log)
+        self._profile.tell()
+        place, stopped = Place(step, place.samples + self.batch), any(word[0] for word in words)
+        if log:
+            loss = sum(word[2] for word in words) / (self.accumulation * self.comm.size)
+            row = self._row(step, loss, self.evaluate() if evaluate else None, float(norm), lr)
+            if self.comm.rank == 0:
+                append_lines(self.run_folder.metrics, [_finite(row._asdict())])
+            listener.row(row)
+        listener.stepped(step)
+        if any(word[1] for word in words):
+            self.notes.tell(step, listener)
+        if not stopped and not last and _due(step, settings.checkpoints.save_every):
+            self._where = "a checkpoint"
+            self._save(place, wait=False)
+        return place, stopped
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def _train(self, place: Place, stop: Stop, *, log: bool) -> tuple[list[tuple[Any, ...]], Tensor, float]:
+        """What is timed of a step; what all ranks say, the norm and the learning rate."""
+        began = time.perf_counter()
+        batches = [self._batch(place.samples, micro) for micro in range(self.accumulation)]
+        with self._watched() as tracker:
+            if not self.engine.updates.keeps_gradients:
+                self._schedule()  # updates run in backward
+            losses = self._passes(batches)
+            norm, lr = self._update(place.step + 1, losses, probe=log)
+        if tracker is not None:
+            self._peak = tracker.peak()
+        mine = float(torch.stack(losses).double().sum()) if log else 0.0  # read only where it is wanted
+        said = WORD.pack(stop.asked, len(self.notes) > 0, mine)
+        words = [WORD.unpack(row) for row in self.comm.gather_bytes(said, TELL)]
+        self._spent_s, self._timed = self._spent_s + time.perf_counter() - began, self._timed + 1
+        return words, norm, lr
+
+    def _batch(self, samples: int, micro: int) -> Batch:
+        """This rank's inputs and targets of a micro-batch."""
+        steps = self.settings.steps
+        readers = self.engine.everyone  # all ranks of one tp read the same
+        mine = share(samples, ranks=readers.size, rank=readers.rank, micro_batch=steps.micro_batch, micro=micro)
+        return self._here([self.data.windows.sample(steps.seed, number) for number in mine])
+
+    def _here(self, windows: list[int]) -> Batch:
+        inputs, targets = self.data.batch(windows)
+        return inputs.to(self.engine.device), targets.to(self.engine.device)
+
+    def _passes(self, batches: list[Batch]) -> list[Tensor]:
+        """Forward and backward of each micro-batch; the losses."""
+        self._where, losses = "forward and backward", []
+        for micro, (inputs, targets) in enumerate(batches, start=1):
+            with nullcontext() if micro == len(batches) else accumulate(self.model, self.settings.zero.reduce):
+                loss = self.model(inputs, targets)
+                self.optimizer.backward(loss / len(batches))
+            losses.append(loss.detach())
+        return losses
+
+    def _update(self, step: int, losses: list[Tensor], *, probe: bool) -> tuple[Tensor, float]:
+        self._where, lr = "the update", self._schedule()
+        norm = torch.tensor(math.nan)
+        try:
+            if self.engine.updates.keeps_gradients:
+                norm = self.optimizer.clip_grad_norm(self.settings.adam.clip or math.inf)
+            if probe:
+                self._probe.before()
+            self.optimizer.step()
+        except PrecisionError as error:
+            loss = ", ".join(f"{float(one):g}" for one in losses)
+            raise PrecisionError(
+                f"step {step}: the loss here was {loss}, and {_lower(error)}. Lower --lr or lengthen --warmup"
+            ) from error
+        if probe and self.optimizer.stepped and lr > 0:
+            self.notes.found(lost_updates(*self._probe.after(), lr))
+        self.optimizer.zero_grad()
+        self._scales.append(self.optimizer.loss_scale)
+        self._done += 1
+        return norm, lr
+
+    def _schedule(self) -> float:
+        """The learning rate of this step."""
+        adam, steps = self.settings.adam, self.settings.steps.steps
+        lr = learning_rate(self.optimizer.steps, steps=steps, warmup=adam.warmup, lr=adam.lr, min_lr=adam.min_lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _watched(self) -> AbstractContextManager[Any]:
+        """On a CPU nothing but a look at every tensor tells the fullest instant: once."""
+        wanted = self._done == WATCHED - 1 and self.engine.device.type == "cpu"
+        return track_memory(self.model) if wanted else nullcontext()
+
+    # -- what is told ------------------------------------------------------------------------------------------------
+
+    def _row(self, step: int, loss: float, val_loss: float | None, norm: float, lr: float) -> Row:
+        for what, found in (("loss", loss), ("validation loss", val_loss)):
+            if found is not None and not math.isfinite(found):
+                raise PrecisionError(f"step {step}: the {what} is {found:g}; lower --lr, or lengthen --warmup")
+        step_s, self._spent_s, self._timed = self._spent_s / self._timed, 0.0, 0
+        sent, calls = traffic_now(self.model)
+        speed = self.batch * self.shape.seq / step_s
+        half = self.optimizer.precision.compute is torch.float16
+        self._diagnose(calls, step_s)
+        peak = None if self._peak_flops is None else self._peak_flops * self.comm.size
+        return Row(
+            step=step,
+            loss=loss,
+            val_loss=val_loss,
+            val_ppl=None if val_loss is None else perplexity(val_loss),
+            grad_norm=norm,
+            lr=lr,
+            tokens_per_s=speed,
+            step_s=step_s,
+            mfu=None if peak is None else speed * self._flops / peak,
+            memory=memory_now(self.model, self._peak),
+            traffic_bytes=sum(sent.values()),
+            traffic=sent,
+            loss_scale=self.optimizer.loss_scale if half else None,
+            skipped=self.optimizer.skipped,
+        )
+
+    def _diagnose(self, calls: int, step_s: float) -> None:
+        """What the same figures would make every rank say, rank 0 says."""
+        if self.comm.rank == 0:
+            self.notes.found(falling_scale(list(self._scales)))
+            if self._done > WATCHED:
+                blocks = [unit for unit in self.engine.units if unit.layout.slots[0].name.startswith("blocks.")]
+                cut = len(blocks) > self.shape.layers
+                self.notes.found(small_messages(calls, self._latency_s, step_s, cut=cut))
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """The mean loss over the windows that are always evaluated; the same on all ranks. Collective."""
+        self._where = "evaluation"
+        size, readers = self.settings.steps.micro_batch, self.engine.everyone
+        total, count = 0.0, len(self._evaluated)
+        for first in range(0, count, size * readers.size):  # all run as many forwards; the last may repeat one
+            mine = self._evaluated[first + readers.rank * size :][:size]
+            mine = mine if first + readers.rank * size < count else []
+            inputs, targets = self._here(mine or self._evaluated[:1])
+            total += float(self.model(inputs, targets)) * len(mine)
+        sums = [struct.unpack("<d", row)[0] for row in self.comm.gather_bytes(struct.pack("<d", total), TELL)]
+        return sum(sums) / (self.comm.size // readers.size) / count
+
+    def _save(self, place: Place, *, wait: bool) -> None:
+        path = self.run_folder.checkpoints
+        done = committed(Storage(), path) if path.exists() else []
+        told = self.comm.gather_bytes(bytes([place.step in done]), TELL)
+        if not told[0][0]:  # else the run went on at its very end
+            extra = {"step": place.step, "samples": place.samples}
+            keep = self.settings.checkpoints.keep or None
+            save(path, self.model, self.optimizer, extra=extra, step=place.step, keep=keep, wait=wait)
+
+    def _out_of_memory(self) -> Exception:
+        sizes: dict[str, int] = {}
+        try:
+            now = memory(self.model)
+            sizes = {name: getattr(now, name).measured for name in ("parameters", "gradients", "optimizer")}
+            sizes |= {"buffers": now.buffers.measured, "communication": now.communication.measured}
+            sizes["activations"] = max(0, in_use(self.engine.device) - now.total)
+        except MemoryError:
+            pass  # too late even to count
+        stage = self.engine.zero.stage
+        return out_of_memory(
+            sizes, where=self._where, stage=stage if isinstance(stage, int) else 0,
+            micro_batch=self.settings.steps.micro_batch,
+        )  # fmt: skip
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity, which is what a skipped step of fp16 has for a norm."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _lower(error: Exception) -> str:
+    text = str(error).split("; nothing was updated")[0]
+    return text[:1].lower() + text[1:]

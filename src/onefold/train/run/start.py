@@ -1,0 +1,239 @@
+"""From settings to a loop: join the ranks, get the data ready, build and shard the model, go on from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.protocol.commit import committed
+from onefold.checkpoint.protocol.load import load
+from onefold.comm.agreement import agree
+from onefold.comm.communicator import Comm
+from onefold.comm.mesh import axes_of, init, mesh
+from onefold.comm.meter import Label, Meter
+from onefold.cost.shapes import Shape, named
+from onefold.errors import ConfigError, MismatchError, OnefoldError
+from onefold.optim.optimizer import Optimizer
+from onefold.shard import shard
+from onefold.train.run.data import Data, Prepared, load_data, prepare
+from onefold.train.run.diagnose import is_out_of_memory, out_of_memory
+from onefold.train.run.environment import build, facts_of
+from onefold.train.run.folder import LOCK, RunFolder, make_folder, replace, write_facts
+from onefold.train.run.lock import LAUNCHED, RunLock
+from onefold.train.run.loop import Loop, Place
+from onefold.train.run.metrics import Listener, collected
+from onefold.train.run.model import initialise
+from onefold.train.run.records import cut_after, read_facts, read_lines
+from onefold.train.run.same import check_same, check_stages, digest_of
+from onefold.train.run.settings import Settings
+from onefold.train.run.stop import Stop
+from onefold.train.run.toml import NOT_SAVED, to_toml
+
+T = TypeVar("T")
+PROBE = ".writing-"  # what a rank makes in --out, to see that it can, while others look whether that is empty
+PATIENCE_S = 24 * 3600.0
+DATA = Label("train", "the data")
+SAVED = Label("train", "the last checkpoint")
+
+
+class Ended(NamedTuple):
+    """How far a run came."""
+
+    step: int
+    finished: bool
+
+
+def check_folder(settings: Settings) -> None:
+    """A run starts in a folder of its own, or goes on in that of an earlier start."""
+    out = settings.output.out
+    make_folder(out)
+    found = any(path.name != LOCK and not path.name.startswith(PROBE) for path in out.iterdir())
+    if found and not settings.checkpoints.may_resume:
+        known = RunFolder(out).config
+        again = f" (and --config {known}, to repeat that run)" if known.exists() else ""
+        raise ConfigError(
+            f"--out {out} holds something already; go on with it by --resume, or give another --out{again}"
+        )
+    try:
+        probe = out / f"{PROBE}{os.getpid()}"
+        probe.touch()
+        probe.unlink(missing_ok=True)  # on another node a rank may have the same number
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
+
+
+def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
+    """One rank of a run. Collective. `stop` listens to signals from the first step on."""
+    init(timeout_s=settings.checkpoints.timeout_s)
+    comm = Comm(axes_of(None).everyone, torch.device("cpu"), settings.checkpoints.timeout_s, Meter())
+    with ExitStack() as held:
+        if LAUNCHED not in os.environ:  # else the launcher holds it
+            lock = RunLock(settings.output.out)
+            together(comm, lambda: held.enter_context(lock) if comm.rank == 0 else None, "--out")
+        return _train(settings, comm, stop, listener)
+
+
+def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> Ended:
+    heard: list[tuple[str, str]] = []
+    with collected(lambda kind, message: heard.append((kind, message))):
+        try:
+            loop, place, prepared = _prepare(settings, comm)
+        except Exception as error:
+            if is_out_of_memory(error):
+                stage = settings.zero.stage if isinstance(settings.zero.stage, int) else 0
+                raise out_of_memory({}, where="making the model", stage=stage, micro_batch=1) from error
+            raise
+        for kind, message in heard:
+            loop.notes.note(kind, message)
+    with collected(loop.notes.note):
+        if comm.rank == 0:
+            assert prepared is not None, "rank 0 is the first of its node"
+            facts = _write_down(loop, place, prepared)
+            listener.began(facts, place.step)
+        try:
+            with stop:
+                done = loop.go(place, stop, listener)
+        finally:
+            listener.ended()
+    return Ended(done.step, done.step == settings.steps.steps)
+
+
+def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place, Prepared | None]:
+    data, prepared = _data(settings, comm)
+    shape = together(comm, lambda: settings.model.shape(data.vocab), "the model")
+    together(comm, lambda: _check_same(settings, prepared, shape) if comm.rank == 0 else None, "the run that goes on")
+    model = build(shape)
+    axes = settings.zero.axes(comm.size)
+    places = mesh(replica=axes["replica"], shard=axes["shard"], tp=axes["tp"]) if axes else None
+    if places is not None:
+        from onefold.train.run.tensor_parallel import parallelize  # here: it brings the compiler, a second of imports
+
+        parallelize(model, places, sequence=settings.zero.sequence)
+    zero = dataclasses.replace(
+        settings.zero.zero(settings.steps.seed), init=partial(initialise, layers=shape.layers), mesh=places,
+        timeout_s=settings.checkpoints.timeout_s,
+    )  # fmt: skip
+    shard(model, zero)
+    if settings.output.compile:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+    inside = settings.updates_inside(comm.size)
+    optimizer = Optimizer(model, torch.optim.AdamW, groups=groups(settings, model), fused=True, step_in_backward=inside)
+    place = _go_on(settings, model, optimizer, comm)
+    return Loop(settings, model, optimizer, shape, data, comm), place, prepared
+
+
+def groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    adam = settings.adam
+    common = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2)}
+    decayed = [param for param in model.parameters() if param.ndim >= 2]
+    plain = [param for param in model.parameters() if param.ndim < 2]
+    return [
+        {"params": decayed, **common, "weight_decay": adam.weight_decay},
+        {"params": plain, **common, "weight_decay": 0.0},
+    ]
+
+
+def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
+    """The first process of each node hashes the data and tokenises what is not in its cache; the others wait for it."""
+    first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    comm = Comm(axes_of(None).everyone, torch.device("cpu"), PATIENCE_S, Meter())  # much text takes long
+    prepared = together(comm, lambda: prepare(settings.data, settings.output.out) if first else None, "the data")
+    mine = [prepared.entry, prepared.digests.run_digest] if prepared else None
+    found = [json.loads(row) for row in comm.exchange(json.dumps(mine).encode(), DATA)]
+    for rank, theirs in enumerate(found):
+        if theirs is not None and theirs != found[0]:
+            raise MismatchError(
+                f"rank {rank} finds other data at --data than rank 0, though its ranks train one model; give all nodes "
+                f"the same files"
+            )
+    seq = settings.model.seq or named(settings.model.model).seq
+    return together(comm, lambda: load_data(settings.data, seq, found[0][0]), "the data"), prepared
+
+
+def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> None:
+    """Of rank 0: raise if the run that is gone on with was another, or the stage before it."""
+    assert prepared is not None, "rank 0 is the first of its node"
+    check_stages(settings, prepared.digests)
+    if settings.checkpoints.may_resume:
+        check_same(settings, prepared.digests, shape)
+        folder = RunFolder(settings.output.out)
+        if folder.checkpoints.exists() and digest_of(folder.path) is None:
+            warnings.warn(
+                f"{folder.facts} does not say what data the run was trained on, so nobody can tell whether they are "
+                f"the same; from now on it does",
+                stacklevel=2,
+            )
+
+
+def together(comm: Comm, work: Callable[[], T], where: str) -> T:
+    """What a rank found, once all have; if one fails all do. Collective."""
+    error: Exception | None = None
+    found: list[T] = []
+    try:
+        found.append(work())
+    except OnefoldError as mistake:
+        error = mistake
+    agree(comm, [], error, where=where)
+    return found[0]
+
+
+def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Place:
+    """Load the last checkpoint, if the run is to go on and has one; the settings win over what was saved."""
+    folder = RunFolder(settings.output.out)
+    wanted = settings.checkpoints.may_resume and folder.checkpoints.exists()
+    mine = together(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
+    known = comm.exchange(bytes([bool(mine)]), SAVED)[0][0]  # as rank 0 sees it: on other nodes it may show later
+    if not known:
+        if settings.checkpoints.may_resume and comm.rank == 0:
+            _set_aside(folder)
+        return Place(0, 0)
+    extra = load(folder.checkpoints, model, optimizer, fallback=True)
+    if extra["step"] > settings.steps.steps:
+        raise ConfigError(f"the run at {folder.path} is at step {extra['step']} already; give --steps above that")
+    for group, given in zip(optimizer.param_groups, groups(settings, model), strict=True):
+        group.update({key: value for key, value in given.items() if key != "params"})
+    return Place(extra["step"], extra["samples"])
+
+
+def _set_aside(folder: RunFolder) -> None:
+    """Rows of a run that left no checkpoint: it starts again, and they are kept beside it."""
+    if rows := read_lines(folder.metrics):
+        kept = folder.metrics.with_name("metrics-without-checkpoint.jsonl")
+        for number in count(2):
+            if not kept.exists():
+                break
+            kept = folder.metrics.with_name(f"metrics-without-checkpoint-{number}.jsonl")
+        folder.metrics.replace(kept)
+        warnings.warn(
+            f"{folder.path} has no checkpoint to go on from, so it starts at step 0; the {len(rows)} rows it wrote are "
+            f"in {kept.name}",
+            stacklevel=2,
+        )
+
+
+def _write_down(loop: Loop, place: Place, prepared: Prepared) -> dict[str, Any]:
+    """Of rank 0, before the first step: settings and facts; of later steps than this nothing is left."""
+    settings, folder = loop.settings, loop.run_folder
+    folder.path.mkdir(parents=True, exist_ok=True)
+    batch = dataclasses.replace(settings.steps, global_batch=loop.batch, accumulation=None)  # the same on any ranks
+    replace(folder.config, to_toml(dataclasses.replace(settings, steps=batch), leave_out=NOT_SAVED))
+    earlier = read_facts(folder.path) if folder.facts.exists() else {}
+    facts = facts_of(settings, loop.model, loop.shape, loop.data, prepared, earlier=earlier, step=place.step)
+    replace(folder.data, prepared.digests.to_json())
+    write_facts(folder.path, facts)
+    cut_after(folder.metrics, place.step)
+    cut_after(folder.warnings, place.step)
+    return facts
