@@ -17,9 +17,9 @@ from onefold.cost.estimate import Choice, Estimate
 from onefold.cost.hardware import hardware
 from onefold.cost.search import Question, fits, largest_batch, most
 from onefold.cost.shapes import PAPER, Shape
-from onefold.cost.sizes import Widths
 from onefold.cost.states import StateCost
 from onefold.cost.work import Work
+from onefold.settings.widths import Widths
 from onefold.settings.zero import PRESETS
 
 TP, MIXED, ADAM = 16, Widths(compute=2, wire=2, grad=2, master=4), StateCost(8)

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.search import Question
 from onefold.cost.shapes import PAPER
-from onefold.cost.sizes import Widths
 from onefold.cost.work import Work
 from onefold.planner.plan import cost_of
 from onefold.planner.throughput import RANKS, STATED, Point, at, expected, scaling
+from onefold.settings.widths import Widths
 
 MIXED, ADAM = Widths(compute=2, wire=2, grad=2, master=4), cost_of("adamw")
 V100 = hardware("v100-32")

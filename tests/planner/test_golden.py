@@ -17,10 +17,10 @@ from onefold.cost.seconds import (
     stage3_communication_s,
 )
 from onefold.cost.shapes import PAPER, SHAPES, Shape, named
-from onefold.cost.sizes import Widths
 from onefold.cost.states import StateCost
 from onefold.cost.work import Work, grid_of
 from onefold.settings.placement import STAGES
+from onefold.settings.widths import Widths
 
 GB = 1e9
 MIXED = Widths(compute=2, wire=2, grad=2, master=4)  # 2 + 2 + 4 + 8 = 16 bytes per parameter with Adam

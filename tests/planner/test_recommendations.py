@@ -8,9 +8,9 @@ from onefold.cost.estimate import Choice
 from onefold.cost.hardware import hardware
 from onefold.cost.search import Question, fewest_ranks, largest_batch, recommend
 from onefold.cost.shapes import PAPER, Shape
-from onefold.cost.sizes import Widths
 from onefold.cost.states import StateCost
 from onefold.cost.work import Work
+from onefold.settings.widths import Widths
 
 MIXED, ADAM = Widths(2, 2, 2, 4), StateCost(8)
 

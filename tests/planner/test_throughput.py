@@ -15,10 +15,10 @@ from onefold.cost.estimate import Choice
 from onefold.cost.hardware import TABLE, Hardware, hardware
 from onefold.cost.search import Question, fits
 from onefold.cost.shapes import PAPER, Shape
-from onefold.cost.sizes import Widths
 from onefold.cost.states import StateCost
 from onefold.cost.work import Work
 from onefold.planner.throughput import STATED, at, expected, numbers_for, scaling
+from onefold.settings.widths import Widths
 
 MIXED, ADAM = Widths(compute=2, wire=2, grad=2, master=4), StateCost(8)
 V100 = hardware("v100-32")

@@ -10,7 +10,8 @@ import onefold
 
 # Each module imports only modules before it.
 ORDER = [
-    "version", "errors", "files.trust", "optim.kernels.cache", "files.visible", "files.limited", "settings.placement",
+    "version", "errors",
+    "settings.widths", "files.trust", "optim.kernels.cache", "files.visible", "files.limited", "settings.placement",
     "settings.offload", "cost.layout", "cost.shapes", "cost.sizes", "cost.states", "cost.traffic",
     "settings.precision", "optim.loss_scale", "state.rounding", "optim.kernels.rule", "comm.spans",
     "optim.kernels.compiled", "optim.kernels.threads", "optim.kernels.update", "comm.meter", "comm.sums",

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from onefold.cost.hardware import Hardware
-from onefold.cost.sizes import UnitSize, Widths
+from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost, optimizer_bytes, updated_numel
 from onefold.settings.placement import Placement, Tier
+from onefold.settings.widths import Widths
 
 
 class Moves(NamedTuple):

@@ -17,9 +17,10 @@ from onefold.cost.activations import (
 )
 from onefold.cost.layout import ParamInfo, plan_units
 from onefold.cost.shapes import Shape
-from onefold.cost.sizes import Sizes, Widths
+from onefold.cost.sizes import Sizes
 from onefold.errors import ConfigError
 from onefold.settings.placement import Placement, Scope
+from onefold.settings.widths import Widths
 
 T = TypeVar("T")
 

@@ -13,12 +13,13 @@ from onefold.comm.meter import Label
 from onefold.cost.automatic import choose_stage, choose_tiers, room_for_activations
 from onefold.cost.estimate import Choice
 from onefold.cost.machine import here
-from onefold.cost.sizes import Widths, of_layout
+from onefold.cost.sizes import of_layout
 from onefold.model.survey import FROZEN, Survey, place
 from onefold.offload.host_memory import host_share
 from onefold.settings.offload import Offload
 from onefold.settings.placement import Tier
 from onefold.settings.precision import Precision
+from onefold.settings.widths import Widths
 from onefold.settings.zero import Zero
 
 LOG = logging.getLogger("onefold")
