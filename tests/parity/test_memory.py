@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
-from onefold.comm.buffers import CATEGORIES
 from onefold.observe.inventory import storages
+from onefold.observe.tracker import CATEGORIES
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned

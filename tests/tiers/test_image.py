@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.comm.buffers import storage_key
 from onefold.errors import OffloadError
+from onefold.model.storage import storage_key
 from onefold.offload.disk import Scratch
 from onefold.offload.host import HostPool
 from onefold.offload.image import Image

@@ -16,6 +16,8 @@ ORDER = [
     "settings.precision", "optim.loss_scale", "state.rounding", "optim.kernels.rule", "comm.spans",
     "optim.kernels.compiled", "optim.kernels.threads", "optim.kernels.update", "comm.meter", "comm.sums",
     "comm.inflight", "settings.zero", "cost.activations", "model.blocks", "model.dtensor_shards", "comm.buffers",
+    "model.storage",
+    "observe.tracker",
     "offload.host_memory", "offload.files", "offload.disk", "offload.host", "offload.image", "offload.tiers",
     "state.views", "model.survey", "comm.rendezvous", "comm.mesh", "comm.communicator", "comm.agreement",
     "state.edits", "state.flat_parameters", "state.master", "offload.transfer", "state.gradients", "state.staging",

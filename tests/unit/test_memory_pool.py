@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.comm.buffers import CATEGORIES, Pool, Tracker, storage_bytes, storage_key
+from onefold.comm.buffers import Pool
+from onefold.model.storage import storage_bytes, storage_key
+from onefold.observe.tracker import CATEGORIES, Tracker
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.uint8]

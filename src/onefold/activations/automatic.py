@@ -16,12 +16,12 @@ from torch import Tensor
 
 from onefold.activations.policy import attach_policy
 from onefold.activations.recompute import others_keep
-from onefold.comm.buffers import storage_key
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.cost.activations import Option, choose_activations
 from onefold.cost.search import text_of
 from onefold.model.containers import tensors_in
+from onefold.model.storage import storage_key
 from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import in_backward
 

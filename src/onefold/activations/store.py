@@ -22,13 +22,12 @@ from torch import Tensor
 from onefold.activations.arena import Arena
 from onefold.activations.transfers import CudaMoves, Moves, moves_of
 from onefold.comm.agreement import fingerprint
-from onefold.comm.buffers import storage_key
 from onefold.comm.communicator import Comm, Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import NOTHING, span
 from onefold.cost.layout import part_numel
 from onefold.errors import ConfigError, StateError
-from onefold.state.views import dense_stride
+from onefold.model.storage import dense_stride, storage_key
 
 ACTIVATION = "activation"  # what its messages are for
 FORWARDS = 1024  # numbers of forwards in the names of messages

@@ -1,27 +1,16 @@
-"""Bytes: buffers that are reused instead of allocated, and what is alive in memory by category.
-
-`Pool` hands out flat buffers and takes them back; once steps repeat it allocates nothing. `Tracker` watches every
-tensor operation and remembers the fullest instant. Both count storages, not what the process or its allocator keeps.
-"""
+"""Flat buffers that are reused instead of allocated: once steps repeat, nothing is allocated."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
-from collections.abc import Callable, Container, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from onefold.model.dtensor_shards import held
 
-CLOSE = 0.002  # the breakdown is of an instant that is at most so much less full than the peak
-CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "checkpoints", "activations")
+def key_of(tensor: Tensor) -> int:
+    """What tells the storage of a plain tensor from all others that are alive."""
+    return tensor.untyped_storage()._cdata
 
 
 class Pool:
@@ -57,7 +46,7 @@ class Pool:
         return self._make(wanted_bytes)
 
     def _lend(self, buffer: Tensor) -> Tensor:
-        self._out[storage_key(buffer)] = buffer
+        self._out[key_of(buffer)] = buffer
         self._out_bytes += buffer.nbytes
         self.most_bytes = max(self.most_bytes, self._out_bytes)
         return buffer
@@ -67,7 +56,7 @@ class Pool:
 
     def give(self, taken: Tensor) -> None:
         with self._lock:
-            buffer = self._out.pop(storage_key(taken))
+            buffer = self._out.pop(key_of(taken))
             self._out_bytes -= buffer.nbytes
             if self.keeps:
                 self._free.append(buffer)
@@ -90,92 +79,4 @@ class Pool:
 
     def holds(self, key: object) -> bool:
         """Whether a storage is of one of them."""
-        return key in self._out or any(storage_key(buffer) == key for buffer in self._free)
-
-
-def storage_key(tensor: Tensor) -> int:
-    return held(tensor).untyped_storage()._cdata
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind these tensors."""
-    return sum({storage_key(t): held(t).untyped_storage().nbytes() for t in tensors}.values())
-
-
-class Tracker(TorchDispatchMode):
-    """Live bytes of every storage that tensor operations make while this mode is on, and their breakdown at the peak.
-
-    `known` says which category a storage belongs to; all others are activations (and temporaries). Storages in
-    `elsewhere` are not on the device, though they may look it.
-    """
-
-    def __init__(
-        self, known: Callable[[], dict[int, tuple[str, Tensor]]], elsewhere: Container[int] = frozenset()
-    ) -> None:
-        super().__init__()
-        self._known, self._elsewhere = known, elsewhere
-        self._serial = itertools.count()
-        self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # storage key -> reference, serial, bytes
-        self._live_bytes = 0
-        self._fullest: dict[int, int] = {}  # serial -> bytes, at the peak or a moment before
-        self._fullest_bytes = 0
-        self._category: dict[int, str] = {}  # serial -> category
-        self.peak_bytes = 0
-
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors made before the mode was on."""
-        for tensor in tensors:
-            self.note(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self.note(leaf)
-        return result
-
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        self._classify()
-
-    def note(self, tensor: Tensor) -> None:
-        """A tensor was made, or its storage was resized behind torch's back."""
-        tensor = held(tensor)
-        if type(tensor) not in (Tensor, torch.nn.Parameter, FakeTensor):
-            return
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._elsewhere:
-            self._drop(key)
-            return
-        entry = self._live.get(key)
-        if entry and entry[2] == nbytes:
-            return
-        if entry:
-            self._drop(key)
-        reference = weakref.ref(storage, lambda _: self._drop(key))
-        self._live[key] = (reference, next(self._serial), nbytes)
-        self._live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        if self._live_bytes > self._fullest_bytes * (1 + CLOSE):  # a look at all of it is dear: not for every byte
-            self._fullest_bytes = self._live_bytes
-            self._classify()
-            self._fullest = {serial: size for _, serial, size in self._live.values()}
-
-    def _drop(self, key: int) -> None:
-        entry = self._live.pop(key, None)
-        if entry:
-            self._live_bytes -= entry[2]
-
-    def _classify(self) -> None:
-        for key, (category, _) in self._known().items():
-            if key in self._live:
-                self._category[self._live[key][1]] = category
-
-    def peak(self) -> dict[str, int]:
-        """Bytes by category at the fullest instant; what came in its last moment counts as activations."""
-        sums = dict.fromkeys(CATEGORIES, 0)
-        for serial, nbytes in self._fullest.items():
-            sums[self._category.get(serial, "activations")] += nbytes
-        sums["activations"] += self.peak_bytes - sum(sums.values())
-        return sums
+        return key in self._out or any(key_of(buffer) == key for buffer in self._free)

@@ -13,11 +13,11 @@ from onefold.cost.layout import ParamInfo, UnitLayout, plan_units
 from onefold.errors import ConfigError, ModelError
 from onefold.model.blocks import block_of, find_blocks
 from onefold.model.dtensor_shards import check, held, tell
+from onefold.model.storage import dense_stride
 from onefold.settings.offload import Offload
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero
-from onefold.state.views import dense_stride
 
 ATTRIBUTE = "_onefold"  # of a sharded model: its engine
 FROZEN = "frozen"

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onefold.comm.buffers import storage_bytes, storage_key
 from onefold.cost.sizes import Sizes, of_layout
 from onefold.cost.states import StateCost, file_bytes, state_bytes
+from onefold.model.storage import storage_bytes, storage_key
 from onefold.offload.image import rests
 from onefold.optim.host_update import LEAVING, under_way_bytes
 from onefold.optim.workers import AT_HAND, WORKERS

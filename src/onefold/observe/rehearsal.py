@@ -29,12 +29,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from onefold.comm.buffers import storage_bytes
 from onefold.comm.mesh import simulated_axes
 from onefold.comm.meter import Flow, Label
 from onefold.cost.states import StateBytes, StateCost, parameter_bytes, state_bytes
 from onefold.errors import ModelError
 from onefold.model.containers import tensors_in
+from onefold.model.storage import storage_bytes
 from onefold.model.survey import place
 from onefold.observe.inventory import sizes_of
 from onefold.observe.reports import memory, track_memory, traffic

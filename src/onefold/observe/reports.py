@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from onefold.comm.buffers import CATEGORIES, Tracker, storage_bytes
 from onefold.comm.meter import Flow
 from onefold.cost.states import parameter_bytes
 from onefold.cost.traffic import step_traffic
+from onefold.model.storage import storage_bytes
 from onefold.observe.inventory import CHECKPOINTS_HOST as HOST
 from onefold.observe.inventory import (
     DISK,
@@ -26,6 +26,7 @@ from onefold.observe.inventory import (
     planned_on_device,
     sizes_of,
 )
+from onefold.observe.tracker import CATEGORIES, Tracker
 from onefold.runtime.engine import Engine, engine_of
 from onefold.settings.placement import Scope, Tier
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from onefold.comm.buffers import Pool, storage_key
+from onefold.comm.buffers import Pool, key_of
 
 PAGE = 4096
 LEAST_NUMEL = 64  # what is shorter stays in memory: counts of steps
@@ -126,7 +126,7 @@ class Image:
     def _lay(self, leaves: list[Tensor]) -> None:
         """Into one buffer, unless they lie in it."""
         old = self._buffer
-        if old is not None and all(storage_key(leaf) == storage_key(old) for leaf in leaves):
+        if old is not None and all(key_of(leaf) == key_of(old) for leaf in leaves):
             return
         total = -(-sum(_padded(leaf) for leaf in leaves) // PAGE) * PAGE
         if not total:

@@ -24,13 +24,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from onefold.comm.buffers import storage_key
 from onefold.comm.communicator import Comm, Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import span
 from onefold.cost.layout import Span
 from onefold.errors import StateError
 from onefold.model.dtensor_shards import held, put_all
+from onefold.model.storage import storage_key
 from onefold.offload.host import Host, Mark
 from onefold.offload.image import Image
 from onefold.settings.placement import Placement, Scope, Tier

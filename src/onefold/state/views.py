@@ -9,6 +9,7 @@ from torch import Tensor
 
 from onefold.cost.layout import Span, UnitLayout
 from onefold.model.dtensor_shards import held
+from onefold.model.storage import dense_stride
 
 
 class FlatViews:
@@ -56,15 +57,3 @@ class FlatViews:
     def zero_gaps(self, flat: Tensor) -> None:
         for gap in self.layout.gaps:
             flat[gap.start : gap.stop].zero_()
-
-
-def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where it fills its memory (channels_last stays so), else those of a contiguous one."""
-    tensor = held(tensor)
-    dims = sorted((stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
-    filled = 1
-    for stride, size in dims:
-        if stride != filled:
-            return tuple(torch.empty(tensor.size(), device="meta").stride())
-        filled *= size
-    return tuple(tensor.stride())

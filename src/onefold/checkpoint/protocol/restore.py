@@ -19,11 +19,11 @@ from onefold.checkpoint.protocol.state import Param, params_of, pieces
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import held
+from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.optimizer_state import NewState, take_states
 from onefold.runtime.engine import Engine
 from onefold.state.rounding import narrow
-from onefold.state.views import dense_stride
 
 CHUNK_BYTES = 64 << 20  # of host memory at a time; a range is read together with what shares its digests
 

@@ -22,12 +22,13 @@ from onefold.checkpoint.format.tensorfile import DTYPE_NAMES
 from onefold.cost.layout import Span, UnitLayout
 from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import held as local
+from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.optimizer_state import SlotState, states_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.full_parameters import check_part, persistent_buffers
 from onefold.state.unit import Unit
-from onefold.state.views import FlatViews, dense_stride
+from onefold.state.views import FlatViews
 
 CHUNK_BYTES = 16 << 20  # of host memory at a time
 

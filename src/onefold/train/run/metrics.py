@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from onefold.comm.buffers import CATEGORIES
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.cost.hardware import TABLE
 from onefold.cost.shapes import Shape
 from onefold.observe.reports import memory, traffic
+from onefold.observe.tracker import CATEGORIES
 from onefold.runtime.engine import engine_of
 
 TRIES = 20

@@ -1,0 +1,32 @@
+"""How a tensor lies in memory: which storage is behind it, and in which order its elements lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from onefold.comm.buffers import key_of
+from onefold.model.dtensor_shards import held
+
+
+def storage_key(tensor: Tensor) -> int:
+    return key_of(held(tensor))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind these tensors."""
+    return sum({storage_key(t): held(t).untyped_storage().nbytes() for t in tensors}.values())
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where it fills its memory (channels_last stays so), else those of a contiguous one."""
+    tensor = held(tensor)
+    dims = sorted((stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
+    filled = 1
+    for stride, size in dims:
+        if stride != filled:
+            return tuple(torch.empty(tensor.size(), device="meta").stride())
+        filled *= size
+    return tuple(tensor.stride())
