@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.cost.limits import WORKERS
 from onefold.observe.inventory import storages
-from onefold.optim.workers import WORKERS
 from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.resident import resident_bytes

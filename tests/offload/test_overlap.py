@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.optim.workers import WORKERS
+from onefold.cost.limits import WORKERS
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 

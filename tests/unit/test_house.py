@@ -12,7 +12,8 @@ import onefold
 ORDER = [
     "version", "errors",
     "settings.widths", "files.trust", "optim.kernels.cache", "files.visible", "files.limited", "settings.placement",
-    "settings.offload", "cost.layout", "cost.shapes", "cost.sizes", "cost.states", "cost.traffic",
+    "settings.offload", "cost.layout",
+    "cost.limits", "cost.shapes", "cost.sizes", "cost.states", "cost.traffic",
     "settings.precision", "optim.loss_scale", "state.rounding", "optim.kernels.rule", "comm.spans",
     "optim.kernels.compiled", "optim.kernels.threads", "optim.kernels.update", "comm.meter", "comm.sums",
     "comm.inflight", "settings.zero", "cost.activations", "model.blocks", "model.dtensor_shards", "comm.buffers",

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 
 from onefold.comm.buffers import Pool
+from onefold.cost.limits import IN_FLIGHT, LEAVING
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import gradient_bytes, updated_numel
-from onefold.optim.host_update import LEAVING
-from onefold.runtime.reduce_schedule import IN_FLIGHT
 from onefold.settings.placement import Placement, Scope
 
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import Arrival, Held
+from onefold.cost.limits import AT_HAND, WORKERS, under_way_bytes, waiting_bytes
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost, optimizer_bytes, updated_numel
-from onefold.optim.host_update import under_way_bytes, waiting_bytes
-from onefold.optim.workers import AT_HAND, WORKERS
 from onefold.settings.placement import Placement, Scope, Tier
 
 

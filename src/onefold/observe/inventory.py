@@ -12,15 +12,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from onefold.cost.limits import AT_HAND, IN_FLIGHT, LEAVING, READ_AHEAD, WAITING, WORKERS, under_way_bytes
 from onefold.cost.sizes import Sizes, of_layout
 from onefold.cost.states import StateCost, file_bytes, state_bytes
 from onefold.model.storage import storage_bytes, storage_key
 from onefold.offload.image import rests
-from onefold.optim.host_update import LEAVING, under_way_bytes
-from onefold.optim.workers import AT_HAND, WORKERS
 from onefold.runtime.engine import Engine
-from onefold.runtime.gather_schedule import READ_AHEAD
-from onefold.runtime.reduce_schedule import IN_FLIGHT, WAITING
 from onefold.settings.placement import Scope, Tier
 from onefold.state.unit import Unit
 

@@ -22,34 +22,18 @@ from torch import Tensor
 
 from onefold.comm.communicator import Pending
 from onefold.comm.spans import span
+from onefold.cost.limits import LEAVING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
 from onefold.offload.transfer import Parcel
 from onefold.optim.kernels.threads import threads_here
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
-from onefold.optim.workers import WORKERS, Job, Line, Room, work
+from onefold.optim.workers import Job, Line, Room, work
 from onefold.runtime.engine import Engine
 from onefold.runtime.update_policy import StepInputs
 from onefold.state.gradients import Gradients
 
-WAITING_SHARE = 0.25  # of the gradients: so many bytes may wait on the device inside backward
-LEAST_WAITING = 2  # of the largest
 SPARED = 4  # cores for the threads that train
-LEAVING = 2  # gradients on their way down before compute may have to wait
-
-
-def under_way_bytes(sizes: Sequence[int]) -> int:
-    """Of units that take so many bytes: as many as may be on their way to an update, or back, at once."""
-    return sum(sorted(sizes)[-WORKERS:])
-
-
-def waiting_bytes(parcels: Sequence[int]) -> int:
-    """How many bytes of gradients may wait on the device inside backward, of parcels of these sizes.
-
-    >>> waiting_bytes([10] * 100), waiting_bytes([10] * 4), waiting_bytes([10])
-    (250, 20, 10)
-    """
-    return max(int(WAITING_SHARE * sum(parcels)), sum(sorted(parcels)[-LEAST_WAITING:]))
 
 
 class HostGradients:

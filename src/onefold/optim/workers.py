@@ -22,9 +22,6 @@ from onefold.offload.host_memory import give_back
 from onefold.offload.transfer import Parcel
 from onefold.optim.unit_optimizer import UnitOptimizer
 
-WORKERS = 3
-AT_HAND = 1  # unit that is read or changed between steps, beside theirs
-
 
 @dataclass
 class Job:

@@ -23,13 +23,13 @@ from collections.abc import Sequence
 
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
+from onefold.cost.limits import READ_AHEAD
 from onefold.runtime.timer import Watch
 from onefold.state.flat_parameters import ParameterState
 from onefold.state.unit import Unit
 
 AUTO = "auto"
 TRACED = 4096
-READ_AHEAD = 2  # units whose shards are read from disk before they are fetched
 FORWARD, BACKWARD, LONE = "gather-forward", "gather-backward", "gather"  # what gathers are for
 
 

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from onefold.cost.limits import IN_FLIGHT, WAITING
 from onefold.state.unit import Unit
 
-IN_FLIGHT = 2  # rounds on the way at once: one travels while the next fills, and buffers stay constant
-WAITING = 3  # complete units that may wait for one before them; then it counts as skipped
 REMEMBERED = 8  # backwards or steps; what is used now and then is expected for that long
 
 

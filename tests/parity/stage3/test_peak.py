@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
-from onefold.runtime.reduce_schedule import IN_FLIGHT
+from onefold.cost.limits import IN_FLIGHT
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
 from tests.parity.test_memory import ONE_LAYER, Tower, tower
