@@ -40,8 +40,8 @@ from onefold.observe.inventory import sizes_of
 from onefold.observe.reports import memory, track_memory, traffic
 from onefold.optim.host_update import HostGradients
 from onefold.optim.kernels.update import available
-from onefold.optim.loss_scale import scaled_backward
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import NoUpdates
 from onefold.settings.offload import AUTO, Offload
 from onefold.settings.placement import Placement, Scope, Tier

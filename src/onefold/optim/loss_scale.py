@@ -8,8 +8,6 @@ backward scales the gradients of every model it reaches, so they all can ask for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from onefold.errors import ConfigError
@@ -79,21 +77,3 @@ class Scaler:
 
     def load(self, state: dict[str, float]) -> None:
         self.scale, self._good, self._borne = float(state["scale"]), int(state["good"]), int(state["borne"])
-
-
-_running: list[float] = []  # the scales of scaled backwards, the innermost last
-
-
-@contextmanager
-def scaled_backward(scale: float) -> Iterator[None]:
-    """Inside, gradients are multiplied by `scale`."""
-    _running.append(scale)
-    try:
-        yield
-    finally:
-        _running.pop()
-
-
-def running_scale() -> float | None:
-    """Of the backward that runs now; None if nobody scaled it."""
-    return _running[-1] if _running else None

@@ -24,12 +24,13 @@ from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.optim.elementwise import examine
 from onefold.optim.finite import FiniteCheck
 from onefold.optim.host_update import HostUpdates, UpdateOnHost
-from onefold.optim.loss_scale import LossScale, Scaler, scaled_backward
+from onefold.optim.loss_scale import LossScale, Scaler
 from onefold.optim.preflight import reserve, update_alike, updated_dtype
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
 from onefold.runtime.engine import engine_of
+from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import StepInputs, UpdatePolicy
 from onefold.settings.placement import Scope
 from onefold.settings.precision import Precision

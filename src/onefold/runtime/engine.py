@@ -30,9 +30,9 @@ from onefold.model.dtensor_shards import Parts, aligned, wrapped
 from onefold.model.survey import ATTRIBUTE
 from onefold.model.tree import ParameterTree
 from onefold.offload.tiers import Tiers
-from onefold.optim.loss_scale import running_scale
 from onefold.runtime.phases import Due, Event, Phase, after_backward, after_drop, after_forward, after_phase
 from onefold.runtime.reduce_schedule import ReduceSchedule
+from onefold.runtime.scaled import running_scale
 from onefold.runtime.unsharding import Passes
 from onefold.runtime.untied import Untied
 from onefold.runtime.update_policy import NoUpdates, UpdatePolicy
