@@ -23,7 +23,7 @@ from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.search import Question
 from onefold.cost.shapes import PAPER
 from onefold.cost.work import Work
-from onefold.planner.plan import cost_of
+from onefold.optim.elementwise import cost_of
 from onefold.planner.throughput import RANKS, STATED, Point, at, expected, scaling
 from onefold.settings.widths import Widths
 

@@ -17,7 +17,7 @@ from onefold.cost.search import activations_for
 from onefold.cost.shapes import PAPER, Shape
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.simulation import train_step
-from onefold.planner.plan import cost_of
+from onefold.optim.elementwise import cost_of
 from onefold.settings.zero import Zero
 from onefold.train.run.model import GPT
 from tests.activations.models import INPUT_BYTES, POLICIES, Net, batch, mesh_of

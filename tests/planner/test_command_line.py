@@ -19,7 +19,7 @@ from onefold.cli.verify import EXACT, PEAK, STATES, Check, VerifyCommand, compar
 from onefold.cost.shapes import Shape
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.simulation import train_step
-from onefold.planner.plan import cost_of
+from onefold.optim.elementwise import cost_of
 from onefold.settings.zero import Zero
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks

@@ -19,7 +19,7 @@ from onefold.cost.states import state_bytes
 from onefold.model.survey import FROZEN, place, survey
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.simulation import train_step
-from onefold.planner.plan import OPTIMIZERS, cost_of
+from onefold.optim.elementwise import OPTIMIZERS, cost_of
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero
 from onefold.train.run.model import GPT

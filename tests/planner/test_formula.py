@@ -13,7 +13,7 @@ from onefold.cost.hardware import hardware
 from onefold.cost.shapes import Shape
 from onefold.cost.work import Work, grid_of
 from onefold.observe.rehearsal import rehearse
-from onefold.planner.plan import cost_of
+from onefold.optim.elementwise import cost_of
 from onefold.settings.offload import Offload
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero

@@ -20,8 +20,9 @@ from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.search import Question
 from onefold.cost.work import Work
 from onefold.errors import ConfigError
+from onefold.optim.elementwise import cost_of
 from onefold.planner.measure import measured
-from onefold.planner.plan import Plan, answer, cost_of, plan
+from onefold.planner.plan import Plan, answer, plan
 
 
 @dataclass(frozen=True, kw_only=True)

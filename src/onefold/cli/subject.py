@@ -13,7 +13,7 @@ from torch import nn
 from onefold.cost.shapes import Shape, named
 from onefold.errors import ConfigError
 from onefold.files.limited import read_json
-from onefold.planner.plan import cost_of
+from onefold.optim.elementwise import cost_of
 from onefold.settings.offload import Offload
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero

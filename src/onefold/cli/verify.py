@@ -24,8 +24,8 @@ from onefold.observe.rehearsal import Rehearsal, rehearse
 from onefold.observe.reports import MemoryReport, memory, traffic
 from onefold.observe.simulation import train_step
 from onefold.offload.files import check_folder
+from onefold.optim.elementwise import OPTIMIZERS, cost_of
 from onefold.optim.optimizer import Optimizer
-from onefold.planner.plan import OPTIMIZERS, cost_of
 from onefold.settings.zero import Zero
 from onefold.shard import shard
 

@@ -27,8 +27,8 @@ from onefold.errors import ConfigError
 from onefold.observe.rehearsal import Rehearsal, default_loss, rehearse
 from onefold.observe.reports import memory, track_memory, traffic
 from onefold.observe.utilization import Busy, busy
+from onefold.optim.elementwise import OPTIMIZERS, cost_of
 from onefold.optim.optimizer import Optimizer
-from onefold.planner.plan import OPTIMIZERS, cost_of
 from onefold.settings.zero import Zero
 from onefold.shard import shard_over
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.cost.layout import ALIGN
 from onefold.cost.states import StateCost
-from onefold.errors import OptimizerError
+from onefold.errors import ConfigError, OptimizerError
+from onefold.optim.kernels.rule import knows
 
 STEPS = 3
 REMEDY = "Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
@@ -99,3 +100,27 @@ def _cost(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> StateCost:
     tensors = [leaf for leaf in tree_leaves(dict(optimizer.state[param])) if isinstance(leaf, Tensor)]
     per_element = sum(t.itemsize for t in tensors if t.numel() == param.numel())
     return StateCost(per_element, sum(t.nbytes for t in tensors if t.numel() != param.numel()))
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "adam": (torch.optim.Adam, {}),
+    "sgd": (torch.optim.SGD, {"lr": 1e-3}),
+    "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+}
+
+
+def cost_of(optimizer: str | type[torch.optim.Optimizer], settings: dict[str, Any] | None = None) -> StateCost:
+    """What an optimizer class keeps, asked of the class itself.
+
+    >>> cost_of("adamw").per_element
+    8
+    """
+    if isinstance(optimizer, str):
+        if optimizer.lower() not in OPTIMIZERS:
+            raise ConfigError(f"optimizer {optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}, or a class")
+        optimizer, defaults = OPTIMIZERS[optimizer.lower()]
+        settings = {**defaults, **(settings or {})}
+    settled, cost = examine(optimizer, settings or {}, torch.device("cpu"))
+    return cost._replace(one_pass=knows(optimizer, settled))

@@ -23,14 +23,12 @@ from onefold.cost.search import (
     recommend,
     text_of,
 )
-from onefold.cost.states import StateCost
 from onefold.cost.work import Module, Work
 from onefold.errors import ConfigError
 from onefold.model.blocks import block_of, find_blocks
 from onefold.model.survey import FROZEN, survey
 from onefold.observe.rehearsal import Loss, Rehearsal, rehearse
-from onefold.optim.elementwise import examine
-from onefold.optim.kernels.rule import knows
+from onefold.optim.elementwise import cost_of
 from onefold.planner.rows import Recommendation, Row, exact_row, recommendation_of, row_of
 from onefold.settings.offload import AUTO, Offload
 from onefold.settings.precision import NAMES, Precision
@@ -78,31 +76,6 @@ class Plan:
         chosen = self.recommendation
         lines.append(f"choose {chosen.label}, batch {chosen.batch}: {chosen.reason}")
         return "\n".join([*lines, *self.notes])
-
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {}),
-    "adam": (torch.optim.Adam, {}),
-    "sgd": (torch.optim.SGD, {"lr": 1e-3}),
-    "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
-    "adagrad": (torch.optim.Adagrad, {}),
-    "rmsprop": (torch.optim.RMSprop, {}),
-}
-
-
-def cost_of(optimizer: str | type[torch.optim.Optimizer], settings: dict[str, Any] | None = None) -> StateCost:
-    """What an optimizer class keeps, asked of the class itself.
-
-    >>> cost_of("adamw").per_element
-    8
-    """
-    if isinstance(optimizer, str):
-        if optimizer.lower() not in OPTIMIZERS:
-            raise ConfigError(f"optimizer {optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}, or a class")
-        optimizer, defaults = OPTIMIZERS[optimizer.lower()]
-        settings = {**defaults, **(settings or {})}
-    settled, cost = examine(optimizer, settings or {}, torch.device("cpu"))
-    return cost._replace(one_pass=knows(optimizer, settled))
 
 
 def answer(question: Question, model: str, precision: str, tokens: float | None = None) -> Plan:

@@ -15,7 +15,7 @@ from onefold.cost.shapes import Shape
 from onefold.errors import OnefoldError
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.reports import placement
-from onefold.planner.plan import cost_of
+from onefold.optim.elementwise import cost_of
 from onefold.runtime.engine import Engine, engine_of
 from onefold.train.run.data import Data, Prepared, bigram_loss
 from onefold.train.run.model import GPT
