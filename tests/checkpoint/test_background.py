@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import onefold
+from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.protocol.background import WORKER
-from onefold.checkpoint.protocol.commit import committed
 from onefold.checkpoint.protocol.save import save_on
 from onefold.offload import host_memory as memory
 from tests.checkpoint.test_ranks_agree import said, small, step, weights

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from onefold.checkpoint.format.folder import committed, find, step_name
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.weights import open_weights
-from onefold.checkpoint.protocol.commit import begin, committed, find, set_aside, step_name
+from onefold.checkpoint.protocol.commit import begin, set_aside
 from onefold.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.drive import finish, load, save, write_rank
 

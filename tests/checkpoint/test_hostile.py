@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from onefold.checkpoint.format.folder import MANIFEST, read_manifest
 from onefold.checkpoint.format.manifest import HEAD, Manifest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import TensorFile
 from onefold.checkpoint.format.verify import verify
 from onefold.checkpoint.format.weights import open_weights
-from onefold.checkpoint.protocol.commit import MANIFEST, read_manifest
 from onefold.cli.checkpoint import Inspect
 from onefold.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.drive import save

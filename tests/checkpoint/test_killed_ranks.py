@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.checkpoint.format.folder import committed, step_name
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import verify
-from onefold.checkpoint.protocol.commit import committed, step_name
 from onefold.checkpoint.protocol.quiesce import aside
 from onefold.runtime.engine import engine_of
 from tests.harness import start_ranks, tell

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import onefold
+from onefold.checkpoint.format.folder import committed, read_manifest, step_name
 from onefold.checkpoint.format.manifest import Manifest, put_together
 from onefold.checkpoint.format.verify import check
-from onefold.checkpoint.protocol.commit import begin, commit, committed, read_manifest, retain, step_name
+from onefold.checkpoint.protocol.commit import begin, commit, retain
 from onefold.checkpoint.protocol.save import save_on
 from onefold.errors import CheckpointError
 from tests.checkpoint.disk import Disk, Folder, Op, Site, picture, without_power

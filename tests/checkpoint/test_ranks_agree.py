@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.storage import Storage
-from onefold.checkpoint.protocol.commit import committed
 from onefold.checkpoint.protocol.save import save_on
 from tests.harness import run_ranks, run_ranks_raises
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from onefold.checkpoint.format.folder import MANIFEST
 from onefold.checkpoint.format.manifest import DEPTH_LIMIT, HEAD, Manifest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import DTYPES, TensorFile
 from onefold.checkpoint.format.weights import open_weights
-from onefold.checkpoint.protocol.commit import MANIFEST
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.drive import save

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from onefold.checkpoint.format.export import export
+from onefold.checkpoint.format.folder import committed, find
 from onefold.checkpoint.format.reading import TRIES, Checkpoint, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import verify
-from onefold.checkpoint.protocol.commit import committed, find
 from onefold.cli.checkpoint import checkpoints_in
 from onefold.cli.main import main
 from onefold.errors import CheckpointRemoved

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.storage import Storage
-from onefold.checkpoint.protocol.commit import committed
 from onefold.train.run.metrics import Listener, Row
 from onefold.train.run.settings import Settings
 from onefold.train.run.start import Ended, train

@@ -20,11 +20,11 @@ from rich.table import Table
 from rich.text import Text
 
 from onefold.checkpoint.format.export import SHARD_BYTES, export
+from onefold.checkpoint.format.folder import committed, read_manifest
 from onefold.checkpoint.format.manifest import Manifest, ParamRecord
 from onefold.checkpoint.format.reading import unless_removed, with_found, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import Damage, verify
-from onefold.checkpoint.protocol.commit import committed, read_manifest
 from onefold.errors import CheckpointRemoved
 from onefold.files.visible import visible
 from onefold.train.run.folder import RunFolder

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from onefold.checkpoint.format.folder import committed, step_name
 from onefold.checkpoint.format.storage import Storage
-from onefold.checkpoint.protocol.commit import committed, step_name
 from onefold.cli.launch import Launch, Launcher, give_up, is_rank, onefold_command, say
 from onefold.cli.lifeline import FINISHED, PREPARING, TRAINING, Lifeline
 from onefold.cli.ranks import private_file

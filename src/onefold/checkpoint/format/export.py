@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onefold.checkpoint.format.folder import remove_all
 from onefold.checkpoint.format.manifest import ParamRecord
 from onefold.checkpoint.format.order import rows_of
 from onefold.checkpoint.format.reading import Checkpoint, read_laid, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import Block, write_tensors
-from onefold.checkpoint.protocol.commit import remove_all
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError, ConfigError
 

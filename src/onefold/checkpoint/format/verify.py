@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from onefold.checkpoint.format.folder import MANIFEST
 from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import CHUNK_BYTES
-from onefold.checkpoint.protocol.commit import MANIFEST
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged
 

@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from onefold.checkpoint.format.folder import step_of
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
 from onefold.checkpoint.format.order import contiguous_stride
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES, HEADER_BYTES_LIMIT, TensorFile, unique
-from onefold.checkpoint.protocol.commit import step_of
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError
 

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from onefold.checkpoint.format.folder import find, step_of
 from onefold.checkpoint.format.reading import Checkpoint, Source, until_not_removed
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.weights import open_weights
 from onefold.checkpoint.protocol.background import WORKER
-from onefold.checkpoint.protocol.commit import find, set_aside, step_of
+from onefold.checkpoint.protocol.commit import set_aside
 from onefold.checkpoint.protocol.names import Choice, match, match_modules, patterns
 from onefold.checkpoint.protocol.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
 from onefold.checkpoint.protocol.quiesce import aside, begin_load, end_load, quiet

@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from onefold.checkpoint.format.folder import step_name
 from onefold.checkpoint.format.manifest import Manifest, ParamRecord, block_of, file_name, part_to_json, put_together
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import write_tensors
 from onefold.checkpoint.protocol.background import WORKER
-from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain, step_name
+from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.protocol.quiesce import aside, quiet
 from onefold.checkpoint.protocol.stages import Part, joined_groups, part_of

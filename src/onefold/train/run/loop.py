@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.protocol.background import finish_saves
-from onefold.checkpoint.protocol.commit import committed
 from onefold.checkpoint.protocol.save import save
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label

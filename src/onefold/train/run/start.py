@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.storage import Storage
-from onefold.checkpoint.protocol.commit import committed
 from onefold.checkpoint.protocol.load import load
 from onefold.comm.agreement import agree
 from onefold.comm.communicator import Comm

@@ -1,0 +1,75 @@
+"""The folder of a checkpoint: its name, its manifest, and the newest of a run."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from onefold.checkpoint.format.manifest import MANIFEST_BYTES_LIMIT, Manifest
+from onefold.checkpoint.format.storage import Storage
+from onefold.errors import CheckpointDamaged, CheckpointError
+
+MANIFEST = "manifest.json"
+STEP = re.compile(r"step-([0-9]{8,18})")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:08}"
+
+
+def step_of(name: str) -> int | None:
+    """The step of a committed checkpoint's folder; None for any other name."""
+    match = STEP.fullmatch(name)
+    step = int(match[1]) if match else -1
+    return step if name == step_name(step) else None
+
+
+def committed(storage: Storage, run: Path) -> list[int]:
+    """The steps of all committed checkpoints, oldest first."""
+    return sorted(step for name in storage.names(run) if (step := step_of(name)) is not None)
+
+
+def read_manifest(storage: Storage, folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    if MANIFEST not in storage.names(folder):
+        raise CheckpointDamaged(f"{folder} has no {MANIFEST}; it is no checkpoint, or not all of one")
+    size = storage.size(path)
+    if size > MANIFEST_BYTES_LIMIT:
+        raise CheckpointDamaged(f"{path} has {size:,} bytes; at most {MANIFEST_BYTES_LIMIT:,} are read")
+    text = bytearray(size)
+    storage.read(path, 0, memoryview(text))
+    return Manifest.from_json(bytes(text), str(path))
+
+
+def find(storage: Storage, path: Path) -> list[Path]:
+    """The checkpoints a path means, the one to take first: a folder of checkpoints means all of them, newest first."""
+    if not storage.is_folder(path):
+        raise CheckpointError(f"{path} is no folder; wanted is a folder of checkpoints, or one step-… in it")
+    steps = committed(storage, path)
+    if MANIFEST in storage.names(path) and not steps:
+        return [path]
+    if not steps:
+        raise CheckpointError(
+            f"{path} holds no committed checkpoint: no folder step-… and no {MANIFEST}{_further_in(storage, path)}"
+        )
+    return [path / step_name(step) for step in reversed(steps)]
+
+
+def _further_in(storage: Storage, path: Path) -> str:
+    """Where checkpoints are instead: the folder that `onefold train` made holds them one further in."""
+    for name in sorted(storage.names(path)):
+        with suppress(CheckpointError):  # a folder that we may not read is no answer
+            if storage.is_folder(path / name) and committed(storage, path / name):
+                return f"; there are some in {path / name}"
+    return ""
+
+
+def remove_all(storage: Storage, path: Path) -> None:
+    """A folder with all that is in it; of a link only the link: what it leads to is someone else's."""
+    if storage.is_link(path) or not storage.is_folder(path):
+        storage.remove(path)
+        return
+    for name in storage.names(path):
+        remove_all(storage, path / name)
+    storage.remove_folder(path)
