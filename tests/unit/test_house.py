@@ -13,6 +13,7 @@ ORDER = [
     "version", "errors",
     "settings.widths", "files.trust", "optim.kernels.cache", "files.visible", "files.limited", "settings.placement",
     "settings.offload", "cost.layout",
+    "cost.text",
     "runtime.scaled",
     "cost.limits", "cost.shapes", "cost.sizes", "cost.states", "cost.traffic",
     "settings.precision", "optim.loss_scale", "state.rounding", "optim.kernels.rule", "comm.spans",

@@ -19,7 +19,7 @@ from onefold.activations.recompute import others_keep
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.cost.activations import Option, choose_activations
-from onefold.cost.search import text_of
+from onefold.cost.text import text_of
 from onefold.model.containers import tensors_in
 from onefold.model.storage import storage_key
 from onefold.runtime.engine import Engine

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from onefold.cost.search import text_of
+from onefold.cost.text import text_of
 from onefold.files.visible import visible
 from onefold.train.run.metrics import Listener, Row
 

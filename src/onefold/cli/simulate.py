@@ -11,7 +11,7 @@ from typing import Literal
 
 from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, seconds, table
-from onefold.cost.search import text_of
+from onefold.cost.text import text_of
 from onefold.observe.simulation import Simulation, simulate
 from onefold.train.run.model import initialise
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onefold.cost.search import text_of
+from onefold.cost.text import text_of
 from onefold.planner.plan import Plan
 from onefold.planner.rows import Row
 

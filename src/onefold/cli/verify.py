@@ -18,7 +18,7 @@ from onefold.cli.lifeline import Lifeline
 from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, table
 from onefold.comm.mesh import init
-from onefold.cost.search import text_of
+from onefold.cost.text import text_of
 from onefold.observe.inventory import DISK
 from onefold.observe.rehearsal import Rehearsal, rehearse
 from onefold.observe.reports import MemoryReport, memory, traffic

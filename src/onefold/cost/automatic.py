@@ -14,9 +14,10 @@ from onefold.cost.estimate import Choice, usable_bytes
 from onefold.cost.hardware import Hardware
 from onefold.cost.layout import ParamInfo
 from onefold.cost.peak import lent_bytes, segments, staging_bytes
-from onefold.cost.search import ROOM, Question, fits, most, recommend, text_of
+from onefold.cost.search import ROOM, Question, fits, most, recommend
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost, state_bytes
+from onefold.cost.text import text_of
 from onefold.cost.work import Module, Work
 from onefold.settings.placement import Placement, Tier
 from onefold.settings.widths import Widths

@@ -16,6 +16,7 @@ from onefold.cost.activations import EQUAL, Option, check_policy, choose_activat
 from onefold.cost.estimate import Choice, Estimate
 from onefold.cost.hardware import Hardware
 from onefold.cost.states import StateCost
+from onefold.cost.text import text_of
 from onefold.cost.work import Grid, Work, grid_of
 from onefold.errors import ConfigError
 
@@ -270,15 +271,6 @@ def _policies(question: Question, grid: Grid) -> tuple[str, ...]:
 
 
 # -- reasons ----------------------------------------------------------------------------------------------------------
-
-
-def text_of(nbytes: float) -> str:
-    """Bytes for people: three digits or so."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        amount = nbytes / size
-        if amount >= 1 or unit == "kB":
-            return f"{amount:,.0f} {unit}" if amount >= 100 else f"{amount:.1f} {unit}"
-    raise AssertionError
 
 
 def _too_large(estimate: Estimate) -> str:

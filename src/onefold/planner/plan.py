@@ -15,14 +15,8 @@ from onefold.cost.estimate import Choice
 from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.layout import ParamInfo
 from onefold.cost.machine import here
-from onefold.cost.search import (
-    CHOICES,
-    ROOM,
-    Question,
-    check_question,
-    recommend,
-    text_of,
-)
+from onefold.cost.search import CHOICES, ROOM, Question, check_question, recommend
+from onefold.cost.text import text_of
 from onefold.cost.work import Module, Work
 from onefold.errors import ConfigError
 from onefold.model.blocks import block_of, find_blocks
