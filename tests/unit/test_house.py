@@ -11,9 +11,10 @@ import onefold
 
 # Each room imports only rooms before it, and its own files in one order.
 ROOMS = [
-    "version", "errors", "files", "settings", "comm", "cost", "model", "offload", "state", "runtime", "optim.kernels", "optim",
-    "parallel", "activations", "shard", "observe.profiling", "observe", "checkpoint.format", "checkpoint.protocol",
-    "planner", "integrations", "train.run", "train.report", "__init__", "cli",
+    "version", "errors", "files", "settings", "comm", "cost", "model", "offload", "state", "runtime",
+    "optim.kernels", "optim", "parallel", "activations", "shard", "observe.profiling", "observe",
+    "checkpoint.format", "checkpoint.protocol", "planner", "integrations", "train.run", "train.report", "__init__",
+    "cli",
 ]  # fmt: skip
 IN_THE_ROOT = {"__init__", "shard", "errors", "version"}
 
