@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from onefold._command import __file__ as onefold_command_file
 from onefold.cli.lifeline import PREPARING, Level, Lifeline
 from onefold.cli.ranks import Ranks, Said, started
 from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, signal_name, verdict
 from onefold.errors import CommError, MismatchError, OnefoldError
 from onefold.files.visible import visible
 from onefold.train.run.stop import Stop
+from onefold_command import __file__ as onefold_command_file
 
 TICK_S = 0.05
 GRACE_KNOWN_S = 0.2  # from the first failure to the end of all ranks, once its cause is known
