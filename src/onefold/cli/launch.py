@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 from onefold.cli.lifeline import PREPARING, Level, Lifeline
@@ -21,8 +22,8 @@ from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, signa
 from onefold.errors import CommError, MismatchError, OnefoldError
 from onefold.files.visible import visible
 from onefold.train.run.stop import Stop
-from onefold_command import __file__ as onefold_command_file
 
+COMMAND = Path(__file__).parents[2] / "onefold_command.py"  # beside the package, wherever that is installed
 TICK_S = 0.05
 GRACE_KNOWN_S = 0.2  # from the first failure to the end of all ranks, once its cause is known
 GRACE_UNKNOWN_S = 1.0  # the same while the rank that caused it may still report
@@ -34,7 +35,7 @@ def is_rank() -> bool:
 
 def onefold_command(*arguments: str) -> list[str]:
     """This program again, with other arguments. By its path: `python -m` would import from the current folder first."""
-    return [sys.executable, onefold_command_file, *arguments]
+    return [sys.executable, str(COMMAND), *arguments]
 
 
 @dataclass(frozen=True, kw_only=True)
