@@ -114,7 +114,7 @@ def _call_pool(n: int, name: str, call: Call, timeout_s: float, may_raise: bool)
     return pool, [replies[rank] for rank in pool.ranks]
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, **kwargs: Any) -> list[Any]:
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 180, **kwargs: Any) -> list[Any]:
     """Call `fn(*args, **kwargs)` on every rank of a world of `n`; return its value per rank.
 
     assert run_ranks(2, torch.distributed.get_rank) == [0, 1]
@@ -132,7 +132,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60,
 
 
 def run_ranks_raises(
-    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, **kwargs: Any
+    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 180, **kwargs: Any
 ) -> list[CaughtError]:
     """As `run_ranks`, where every rank must raise; return what each raised, and after how long.
 

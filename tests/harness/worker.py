@@ -197,7 +197,8 @@ def torchrun_environ(setup: Setup) -> dict[str, str]:
 
 
 def rank_main(setup: Setup, conn: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is pytest's to handle; it then ends us
+    # Ctrl-C is pytest's to handle; it then ends us. A handler, because a run leaves an ignored signal alone (nohup).
+    signal.signal(signal.SIGINT, lambda *_: None)
     # chain: the default action follows the dump, so the process's death tells the test that the stacks are complete
     stacks = os.open(setup.stacks_path, os.O_WRONLY | os.O_CREAT)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=True)

@@ -111,9 +111,15 @@ def test_compute_and_launch_overhead_are_reported(form, capsys):
     arguments = ["--model", "gpt-tiny", "--layers", "1", "--ranks", "8", "--precision", "fp32", "--device", "cpu"]
     assert main(["simulate", *arguments, *(["--json"] if form == "json" else [])]) == 0
     said = capsys.readouterr().out
-    if form == "text":
-        assert "the last one: compute " in said and "launch overhead " in said
+    if form == "text":  # on a busy machine the step under the profiler may take longer than the step without
+        assert "the last one: compute " in said and ("launch overhead " in said or "the rest is not known" in said)
         return
     found = json.loads(said)
-    parts = (found["compute_s"], found["launch_s"], found["stand_ins_s"])
-    assert min(parts) > 0 and sum(parts) == pytest.approx(found["steps_s"][-1])
+    compute_s, launch_s, copies_s, step_s = (
+        *(found[name] for name in ("compute_s", "launch_s", "stand_ins_s")), found["steps_s"][-1],
+    )  # fmt: skip
+    assert compute_s > 0 and copies_s > 0
+    if launch_s is None:
+        assert compute_s + copies_s > step_s
+    else:
+        assert launch_s == pytest.approx(max(0.0, step_s - compute_s - copies_s))
