@@ -1,6 +1,6 @@
 """Draws stages.svg: bytes of training state on each rank, by stage, from the formulas.
 
-    python docs/img/stages.py [FILE]
+python docs/img/stages.py [FILE]
 """
 
 import sys

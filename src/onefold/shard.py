@@ -15,24 +15,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from onefold.activations.automatic import Deciding
+from onefold.activations.automatic import AutomaticActivations
 from onefold.activations.policy import attach_policy, check_activations
 from onefold.comm.agreement import AGREE, agree, agree_on_salt, compare_values, digest, fingerprint, together
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm, Comms
-from onefold.comm.inflight import let_go
+from onefold.comm.inflight import adopt_orphans
 from onefold.comm.mesh import Axes, axes_of
 from onefold.comm.meter import Label, Meter
 from onefold.cost.sizes import of_layout
 from onefold.cost.states import updated_numel
 from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.model.blocks import find_blocks
-from onefold.model.dtensor_shards import Parts, agree_on_parts, held, is_split, put
+from onefold.model.dtensor_shards import TensorShards, agree_on_tensor_shards, held, is_split, put
 from onefold.model.meta import Builder
 from onefold.model.survey import FROZEN, Survey, place, place_all, survey
 from onefold.offload.host_memory import give_back
 from onefold.offload.tiers import Tiers
-from onefold.runtime.automatic import decide_stage, decide_tiers, room_left
+from onefold.runtime.automatic import automatic_stage, automatic_tiers, room_left
 from onefold.runtime.engine import Engine, Pipeline, engine_of
 from onefold.runtime.hooks import attach
 from onefold.settings.offload import Offload
@@ -90,16 +90,16 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     salt = agree_on_salt(world)
     for one in comms:
         one.salt = salt
-    comm.offers.model = str(salt)
-    let_go(lambda blob: world.exchange(blob, Label("agree", "what is left over")))
+    comm.posted.model = str(salt)
+    adopt_orphans(lambda blob: world.exchange(blob, Label("agree", "what is left over")))
 
     policy = Precision.of(settings.precision).decided(own_sum=comm.sums_here, cuda=device.type == "cuda")
     why = ""
     if settings.stage == "auto":
-        settings, why = decide_stage(settings, found, policy, device, world, axes)
+        settings, why = automatic_stage(settings, found, policy, device, world, axes)
     decided: dict[str, Tier] = {}
     if Offload.of(settings.offload).optimizer == AUTO:
-        decided, told = decide_tiers(settings, found, policy, device, world, axes)
+        decided, told = automatic_tiers(settings, found, policy, device, world, axes)
         why = "; ".join(part for part in (why, told) if part)
     named = [*found.trained, *found.frozen]
     if found.meta and (local := [name for name, param in named if name in parts and not is_split(param)]):
@@ -125,14 +125,14 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         comms=comms,
         pool=pool,
         units=[unit for unit in units if unit.trained],
-        sharded=[unit for unit in units if unit.placement.parameters is Scope.SHARD or unit.placement.late],
+        sharded=[unit for unit in units if unit.placement.parameters is Scope.SHARDED or unit.placement.late],
         tiers=tiers,
         frozen=[(name, param) for name, param in found.frozen if name not in placed],
         digest=digest(found.lines),
         precision=policy,
         why=why,
         layouts=found.layouts,
-        parts=parts,
+        tensor_shards=parts,
         pipeline=_pipeline(comms, sum(unit.trained for unit in units)),
     )
     blocks = find_blocks(model, settings.units)
@@ -140,14 +140,14 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     recomputed = blocks[:: settings.checkpoint_every]
     if settings.activations == AUTO:
         room = room_left(settings, found, policy, device, axes, list(decided.values()).count(Tier.DEVICE))
-        Deciding(engine, recomputed, comms.tp, room, len(blocks) - len(recomputed))
+        AutomaticActivations(engine, recomputed, comms.tp, room, len(blocks) - len(recomputed))
     else:
         attach_policy(engine, settings.activations, recomputed, comms.tp)
     meter.cut()
     return model
 
 
-def _agree(comms: Comms, settings: Zero, found: Survey, error: Exception | None) -> Parts:
+def _agree(comms: Comms, settings: Zero, found: Survey, error: Exception | None) -> TensorShards:
     """All ranks have the same settings, those with equal parts the same model, those of "tp" parts of one; or all
     raise. What is split over "tp"."""
     everyone, tp, world = comms.everyone, comms.tp, comms.world
@@ -155,10 +155,10 @@ def _agree(comms: Comms, settings: Zero, found: Survey, error: Exception | None)
         agree(everyone, found.lines, error)
         return {}
     agree(world, settings.describe() if error is None else [], error)
-    parts: Parts = {}
+    parts: TensorShards = {}
     named = sorted([*found.trained, *found.frozen], key=lambda pair: pair[0])
     together(comms, lambda: agree(everyone, found.lines))
-    together(comms, lambda: parts.update(agree_on_parts(lambda row: tp.exchange(row, AGREE), tp.rank, named)))
+    together(comms, lambda: parts.update(agree_on_tensor_shards(lambda row: tp.exchange(row, AGREE), tp.rank, named)))
     return parts
 
 
@@ -205,7 +205,7 @@ def _build_units(
         if builder:
             builder.build(members)
         trained, dtype = not layout.kind.endswith(FROZEN), found.dtypes[layout.slots[0].name]
-        if trained or placement.parameters is Scope.SHARD:
+        if trained or placement.parameters is Scope.SHARDED:
             dtypes = policy.dtypes(dtype)
             units.append(
                 Unit(layout, members, placement, comms.shard, comms.replica, pool, dtypes, tiers, trained=trained)
@@ -309,4 +309,4 @@ def catch_up(model: nn.Module) -> None:
     ...     _ = model(torch.ones(1, 8))
     >>> onefold.catch_up(model)
     """
-    engine_of(model).passes.gathers.catch_up()
+    engine_of(model).unsharding.gathers.catch_up()

@@ -40,7 +40,7 @@ def trained(offload: onefold.Offload | None) -> list[float]:
     model = onefold.shard(layers, stage=3, precision="bf16", offload=offload, units=Layer, prefetch=0)
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-1)
     if offload is not None:
-        hold_before_writing(engine_of(model).units[1].values.image, layers[0].running)
+        hold_before_writing(engine_of(model).units[1].flat_params.image, layers[0].running)
     losses = []
     for _ in range(6):
         loss = model(torch.ones(4, 32).bfloat16()).float().square().sum()

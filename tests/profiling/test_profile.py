@@ -65,7 +65,7 @@ def profiled(folder: str, optimizer: dict[str, Any] | None = None, **fields: Any
     report = found.report
     return Profiled(
         units=[unit.name for unit in engine.units],
-        gathered=[unit.name for unit in engine.passes.units],
+        gathered=[unit.name for unit in engine.unsharding.units],
         spans=[(said, thread == main) for said, thread in ours],
         nests=nests(events),
         parts=[(sum(step.parts_ns.values()), step.wall_ns) for step in report.steps],
@@ -152,8 +152,8 @@ def test_updates_on_the_host_are_seen_in_their_thread_and_blocks_computed_again_
             away = found[name]
             assert away.of("update", "host", here=False) == set(away.units)
             assert away.of("update", "host", here=True) == set()
-            parked = name == "beside forward"  # else the thread that updates brings it
-            assert away.of("download", "gradient", here=parked) == set(away.units)
+            at_once = name == "beside forward"  # else the thread that updates brings it
+            assert away.of("download", "gradient", here=at_once) == set(away.units)
             assert "the host updated" in away.text
         assert found["inside backward"].of("wait", "room") == set(away.units)
         again = found["again"]

@@ -35,7 +35,7 @@ class State(NamedTuple):
 def look(model: GPT, optimizer: onefold.Optimizer) -> State:
     """The moments stand in for the values for a while, and are gathered as those are: no checkpoint code takes part."""
     values = onefold.full_state_dict(model)
-    before = [one.unit.values.part(one.unit.mine).clone() for one in optimizer.by_unit]
+    before = [one.unit.flat_params.part(one.unit.mine).clone() for one in optimizer.by_unit]
     place(optimizer, [list(momenta(one)) for one in optimizer.by_unit])
     moments = onefold.full_state_dict(model)
     place(optimizer, [[(one.unit.mine, old)] for one, old in zip(optimizer.by_unit, before, strict=True)])
@@ -43,18 +43,18 @@ def look(model: GPT, optimizer: onefold.Optimizer) -> State:
 
 
 def momenta(one: UnitOptimizer) -> Iterator[tuple[Span, Tensor]]:
-    for piece in one.all_slices():
+    for piece in one.optimizer_params():
         assert one.inner is not None
         yield piece.span, one.inner.state[piece.tensor]["momentum_buffer"]
 
 
 def place(optimizer: onefold.Optimizer, new: list[list[tuple[Span, Tensor]]]) -> None:
     for one, pieces in zip(optimizer.by_unit, new, strict=True):
-        values = one.unit.values
-        values.finish_offers()
+        values = one.unit.flat_params
+        values.finish_posted()
         for span, tensor in pieces:
             values.part(span).copy_(tensor)
-        if values.scope is Scope.WHOLE:
+        if values.scope is Scope.REPLICATED:
             values.gather_updated().wait()
 
 

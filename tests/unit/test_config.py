@@ -111,7 +111,7 @@ def test_good_values_of_reduce_pass():
 
 def test_each_stage_shards_one_more_state_than_the_one_before():
     for stage, row in STAGES.items():
-        sharded = [state for state, scope in row._asdict().items() if scope is Scope.SHARD]
+        sharded = [state for state, scope in row._asdict().items() if scope is Scope.SHARDED]
         assert sharded == ["optimizer", "gradients", "parameters"][:stage]
 
 

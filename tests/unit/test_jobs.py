@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from onefold.offload.host import Host, Mark
-from onefold.offload.transfer import Parcel
-from onefold.optim.workers import Job, Line, Room, work
+from onefold.offload.transfer import GradientTransfer
+from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
 
 NOWHERE = torch.device("cuda", 99)  # no thread can start there, with a GPU or without
 
@@ -28,7 +28,7 @@ def job(after: Mark | None = None) -> Job:
 
 
 def test_of_the_jobs_that_are_ready_the_first_of_the_next_forward_is_taken_and_one_that_is_not_waits() -> None:
-    line, jobs = Line(), [job(), job(), job(Ahead()), job(Ahead())]  # as backward puts them, the last unit first
+    line, jobs = UpdateQueue(), [job(), job(), job(Ahead()), job(Ahead())]  # as backward puts them, the last unit first
     for place, one in zip((3, 2, 1, 0), jobs, strict=True):
         line.put(place, one)
     taken = [line.get() for _ in jobs]
@@ -38,7 +38,7 @@ def test_of_the_jobs_that_are_ready_the_first_of_the_next_forward_is_taken_and_o
 
 
 def test_a_thread_that_cannot_start_fails_the_jobs_that_wait_those_to_come_and_lets_backward_go_on() -> None:
-    line, room, before, after = Line(), Room(10), job(), job()
+    line, room, before, after = UpdateQueue(), ByteBudget(10), job(), job()
     line.put(0, before)
     room.take(10)
     waiting = threading.Thread(target=room.take, args=(10,), daemon=True)  # backward, with a gradient too many
@@ -54,7 +54,7 @@ def test_a_thread_that_cannot_start_fails_the_jobs_that_wait_those_to_come_and_l
 
 
 def test_more_than_the_room_waits_and_what_is_larger_than_all_of_it_goes_alone() -> None:
-    room, taken = Room(10), threading.Event()
+    room, taken = ByteBudget(10), threading.Event()
 
     def want(nbytes: int) -> threading.Thread:
         taken.clear()
@@ -86,12 +86,12 @@ class Broken:
 
 @pytest.mark.parametrize("brought", [False, True])
 def test_a_failed_update_gives_the_room_of_its_gradient_back_whoever_still_holds_that(brought: bool) -> None:
-    room, broken = Room(10), cast(Any, Broken())
-    parcel = Parcel("a unit", Host(torch.device("cpu")), torch.ones(10), left=lambda: room.give(10))
+    room, broken = ByteBudget(10), cast(Any, Broken())
+    transfer = GradientTransfer("a unit", Host(torch.device("cpu")), torch.ones(10), left=lambda: room.give(10))
     if brought:
-        parcel.bring()
+        transfer.bring()
     room.take(10)
-    failed = Job(broken, [], b"\1", 1.0, parcel, Mark(), True)
+    failed = Job(broken, [], b"\1", 1.0, transfer, Mark(), True)
     failed.run()
     failed.done.set()
     with pytest.raises(OSError, match="the disk is gone"):
@@ -99,4 +99,4 @@ def test_a_failed_update_gives_the_room_of_its_gradient_back_whoever_still_holds
     waiting = threading.Thread(target=room.take, args=(10,), daemon=True)
     waiting.start()
     waiting.join(timeout=30)
-    assert not waiting.is_alive() and parcel is not None
+    assert not waiting.is_alive() and transfer is not None

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from onefold.runtime.timer import WATCHED_PASSES, Watch
+from onefold.runtime.timer import WATCHED_PASSES, GatherTimer
 
 UNITS = 6
 
@@ -22,7 +22,7 @@ class Clock:
 def decide(gather_s: float, compute_s: float, live_bytes: int | None = None, slow_pass: int | None = None) -> int:
     """Watch passes in which every unit takes so long, nothing ahead; what it decides after the last."""
     clock = Clock()
-    watch = Watch([1000] * UNITS, live_bytes, clock)
+    watch = GatherTimer([1000] * UNITS, live_bytes, clock)
     for number in range(WATCHED_PASSES):
         for index in range(UNITS):
             watch.needed(index)

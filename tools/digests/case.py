@@ -190,4 +190,3 @@ def saved_lines(folder: Path) -> list[str]:
 
 def pieces_dtype(values: list[Tensor]) -> str:
     return "/".join(sorted({str(value.dtype) for value in values}))
-

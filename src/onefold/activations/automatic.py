@@ -40,10 +40,10 @@ class Seen(NamedTuple):
     room: int
 
 
-def decide(seen: Seen, blocks: int, tp: int, others: int = 0) -> tuple[str, str]:
+def choose_policy(seen: Seen, blocks: int, tp: int, others: int = 0) -> tuple[str, str]:
     """The policy and the reason. `others` are blocks that keep what they have whatever is decided.
 
-    >>> decide(Seen(kept=12, inputs=1, room=100), blocks=48, tp=1)
+    >>> choose_policy(Seen(kept=12, inputs=1, room=100), blocks=48, tp=1)
     ('checkpoint', 'keep needs 0.6 kB of 0.1 kB; checkpoint fits with 0.1 kB of 0.1 kB')
     """
     kept, inputs, room = seen
@@ -60,7 +60,7 @@ def decide(seen: Seen, blocks: int, tp: int, others: int = 0) -> tuple[str, str]
     )
 
 
-class Deciding:
+class AutomaticActivations:
     """Waits for the first block to run."""
 
     def __init__(self, engine: Engine, blocks: Sequence[str], tensor: Comm, room: int, others: int = 0) -> None:
@@ -77,7 +77,7 @@ class Deciding:
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
         watched = torch.is_grad_enabled() and not in_backward()
-        self._counting = watched and not others_keep(self._engine.passes)
+        self._counting = watched and not others_keep(self._engine.unsharding)
         if not self._counting:
             if watched:
                 self._engine.explain(self._engine.why.replace(UNDECIDED, LEFT))
@@ -85,12 +85,12 @@ class Deciding:
         carrying = [t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad]
         self._inputs = sum(tensor.nbytes for tensor in carrying)
         self._bytes = {}
-        torch._C._autograd._push_saved_tensors_default_hooks(self._count, self._engine.passes.unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(self._count, self._engine.unsharding.unpack)
 
     def _count(self, tensor: Tensor) -> Any:
-        if not isinstance(tensor, torch.nn.Parameter) and not self._engine.passes.holds(tensor):
+        if not isinstance(tensor, torch.nn.Parameter) and not self._engine.unsharding.holds(tensor):
             self._bytes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
-        return self._engine.passes.pack(tensor)
+        return self._engine.unsharding.pack(tensor)
 
     def _after(self, module: Any, args: Any, output: Any) -> None:
         if not self._counting:
@@ -118,4 +118,4 @@ class Deciding:
             rows = comm.gather_bytes(blob, Label("agree", "activations")) if comm.size > 1 else [blob]
             seen = [Seen(*(int.from_bytes(row[i : i + 8], "big") for i in (0, 8, 16))) for row in rows]
             mine = [Seen(max(s.kept for s in seen), max(s.inputs for s in seen), min(s.room for s in seen))]
-        return decide(mine[0], len(self._blocks), self._tensor.size, self._others)
+        return choose_policy(mine[0], len(self._blocks), self._tensor.size, self._others)

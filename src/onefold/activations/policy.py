@@ -31,6 +31,6 @@ def attach_policy(engine: Engine, policy: str, blocks: Sequence[str], tensor: Co
     """Let these blocks be computed again, unless all is kept. `tensor` are the ranks along the mesh axis tp."""
     if policy != "keep":
         shared = tensor if policy.startswith("partition") else None
-        store = Store(engine.device, shared, away=policy.endswith("+host"), blocks=len(blocks))
+        store = Store(engine.device, shared, on_host=policy.endswith("+host"), blocks=len(blocks))
         engine.keep_block_inputs(store)
         Recompute(engine, store, policy).attach(engine.model, blocks)

@@ -26,7 +26,7 @@ from onefold.comm.spans import span
 from onefold.errors import ConfigError
 from onefold.model.containers import tensors_in
 from onefold.runtime.engine import Engine
-from onefold.runtime.unsharding import Passes, in_backward
+from onefold.runtime.unsharding import Unsharding, in_backward
 
 
 class Wrapped(NamedTuple):
@@ -36,10 +36,10 @@ class Wrapped(NamedTuple):
     rebuild: Callable[[Tensor], Tensor]
 
 
-def others_keep(passes: Passes) -> bool:
+def others_keep(unsharding: Unsharding) -> bool:
     """Whether what autograd saves now goes to hooks that are not ours."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return top is not None and top[0] != passes.pack
+    return top is not None and top[0] != unsharding.pack
 
 
 class Written:
@@ -78,7 +78,7 @@ class Recompute:
 
     def __init__(self, engine: Engine, store: Store, policy: str) -> None:
         self.store, self.policy = store, policy
-        self._passes: Passes = engine.passes
+        self._passes: Unsharding = engine.unsharding
 
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
         modules = dict(model.named_modules())

@@ -76,7 +76,7 @@ class Kept:
         flat = tensor.as_strided((self.numel,), (1,))
         mine = flat[store.rank * part : (store.rank + 1) * part]
         target = self._part[: mine.numel()]
-        if not store.away:
+        if not store.on_host:
             target.copy_(mine)
             return
         with span("download", ACTIVATION, self.call.name):
@@ -90,7 +90,7 @@ class Kept:
         whole = torch.empty(part * store.ranks, dtype=self.form.dtype, device=store.device)
         pending = None
         with store.aside():
-            with span("upload", ACTIVATION, self.call.name) if store.away else NOTHING:
+            with span("upload", ACTIVATION, self.call.name) if store.on_host else NOTHING:
                 store.bring(self._part, whole[store.rank * part : (store.rank + 1) * part])
             if store.ranks > 1:
                 pending = store.comm.gather(whole, self._label)
@@ -135,12 +135,12 @@ class Kept:
 class Store:
     """`comm` are the ranks that hold the same inputs, if these are to be shared among them."""
 
-    def __init__(self, device: torch.device, comm: Comm | None, *, away: bool, blocks: int) -> None:
-        self.device, self.away = device, away
+    def __init__(self, device: torch.device, comm: Comm | None, *, on_host: bool, blocks: int) -> None:
+        self.device, self.on_host = device, on_host
         self._comm, self._blocks = comm, blocks
         self.rank, self.ranks = (comm.rank, comm.size) if comm is not None else (0, 1)
         self.moves: Moves = moves_of(device)
-        self.arena = Arena(self._host if away else self._device)
+        self.arena = Arena(self._host if on_host else self._device)
         self.host_storages: set[int] = set()
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()  # that kept something
         self._known: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Kept]]] = {}
@@ -154,12 +154,12 @@ class Store:
     @property
     def place(self) -> str:
         """The category under which it is reported."""
-        return "checkpoints_host" if self.away else "checkpoints"
+        return "checkpoints_host" if self.on_host else "checkpoints"
 
     @property
     def moving(self) -> bool:
         """Whether inputs must be fetched from elsewhere."""
-        return self.away or self.ranks > 1
+        return self.on_host or self.ranks > 1
 
     @property
     def comm(self) -> Comm:
@@ -236,7 +236,7 @@ class Store:
         return torch.cuda.stream(self.moves.stream)
 
     def bring(self, part: Tensor, target: Tensor) -> None:
-        self.moves.back(part, target) if self.away else target.copy_(part)
+        self.moves.back(part, target) if self.on_host else target.copy_(part)
 
     def noted(self) -> Any:
         return self.moves.stream.record_event() if isinstance(self.moves, CudaMoves) else None

@@ -115,9 +115,7 @@ class Start:
     def run(self) -> Outcome:
         launch = self._launch
         quiet = not launch.forwards_signals  # a user's program keeps its own voice
-        with started(
-            launch.ranks, launch.command, restart=self._restart, quiet=quiet, files=launch.files
-        ) as ranks:
+        with started(launch.ranks, launch.command, restart=self._restart, quiet=quiet, files=launch.files) as ranks:
             decided = self._watch(ranks)
             self._look(ranks)
             stopped = {rank.rank: time.monotonic() - rank.stopped_s for rank in ranks if rank.stopped_s is not None}

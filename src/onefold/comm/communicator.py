@@ -3,9 +3,10 @@
 Three things move. `gather` fills a flat buffer of N equal slots, of which each rank brings its own. `reduce` leaves
 in each rank's slot the sum of that slot over all ranks. `broadcast` copies rank 0's bytes to all.
 
-A gather has two halves. `offer` lets peers have my slot, `fetch` takes theirs. On gloo nothing travels before both are
-there, and gloo's own thread sees to it: once a rank has made its offers, its peers fetch when they like and in any
-order, and never wait for what it is doing. On NCCL a fetch is the whole gather, in the same order on all ranks.
+An all-gather has two halves: `post_shard` starts to send this rank's slot to its peers, `receive_shards` receives
+theirs. On gloo a message travels once both sides have called, moved by gloo's own thread: after a rank has posted its
+shards, its peers receive them when they like and in any order, without waiting for what that rank is doing. On NCCL
+`receive_shards` is the whole all-gather, in the same order on all ranks.
 
 How they move depends on the backend (the two wires below). On gloo every rank sends each peer just the slot it
 needs and receives straight into place: (N-1)/N of the buffer each way, half of what gloo's own reduce-scatter sends,
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onefold.comm.inflight import Offers, keep
+from onefold.comm.inflight import PostedShards, keep
 from onefold.comm.mesh import Axes, Axis, beside
 from onefold.comm.meter import Label, Meter
 from onefold.comm.spans import NOTHING, span
@@ -58,7 +59,7 @@ class Pending:
     def __del__(self) -> None:
         """A model was let go of, after an error say, with messages on the way."""
         if self._works:
-            keep(self._comm.offers if self.offered else None, [work for _, work in self._works])
+            keep(self._comm.posted if self.offered else None, [work for _, work in self._works])
 
 
 class Reduction(Pending):
@@ -88,7 +89,7 @@ class Comm:
         self.rank, self.size = axis.rank, axis.size
         self.peers = [peer for peer in range(axis.size) if peer != axis.rank]
         self.meter = meter
-        self.offers = Offers()
+        self.posted = PostedShards()
         self.salt = 0  # tells this model's messages from another's; agreed by all ranks
         self.simulated = axis.plays is not None  # no peers: all of them say what I say
         self._axis = axis
@@ -132,21 +133,21 @@ class Comm:
         """Whether reductions are summed by us, in fp32 and in rank order, whatever travels. One rank has no sums."""
         return self.size == 1 or type(self._wire) is not CollectiveWire
 
-    def offer(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
+    def post_shard(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
         peers = self.peers if to is None else [peer for peer in to if peer != self.rank]
-        self.offers.made += to is None
+        self.posted.made += to is None
         self.meter.count(label.purpose, "all-gather", shard.nbytes * len(peers))
         with self.span("start", label):
-            pending = self._wire.offer(shard, label, peers)
+            pending = self._wire.post_shard(shard, label, peers)
         pending.offered = to is None
         return pending
 
-    def fetch(self, flat: Tensor, label: Label) -> Pending:
+    def receive_shards(self, flat: Tensor, label: Label) -> Pending:
         """Fill the slots of the others with what they offer; my own is filled."""
-        self.offers.taken += 1
+        self.posted.taken += 1
         with self.span("start", label):
-            return self._wire.fetch(flat, label)
+            return self._wire.receive_shards(flat, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
         """Fill the slots of all ranks, each of which has filled its own: an offer and a fetch."""
@@ -295,10 +296,10 @@ class PairwiseWire:
     def scratch_numel(self, shard_numel: int) -> int:
         return shard_numel * (self._comm.size - 1)
 
-    def offer(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
+    def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
         return self._swap({peer: shard for peer in peers}, {}, label)
 
-    def fetch(self, flat: Tensor, label: Label) -> Pending:
+    def receive_shards(self, flat: Tensor, label: Label) -> Pending:
         slots = flat.view(self._comm.size, -1).unbind()
         return self._swap({}, {peer: slots[peer] for peer in self._comm.peers}, label)
 
@@ -347,10 +348,10 @@ class CollectiveWire:
     def scratch_numel(self, shard_numel: int) -> int:
         return shard_numel
 
-    def offer(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
+    def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
         return Pending(self._comm, label, ())
 
-    def fetch(self, flat: Tensor, label: Label) -> Pending:
+    def receive_shards(self, flat: Tensor, label: Label) -> Pending:
         return self.gather(flat, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 PATIENCE_S = 10.0  # at the end of a process, for peers that want shards of models it has let go of
 
 
-class Offers:
+class PostedShards:
     """How often this rank has offered a shard of one model to all, and has taken what others offered."""
 
     def __init__(self) -> None:
@@ -27,39 +27,39 @@ class Offers:
         self.made = self.taken = 0
 
 
-class Leftover(NamedTuple):
+class Orphan(NamedTuple):
     """A message on the way."""
 
-    offers: Offers | None  # where it is a shard that peers take when they like
+    posted: PostedShards | None  # where it is a shard that peers take when they like
     work: Any
 
 
 class Serving(Protocol):
     """What has offers that peers may not have taken yet."""
 
-    def finish_offers(self) -> None: ...
+    def finish_posted(self) -> None: ...
 
 
-_kept: list[Leftover] = []
+_kept: list[Orphan] = []
 _serving: weakref.WeakSet[Serving] = weakref.WeakSet()
 
 
-def keep(offers: Offers | None, works: Sequence[Any]) -> None:
-    _kept.extend(Leftover(offers, work) for work in works)
+def keep(posted: PostedShards | None, works: Sequence[Any]) -> None:
+    _kept.extend(Orphan(posted, work) for work in works)
 
 
 def count() -> int:
     return len(_kept)
 
 
-def let_go(exchange: Callable[[bytes], list[bytes]]) -> None:
+def adopt_orphans(exchange: Callable[[bytes], list[bytes]]) -> None:
     """Forget shards of models that are gone, where every rank has taken all that was offered. Collective."""
-    mine = {left.offers.model: [left.offers.made, left.offers.taken] for left in _kept if left.offers}
+    mine = {left.posted.model: [left.posted.made, left.posted.taken] for left in _kept if left.posted}
     rows = [json.loads(row) for row in exchange(json.dumps(mine).encode())]
     done = {model for model, (made, taken) in mine.items() if made == taken}
     done = {model for model in done if all(row.get(model) == mine[model] for row in rows)}
     for left in list(_kept):
-        if left.offers and left.offers.model in done:
+        if left.posted and left.posted.model in done:
             left.work.wait()
             _kept.remove(left)
 
@@ -75,7 +75,7 @@ def _serve_peers() -> None:
         return
     for one in _serving:
         with suppress(Exception):  # a peer has ended too, or the process group is gone
-            one.finish_offers()
+            one.finish_posted()
     with suppress(Exception):
         for left in _kept:
             left.work.wait(timedelta(seconds=PATIENCE_S))

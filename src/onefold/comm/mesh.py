@@ -173,7 +173,7 @@ def _along(mesh: DeviceMesh, names: list[str]) -> Axis:
     return _axis(part.get_group() if part.ndim == 1 else part._flatten().get_group())
 
 
-class Nobody:
+class NoPeers:
     """A group whose messages cost nothing and go nowhere: for tensors that have no values."""
 
     def _sent(self, *_: Any) -> Any:
@@ -185,7 +185,7 @@ class Nobody:
 STAND_IN = "onefold::stand-in"  # what profilers call a copy that stands for a message
 
 
-class Echo(Nobody):
+class EchoPeers(NoPeers):
     """A group in which this rank hears itself: what it gathers are copies of its own slot, what it receives zeros.
 
     A kernel or two for each message, however many ranks there would be.
@@ -220,7 +220,7 @@ def simulated_axes(
     """
 
     def axis(size: int, at: int) -> Axis:
-        group: Any = Echo(at, size) if values else Nobody()
+        group: Any = EchoPeers(at, size) if values else NoPeers()
         return Axis(group, at, size, tuple(range(size)), plays)
 
     shard, everyone, alone = axis(ranks, rank), axis(ranks * replicas, rank), axis(1, 0)

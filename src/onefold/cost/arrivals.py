@@ -40,7 +40,7 @@ class Arrival(NamedTuple):
     after: Held = Held()  # of the last unit: backward is over, and the rounds that are left end
 
 
-class Round(NamedTuple):
+class ReductionInFlight(NamedTuple):
     """A reduction on the way."""
 
     unit: UnitSize
@@ -58,7 +58,7 @@ class Rounds:
         self._ranks, self._cuda, self._inside, self._counted = ranks, cuda, inside, counted
         self._waiting = 0  # bytes of gradients
         self._room, self._gone = room, 0  # bytes that may wait for the host, and that were ever to be had
-        self._flight: deque[Round] = deque()
+        self._flight: deque[ReductionInFlight] = deque()
         self._leaving: deque[list[torch.Tensor]] = deque()  # on the way down
         self._most = Held()  # while rounds end
 
@@ -70,7 +70,7 @@ class Rounds:
     def arrive(self, unit: UnitSize, placement: Placement) -> Arrival:
         """A unit's gradients come, and make a round."""
         before, lent = self._held, []
-        if placement.away or not self._in_place(unit, placement):
+        if placement.updated_on_host or not self._in_place(unit, placement):
             lent.append(self._take(unit.whole, self._wire(unit)))
         else:
             self._wait_for_update(unit, placement)
@@ -79,8 +79,8 @@ class Rounds:
             self._retire()
         others = self._ranks - 1
         lent.append(self._take(unit.shard * (min(others, 1) if self._cuda else others), self._wire(unit)))
-        self._flight.append(Round(unit, placement, lent))
-        fresh = 0 if self._loose(unit, placement) else unit.largest * unit.widths.compute
+        self._flight.append(ReductionInFlight(unit, placement, lent))
+        fresh = 0 if self._unflattened(unit, placement) else unit.largest * unit.widths.compute
         return Arrival(before if unit.params == 1 else filling, filling, self._most.at_most(self._held), fresh)
 
     def drain(self) -> Held:
@@ -112,12 +112,12 @@ class Rounds:
     def _retire(self) -> None:
         unit, placement, lent = self._flight.popleft()
         in_place = self._in_place(unit, placement)
-        if placement.away:
-            summed = unit.shard if placement.gradients is Scope.SHARD else unit.whole
+        if placement.updated_on_host:
+            summed = unit.shard if placement.gradients is Scope.SHARDED else unit.whole
             self._leaving.append([lent.pop(0) if in_place else self._take(summed, unit.widths.grad)])
         elif not in_place:
             self._wait_for_update(unit, placement)
-        if unit.widths.narrow and not self._loose(unit, placement):
+        if unit.widths.narrow and not self._unflattened(unit, placement):
             lent.append(self._take(unit.shard, 4))
         self._most = self._most.at_most(self._held)
         if self._inside:
@@ -130,12 +130,12 @@ class Rounds:
 
     def _in_place(self, unit: UnitSize, placement: Placement) -> bool:
         """Whole gradients are summed where they stay."""
-        whole = placement.gradients is Scope.WHOLE
-        return whole and (unit.widths.grad == self._wire(unit) or self._loose(unit, placement))
+        whole = placement.gradients is Scope.REPLICATED
+        return whole and (unit.widths.grad == self._wire(unit) or self._unflattened(unit, placement))
 
-    def _loose(self, unit: UnitSize, placement: Placement) -> bool:
+    def _unflattened(self, unit: UnitSize, placement: Placement) -> bool:
         """One rank leaves gradients as autograd makes them."""
-        alone = self._cuda and self._ranks == 1 and not placement.away
+        alone = self._cuda and self._ranks == 1 and not placement.updated_on_host
         return alone and unit.widths.narrow and unit.widths.grad == unit.widths.compute
 
     def _wire(self, unit: UnitSize) -> int:
@@ -167,7 +167,7 @@ def arrivals(
     rows = list(zip(units, placements, strict=True))
     rounds = Rounds(ranks, cuda=cuda, inside=inside, counted=cuda and not accumulates, room=room)
     found: list[Arrival] = []
-    for _ in range(2 if cuda and any(placement.away for placement in placements) else 1):
+    for _ in range(2 if cuda and any(placement.updated_on_host for placement in placements) else 1):
         rounds.next_step(others)
         found = [rounds.arrive(*row) if row[0].trained else rounds.meanwhile() for row in reversed(rows)]
         end = rounds.drain()
@@ -175,7 +175,7 @@ def arrivals(
         found[-1:] = [last._replace(after=end) for last in found[-1:]]
         return found[::-1]
     for unit, placement in rows if not one_pass else ():
-        if unit.trained and unit.widths.narrow and not placement.away:
+        if unit.trained and unit.widths.narrow and not placement.updated_on_host:
             rounds.update(unit, placement)
     rounds.fill_room()
     end = rounds.drain()

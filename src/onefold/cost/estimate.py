@@ -93,7 +93,7 @@ class Estimate:
         for unit in self.sizes.units:
             placed = row
             if unit.used <= self.choice.keep_whole:
-                placed = row._replace(parameters=Scope.WHOLE, parameters_tier=Tier.DEVICE, late=False)
+                placed = row._replace(parameters=Scope.REPLICATED, parameters_tier=Tier.DEVICE, late=False)
             if unit.trained and trained < self.choice.staying:
                 placed = placed.on(Tier.DEVICE, Tier.DEVICE)
             trained += unit.trained
@@ -196,16 +196,16 @@ class Estimate:
             return 0
         states = self.states_on(Tier.HOST)
         waiting = 0 if self.inside else states.gradients
-        parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
-        return states.parameters + waiting + self.staging.copied + parked
+        offloaded = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
+        return states.parameters + waiting + self.staging.copied + offloaded
 
     @property
     def host_bytes(self) -> int:
         """Of one rank."""
         states = self.states_on(Tier.HOST)
         waiting = 0 if self.inside else states.gradients
-        parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
-        return states.parameters + states.optimizer + waiting + sum(self.staging) + parked
+        offloaded = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
+        return states.parameters + states.optimizer + waiting + sum(self.staging) + offloaded
 
     @property
     def disk_bytes(self) -> int:
@@ -331,10 +331,10 @@ class Estimate:
             late = any(placement.late for placement in self.placements)
             forward = self.compute_s / (4 if self.choice.activations != "keep" else 3)
             beside = time_beside(forward, compute - forward, late=late, inside=self.inside)
-            away = 0 if self.choice.staying else sum(placement.away for placement in self.placements)
+            away = 0 if self.choice.staying else sum(placement.updated_on_host for placement in self.placements)
             update += exposed_update_s(self.host_side_s, beside, away)
-        parked = self.activations.host_per_block * self.work.layers_here(self.grid) * self.micro_batches
-        moving = moving_s(moves, hardware, self._node, passes=2 * self.micro_batches, parked=parked)
+        offloaded = self.activations.host_per_block * self.work.layers_here(self.grid) * self.micro_batches
+        moving = moving_s(moves, hardware, self._node, passes=2 * self.micro_batches, offloaded=offloaded)
         return update, max(0.0, moving - compute - update)
 
     @property

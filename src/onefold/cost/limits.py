@@ -19,10 +19,10 @@ def under_way_bytes(sizes: Sequence[int]) -> int:
     return sum(sorted(sizes)[-WORKERS:])
 
 
-def waiting_bytes(parcels: Sequence[int]) -> int:
-    """How many bytes of gradients may wait on the device inside backward, of parcels of these sizes.
+def waiting_bytes(transfers: Sequence[int]) -> int:
+    """How many bytes of gradients may wait on the device inside backward, of transfers of these sizes.
 
     >>> waiting_bytes([10] * 100), waiting_bytes([10] * 4), waiting_bytes([10])
     (250, 20, 10)
     """
-    return max(int(WAITING_SHARE * sum(parcels)), sum(sorted(parcels)[-LEAST_WAITING:]))
+    return max(int(WAITING_SHARE * sum(transfers)), sum(sorted(transfers)[-LEAST_WAITING:]))

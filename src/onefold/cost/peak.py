@@ -46,8 +46,8 @@ class Segment(NamedTuple):
 
 def lent_bytes(units: Sequence[UnitSize], placements: Sequence[Placement]) -> int:
     """Gradients that may wait on the device for the host, where it updates inside backward."""
-    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
-    return waiting_bytes([u.widths.grad * (u.whole if p.gradients is Scope.WHOLE else u.shard) for u, p in rows])
+    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.updated_on_host]
+    return waiting_bytes([u.widths.grad * (u.whole if p.gradients is Scope.REPLICATED else u.shard) for u, p in rows])
 
 
 class Staging(NamedTuple):
@@ -62,7 +62,7 @@ def staging_bytes(
 ) -> Staging:
     """As the update threads have them, a unit each; a file that grows has two. One more may be read between steps.
     `inside` backward gradients wait on the device."""
-    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.away]
+    rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.updated_on_host]
     if not rows:
         return Staging(0, 0)
     copied = under_way_bytes([u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST])
@@ -85,7 +85,7 @@ def segments(
     """A forward and a backward. The `tied` unit is whole from the head to where backward ends."""
     runs = [list(run) for _, run in groupby(range(len(units)), key=lambda i: units[i].block or f"#{i}")]
     last_block = max((number for number, run in enumerate(runs) if units[run[0]].block), default=len(runs))
-    sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARD}
+    sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARDED}
     shared = units[tied].largest * units[tied].widths.compute if tied is not None else 0
     found = []
     for backward in (False, True):

@@ -232,7 +232,7 @@ def fill(question: Question, estimate: Estimate) -> Estimate | None:
     choice, placements = estimate.choice, estimate.placements
     if question.batch is None or choice.optimizer != "host" or choice.parameters != "device" or not fits(estimate):
         return None
-    away = sum(unit.trained and p.away for unit, p in zip(estimate.sizes.units, placements, strict=True))
+    away = sum(unit.trained and p.updated_on_host for unit, p in zip(estimate.sizes.units, placements, strict=True))
 
     def priced(units: int) -> Estimate:
         return question.price(choice._replace(staying=units), estimate.grid, estimate.batch)

@@ -35,10 +35,10 @@ class StateBytes(NamedTuple):
 def parameter_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVICE) -> int:
     """Values this rank keeps on a tier when nothing is gathered: all, or the shard and, on the device, one mark for
     each parameter whose values may be out of sight."""
-    if placement.parameters is Scope.WHOLE and not (unit.trained and placement.late):
+    if placement.parameters is Scope.REPLICATED and not (unit.trained and placement.late):
         whole = unit.whole if unit.trained else unit.used
         return whole * unit.widths.compute if tier is Tier.DEVICE else 0
-    kept = (unit.shard if placement.parameters is Scope.SHARD else unit.whole) * unit.widths.compute
+    kept = (unit.shard if placement.parameters is Scope.SHARDED else unit.whole) * unit.widths.compute
     marks = unit.params * unit.widths.compute if tier is Tier.DEVICE else 0
     if tier is not placement.parameters_tier:
         return marks
@@ -47,9 +47,9 @@ def parameter_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVI
 
 def gradient_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVICE) -> int:
     """Where the host updates, my shard waits there and nothing stays on the device."""
-    if not unit.trained or tier is not (Tier.HOST if placement.away else Tier.DEVICE):
+    if not unit.trained or tier is not (Tier.HOST if placement.updated_on_host else Tier.DEVICE):
         return 0
-    if placement.away or placement.gradients is Scope.SHARD:
+    if placement.updated_on_host or placement.gradients is Scope.SHARDED:
         return unit.shard * unit.widths.grad
     loose = unit.shard == unit.whole and unit.widths.narrow and unit.widths.grad == unit.widths.compute
     return (unit.used if loose else unit.whole) * unit.widths.grad  # one rank: as autograd made them, without padding
@@ -59,7 +59,7 @@ def updated_numel(unit: UnitSize, placement: Placement) -> int:
     """Elements this rank's optimizer works on."""
     if not unit.trained:
         return 0
-    return unit.body if placement.optimizer is Scope.WHOLE else unit.owned
+    return unit.body if placement.optimizer is Scope.REPLICATED else unit.owned
 
 
 def optimizer_bytes(unit: UnitSize, placement: Placement, cost: StateCost, tier: Tier = Tier.DEVICE) -> int:

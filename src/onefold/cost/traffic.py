@@ -38,7 +38,7 @@ def times(sent: Sent, count: int) -> Sent:
 
 def reduce_default(placement: Placement) -> str:
     """How gradients accumulate unless told otherwise: whole ones locally, sharded ones over ranks each time."""
-    return "once" if placement.gradients is Scope.WHOLE else "each"
+    return "once" if placement.gradients is Scope.REPLICATED else "each"
 
 
 def step_traffic(
@@ -57,8 +57,8 @@ def step_traffic(
     trained = [(unit, placement) for unit, placement in zip(units, placements, strict=True) if unit.trained]
     rounds = micro_batches if (reduce or reduce_default(placements[0])) == "each" else 1
     sent = {"reduce": times(once((u for u, _ in trained), "wire", n, "reduce-scatter"), rounds)}
-    kept = [unit for unit, placement in trained if placement.parameters is Scope.WHOLE]
-    if kept and trained[0][1].optimizer is Scope.SHARD:
+    kept = [unit for unit, placement in trained if placement.parameters is Scope.REPLICATED]
+    if kept and trained[0][1].optimizer is Scope.SHARDED:
         sent["gather-updated"] = once(kept, "compute", n, "all-gather")
     elif kept:
         sent["gather-gradient"] = once(kept, "grad", n, "all-gather")

@@ -49,7 +49,7 @@ def moves_of(units: Sequence[UnitSize], placements: Sequence[Placement], cost: S
         here = placement.parameters_tier is Tier.DEVICE
         filed = values if placement.parameters_tier is Tier.DISK else 0
         one = Moves(device=touched, fetched=0 if here else values, in_file=filed)
-        if placement.away:
+        if placement.updated_on_host:
             old = numel * widths.compute if here and widths.master != 4 else 0
             one = one._replace(
                 device=0,
@@ -81,9 +81,9 @@ def exposed_update_s(host_s: float, beside_s: float, units: int) -> float:
     return max(0.0, host_s - beside_s) + tail
 
 
-def moving_s(moves: Moves, hardware: Hardware, ranks: int, *, passes: int, parked: int) -> float:
-    """All that PCIe or disk carry in a step of so many passes; `parked` activations go down and come up."""
-    up = moves.up + passes * moves.fetched + parked
-    pcie = max(moves.down + parked, up) / hardware.pcie_rate
+def moving_s(moves: Moves, hardware: Hardware, ranks: int, *, passes: int, offloaded: int) -> float:
+    """All that PCIe or disk carry in a step of so many passes; `offloaded` activations go down and come up."""
+    up = moves.up + passes * moves.fetched + offloaded
+    pcie = max(moves.down + offloaded, up) / hardware.pcie_rate
     disk = (moves.disk + passes * moves.in_file) * ranks
     return max(pcie, disk / hardware.disk_rate if disk else 0.0)

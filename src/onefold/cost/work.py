@@ -149,7 +149,7 @@ class Work:
 
     def passes(self, sizes: Sizes, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
         """Units gathered in forward and in backward, as the runtime does. A bare count is gathered whole in both."""
-        sharded = [i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARD]
+        sharded = [i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARDED]
         if self.module:
             return sharded, sharded[-2::-1]
         if self.shape is None or not sharded:

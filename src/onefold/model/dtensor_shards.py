@@ -131,7 +131,7 @@ def _moved(grad: Any, whole: bool) -> tuple[str, int]:
 # -- which part of the whole -------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class TensorShard(NamedTuple):
     """Where one rank's part of a parameter lies in the whole."""
 
     shape: tuple[int, ...]  # of the whole
@@ -144,7 +144,7 @@ class Part(NamedTuple):
         return self.bounds[self.place]
 
 
-Parts = dict[str, "Part | None"]  # of what is split; None where nobody said along which dim
+TensorShards = dict[str, "TensorShard | None"]  # of what is split; None where nobody said along which dim
 
 
 def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
@@ -205,13 +205,13 @@ def tell(name: str, param: Any) -> Told:
     return Told(name, PART, shape, dim % param.ndim if known else None, trained=trained)
 
 
-def agree_on_parts(
+def agree_on_tensor_shards(
     exchange: Callable[[bytes], list[bytes]], rank: int, named: Sequence[tuple[str, nn.Parameter]]
-) -> Parts:
+) -> TensorShards:
     """What is split, as all ranks of "tp" tell it; raises where they do not hold parts of one model. Collective."""
     mine = json.dumps([tell(name, param) for name, param in named]).encode()
     rows = [[Told(*row) for row in json.loads(blob)] for blob in exchange(mine)]
-    parts: Parts = {}
+    parts: TensorShards = {}
     for told in zip(*rows):
         for place, one in enumerate(told):
             if one._replace(shape=()) != told[0]._replace(shape=()):
@@ -228,7 +228,7 @@ def agree_on_parts(
     return parts
 
 
-def _part(told: Sequence[Told], rank: int) -> Part | None:
+def _part(told: Sequence[Told], rank: int) -> TensorShard | None:
     dim, shapes = told[0].dim, [one.shape for one in told]
     if dim is None:
         return None
@@ -239,4 +239,4 @@ def _part(told: Sequence[Told], rank: int) -> Part | None:
             f"the parts {shapes} of {told[0].name} make no tensor when laid along dim {dim}; set param.partition_dim "
             f"to the dim along which it is split"
         )
-    return Part(tuple(wholes[0]), dim, bounds, rank)
+    return TensorShard(tuple(wholes[0]), dim, bounds, rank)

@@ -52,7 +52,9 @@ def place(layout: UnitLayout, settings: Zero, ranks: int, decided: Mapping[str, 
     placement = placement.over(ranks)
     keep = settings.keep_whole
     small = keep(layout.name, layout.used_numel) if callable(keep) else layout.used_numel <= keep
-    return placement._replace(parameters=Scope.WHOLE, parameters_tier=Tier.DEVICE, late=False) if small else placement
+    return (
+        placement._replace(parameters=Scope.REPLICATED, parameters_tier=Tier.DEVICE, late=False) if small else placement
+    )
 
 
 def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_ranks: Sequence[int] = ()) -> Survey:

@@ -42,9 +42,11 @@ def held(engine: Engine) -> dict[str, list[Tensor]]:
         **{place: [tensor for where, tensor in kept if where == place] for place in places},
         "buffers": list(engine.model.buffers()),
         "communication": [*engine.pool.buffers(), *engine.tiers.host.waiting.buffers()],
-        "gradients": [tensor for unit in engine.units if not unit.away for tensor in unit.gradients.tensors()],
-        "optimizer": [tensor for unit in engine.units if not unit.away for tensor in unit.state_tensors()],
-        "parameters": [t for unit in engine.all_units for t in unit.values.tensors() if not _on_host(unit, t)]
+        "gradients": [
+            tensor for unit in engine.units if not unit.updated_on_host for tensor in unit.gradients.tensors()
+        ],
+        "optimizer": [tensor for unit in engine.units if not unit.updated_on_host for tensor in unit.state_tensors()],
+        "parameters": [t for unit in engine.all_units for t in unit.flat_params.tensors() if not _on_host(unit, t)]
         + [p for _, p in engine.frozen],
     }
 
@@ -55,14 +57,19 @@ def held_on_host(engine: Engine) -> dict[tuple[str, str], list[Tensor]]:
     near = PINNED if host.cuda else PAGEABLE
     found: dict[tuple[str, str], list[Tensor]] = {("staging", near): host.staging.buffers()}
     found.setdefault(("staging", PAGEABLE), []).extend(host.scratch.buffers())
-    found["optimizer", PAGEABLE] = [t for unit in engine.units if unit.away for t in _in_memory(unit)]
-    shards = [t for u in engine.all_units if u.values.on_host and u.values.image is None for t in u.values.shards()]
+    found["optimizer", PAGEABLE] = [t for unit in engine.units if unit.updated_on_host for t in _in_memory(unit)]
+    shards = [
+        t
+        for u in engine.all_units
+        if u.flat_params.on_host and u.flat_params.image is None
+        for t in u.flat_params.shards()
+    ]
     found["parameters", near] = shards
     return found
 
 
 def _on_host(unit: Unit, tensor: Tensor) -> bool:
-    return unit.values.on_host and any(tensor is shard for shard in unit.values.shards())
+    return unit.flat_params.on_host and any(tensor is shard for shard in unit.flat_params.shards())
 
 
 def _in_memory(unit: Unit) -> list[Tensor]:
@@ -104,13 +111,13 @@ class NotOnDevice:
 def elsewhere(engine: Engine) -> tuple[TierRow, ...]:
     """What is not on the device; nothing where all is. Updates that run are waited for."""
     engine.updates.wait()
-    parked = sum(unit.gradients.parked.nbytes for unit in engine.units if unit.gradients.parked is not None)
+    offloaded = sum(unit.gradients.offloaded.nbytes for unit in engine.units if unit.gradients.offloaded is not None)
     near = PINNED if engine.tiers.host.cuda else PAGEABLE
     measured = {row: storage_bytes(tensors) for row, tensors in held_on_host(engine).items()}
-    measured["staging", near] -= parked
-    measured["gradients", near] = parked
+    measured["staging", near] -= offloaded
+    measured["gradients", near] = offloaded
     images = {"optimizer": [unit.image for unit in engine.units]}
-    images["parameters"] = [unit.values.image for unit in engine.all_units]
+    images["parameters"] = [unit.flat_params.image for unit in engine.all_units]
     for state, files in images.items():
         measured[state, DISK] = sum(image.nbytes for image in files if image is not None)
     planned = _planned_elsewhere(engine, near)
@@ -123,7 +130,7 @@ def _planned_elsewhere(engine: Engine, near: str) -> dict[tuple[str, str], int]:
     units = sizes_of(engine).units
     placements = [unit.placement for unit in engine.all_units]
     states = {tier: state_bytes(units, placements, StateCost(0), tier) for tier in (Tier.HOST, Tier.DISK)}
-    waiting = [u.layout.shard_numel * u.gradients.dtype.itemsize for u in engine.units if u.gradients.parked]
+    waiting = [u.layout.shard_numel * u.gradients.dtype.itemsize for u in engine.units if u.gradients.offloaded]
     found = {
         ("optimizer", PAGEABLE): planned_optimizer(engine, Tier.HOST),
         ("optimizer", DISK): planned_optimizer(engine, Tier.DISK),
@@ -153,23 +160,23 @@ def planned_optimizer(engine: Engine, tier: Tier) -> int:
 
 def _staging_limits(engine: Engine) -> tuple[int, int]:
     """Most bytes of buffers that copies and files use, and of those that updates work in."""
-    units = [unit for unit in engine.units if unit.away]
+    units = [unit for unit in engine.units if unit.updated_on_host]
     if not units:
         return 0, 0
     shards = [unit.layout.shard_numel * unit.gradients.dtype.itemsize for unit in units]
-    values = [unit.layout.shard_numel * unit.values.dtype.itemsize for unit in engine.all_units]
-    parked = sum(shards) if engine.updates.keeps_gradients else under_way_bytes(shards)
-    in_files = any(unit.values.image is not None for unit in engine.all_units)
+    values = [unit.layout.shard_numel * unit.flat_params.dtype.itemsize for unit in engine.all_units]
+    offloaded = sum(shards) if engine.updates.keeps_gradients else under_way_bytes(shards)
+    in_files = any(unit.flat_params.image is not None for unit in engine.all_units)
     moved = (WORKERS + AT_HAND + (_gathered(engine) if in_files else 0)) * max(values)
     wide = [(1 + (u.dtypes.master == "split")) * 4 * u.master.owned.numel for u in units if u.dtypes.narrow]
     images = [unit.image.nbytes for unit in units if unit.image is not None]
-    return parked + moved, WORKERS * max(wide, default=0) + (WORKERS + 1 + AT_HAND) * max(images, default=0)
+    return offloaded + moved, WORKERS * max(wide, default=0) + (WORKERS + 1 + AT_HAND) * max(images, default=0)
 
 
 def _gathered(engine: Engine) -> int:
     """Units that a pass has open at once: in use, used before, on their way, and those being read ahead of that."""
     prefetch = engine.zero.prefetch
-    return 2 + READ_AHEAD + (prefetch if isinstance(prefetch, int) else len(engine.passes.units))
+    return 2 + READ_AHEAD + (prefetch if isinstance(prefetch, int) else len(engine.unsharding.units))
 
 
 # -- plans for the device ---------------------------------------------------------------------------------------------
@@ -190,7 +197,9 @@ def planned_on_device(engine: Engine) -> dict[str, int | None]:
     frozen = storage_bytes([param for _, param in engine.frozen])
     return {
         "parameters": states.parameters + frozen,
-        "gradients": states.gradients if any(u.gradients.tensors() for u in engine.units if not u.away) else 0,
+        "gradients": states.gradients
+        if any(u.gradients.tensors() for u in engine.units if not u.updated_on_host)
+        else 0,
         "optimizer": planned_optimizer(engine, Tier.DEVICE),
         "buffers": storage_bytes(engine.model.buffers()),
         "communication": _pool_limit_bytes(engine),  # at most
@@ -205,10 +214,10 @@ def _pool_limit_bytes(engine: Engine) -> int:
     the host updates, what is summed and on its way down. And where 16 bits compute, fp32 vectors of what is summed or
     updated here."""
     sizes = [unit.layout.numel * unit.gradients.local_itemsize for unit in engine.units]
-    away = [unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units if unit.away]
+    away = [unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units if unit.updated_on_host]
     wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
     rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
-    kept = sum(sizes) if engine.sums_kept and (away or engine.placement.gradients is Scope.SHARD) else 0
-    needed = engine.everyone.size > 1 or engine.sums_kept or wide or away or not engine.updates.keeps_gradients
+    kept = sum(sizes) if engine.wide_sums and (away or engine.placement.gradients is Scope.SHARDED) else 0
+    needed = engine.everyone.size > 1 or engine.wide_sums or wide or away or not engine.updates.keeps_gradients
     leaving = (LEAVING + 1) * max(away, default=0) + engine.updates.lent_bytes
     return (rounds * max(sizes) if needed else 0) + leaving + 2 * wide + kept

@@ -142,7 +142,7 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
     moments = sum(
         unit.master.owned.numel * cost.per_element + (cost.per_tensor if unit.master.owned.numel else 0)
         for unit in engine.units
-        if not unit.away
+        if not unit.updated_on_host
     )
     states = StateBytes(now.parameters.measured, gradients, now.optimizer.measured + moments)
     peak = tracker.peak()
@@ -179,12 +179,12 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
     with scaled_backward(1.0):
         loss(engine.model, inputs).backward()
     with torch.no_grad():
-        engine.settle()
+        engine.complete_gradients()
         if half:
             engine.everyone.gather_bytes(bytes(len(engine.units)), Label("overflow", "step"))
-        engine.passes.release_all()
+        engine.unsharding.release_all()
         for index, unit in enumerate(engine.units):
-            engine.finish(index)
+            engine.wait_reduced(index)
             if engine.updates.reduced(index, final=True):
                 continue
             if unit.dtypes.narrow and not one_pass and engine.comm.any_order:  # what torch borrows: see slices.py
@@ -193,10 +193,12 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
                 for wide in lent:
                     engine.pool.give(wide)
         for unit in engine.units:
-            if unit.placement.optimizer is Scope.SHARD and unit.placement.parameters is Scope.WHOLE:
-                unit.values.gather_updated().wait()
+            if unit.placement.optimizer is Scope.SHARDED and unit.placement.parameters is Scope.REPLICATED:
+                unit.flat_params.gather_updated().wait()
     engine.after_step()
-    gradients = storage_bytes([t for unit in engine.units if not unit.away for t in unit.gradients.tensors()])
+    gradients = storage_bytes(
+        [t for unit in engine.units if not unit.updated_on_host for t in unit.gradients.tensors()]
+    )
     engine.drop_gradients()
     return gradients
 
@@ -218,7 +220,7 @@ def _update_temporaries(engine: Engine, one_pass: bool) -> int:
     look for overflow, in fp16, makes the absolute values and three masks."""
     if not engine.comm.any_order:
         return 0
-    here = [unit for unit in engine.units if not unit.away]
+    here = [unit for unit in engine.units if not unit.updated_on_host]
     looked = here if engine.precision.compute is torch.float16 else []
     made = [2 * 4 * unit.master.owned.numel for unit in here if not (unit.dtypes.narrow and one_pass)]
     made += [unit.mine.numel * (unit.gradients.dtype.itemsize + 3) for unit in looked]

@@ -178,13 +178,13 @@ def placement(model: nn.Module) -> PlacementReport:
     rows = []
     for unit, size in zip(engine.all_units, sizes_of(engine).units, strict=True):
         trained = unit in engine.units
-        parked = Tier.HOST if unit.away else Tier.DEVICE
+        offloaded = Tier.HOST if unit.updated_on_host else Tier.DEVICE
         rows.append(
             PlacementRow(
                 unit=unit.name,
                 elements=unit.layout.used_numel,
                 optimizer=_told(unit.placement.optimizer, unit.placement.optimizer_tier) if trained else "frozen",
-                gradients=_told(unit.placement.gradients, parked) if trained else "frozen",
+                gradients=_told(unit.placement.gradients, offloaded) if trained else "frozen",
                 parameters=_told(unit.placement.parameters, unit.placement.parameters_tier),
                 parameter_bytes=parameter_bytes(size, unit.placement),
             )
@@ -250,26 +250,26 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
     engine = engine_of(model)
     tracker = Tracker(partial(on_device, engine), NotOnDevice(engine))
     tracker.watch(tensor for _, tensor in on_device(engine).values())
-    for unit in engine.passes.units:
-        unit.values.on_resize = tracker.note
+    for unit in engine.unsharding.units:
+        unit.flat_params.on_resize = tracker.note
     try:
         with tracker:
             yield tracker
     finally:
-        for unit in engine.passes.units:
-            unit.values.on_resize = None
+        for unit in engine.unsharding.units:
+            unit.flat_params.on_resize = None
 
 
 def _planned_traffic(engine: Engine) -> dict[str, int]:
     """One forward and backward per step, over the units that the passes gather."""
     index = {id(unit): i for i, unit in enumerate(engine.all_units)}
-    places = [index[id(unit)] for unit in engine.passes.units]
+    places = [index[id(unit)] for unit in engine.unsharding.units]
     others = engine.everyone.size - 1
     sent = step_traffic(
         sizes_of(engine),
         [unit.placement for unit in engine.all_units],
-        forward=[places[i] for i in engine.passes.gathers.forward],
-        backward=[places[i] for i in engine.passes.gathers.backward],
+        forward=[places[i] for i in engine.unsharding.gathers.forward],
+        backward=[places[i] for i in engine.unsharding.gathers.backward],
         replicas=engine.everyone.size // engine.comm.size,
         clip=True,
     )

@@ -75,12 +75,12 @@ class Host:
         event.record(torch.cuda.current_stream(self.device))
         return Mark(event)
 
-    def down(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        """To the host."""
+    def to_host(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
+        """Start a copy from the device to the host; the mark that follows it."""
         return self._copy("down", source, target, after)
 
-    def up(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        """To the device."""
+    def to_device(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
+        """Start a copy from the host to the device; the mark that follows it."""
         return self._copy("up", source, target, after)
 
     @contextmanager

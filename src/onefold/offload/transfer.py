@@ -10,7 +10,7 @@ from onefold.comm.spans import span
 from onefold.offload.host import Host, Mark
 
 
-class Parcel:
+class GradientTransfer:
     """It waits where it was made until somebody brings it; `left` is called when it need not be there any more. Its
     buffer on the host is free again when nobody holds it."""
 
@@ -34,7 +34,7 @@ class Parcel:
             gradient, self._gradient = self._gradient, None
             with span("download", "gradient", self._name):
                 self._tensor = self._host.staging.take(gradient.numel(), gradient.dtype)
-                self.landed = self._host.down(gradient, self._tensor, self._made)
+                self.landed = self._host.to_host(gradient, self._tensor, self._made)
 
     def open(self) -> Tensor:
         self.bring()

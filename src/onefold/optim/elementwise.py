@@ -101,6 +101,7 @@ def _cost(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> StateCost:
     per_element = sum(t.itemsize for t in tensors if t.numel() == param.numel())
     return StateCost(per_element, sum(t.nbytes for t in tensors if t.numel() != param.numel()))
 
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "adam": (torch.optim.Adam, {}),

@@ -23,7 +23,7 @@ from onefold.runtime.engine import Engine
 class FiniteCheck:
     def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str) -> None:
         self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
-        self._on_device = not any(one.unit.away for one in by_unit)
+        self._on_device = not any(one.unit.updated_on_host for one in by_unit)
         self.norms: Tensor | None = None  # of each rank's shard of each unit, if clipping has found them
         self.skipped = 0
         self._told: tuple[Tensor, torch.cuda.Event] | None = None  # what the device found in the last step

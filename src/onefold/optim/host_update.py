@@ -24,11 +24,11 @@ from onefold.comm.communicator import Pending
 from onefold.comm.spans import span
 from onefold.cost.limits import LEAVING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
-from onefold.offload.transfer import Parcel
+from onefold.offload.transfer import GradientTransfer
 from onefold.optim.kernels.threads import threads_here
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
-from onefold.optim.workers import Job, Line, Room, work
+from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
 from onefold.runtime.engine import Engine
 from onefold.runtime.update_policy import StepInputs
 from onefold.state.gradients import Gradients
@@ -45,16 +45,16 @@ class HostGradients:
 
     def take(self, index: int, *, final: bool) -> bool:
         """A unit's gradient is reduced. True if it is the host's and complete, and so goes down."""
-        mine = final and self._engine.units[index].away
+        mine = final and self._engine.units[index].updated_on_host
         if mine:
-            self.park(index)
+            self.offload(index)
         return mine
 
-    def park(self, index: int) -> None:
+    def offload(self, index: int) -> None:
         """A unit's gradient is complete: it goes down."""
         gradients = self._engine.units[index].gradients
-        if gradients.reduced and gradients.parked is None:
-            gradients.park()
+        if gradients.reduced and gradients.offloaded is None:
+            gradients.offload()
             self._leaving.append(gradients)
             while len(self._leaving) > (0 if self._engine.pool.keeps else LEAVING):  # on a CPU a copy is done at once
                 self._leaving.popleft().left()
@@ -67,8 +67,8 @@ class HostUpdates(HostGradients):
         super().__init__(engine)
         self._by_unit = by_unit
         self._jobs: dict[int, Job] = {}
-        self._line = Line()
-        self.room = Room(waiting_bytes(self._held()))
+        self._line = UpdateQueue()
+        self.room = ByteBudget(waiting_bytes(self._held()))
         self._places: dict[int, int] = {}
         self._roomy = False
         if self.host.cuda:  # the cores are idle while the device trains
@@ -83,19 +83,19 @@ class HostUpdates(HostGradients):
             thread.start()
         weakref.finalize(self, _end, self._line, threads)
 
-    def _parcels(self) -> list[int]:
+    def _transfers(self) -> list[int]:
         """Bytes of the gradients that go down, the last unit's first."""
-        units = [unit for unit in reversed(self._engine.units) if unit.away]
+        units = [unit for unit in reversed(self._engine.units) if unit.updated_on_host]
         return [unit.layout.shard_numel * unit.dtypes.grad.itemsize for unit in units]
 
     def _held(self) -> list[int]:
         """The same on the device, as long as they are there."""
-        return [unit.gradients.held_bytes for unit in reversed(self._engine.units) if unit.away]
+        return [unit.gradients.held_bytes for unit in reversed(self._engine.units) if unit.updated_on_host]
 
     def _values(self) -> list[int]:
         """Bytes of values that come down to be updated."""
-        units = [unit for unit in self._engine.units if unit.away and not unit.values.on_host]
-        return [unit.master.owned.numel * unit.values.dtype.itemsize for unit in units]
+        units = [unit for unit in self._engine.units if unit.updated_on_host and not unit.flat_params.on_host]
+        return [unit.master.owned.numel * unit.flat_params.dtype.itemsize for unit in units]
 
     def make_room(self, *, in_backward: bool = False) -> None:
         """For all that may be under way at once, and in backward for gradients that wait: how many do is a matter of
@@ -103,7 +103,7 @@ class HostUpdates(HostGradients):
         self._roomy = True
         under_way = sorted(self._values())[-WORKERS:]
         if in_backward:
-            under_way += sorted(self._parcels())[-WORKERS:]
+            under_way += sorted(self._transfers())[-WORKERS:]
             left = self.room.total_bytes + max(self._held(), default=0)  # backward has one more
             for nbytes in self._held():
                 if nbytes <= left:
@@ -116,13 +116,15 @@ class HostUpdates(HostGradients):
         """Update a unit whose gradient is complete; backward waits if the host is behind."""
         self._engine.tiers.turn_to(None)
         unit, room = self._engine.units[index], self.room
-        unit.values.check_unwritten()
+        unit.flat_params.check_unwritten()
         nbytes = unit.gradients.held_bytes
         with span("wait", "room", unit.name):
             room.take(nbytes)
         self._start(index, groups, 1.0, unit.gradients.lend(lambda: room.give(nbytes)))
 
-    def _start(self, index: int, groups: list[dict[str, Any]], factor: float | Tensor, parcel: Parcel | None) -> None:
+    def _start(
+        self, index: int, groups: list[dict[str, Any]], factor: float | Tensor, transfer: GradientTransfer | None
+    ) -> None:
         """Update a unit with these settings and this gradient."""
         engine, unit = self._engine, self._engine.units[index]
         first = engine.first_param[index]
@@ -131,9 +133,9 @@ class HostUpdates(HostGradients):
             return
         optimizer = self._by_unit[index]
         values = unit.dtypes.master != "fp32" or not optimizer.covers(kept, 0)
-        job = Job(optimizer, _copied(groups), kept, factor, parcel, self.host.mark(), values)
-        unit.values.settle()  # two steps without a forward between them
-        unit.values.expect(lambda: self._wait(index), job.done.is_set)
+        job = Job(optimizer, _copied(groups), kept, factor, transfer, self.host.mark(), values)
+        unit.flat_params.wait_for_update()  # two steps without a forward between them
+        unit.flat_params.expect(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
         self._line.put(self._place(index), job)
 
@@ -145,14 +147,14 @@ class HostUpdates(HostGradients):
             self.make_room()
         clip = inputs.clip
         inputs = inputs._replace(clip=float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip)
-        mine = sorted((i for i, unit in enumerate(engine.units) if unit.away), key=self._place)
+        mine = sorted((i for i, unit in enumerate(engine.units) if unit.updated_on_host), key=self._place)
         for index in mine:
-            engine.units[index].values.check_unwritten()  # before any is updated
+            engine.units[index].flat_params.check_unwritten()  # before any is updated
         for index in mine:
             unit = engine.units[index]
-            self.park(index)
+            self.offload(index)
             with unit.update(engine.kept_of(index)):
-                self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.parked)
+                self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.offloaded)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.late):
             gathers += self.finish(index)
@@ -161,8 +163,8 @@ class HostUpdates(HostGradients):
     def finish(self, index: int) -> list[Pending]:
         """Wait for one update; what brings it to the other ranks is on the way then."""
         unit = self._engine.units[index]
-        unit.values.settle()
-        return [unit.values.gather_updated()] if unit.gathers_updated else []
+        unit.flat_params.wait_for_update()
+        return [unit.flat_params.gather_updated()] if unit.gathers_updated else []
 
     def _wait(self, index: int) -> None:
         """Until a unit has its new values. An interrupted wait is no end: the update goes on."""
@@ -178,7 +180,7 @@ class HostUpdates(HostGradients):
             del self._jobs[index]
             unit = self._engine.units[index]
             what = f"the update of {unit.name} failed"
-            self._engine.spoil(f"{what}, so the model holds values of two steps; load a checkpoint")
+            self._engine.mark_broken(f"{what}, so the model holds values of two steps; load a checkpoint")
             if isinstance(error, Exception) and not isinstance(error, OffloadError):
                 raise OffloadError(f"the update of {unit.name} on the host failed: {error}") from error
             raise
@@ -192,18 +194,18 @@ class HostUpdates(HostGradients):
         """Wait until every queued host update has finished; an update that failed raises, unless that was heard."""
         for index in sorted(self._jobs, key=self._place):
             try:
-                self._engine.units[index].values.settle()
+                self._engine.units[index].flat_params.wait_for_update()
             except OffloadError:
                 if not heard:
                     raise
 
     def _place(self, index: int) -> int:
         """When the next forward needs a unit."""
-        passes = self._engine.passes
-        if len(self._places) != len(passes.units):
-            self._places = {id(unit): place for place, unit in enumerate(passes.units)}
+        unsharding = self._engine.unsharding
+        if len(self._places) != len(unsharding.units):
+            self._places = {id(unit): place for place, unit in enumerate(unsharding.units)}
         known = self._places.get(id(self._engine.units[index]))
-        return index if known is None else passes.gathers.forward.index(known)
+        return index if known is None else unsharding.gathers.forward.index(known)
 
 
 class UpdateOnHost(UpdateAtStep):
@@ -233,7 +235,7 @@ def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in kept]
 
 
-def _end(line: Line, threads: Sequence[threading.Thread]) -> None:
+def _end(line: UpdateQueue, threads: Sequence[threading.Thread]) -> None:
     line.close()
     if threading.current_thread() not in threads:  # else Python lets go of a model inside one of them: both end soon
         for thread in threads:

@@ -86,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _policy(self, *, in_backward: bool) -> UpdatePolicy:
         engine = self._engine
-        host = HostUpdates(engine, self._by_unit) if any(unit.away for unit in engine.units) else None
+        host = HostUpdates(engine, self._by_unit) if any(unit.updated_on_host for unit in engine.units) else None
         if in_backward:
             return UpdateInBackward(engine, self._by_unit, lambda: self.param_groups, host)
         return UpdateAtStep(engine, self._by_unit) if host is None else UpdateOnHost(engine, self._by_unit, host)
@@ -211,11 +211,11 @@ class Optimizer(torch.optim.Optimizer):
             raise OptimizerError("step() takes no closure: run forward and backward before it, then call step()")
         self._check_hyperparameters()
         engine = self._engine
-        if engine.whole_for_now:
+        if engine.in_full_parameters:
             raise StateError("step() inside full_parameters would leave old values in it; leave full_parameters first")
         engine.check_parameters()
-        engine.settle()
-        engine.passes.release_all()
+        engine.complete_gradients()
+        engine.unsharding.release_all()
         self._finite.hear_of_last_step()
         flag = self._finite.flag_on_device(self.param_groups)
         bad = self._finite.bad_unit() if flag is None else None
@@ -266,7 +266,7 @@ class Optimizer(torch.optim.Optimizer):
                 "this rank holds several stages of a pipeline, so this norm would be of one of them only; use one "
                 "stage per rank (Schedule1F1B), or leave clipping out"
             )
-        engine.settle()
+        engine.complete_gradients()
         engine.schedule.drain()
         engine.updates.wait()  # what is clipped after step() must not change what updates still read
         holders = engine.comms.holders
@@ -288,7 +288,7 @@ class Optimizer(torch.optim.Optimizer):
         self._clip = self._clip * factor
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
             for unit in (unit for unit in engine.units if not unit.dtypes.narrow):
-                whole = unit.placement.optimizer is Scope.WHOLE
+                whole = unit.placement.optimizer is Scope.REPLICATED
                 unit.gradients.multiply(unit.layout.body if whole else unit.mine, factor)
         return norm
 

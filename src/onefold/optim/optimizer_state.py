@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onefold.cost.layout import Span
 from onefold.optim.elementwise import first_state
-from onefold.optim.unit_optimizer import NOT_SETTINGS, Slice, UnitOptimizer, runs_of
+from onefold.optim.unit_optimizer import NOT_SETTINGS, OptimizerParam, UnitOptimizer, runs_of
 
 
 class SlotState(NamedTuple):
@@ -45,7 +45,7 @@ BLANK = NewState((), {}, lambda *_: None)
 
 def states_of(optimizer: UnitOptimizer, span: Span) -> Iterator[SlotState]:
     """What is kept of each parameter that was updated, in these elements of the unit."""
-    for piece in optimizer.all_slices():
+    for piece in optimizer.optimizer_params():
         state = optimizer.inner.state.get(piece.tensor, {}) if optimizer.inner is not None else {}
         for slot in piece.slots if state else ():
             place = optimizer.unit.layout.slots[slot]
@@ -63,7 +63,7 @@ def states_of(optimizer: UnitOptimizer, span: Span) -> Iterator[SlotState]:
 
 def take_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: list[dict[str, Any]]) -> None:
     """State from elsewhere for some slots; the others keep theirs. `groups` are the outer ones."""
-    with optimizer.unit.at_hand(write=True):
+    with optimizer.unit.state_in_memory(write=True):
         _take_states(optimizer, new, groups)
 
 
@@ -88,7 +88,9 @@ def _take_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: lis
         optimizer.replace(group, cuts, filled)
 
 
-def _filled(optimizer: UnitOptimizer, cut: Slice, states: list[NewState], like: dict[str, Any]) -> dict[str, Any]:
+def _filled(
+    optimizer: UnitOptimizer, cut: OptimizerParam, states: list[NewState], like: dict[str, Any]
+) -> dict[str, Any]:
     """The state of one slice, from that of its parameters; padding is zero. `like` tells dtypes and devices."""
     made: dict[str, Any] = {}
     for key in states[0].vectors:
@@ -114,7 +116,7 @@ def _as_new(state: SlotState) -> NewState:
     return NewState(tuple(state.vectors), state.singles, fill)
 
 
-def _is_vector(value: Any, piece: Slice) -> bool:
+def _is_vector(value: Any, piece: OptimizerParam) -> bool:
     return isinstance(value, Tensor) and value.shape == (piece.span.numel,)
 
 

@@ -29,7 +29,7 @@ def reserve(engine: Engine, costs: Mapping[torch.dtype, StateCost]) -> None:
     """Is there room for the state of units that the host updates, and for the gradients that wait there?"""
     needed = dict.fromkeys(Tier, 0)
     for unit in engine.units:
-        if unit.away:
+        if unit.updated_on_host:
             needed[unit.placement.optimizer_tier] += unit.master.owned.numel * costs[updated_dtype(unit)].per_element
             needed[Tier.HOST] += unit.layout.shard_numel * unit.gradients.dtype.itemsize
     path = Offload.of(engine.zero.offload).path

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from onefold.cost.layout import Span
 from onefold.cost.states import StateCost
 from onefold.errors import StateError
-from onefold.offload.transfer import Parcel
+from onefold.offload.transfer import GradientTransfer
 from onefold.optim.elementwise import bare_step
 from onefold.optim.kernels.fused import fits, update
 from onefold.optim.kernels.rule import KNOWN, next_step, take_back_count
@@ -31,7 +31,7 @@ from onefold.state.unit import Unit
 NOT_SETTINGS = ("params", "param_names")  # of a param group
 
 
-class Slice(NamedTuple):
+class OptimizerParam(NamedTuple):
     """Neighbouring parameters of one group, as one vector."""
 
     span: Span  # in the unit
@@ -44,17 +44,17 @@ class UnitOptimizer:
 
     def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
         self.unit, self._pool = unit, unit.pool
-        self._lends = unit.dtypes.narrow or unit.away  # what is updated is not the values that compute sees
+        self._lends = unit.dtypes.narrow or unit.updated_on_host  # what is updated is not the values that compute sees
         unit.more_state = self.state_tensors
         self.cls, self.kwargs = cls, kwargs
         self._lent: list[Tensor] = []
         self.threads: int | None = None  # of the CPU's kernel; None: as many as torch uses
         self.native = True  # may use the CPU's kernel; no, if another rank has none
-        self._parcel: Parcel | None = None
-        self._in_one_kernel: list[Slice] = []  # in the last update
+        self._transfer: GradientTransfer | None = None
+        self._in_one_kernel: list[OptimizerParam] = []  # in the last update
         # what a slice holds while no master is lent to it
         self._nothing = torch.empty(0, dtype=unit.master.dtype, device=unit.pool.device)
-        self.slices: dict[int, list[Slice]] = {}  # group -> slices, in order
+        self.slices: dict[int, list[OptimizerParam]] = {}  # group -> slices, in order
         self.inner: torch.optim.Optimizer | None = None
         self.group_numbers: list[int] = []  # of the inner optimizer's param groups
 
@@ -65,7 +65,7 @@ class UnitOptimizer:
             return
         self.slices[group] = slices
         if self._lends and self.cls not in KNOWN:  # it may make its state at once, in the shape of what it sees
-            with self.unit.at_hand(write=self.unit.image is not None):
+            with self.unit.state_in_memory(write=self.unit.image is not None):
                 for piece in slices:
                     piece.tensor.data = self.unit.master.open(piece.span)
                 self._add_inner(group, slices)
@@ -74,7 +74,7 @@ class UnitOptimizer:
         else:
             self._add_inner(group, slices)
 
-    def _add_inner(self, group: int, slices: list[Slice]) -> None:
+    def _add_inner(self, group: int, slices: list[OptimizerParam]) -> None:
         inner_group = {"params": [piece.tensor for piece in slices]}
         if self.inner is None:
             self.inner = self.cls([inner_group], **self.kwargs)
@@ -89,15 +89,15 @@ class UnitOptimizer:
         first_param: int,
         factor: float | Tensor,
         bad: Tensor | None = None,
-        parcel: Parcel | None = None,
+        transfer: GradientTransfer | None = None,
     ) -> None:
         """Step the used slices with the hyperparameters of the outer groups; 16-bit gradients are times `factor`. Where
         one kernel does it all, `bad` on the device keeps it from writing anything. The gradient is what was reduced, or
-        a parcel of it."""
+        a transfer of it."""
         if self.inner is None:
             return
-        self._parcel = parcel
-        used: list[Slice] = []
+        self._transfer = transfer
+        used: list[OptimizerParam] = []
         self._in_one_kernel = []
         for inner_group, group in zip(self.inner.param_groups, self.group_numbers, strict=True):
             self._part(group, inner_group, kept, first_param)
@@ -115,17 +115,21 @@ class UnitOptimizer:
             self._take_back(piece)
         while self._lent:
             self._pool.give(self._lent.pop())
-        self._parcel = None
+        self._transfer = None
 
     def covers(self, kept: Sequence[int], first_param: int) -> bool:
         """Whether an update writes all that this rank owns."""
-        used = [piece for piece in self.all_slices() if all(kept[first_param + slot] for slot in piece.slots)]
+        used = [piece for piece in self.optimizer_params() if all(kept[first_param + slot] for slot in piece.slots)]
         return sum(piece.span.numel for piece in used) == self.unit.master.owned.numel
 
     def _gradient(self, span: Span) -> list[tuple[Span, Tensor]]:
         """In one vector, or as autograd has left it."""
         gradients = self.unit.gradients
-        return gradients.pieces(span) if self._parcel is None else [(span, gradients.of_parcel(self._parcel, span))]
+        return (
+            gradients.pieces(span)
+            if self._transfer is None
+            else [(span, gradients.from_transfer(self._transfer, span))]
+        )
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +141,9 @@ class UnitOptimizer:
             return False
         return fits(self.cls, group, self.device) or (self.native and fits_cpu(self.cls, group, self.device))
 
-    def _update_fused(self, piece: Slice, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None) -> None:
+    def _update_fused(
+        self, piece: OptimizerParam, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None
+    ) -> None:
         assert self.inner is not None and isinstance(self.unit.master, NarrowMaster)
         rule = next_step(self.cls, group, self.inner.state[piece.tensor], piece.span.numel, self.device)
         for span, grad in self._gradient(piece.span):
@@ -154,7 +160,7 @@ class UnitOptimizer:
         for piece in self._in_one_kernel:
             take_back_count(self.inner.state[piece.tensor])
 
-    def _lend(self, piece: Slice, factor: float | Tensor) -> None:
+    def _lend(self, piece: OptimizerParam, factor: float | Tensor) -> None:
         """Let the inner optimizer see values and gradient of a slice, in the dtype it works in."""
         pieces, narrow = self._gradient(piece.span), self.unit.dtypes.narrow
         if self._lends:
@@ -170,13 +176,13 @@ class UnitOptimizer:
         else:
             [(_, piece.tensor.grad)] = pieces
 
-    def _take_back(self, piece: Slice) -> None:
+    def _take_back(self, piece: OptimizerParam) -> None:
         piece.tensor.grad = None
         if self._lends:
             wide, piece.tensor.data = piece.tensor.data, self._nothing
             self.unit.master.close(piece.span, wide)
 
-    def _slice(self, slots: tuple[int, ...]) -> Slice | None:
+    def _slice(self, slots: tuple[int, ...]) -> OptimizerParam | None:
         layout = self.unit.layout
         owned = self.unit.master.owned
         inside = tuple(i for i in slots if layout.slots[i].padded_span.clip(owned).numel)
@@ -184,8 +190,8 @@ class UnitOptimizer:
             return None
         whole = Span(layout.slots[inside[0]].padded_span.start, layout.slots[inside[-1]].padded_span.stop)
         span = whole.clip(owned)
-        values = self._nothing if self._lends else self.unit.values.part(span)
-        return Slice(span, inside, nn.Parameter(values))
+        values = self._nothing if self._lends else self.unit.flat_params.part(span)
+        return OptimizerParam(span, inside, nn.Parameter(values))
 
     def _part(self, group: int, inner_group: dict[str, Any], kept: bytearray, first_param: int) -> None:
         """Cut slices whose parameters diverge, and their state with them."""
@@ -204,7 +210,7 @@ class UnitOptimizer:
         self.slices[group] = parted
         inner_group["params"] = [piece.tensor for piece in parted]
 
-    def all_slices(self) -> Iterator[Slice]:
+    def optimizer_params(self) -> Iterator[OptimizerParam]:
         for group in self.group_numbers:
             yield from self.slices[group]
 
@@ -215,16 +221,18 @@ class UnitOptimizer:
     def planned_state(self, cost: StateCost) -> tuple[int, int]:
         """Of the slices that have been updated at least once: bytes of vectors, and of step counts."""
         assert self.inner is not None or not self.slices
-        live = [piece for piece in self.all_slices() if self.inner is not None and self.inner.state.get(piece.tensor)]
+        live = [
+            piece for piece in self.optimizer_params() if self.inner is not None and self.inner.state.get(piece.tensor)
+        ]
         return sum(piece.span.numel for piece in live) * cost.per_element, len(live) * cost.per_tensor
 
     def state_dict(self) -> list[dict[str, Any]]:
-        with self.unit.at_hand():
+        with self.unit.state_in_memory():
             return self._rows()
 
     def _rows(self) -> list[dict[str, Any]]:
         rows = []
-        for piece in self.all_slices():
+        for piece in self.optimizer_params():
             assert self.inner is not None
             state = dict(self.inner.state.get(piece.tensor, {}))
             if self.unit.image is not None:  # they will rest again
@@ -234,7 +242,7 @@ class UnitOptimizer:
 
     def load(self, rows: list[dict[str, Any]]) -> None:
         """Take back slices and their state; the cuts are the saved ones."""
-        with self.unit.at_hand(write=True):
+        with self.unit.state_in_memory(write=True):
             self._load(rows)
 
     def _load(self, rows: list[dict[str, Any]]) -> None:
@@ -248,7 +256,7 @@ class UnitOptimizer:
             copies = [{k: tree_map_only(Tensor, Tensor.clone, v) for k, v in row["state"].items()} for row in mine]
             self.replace(group, [self.cut(tuple(row["slots"])) for row in mine], copies)
 
-    def replace(self, group: int, cuts: list[Slice], states: list[dict[str, Any]]) -> None:
+    def replace(self, group: int, cuts: list[OptimizerParam], states: list[dict[str, Any]]) -> None:
         """Other slices of the same parameters, with their state."""
         assert self.inner is not None
         for piece in self.slices[group]:
@@ -257,7 +265,7 @@ class UnitOptimizer:
         self.slices[group] = cuts
         self.inner.param_groups[self.group_numbers.index(group)]["params"] = [cut.tensor for cut in cuts]
 
-    def cut(self, slots: tuple[int, ...]) -> Slice:
+    def cut(self, slots: tuple[int, ...]) -> OptimizerParam:
         """A slice of neighbours of which this rank has something."""
         piece = self._slice(slots)
         assert piece is not None

@@ -23,12 +23,12 @@ class UpdateAtStep(NoUpdates):
         """Update units in the order of their reductions; the all-gathers of new values, which are in flight."""
         engine, gathers = self._engine, []
         for index in engine.schedule.order:
-            unit = engine.finish(index)
-            if unit.away:
+            unit = engine.wait_reduced(index)
+            if unit.updated_on_host:
                 continue
             factor = inputs.factor(narrow=unit.dtypes.narrow)
             with span("update", "step", unit.name), unit.update(engine.kept_of(index)):
                 self._by_unit[index].update(inputs.groups, engine.kept, engine.first_param[index], factor, inputs.bad)
             if unit.gathers_updated:
-                gathers.append(unit.values.gather_updated())
+                gathers.append(unit.flat_params.gather_updated())
         return gathers

@@ -40,7 +40,7 @@ class UpdateInBackward(NoUpdates):
         self._flags: dict[int, Callable[[], list[bytes]]] = {}  # who used what of a unit whose round is on the way
         self._gathers: list[Pending] = []
         self._awaited: list[int] = []  # units that the host updates before step() returns
-        engine.schedule.one_round_each()
+        engine.schedule.one_reduction_each()
         for unit in engine.units:
             unit.gradients.make_transient()
         if host is not None:
@@ -63,7 +63,7 @@ class UpdateInBackward(NoUpdates):
         offer of them is taken now."""
         engine = self._engine
         first, unit = engine.first_param[index], engine.units[index]
-        engine.passes.take(unit)
+        engine.unsharding.take(unit)
         used = bytes(engine.used[first : first + len(unit.params)])
         self._flags[index] = engine.everyone.start_bytes(used, Label("used-flags", unit.name))
 
@@ -72,21 +72,21 @@ class UpdateInBackward(NoUpdates):
         """Update the unit, or start its update on the host, and let its gradient go."""
         engine, rows = self._engine, self._flags.pop(index)()
         first, unit = engine.first_param[index], engine.units[index]
-        if unit.placement.optimizer is Scope.WHOLE and not unit.away:
+        if unit.placement.optimizer is Scope.REPLICATED and not unit.updated_on_host:
             unit.gradients.gather().wait()
-        unit.values.finish_offers()  # whoever has sent its gradients has had the values
+        unit.flat_params.finish_posted()  # whoever has sent its gradients has had the values
         engine.keep(index, bytes(map(max, zip(*rows, strict=True))))
         with unit.update():
-            if unit.away:
+            if unit.updated_on_host:
                 assert self.host is not None
                 self.host.start_in_backward(index, self._groups())
             else:
                 with span("update", "inside", unit.name):
                     self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
-        if unit.away and not unit.placement.late:
+        if unit.updated_on_host and not unit.placement.late:
             self._awaited.append(index)
-        elif unit.gathers_updated and not unit.away:
-            self._gathers.append(unit.values.gather_updated())
+        elif unit.gathers_updated and not unit.updated_on_host:
+            self._gathers.append(unit.flat_params.gather_updated())
         unit.gradients.consume()
         return True
 
@@ -115,7 +115,7 @@ class UpdateInBackward(NoUpdates):
     def check_backward(self) -> None:
         if self.awaits_step:
             raise StateError(f"{ASKED} updates in every backward: call optimizer.step() before the next one")
-        if self._engine.whole_for_now:
+        if self._engine.in_full_parameters:
             raise StateError(
                 f"{ASKED} would update in a backward inside full_parameters, which would keep old values; leave it "
                 f"first"

@@ -19,7 +19,7 @@ from torch import Tensor
 from onefold.comm.spans import NOTHING, span
 from onefold.offload.host import Mark
 from onefold.offload.host_memory import give_back
-from onefold.offload.transfer import Parcel
+from onefold.offload.transfer import GradientTransfer
 from onefold.optim.unit_optimizer import UnitOptimizer
 
 
@@ -31,7 +31,7 @@ class Job:
     groups: list[dict[str, Any]]
     kept: bytes  # of the unit's parameters
     factor: float | Tensor
-    parcel: Parcel | None
+    transfer: GradientTransfer | None
     after: Mark  # the device no longer reads the old values
     values: bool  # some of them stay, so all are needed
     done: threading.Event = field(default_factory=threading.Event)
@@ -40,7 +40,7 @@ class Job:
 
     def ready(self) -> bool:
         """Whether the device has come to where it can run."""
-        return self.after.passed() and (self.parcel is None or self.parcel.landed.passed())
+        return self.after.passed() and (self.transfer is None or self.transfer.landed.passed())
 
     def wait(self) -> None:
         """Until compute may use the new values."""
@@ -59,11 +59,11 @@ class Job:
         unit = self.optimizer.unit
         try:
             unit.prepare(self.after, values=self.values)
-            if self.parcel is not None:
-                self.parcel.bring()
+            if self.transfer is not None:
+                self.transfer.bring()
             unit.open()
             with torch.no_grad(), span("update", "host", unit.name):
-                self.optimizer.update(self.groups, bytearray(self.kept), 0, self.factor, parcel=self.parcel)
+                self.optimizer.update(self.groups, bytearray(self.kept), 0, self.factor, transfer=self.transfer)
             self.arrived = unit.close(changed=True, after=self.after)
         except BaseException as error:
             self.error = error
@@ -71,15 +71,15 @@ class Job:
 
     def _let_go(self) -> None:
         """Of the gradient: backward may be waiting for its room, and what an error holds on to lives long."""
-        parcel, self.parcel = self.parcel, None
-        if parcel is not None:
+        transfer, self.transfer = self.transfer, None
+        if transfer is not None:
             try:
-                parcel.leave()
+                transfer.leave()
             except BaseException as error:
                 self.error = self.error or error
 
 
-class Room:
+class ByteBudget:
     """Bytes that may be taken at once: who asks for more waits until others have given theirs back."""
 
     def __init__(self, total_bytes: int) -> None:
@@ -99,7 +99,7 @@ class Room:
                 self._changed.notify_all()
 
 
-class Line:
+class UpdateQueue:
     """Jobs that wait, each with its place in the next forward."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Line:
             self._changed.notify_all()
 
 
-def work(line: Line, room: Room, device: torch.device) -> None:
+def work(line: UpdateQueue, room: ByteBudget, device: torch.device) -> None:
     """The thread that updates."""
     try:
         if device.type == "cuda":
@@ -150,7 +150,7 @@ def work(line: Line, room: Room, device: torch.device) -> None:
         room.give(1 << 60)  # backward may be waiting for it
 
 
-def _work(line: Line) -> None:
+def _work(line: UpdateQueue) -> None:
     while (job := line.get()) is not None:
         job.run()
         job.done.set()

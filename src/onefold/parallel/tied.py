@@ -53,7 +53,7 @@ class Tied(Untied):
 
     def sum(self) -> None:
         for index in self.units:
-            unit = self._engine.finish(index)
+            unit = self._engine.wait_reduced(index)
             mine = unit.gradients.mine()
             both = self._engine.pool.take(2 * mine.numel(), mine.dtype)
             halves = both.view(2, -1)

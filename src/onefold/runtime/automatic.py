@@ -25,7 +25,7 @@ from onefold.settings.zero import Zero
 LOG = logging.getLogger("onefold")
 
 
-def decide_stage(
+def automatic_stage(
     settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
 ) -> tuple[Zero, str]:
     """stage="auto": by the smallest device of all ranks, so that all decide alike."""
@@ -47,7 +47,7 @@ def decide_stage(
     return dataclasses.replace(settings, stage=stage), f"stage {stage}: {why}"
 
 
-def decide_tiers(
+def automatic_tiers(
     settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
 ) -> tuple[dict[str, Tier], str]:
     """Offload(optimizer="auto"): where the optimizer state of each unit is, by the smallest budgets of all ranks."""

@@ -3,8 +3,8 @@
 1 A backward opens with its first gradient, and gradients arrive, unit by unit.
 2 Unless the local sums are to be kept (`accumulate(reduce="once")`), complete units are reduced at once; when backward
   closes, the rest. Then each parameter's .grad shows what it is.
-3 `settle` comes once per step, before clipping or updating: the ranks tell each other which parameters they used and
-  which units hold gradients that no round has taken, and run those rounds. After it, all ranks know the same.
+3 `complete_gradients` runs once per step, before clipping or updating: the ranks tell each other which parameters they
+  used and which units hold gradients that were not reduced, and reduce those. After it, all ranks know the same.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from onefold.comm.meter import Label
 from onefold.comm.spans import spanned
 from onefold.cost.layout import UnitLayout
 from onefold.errors import ModelError, StateError
-from onefold.model.dtensor_shards import Parts, aligned, wrapped
+from onefold.model.dtensor_shards import TensorShards, aligned, wrapped
 from onefold.model.survey import ATTRIBUTE
 from onefold.model.tree import ParameterTree
 from onefold.offload.tiers import Tiers
 from onefold.runtime.phases import Due, Event, Phase, after_backward, after_drop, after_forward, after_phase
 from onefold.runtime.reduce_schedule import ReduceSchedule
+from onefold.runtime.replicated_gradients import ReplicatedGradients
 from onefold.runtime.scaled import running_scale
-from onefold.runtime.unsharding import Passes
+from onefold.runtime.unsharding import Unsharding
 from onefold.runtime.untied import Untied
 from onefold.runtime.update_policy import NoUpdates, UpdatePolicy
-from onefold.runtime.whole_gradients import WholeGradients
 from onefold.settings.placement import Placement, Scope
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero, check_reduce
 from onefold.state.unit import Unit
-from onefold.state.visible_gradients import ShownGradients
+from onefold.state.visible_gradients import VisibleGradients
 
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
 
@@ -64,7 +64,7 @@ class Pipeline(NamedTuple):
         return [row for row in range(comm.size) if comm.simulated or comm.world_rank(row) in self.near]
 
 
-class HeldOptimizer(Protocol):
+class AttachedOptimizer(Protocol):
     """What an engine and its reports ask of the Optimizer that was made for a model."""
 
     def gradients_change(self) -> None: ...
@@ -106,7 +106,7 @@ class Engine:
         digest: str,
         precision: Precision,
         layouts: Sequence[UnitLayout],
-        parts: Parts,
+        tensor_shards: TensorShards,
         pipeline: Pipeline,
         tiers: Tiers,
         why: str = "",
@@ -114,16 +114,16 @@ class Engine:
         self.why = why  # stage="auto": what was chosen, and the reason
         self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
         self.comms, self.comm, self.everyone = comms, comms.shard, comms.everyone
-        self.parts = parts  # of what is split over "tp"
+        self.tensor_shards = tensor_shards  # of what is split over "tp"
         self.pipeline = pipeline
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
-        self._whole_for_now: list[bool] = []  # open full_parameters contexts: whether their writes are kept
+        self._open_contexts: list[bool] = []  # open full_parameters contexts: whether their writes are kept
         self._scale: float | None = None  # what the gradients of this step are multiplied by, if there are any
         self.updates: UpdatePolicy = NoUpdates()  # when units are updated
         self.tiers = tiers
-        self.optimizer: HeldOptimizer | None = None  # the Optimizer that was made for this model
+        self.optimizer: AttachedOptimizer | None = None  # the Optimizer that was made for this model
         self.alone_in_rank = True  # no other part of the same model is here
         self.tied = Untied()  # which of these parameters another stage of a pipeline holds too
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
@@ -138,24 +138,26 @@ class Engine:
         self.first_param = list(accumulate(sizes, initial=0))[:-1]
         self.schedule = ReduceSchedule(self.units, self._starting, self._reduced)
         negotiate = zero.schedule == "negotiate"
-        self.passes = Passes(
+        self.unsharding = Unsharding(
             sharded, zero.prefetch, zero.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
         )
-        self.shown = ShownGradients(self.params, self.names)
+        self.visible = VisibleGradients(self.params, self.names)
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
         self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
-        self._whole = WholeGradients(self.units, wanted=placement.optimizer is Scope.WHOLE and not placement.away)
+        self._whole = ReplicatedGradients(
+            self.units, wanted=placement.optimizer is Scope.REPLICATED and not placement.updated_on_host
+        )
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self._tree = ParameterTree(model)
         self._accumulating: str | None = None
         self._training_thread = threading.get_ident()
         self.phase, self._due = Phase.IDLE, Due.NOTHING
-        self.sums_kept = False  # gradients have accumulated: buffers of local sums stay
+        self.wide_sums = False  # gradients have accumulated: buffers of local sums stay
 
     # -- what others bring -----------------------------------------------------------------------------------------
 
-    def update_by(self, policy: UpdatePolicy, optimizer: HeldOptimizer | None = None) -> None:
+    def update_by(self, policy: UpdatePolicy, optimizer: AttachedOptimizer | None = None) -> None:
         """Units are updated by this policy from now on."""
         self.updates, self.optimizer = policy, optimizer
 
@@ -189,36 +191,36 @@ class Engine:
         return self._aside
 
     @property
-    def whole_for_now(self) -> bool:
+    def in_full_parameters(self) -> bool:
         """A full_parameters context is open."""
-        return bool(self._whole_for_now)
+        return bool(self._open_contexts)
 
     @property
-    def written_for_now(self) -> bool:
+    def in_writable_full_parameters(self) -> bool:
         """A full_parameters context is open whose writes are kept."""
-        return any(self._whole_for_now)
+        return any(self._open_contexts)
 
     @contextmanager
     def unsharded(self, *, write: bool) -> Iterator[bool]:
         """Every parameter is whole on every rank. True if this context is the outermost one whose writes are kept."""
-        outermost = write and not self.written_for_now
-        self.passes.pin_all()
-        self._whole_for_now.append(write)
+        outermost = write and not self.in_writable_full_parameters
+        self.unsharding.pin_all()
+        self._open_contexts.append(write)
         try:
             yield outermost
         finally:
-            self._whole_for_now.pop()
-            self.passes.unpin_all()
+            self._open_contexts.pop()
+            self.unsharding.unpin_all()
 
-    def spoil(self, why: str) -> None:
+    def mark_broken(self, why: str) -> None:
         """The values are of no use until a load has replaced them all."""
         self.broken = why
 
-    def mend(self) -> None:
+    def mark_repaired(self) -> None:
         """All values have been replaced."""
         self.broken = ""
 
-    def check_sound(self) -> None:
+    def check_usable(self) -> None:
         """Raises if the values are of no use."""
         if self.broken:
             raise StateError(self.broken)
@@ -230,20 +232,20 @@ class Engine:
         return self._accumulating != "once"
 
     def before_forward(self) -> None:
-        self.check_sound()
+        self.check_usable()
         self.updates.finish()
         if torch.is_grad_enabled():
             self._training_thread = threading.get_ident()
-        self.tidy_after_error()
+        self.close_failed_backward()
         if torch.is_grad_enabled():
             self.check_parameters()
             self._due = after_forward(self._due, reducing=self.reducing)
 
     def enter_backward(self) -> None:
         """Called inside backward, in its outermost graph where we can: its end closes what was opened."""
-        if not self.passes.in_backward:
+        if not self.unsharding.in_backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-            self.passes.open_backward()
+            self.unsharding.open_backward()
 
     def gradient_coming(self) -> None:
         """Autograd is about to put a gradient into .grad, which must be free for it. The first one opens backward."""
@@ -253,9 +255,9 @@ class Engine:
         self._forget_dropped()  # may raise: nothing is open then
         self._check_scale()
         self.tied.check_backward()
-        self._begin_rounds()
+        self._begin_reductions()
         self._move(Event.OPENED)
-        self.shown.hide()
+        self.visible.hide()
 
     def _check_scale(self) -> None:
         """All backwards of a step have one scale, and fp16 has one at all. Clipping comes after them."""
@@ -273,7 +275,7 @@ class Engine:
         """What the gradients of this step are multiplied by."""
         return 1.0 if self._scale is None else self._scale
 
-    def _begin_rounds(self) -> None:
+    def _begin_reductions(self) -> None:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
         self.updates.check_backward()
         if self.phase is Phase.REDUCED:
@@ -289,7 +291,7 @@ class Engine:
     def _reduce_late(self, waiting: bytes) -> None:
         for index in self.schedule.order:
             if waiting[index]:
-                self.schedule.extra_round(index)
+                self.schedule.extra_reduction(index)
 
     def gradient_arrived(self, index: int) -> None:
         """A parameter's .grad has been made by autograd: take it."""
@@ -312,7 +314,7 @@ class Engine:
         if self.schedule.arrived(at, start=self._accumulating != "once"):
             sharded = self._pass_index.get(id(unit))
             if sharded is not None:
-                self.passes.gradients_came(sharded, every=self.schedule.count(at) >= len(unit.params))
+                self.unsharding.gradients_came(sharded, every=self.schedule.count(at) >= len(unit.params))
 
     def _aligned(self, index: int, grad: Tensor) -> Tensor:
         """A gradient as its parameter lies on the ranks of "tp", which run the same backward in the same order."""
@@ -323,7 +325,7 @@ class Engine:
 
     @spanned("close", "backward", "the model")
     def _end_of_backward(self) -> None:
-        if self.passes.in_backward:  # else an error cut it short and it has been tidied
+        if self.unsharding.in_backward:  # else an error cut it short and it has been tidied
             with torch.no_grad():
                 closed = self._close()
                 shows = self._accumulating is None and self.updates.keeps_gradients
@@ -336,7 +338,7 @@ class Engine:
         self._due = after_backward(self._due, gradients=gradients, reducing=reducing)
         if gradients:
             self._move(Event.REDUCED if reducing else Event.SUMMED)
-        self.passes.close_backward()
+        self.unsharding.close_backward()
         if gradients:
             self.schedule.flush(start=reducing)
         return gradients
@@ -344,10 +346,10 @@ class Engine:
     def _move(self, event: Event) -> None:
         self.phase = after_phase(self.phase, event)
 
-    def tidy_after_error(self) -> None:
+    def close_failed_backward(self) -> None:
         """A backward that raised left rounds half done: complete the order, so that all ranks stay in step."""
         ours = threading.get_ident() == self._training_thread  # another thread may run a forward during our backward
-        if self.passes.in_backward and ours and torch._C._current_graph_task_id() == -1:
+        if self.unsharding.in_backward and ours and torch._C._current_graph_task_id() == -1:
             self._close()
 
     def _starting(self, index: int) -> None:
@@ -359,10 +361,10 @@ class Engine:
 
     # -- between backward and step ---------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def complete_gradients(self) -> None:
         """Agree on what was used and reduce what is left. Collective; once per step."""
-        self.tidy_after_error()
-        self.passes.gathers.catch_up()
+        self.close_failed_backward()
+        self.unsharding.gathers.catch_up()
         if self.phase is Phase.AGREED:
             self._mark_dropped()
             return
@@ -383,7 +385,7 @@ class Engine:
     def _agree_on_used(self) -> bytes:
         """Tell which parameters this rank used; which units hold, on any rank, gradients that no round has taken."""
         said = bytearray(self.used)
-        for index in self.shown.dropped():
+        for index in self.visible.dropped():
             said[index] = DROPPED
         rows = self.everyone.gather_bytes(bytes(said) + self._waiting(), Label("used-flags", "step"))
         words = bytearray(map(max, zip(*rows, strict=True)))
@@ -401,9 +403,9 @@ class Engine:
                 raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
             return
         if self._due is not Due.ZEROS:
-            self.passes.open_backward()
-            self.passes.close_backward()
-        self._begin_rounds()
+            self.unsharding.open_backward()
+            self.unsharding.close_backward()
+        self._begin_reductions()
         self.schedule.flush(start=True)
         self._due = Due.NOTHING
 
@@ -411,21 +413,21 @@ class Engine:
         """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
         if self.schedule.agreed:
             return
-        mine = [self.schedule.order_seen(), self.passes.forward_seen, self.passes.backward_seen]
+        mine = [self.schedule.order_seen(), self.unsharding.forward_seen, self.unsharding.backward_seen]
         blobs = self.everyone.exchange(json.dumps(mine).encode(), Label("agree", "the order of units"))
         ranks = [json.loads(blob) for blob in blobs]
         self.schedule.order, self.schedule.agreed = ranks[0][0], True
-        self.passes.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
+        self.unsharding.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
         self.pool.trim()  # in the first backward units may have waited for another order
 
-    def finish(self, index: int) -> Unit:
+    def wait_reduced(self, index: int) -> Unit:
         """A unit whose gradient is complete."""
         self.schedule.finish(index)
         return self.units[index]
 
     def counts(self, name: str) -> bool:
         """Whether a parameter counts here: what is the same on all ranks of "tp" counts on the first of them."""
-        return self.comms.tp.rank == 0 or name in self.parts
+        return self.comms.tp.rank == 0 or name in self.tensor_shards
 
     def keep(self, index: int, kept: bytes) -> None:
         """Which parameters of a unit are to be updated: those that some rank used."""
@@ -449,7 +451,7 @@ class Engine:
         self.updates.finish()
         if host:
             self.updates.wait()
-        if not self.written_for_now:
+        if not self.in_writable_full_parameters:
             for unit in self.units:
                 unit.take_edits()
 
@@ -460,7 +462,7 @@ class Engine:
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
-        self.tidy_after_error()
+        self.close_failed_backward()
         self.updates.check_zero_grad()
         self.schedule.drain()
         self._whole.drop()
@@ -473,12 +475,12 @@ class Engine:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
             self._due = after_drop(self._due)
-            self.shown.hide()
+            self.visible.hide()
             self.used = bytearray(len(self.params))
 
-    def sums_were_kept(self) -> None:
+    def keep_wide_sums(self) -> None:
         """Gradients have accumulated in this run: from then on sums are fp32."""
-        self.sums_kept = True
+        self.wide_sums = True
         for unit in self.units:
             unit.gradients.widen()
 
@@ -488,8 +490,8 @@ class Engine:
         self.updates.check_accumulation()
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
-        self._accumulating = reduce or ("once" if self.placement.gradients is Scope.WHOLE else "each")
-        self.sums_were_kept()
+        self._accumulating = reduce or ("once" if self.placement.gradients is Scope.REPLICATED else "each")
+        self.keep_wide_sums()
         try:
             yield
         finally:
@@ -498,18 +500,18 @@ class Engine:
     def keep_across(self, nbytes: int) -> None:
         """Stage 3: let units of so many bytes stay whole over the passes that follow; 0 releases them again."""
         if self.schedule.agreed:  # before that the passes are being watched
-            self.passes.keep_across(nbytes)
+            self.unsharding.keep_across(nbytes)
 
     # -- what users see --------------------------------------------------------------------------------------------
 
     def show_gradients(self) -> None:
         """Values where gradients are whole, else placeholders."""
         if self._whole.wanted:
-            self.settle()
+            self.complete_gradients()
             used = [index for index, kept in enumerate(self.kept) if kept]
-            self.shown.show(used, self._whole_gradient)
+            self.visible.show(used, self._whole_gradient)
         else:
-            self.shown.show_placeholders()
+            self.visible.show_placeholders()
 
     @torch.no_grad()
     def end_schedule(self) -> None:
@@ -523,12 +525,12 @@ class Engine:
 
     def _mark_dropped(self) -> None:
         """Set to None since the ranks agreed (on every rank alike)."""
-        for index in self.shown.dropped():
+        for index in self.visible.dropped():
             self.kept[index] = 0
 
     def _forget_dropped(self) -> None:
         """Set to None before another backward: what was there does not add to what comes."""
-        dropped = self.shown.dropped()
+        dropped = self.visible.dropped()
         if dropped:
             self.schedule.drain()
             self._whole.wait()
@@ -540,7 +542,7 @@ class Engine:
         """The model still has the parameters it had when it was sharded, and they are where we put them."""
         self._tree.check()
         for unit in self.all_units:
-            unit.values.check()
+            unit.flat_params.check()
         sharded = [(s.name, p) for u in self.all_units[len(self.units) :] for s, p in zip(u.layout.slots, u.params)]
         for name, param in self.frozen + sharded:
             if param.requires_grad:

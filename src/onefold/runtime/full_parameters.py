@@ -32,7 +32,7 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     ...     _ = model.weight.fill_(0.5)
     """
     engine = engine_of(model)
-    engine.check_sound()
+    engine.check_usable()
     engine.quiesce()
     with engine.unsharded(write=write) as outermost:
         if not outermost:
@@ -67,11 +67,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     ['bias', 'weight']
     """
     engine = engine_of(model)
-    engine.check_sound()
+    engine.check_usable()
     engine.quiesce()
     near = engine.everyone.rank == 0  # shares "tp" with the first rank: brings its parts
     first = near and engine.comms.tp.rank == 0
-    engine.passes.gathers.catch_up()
+    engine.unsharding.gathers.catch_up()
     copies: dict[int, Tensor] = {}
 
     def copy(name: str, param: nn.Parameter, local: Tensor) -> None:
@@ -79,23 +79,23 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             whole = joined(engine, name, local)
             copies[id(param)] = whole.to("cpu", copy=True) if first else NOTHING
 
-    for name in engine.parts:
+    for name in engine.tensor_shards:
         check_part(engine, name, "full_state_dict()")
-    if engine.written_for_now:
+    if engine.in_writable_full_parameters:
         _absorb(engine)
         for unit in engine.units:
             unit.watch()
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
-        for slot, param, view in zip(unit.layout.slots, unit.params, unit.whole_master(), strict=True):
+        for slot, param, view in zip(unit.layout.slots, unit.params, unit.unsharded_master(), strict=True):
             copy(slot.name, param, view)
-    for index, unit in enumerate(engine.passes.units):
+    for index, unit in enumerate(engine.unsharding.units):
         if unit in narrow:
             continue
-        engine.passes.gathers.need(index)
+        engine.unsharding.gathers.need(index)
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             copy(slot.name, param, held(param).detach())
-        engine.passes.gathers.done(index)
+        engine.unsharding.gathers.done(index)
     for name, param in model.named_parameters():  # frozen, or whole
         if id(param) not in copies:
             copy(name, param, held(param).detach())
@@ -108,7 +108,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
     """A parameter as it is without "tp", from the parts of its ranks. Collective over them where it is split."""
-    part, tp = engine.parts.get(name), engine.comms.tp
+    part, tp = engine.tensor_shards.get(name), engine.comms.tp
     if part is None:
         return local
     row = math.prod(part.shape) // max(part.shape[part.dim], 1)
@@ -122,7 +122,7 @@ def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
 
 
 def check_part(engine: Engine, name: str, where: str) -> None:
-    if name in engine.parts and engine.parts[name] is None:
+    if name in engine.tensor_shards and engine.tensor_shards[name] is None:
         raise StateError(
             f"{where}: {name} is split over the ranks of 'tp', but nobody said along which dim; set "
             f"param.partition_dim (and tensor_model_parallel) before shard(), or use torch's parallelize_module"

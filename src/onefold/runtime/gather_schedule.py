@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.cost.limits import READ_AHEAD
-from onefold.runtime.timer import Watch
+from onefold.runtime.timer import GatherTimer
 from onefold.state.flat_parameters import ParameterState
 from onefold.state.unit import Unit
 
@@ -39,7 +39,7 @@ class GatherSchedule:
     ) -> None:
         self._units, self._comm, self.negotiate = units, comm, negotiate
         sizes = [unit.layout.numel * unit.layout.itemsize for unit in units]
-        self._watch = Watch(sizes, live_bytes) if prefetch == AUTO else None
+        self._watch = GatherTimer(sizes, live_bytes) if prefetch == AUTO else None
         self.prefetch = dict.fromkeys((FORWARD, BACKWARD), 0 if isinstance(prefetch, str) else prefetch)
         self.forward = list(range(len(units)))
         self.backward = [index for index in reversed(self.forward) if index != self.kept]
@@ -74,16 +74,16 @@ class GatherSchedule:
             self._places.setdefault(index, []).append(place)
         self.seen = []
         for unit in self._units:
-            unit.values.finish_offers(purpose)  # peers may be one pass of a kind behind, no more
+            unit.flat_params.finish_posted(purpose)  # peers may be one pass of a kind behind, no more
         self._unoffered = deque(range(len(order)))
-        ready = not any(self._units[index].values.resting for index in order)
+        ready = not any(self._units[index].flat_params.offloaded_or_updating for index in order)
         self._offer_to(len(order) if ready else 0)
 
     def _offer_to(self, place: int) -> None:
         """Offer what the list has before this place. Values that are being updated, or are on disk, are offered when
         they are needed; a rank that needs one has offered all before it."""
         while self._unoffered and self._unoffered[0] < place:
-            self._units[self._order[self._unoffered.popleft()]].values.offer(self._purpose)
+            self._units[self._order[self._unoffered.popleft()]].flat_params.post_shard(self._purpose)
 
     def need(self, *indices: int) -> None:
         """Make units whole now, and start what comes next."""
@@ -101,7 +101,7 @@ class GatherSchedule:
             place = self._ahead.pop(index) if index in self._ahead else self._place(index)
             if place in self._left:
                 self._fetch(place)
-            elif self._units[index].values.state is ParameterState.SHARDED:
+            elif self._units[index].flat_params.state is ParameterState.SHARDED:
                 unlisted.append(index)
             if place < len(self._order):
                 self._at = place + 1
@@ -111,7 +111,7 @@ class GatherSchedule:
         for index in wanted:
             if self._watch:
                 self._watch.needed(index)
-            self._units[index].values.finish_gather()
+            self._units[index].flat_params.finish_gather()
             if self._watch:
                 self._watch.arrived(index)
 
@@ -158,7 +158,7 @@ class GatherSchedule:
 
     def ready(self, index: int) -> bool:
         """Whole, and a need of it is known to the pass."""
-        return self._units[index].values.state is ParameterState.UNSHARDED and index not in self._ahead
+        return self._units[index].flat_params.state is ParameterState.UNSHARDED and index not in self._ahead
 
     def _place(self, index: int) -> int:
         """Where a need of this unit stands in the list: the next place that is left, or one before, or none."""
@@ -172,10 +172,10 @@ class GatherSchedule:
             self._negotiate(indices, here=False)
             return
         for index in indices:
-            values = self._units[index].values
+            values = self._units[index].flat_params
             if self._purpose == LONE:
-                values.finish_offers(LONE)  # all ranks are here again, so they have had the last one
-            values.offer(self._purpose)
+                values.finish_posted(LONE)  # all ranks are here again, so they have had the last one
+            values.post_shard(self._purpose)
             self._start(index)
 
     def catch_up(self) -> None:
@@ -190,8 +190,8 @@ class GatherSchedule:
         for index, unit in enumerate(self._units):
             wanting = [rank for rank, row in enumerate(rows) if row[1 + index]]
             if wanting:
-                unit.values.finish_offers(FORWARD)
-                unit.values.offer(FORWARD, to=wanting)
+                unit.flat_params.finish_posted(FORWARD)
+                unit.flat_params.post_shard(FORWARD, to=wanting)
         for index in indices:
             self._start(index, FORWARD)
         return all(row[0] for row in rows)
@@ -199,7 +199,7 @@ class GatherSchedule:
     def _fetch(self, place: int) -> None:
         self._offer_to(place + 1)
         for soon in self._order[place + 1 : place + 1 + READ_AHEAD]:
-            self._units[soon].values.read_ahead()
+            self._units[soon].flat_params.read_ahead()
         if not self._comm.any_order:
             first = place  # all before it have been fetched
             while first - 1 in self._left:
@@ -238,7 +238,7 @@ class GatherSchedule:
         self.trace.append((purpose, self._units[index].name))
         if self._watch:
             self._watch.started(index)
-        self._units[index].values.fetch(purpose)
+        self._units[index].flat_params.receive_shards(purpose)
         self._live.add(index)
 
     def _release_idle(self, but: Sequence[int]) -> None:
@@ -248,7 +248,7 @@ class GatherSchedule:
 
     def _release(self, index: int) -> None:
         self._ahead.pop(index, None)
-        values = self._units[index].values
+        values = self._units[index].flat_params
         values.release()
         if values.state is ParameterState.SHARDED:
             self._live.discard(index)

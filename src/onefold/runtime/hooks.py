@@ -34,7 +34,7 @@ def attach(engine: Engine, blocks: Sequence[str]) -> None:
     model.register_forward_hook(partial(_after_forward, engine))
     if engine.precision.narrow:
         attach_casts(engine)
-    if engine.passes.units:
+    if engine.unsharding.units:
         _attach_passes(engine, blocks)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
@@ -44,9 +44,9 @@ def attach(engine: Engine, blocks: Sequence[str]) -> None:
 
 def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
     """Gather and release around blocks, around plain layers outside them, and around the root."""
-    passes, model = engine.passes, engine.model
-    unit_of = {id(param): index for index, unit in enumerate(passes.units) for param in unit.params}
-    frozen = {index for index, unit in enumerate(passes.units) if unit not in engine.units}
+    unsharding, model = engine.unsharding, engine.model
+    unit_of = {id(param): index for index, unit in enumerate(unsharding.units) for param in unit.params}
+    frozen = {index for index, unit in enumerate(unsharding.units) if unit not in engine.units}
     modules = dict(model.named_modules())
     inside = {id(module) for name in blocks for module in modules[name].modules()}
     edges = [modules[name] for name in blocks]
@@ -66,21 +66,21 @@ def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
             and any(id(p) in unit_of for p in module._parameters.values())
         ):
             # its own parameters are gathered when it looks them up, which also works if it is called by itself
-            module.register_forward_pre_hook(lambda m, args: passes.enter(id(m), []))
+            module.register_forward_pre_hook(lambda m, args: unsharding.enter(id(m), []))
             module.register_forward_hook(
-                lambda m, args, output: passes.leave(id(m), [], listed(output)), always_call=True
+                lambda m, args, output: unsharding.leave(id(m), [], listed(output)), always_call=True
             )
     model.register_forward_pre_hook(lambda *_: _enter_root(engine))
     model.register_forward_hook(
-        lambda m, args, output: passes.leave(id(m), [], listed(output), root=True), always_call=True
+        lambda m, args, output: unsharding.leave(id(m), [], listed(output), root=True), always_call=True
     )
-    passes.looked_up_only = _of_embeddings(model, unit_of)
-    watch_parameters(model.modules(), unit_of, passes)
+    unsharding.looked_up_only = _of_embeddings(model, unit_of)
+    watch_parameters(model.modules(), unit_of, unsharding)
     for module in modules.values():
         indices = sorted({unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of})
         if indices:
             _attach_state(engine, module, indices)
-    model.register_load_state_dict_post_hook(lambda *_: passes.release_all())
+    model.register_load_state_dict_post_hook(lambda *_: unsharding.release_all())
 
 
 def _enter_root(engine: Engine) -> None:
@@ -90,7 +90,7 @@ def _enter_root(engine: Engine) -> None:
             "with stage 3, cast inputs instead or leave autocast around single modules",
             stacklevel=2,
         )
-    engine.passes.enter(id(engine.model), [], root=True)
+    engine.unsharding.enter(id(engine.model), [], root=True)
 
 
 def _of_embeddings(model: nn.Module, unit_of: dict[int, int]) -> set[int]:
@@ -108,12 +108,12 @@ def _of_embeddings(model: nn.Module, unit_of: dict[int, int]) -> set[int]:
 
 def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None:
     """A whole state dict may come in, one unit at a time; none goes out while values are spread over ranks."""
-    passes = engine.passes
+    unsharding = engine.unsharding
 
     def before_load(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise StateError("load_state_dict(assign=True) would replace sharded parameters; load without assign=True")
-        passes.begin_load(indices)
+        unsharding.begin_load(indices)
 
     def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Copies: the buffers behind the parameters are emptied when full_parameters ends."""
@@ -122,14 +122,14 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
                 state[prefix + name] = state[prefix + name].clone()
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not all(passes.gathers.ready(index) for index in indices):
+        if not all(unsharding.gathers.ready(index) for index in indices):
             raise StateError(
                 "model.state_dict() would hold parameters that are spread over ranks; call "
                 "onefold.full_state_dict(model), or model.state_dict() inside onefold.full_parameters(model)"
             )
 
     module.register_load_state_dict_pre_hook(before_load)
-    module.register_load_state_dict_post_hook(lambda *_: passes.end_load(indices))
+    module.register_load_state_dict_post_hook(lambda *_: unsharding.end_load(indices))
     module.register_state_dict_pre_hook(before_save)
     module.register_state_dict_post_hook(after_save)
 
@@ -137,16 +137,16 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
 def _enter_module(
     engine: Engine, indices: list[int], frozen: list[int], module: nn.Module, args: Any, kwargs: Any
 ) -> None:
-    passes = engine.passes
-    passes.enter(id(module), indices)
+    unsharding = engine.unsharding
+    unsharding.enter(id(module), indices)
     counted = not in_backward()
     inputs = [  # a leaf cannot tell under autograd.grad; those of a reentrant recomputation are never asked by it
         t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad and not (t.is_leaf and counted)
     ]
     if inputs and torch.is_grad_enabled():
         if counted:
-            passes.ran(indices)
-        _when_all_have_gradients(inputs, lambda _: passes.left(indices, frozen, counted=counted))
+            unsharding.ran(indices)
+        _when_all_have_gradients(inputs, lambda _: unsharding.left(indices, frozen, counted=counted))
 
 
 def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], None]) -> None:
@@ -160,11 +160,11 @@ def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], No
 
 def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
     given = listed(output)
-    engine.passes.leave(id(module), indices, given)
+    engine.unsharding.leave(id(module), indices, given)
     if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
         for tensor in given:
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _: engine.passes.need_in_backward(indices))
+                tensor.register_hook(lambda _: engine.unsharding.need_in_backward(indices))
 
 
 def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
@@ -204,7 +204,7 @@ def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) ->
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
     """`.to()`, `.half()`, `.cuda()` arrive here: what would move or cast a parameter raises before it happens."""
     for unit in engine.units:
-        sample = torch.empty(0, dtype=unit.values.whole.dtype, device=unit.values.whole.device)
+        sample = torch.empty(0, dtype=unit.flat_params.whole.dtype, device=unit.flat_params.whole.device)
         result = fn(sample)
         if result.dtype != sample.dtype or result.device != sample.device:
             raise StateError(

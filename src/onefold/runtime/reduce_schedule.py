@@ -25,7 +25,7 @@ class ReduceSchedule:
         self, units: Sequence[Unit], on_start: Callable[[int], None], on_reduced: Callable[[int, bool], None]
     ) -> None:
         self._units, self._on_start, self._on_reduced = units, on_start, on_reduced
-        self.patient = False  # see `one_round_each`
+        self.patient = False  # see `one_reduction_each`
         self.order = list(reversed(range(len(units))))
         self.agreed = False  # the order is one that a backward has shown
         self.completed: list[int] = []  # in this backward, by the time of their last gradient
@@ -34,7 +34,7 @@ class ReduceSchedule:
         self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether its round is of a step's last backward
         self.begin(final=True)
 
-    def one_round_each(self) -> None:
+    def one_reduction_each(self) -> None:
         """From now on a unit has one round in a backward: none counts as skipped before backward ends."""
         self.patient = True
 
@@ -81,7 +81,7 @@ class ReduceSchedule:
         """Whether any rank has used a unit in this step: after a while without, nobody waits for it."""
         self._unused[index] = 0 if used else self._unused[index] + 1
 
-    def extra_round(self, index: int) -> None:
+    def extra_reduction(self, index: int) -> None:
         """One more round for a unit, which all ranks agreed on."""
         self._start(index)
 

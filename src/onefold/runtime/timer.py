@@ -15,7 +15,7 @@ WATCHED_PASSES = 3  # of each kind, before it decides
 LOG = logging.getLogger("onefold")
 
 
-class Watch:
+class GatherTimer:
     """Decides once for forward and once for backward, when it has seen enough of each."""
 
     def __init__(

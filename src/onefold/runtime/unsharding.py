@@ -49,7 +49,7 @@ class SavedActivation(NamedTuple):
     version: int
 
 
-class Passes:
+class Unsharding:
     def __init__(
         self,
         units: Sequence[Unit],
@@ -65,7 +65,7 @@ class Passes:
         self.units = list(units)
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
         self._index = {id(unit): index for index, unit in enumerate(self.units)}
-        self._by_storage = {unit.values.storage: index for index, unit in enumerate(units)}
+        self._by_storage = {unit.flat_params.storage: index for index, unit in enumerate(units)}
         self._recomputed: set[int] = set()  # in this backward: what that saved is out of our sight
         self._running: list[int] = []  # hooked modules, the innermost last
         self._looked_up: set[int] = set()  # held until the root's forward ends
@@ -143,7 +143,7 @@ class Passes:
     def _keep_whole(self, index: int) -> None:
         if index not in self._pinned:
             self._pinned.add(index)
-            self.units[index].values.pins += 1
+            self.units[index].flat_params.pins += 1
 
     def _hold_until_the_end(self, index: int) -> None:
         """Of the root's forward: nobody knows what was made of it."""
@@ -257,30 +257,30 @@ class Passes:
         self._unpin()
         self._loading = False
         self.gathers.end()
-        self.finish_offers()
+        self.finish_posted()
 
-    def finish_offers(self) -> None:
+    def finish_posted(self) -> None:
         for unit in self.units:
-            unit.values.finish_offers()
+            unit.flat_params.finish_posted()
 
     def pin_all(self) -> None:
         """Make every unit whole and keep it so."""
         self.gathers.catch_up()
         for index, unit in enumerate(self.units):
             self.gathers.need(index)
-            unit.values.pins += 1
+            unit.flat_params.pins += 1
         self._all_whole += 1
 
     def unpin_all(self) -> None:
         for unit in self.units:
-            unit.values.pins -= 1
+            unit.flat_params.pins -= 1
         self._all_whole -= 1
         self.gathers.end()
 
     def keep_across(self, nbytes: int) -> None:
         """Make the first units of forward whole, as many as the budget holds, until this is called again."""
         for index in self._kept:
-            self.units[index].values.pins -= 1
+            self.units[index].flat_params.pins -= 1
         released, self._kept = self._kept, []
         left = 0 if self._all_whole else nbytes
         for index in self.gathers.forward:
@@ -289,7 +289,7 @@ class Passes:
                 left -= size
                 self._kept.append(index)
                 self.gathers.need(index)
-                self.units[index].values.pins += 1
+                self.units[index].flat_params.pins += 1
         if released and not self._backward:
             self.gathers.end()
 
@@ -303,21 +303,21 @@ class Passes:
 
     def end_load(self, indices: Sequence[int]) -> None:
         for index in indices:
-            self.units[index].values.write_back(Author.LOAD)
+            self.units[index].flat_params.write_back(Author.LOAD)
             self.gathers.idle(index)
 
     def _unpin(self) -> None:
         for index in self._pinned:
-            self.units[index].values.pins -= 1
+            self.units[index].flat_params.pins -= 1
         self._pinned.clear()
 
 
 class GatheringDict(dict[str, "nn.Parameter | None"]):
     """A module's parameters by name; a look-up makes the parameter whole while the model runs."""
 
-    def __init__(self, params: dict[str, nn.Parameter | None], passes: Passes, units: dict[str, int]) -> None:
+    def __init__(self, params: dict[str, nn.Parameter | None], unsharding: Unsharding, units: dict[str, int]) -> None:
         super().__init__(params)
-        self._passes, self._unit_of = passes, units
+        self._passes, self._unit_of = unsharding, units
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         index = self._unit_of.get(name)
@@ -330,12 +330,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def watch_parameters(modules: Iterator[nn.Module], unit_of: dict[int, int], passes: Passes) -> None:
+def watch_parameters(modules: Iterator[nn.Module], unit_of: dict[int, int], unsharding: Unsharding) -> None:
     """Let every module that owns a sharded parameter tell when it is looked up."""
     for module in modules:
         units = {name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of}
         if units:
-            module.__dict__["_parameters"] = GatheringDict(module._parameters, passes, units)
+            module.__dict__["_parameters"] = GatheringDict(module._parameters, unsharding, units)
 
 
 def _with_missing(order: list[int], everything: Iterable[int]) -> list[int]:

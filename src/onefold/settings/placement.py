@@ -1,12 +1,12 @@
-"""Which state is whole and which is sharded, and where it lies. The ZeRO family is this table; communication and
-copies follow from it.
+"""Which state is replicated on every rank, which is sharded, and in which memory it is. The ZeRO family is this table;
+communication and copies follow from it.
 
 | stage | optimizer | gradients | parameters |
 |---|---|---|---|
-| 0 | whole | whole | whole |
-| 1 | shard | whole | whole |
-| 2 | shard | shard | whole |
-| 3 | shard | shard | shard |
+| 0 | replicated | replicated | replicated |
+| 1 | sharded | replicated | replicated |
+| 2 | sharded | sharded | replicated |
+| 3 | sharded | sharded | sharded |
 
 A stage is a row of data. Nothing below this module asks for a stage number. Beside its scope a state has a tier: where
 the optimizer's state is not on the device, gradients go down to the host, which updates, and values come up again.
@@ -21,8 +21,8 @@ from typing import NamedTuple
 class Scope(Enum):
     """How much of a state one rank holds."""
 
-    WHOLE = "whole"
-    SHARD = "shard"
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
 
 
 class Tier(Enum):
@@ -44,13 +44,13 @@ class Placement(NamedTuple):
     late: bool = False  # values are seen in forward and backward only, so an update may run beside the next forward
 
     @property
-    def away(self) -> bool:
-        """The host updates."""
+    def updated_on_host(self) -> bool:
+        """The optimizer runs on the host, because its state is there or on disk."""
         return self.optimizer_tier is not Tier.DEVICE
 
     def on(self, optimizer: Tier, parameters: Tier) -> Placement:
         """The same scopes on other tiers."""
-        late = optimizer is not Tier.DEVICE and self.parameters is Scope.SHARD
+        late = optimizer is not Tier.DEVICE and self.parameters is Scope.SHARDED
         return self._replace(optimizer_tier=optimizer, parameters_tier=parameters, late=late)
 
     def over(self, ranks: int) -> Placement:
@@ -58,13 +58,13 @@ class Placement(NamedTuple):
         are not on the device come there for use."""
         if ranks > 1:
             return self
-        kept = self.parameters if self.parameters_tier is not Tier.DEVICE else Scope.WHOLE
-        return self._replace(optimizer=Scope.WHOLE, gradients=Scope.WHOLE, parameters=kept)
+        kept = self.parameters if self.parameters_tier is not Tier.DEVICE else Scope.REPLICATED
+        return self._replace(optimizer=Scope.REPLICATED, gradients=Scope.REPLICATED, parameters=kept)
 
 
 STAGES: dict[int, Placement] = {
-    0: Placement(optimizer=Scope.WHOLE, gradients=Scope.WHOLE, parameters=Scope.WHOLE),
-    1: Placement(optimizer=Scope.SHARD, gradients=Scope.WHOLE, parameters=Scope.WHOLE),
-    2: Placement(optimizer=Scope.SHARD, gradients=Scope.SHARD, parameters=Scope.WHOLE),
-    3: Placement(optimizer=Scope.SHARD, gradients=Scope.SHARD, parameters=Scope.SHARD),
+    0: Placement(optimizer=Scope.REPLICATED, gradients=Scope.REPLICATED, parameters=Scope.REPLICATED),
+    1: Placement(optimizer=Scope.SHARDED, gradients=Scope.REPLICATED, parameters=Scope.REPLICATED),
+    2: Placement(optimizer=Scope.SHARDED, gradients=Scope.SHARDED, parameters=Scope.REPLICATED),
+    3: Placement(optimizer=Scope.SHARDED, gradients=Scope.SHARDED, parameters=Scope.SHARDED),
 }

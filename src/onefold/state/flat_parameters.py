@@ -55,7 +55,7 @@ MOVES = {
 }
 
 
-class Values:
+class FlatParameters:
     def __init__(
         self,
         views: FlatViews,
@@ -75,7 +75,7 @@ class Values:
         self._flat_views = views.all(self.whole)
         self._arriving: Pending | None = None
         self.on_resize: Callable[[Tensor], None] | None = None  # whoever counts bytes
-        self._offers: dict[str, list[Pending]] = {}  # of my shard, by purpose
+        self._posted: dict[str, list[Pending]] = {}  # of my shard, by purpose
         self.pins = 0  # while above zero, release does nothing
         self._shard: Tensor | None = None
         self.image: Image | None = None  # the file in which my shard rests
@@ -85,7 +85,7 @@ class Values:
         self._read = Mark()  # the last such copy
         self._edits = edits
         self._lay_marks()
-        if self.scope is Scope.WHOLE:
+        if self.scope is Scope.REPLICATED:
             self._lay_whole()
         else:
             self._lay_shard()
@@ -109,7 +109,7 @@ class Values:
 
     def _lay_marks(self) -> None:
         """What stands for values that are not to be seen."""
-        if self.scope is Scope.SHARD or self._late:
+        if self.scope is Scope.SHARDED or self._late:
             dtype, device = self._views.dtype, self._views.device
             self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
             self._placeholders = [self._marks[i].expand(held(p).size()) for i, p in enumerate(self._params)]
@@ -125,7 +125,7 @@ class Values:
         return self._views.dtype
 
     @property
-    def resting(self) -> bool:
+    def offloaded_or_updating(self) -> bool:
         """My shard is not in memory, or an update of it is on the way."""
         return self._coming is not None or self.image is not None
 
@@ -142,7 +142,7 @@ class Values:
     @property
     def _seen_late(self) -> bool:
         """They are whole for good and shown, and an update hides them."""
-        return self.scope is Scope.WHOLE and self._late and self.state is ParameterState.UNSHARDED
+        return self.scope is Scope.REPLICATED and self._late and self.state is ParameterState.UNSHARDED
 
     def check_unwritten(self) -> None:
         """Before an update of them begins: nobody has written what only full_parameters may. Said once."""
@@ -150,7 +150,7 @@ class Values:
             self._edits.accept()
             self._refuse_write(written)
 
-    def settle(self) -> None:
+    def wait_for_update(self) -> None:
         """No update is on the way. An interrupted wait is no end."""
         if self._coming is not None:
             try:
@@ -177,26 +177,26 @@ class Values:
         assert (self.state, to) in MOVES, f"{self.name}: {self.state.name} cannot become {to.name}"
         self.state = to
 
-    def offer(self, purpose: str, to: Sequence[int] | None = None) -> None:
+    def post_shard(self, purpose: str, to: Sequence[int] | None = None) -> None:
         """Let peers, all or some, have my shard once more."""
-        self.settle()
+        self.wait_for_update()
         if self._shard is None or self._comm.size == 1:
             return
-        self.wake()
-        offer = self._comm.offer(self._shard, Label(purpose, self._views.layout.name), to)
-        self._offers.setdefault(purpose, []).append(offer)
+        self.load_shard()
+        post_shard = self._comm.post_shard(self._shard, Label(purpose, self._views.layout.name), to)
+        self._posted.setdefault(purpose, []).append(post_shard)
 
-    def finish_offers(self, purpose: str | None = None) -> None:
+    def finish_posted(self, purpose: str | None = None) -> None:
         """Wait until the peers have had what was offered (for one purpose, or at all)."""
-        for known in list(self._offers) if purpose is None else [purpose]:
-            for offer in self._offers.pop(known, ()):
-                offer.wait()
+        for known in list(self._posted) if purpose is None else [purpose]:
+            for post_shard in self._posted.pop(known, ()):
+                post_shard.wait()
 
-    def fetch(self, purpose: str) -> None:
+    def receive_shards(self, purpose: str) -> None:
         """SHARDED -> GATHERING. What is whole already is fetched all the same: each offer is taken once."""
         if self._shard is None:
             return
-        self.settle()
+        self.wait_for_update()
         self.finish_gather()
         if self.state is ParameterState.SHARDED:
             self.whole.untyped_storage().resize_(self._whole_bytes)
@@ -205,15 +205,15 @@ class Values:
             self._move(ParameterState.GATHERING)
         if self._comm.size > 1:
             with self._host.before(self._copied) if self._copied else nullcontext():
-                self._arriving = self._comm.fetch(self.whole, Label(purpose, self._views.layout.name))
+                self._arriving = self._comm.receive_shards(self.whole, Label(purpose, self._views.layout.name))
 
     def _fill_mine(self) -> None:
         """My slot of the buffer; from the host it comes beside compute."""
         assert self._shard is not None
-        self.wake()
+        self.load_shard()
         if self.on_host:
             with span("upload", "shard", self._views.layout.name):
-                self._copied = self._host.up(self._shard, self._my_slot)
+                self._copied = self._host.to_device(self._shard, self._my_slot)
         else:
             self._my_slot.copy_(self._shard)
 
@@ -238,16 +238,16 @@ class Values:
         if self._coming is None or self._updated():
             self.start()
 
-    def wake(self) -> None:
+    def load_shard(self) -> None:
         """My shard is in memory."""
         if self.image is not None:
             self.image.open()
 
-    def sleep(self, *, changed: bool = False) -> None:
+    def unload_shard(self, *, changed: bool = False) -> None:
         """My shard is not needed for a while."""
         if self.image is not None and self.image.is_open:
             (self._copied or self._read).wait()
-            self.finish_offers()
+            self.finish_posted()
             self.image.close(changed=changed)
 
     def reap(self) -> None:
@@ -267,7 +267,7 @@ class Values:
             self._read, self._copied = self._copied, None
             self._read.order()
         if self.state is ParameterState.GATHERING:
-            self.settle()
+            self.wait_for_update()
             self._check_marks()
             self._check_places(self._placeholders)
             self._move(ParameterState.UNSHARDED)
@@ -285,7 +285,7 @@ class Values:
             self._resized()
             self._move(ParameterState.SHARDED)
             if self._coming is None:  # else the update has my shard, and puts it away
-                self.sleep()
+                self.unload_shard()
             if written:
                 self._refuse_write(written)
 
@@ -298,10 +298,10 @@ class Values:
         self._edits.accept(author)
         if self._shard is not None:
             assert self.state is ParameterState.UNSHARDED
-            self.finish_offers()
-            self.wake()
+            self.finish_posted()
+            self.load_shard()
             self._shard.copy_(self._my_slot)
-            self.sleep(changed=True)
+            self.unload_shard(changed=True)
 
     def forget_writes(self) -> None:
         """Whatever was written while they were whole is dropped with them, where they are sharded."""
@@ -355,7 +355,7 @@ class Values:
 
     def tensors(self) -> list[Tensor]:
         """What holds values now."""
-        marks = [self._marks] if self.scope is Scope.SHARD or self._late else []
+        marks = [self._marks] if self.scope is Scope.SHARDED or self._late else []
         return [self.whole, *marks] if self._shard is None else [self._shard, self.whole, *marks]
 
 

@@ -30,13 +30,13 @@ from onefold.comm.meter import Label
 from onefold.cost.layout import Span
 from onefold.errors import ModelError
 from onefold.offload.host import Host, Mark
-from onefold.offload.transfer import Parcel
+from onefold.offload.transfer import GradientTransfer
 from onefold.settings.placement import Scope
 from onefold.settings.precision import Dtypes
 from onefold.state.views import FlatViews
 
 
-class Round(NamedTuple):
+class ReductionInFlight(NamedTuple):
     """A reduction on the way and the buffers it holds."""
 
     reduction: Reduction
@@ -75,18 +75,18 @@ class Gradients:
         self._local: Tensor | None = None  # the local sum being built
         self._slots: list[Tensor] = []  # the parameters' views of it
         self.transient = host is not None or not pool.keeps  # its buffer is the pool's, until it is parked or used
-        self.parked: Parcel | None = None  # my shard of it, on the host
+        self.offloaded: GradientTransfer | None = None  # my shard of it, on the host
         self._leaving: list[Tensor] = []  # buffers here that a copy down still reads
         self._left = Mark()
         self._written: set[int] = set()
-        self._rounds: deque[Round | None] = deque()  # None: of loose gradients, which are their own sum
-        self._may_be_loose = self._narrow and mean == 1.0 and host is None
-        self._loose: dict[int, Tensor] = {}  # by slot
+        self._in_flight: deque[ReductionInFlight | None] = deque()  # None: of loose gradients, which are their own sum
+        self._may_stay_unflattened = self._narrow and mean == 1.0 and host is None
+        self._unflattened: dict[int, Tensor] = {}  # by slot
 
     @property
     def waiting(self) -> bool:
         """There is a local sum that no round has taken yet."""
-        return self._local is not None or bool(self._loose and not (self.reduced or self._rounds))
+        return self._local is not None or bool(self._unflattened and not (self.reduced or self._in_flight))
 
     @property
     def local_itemsize(self) -> int:
@@ -96,12 +96,12 @@ class Gradients:
     @property
     def held_bytes(self) -> int:
         """What a complete gradient takes here: mine alone, or all of it where gradients are whole."""
-        numel = self._layout.numel if self._scope is Scope.WHOLE else self._layout.shard_numel
+        numel = self._layout.numel if self._scope is Scope.REPLICATED else self._layout.shard_numel
         return numel * self.dtype.itemsize
 
     def widen(self) -> None:
         """From now on gradients accumulate: keep sums in fp32."""
-        empty = not (self.reduced or self.waiting or self._rounds)
+        empty = not (self.reduced or self.waiting or self._in_flight)
         if empty and self._narrow and not (self.dtype is self._local_dtype is torch.float32):
             self.dtype = self._local_dtype = torch.float32
             self._home = self._shard = None
@@ -117,8 +117,8 @@ class Gradients:
                 f"{self._layout.slots[index].name} has a {grad.layout} gradient; flat units need dense ones: "
                 f"build the module with sparse=False"
             )
-        if self._may_be_loose and self._stays_loose(index, grad):
-            self._loose[index] = grad
+        if self._may_stay_unflattened and self._stays_unflattened(index, grad):
+            self._unflattened[index] = grad
             return
         if self._local is None:
             self._open_local()
@@ -129,16 +129,16 @@ class Gradients:
             view.copy_(grad) if self._factor is None else torch.mul(grad, self._factor, out=view)
             self._written.add(index)
 
-    def _stays_loose(self, index: int, grad: Tensor) -> bool:
-        if index in self._loose or self._local is not None or self.reduced or self._rounds:
+    def _stays_unflattened(self, index: int, grad: Tensor) -> bool:
+        if index in self._unflattened or self._local is not None or self.reduced or self._in_flight:
             return False
         alike = grad.dtype is self.dtype is self._local_dtype and grad.stride() == self._views.stride(index)
         return alike and grad.data_ptr() % ALIGNED == 0
 
     def launch(self) -> None:
         """Start a round: what this rank did not write counts as zeros."""
-        if self._loose and self._local is None and not (self.reduced or self._rounds):
-            self._rounds.append(None)
+        if self._unflattened and self._local is None and not (self.reduced or self._in_flight):
+            self._in_flight.append(None)
             return
         flat = self._open_local()
         if len(self._written) < len(self._slots):
@@ -151,20 +151,20 @@ class Gradients:
             self._let_go(local)
         scratch = self._pool.take(self._comm.scratch_numel(self._layout.shard_numel), self._wire)
         reduction = self._comm.reduce(flat, scratch, Label("reduce", self._layout.name))
-        self._rounds.append(Round(reduction, flat, scratch))
+        self._in_flight.append(ReductionInFlight(reduction, flat, scratch))
         self._close_local()
 
     def finish(self) -> None:
         """End the oldest round: its sum is in the gradient, its buffers are back in the pool."""
-        oldest = self._rounds.popleft()
+        oldest = self._in_flight.popleft()
         if oldest is None:
             self.reduced = True
             return
         reduction, flat, scratch = oldest
         own = self._own()
-        if self.parked is not None:
-            own.copy_(self.parked.open())
-            self.parked = None
+        if self.offloaded is not None:
+            own.copy_(self.offloaded.open())
+            self.offloaded = None
         plus = own if self.reduced else None
         wide = self._pool.take(self._layout.shard_numel, torch.float32) if self._narrow else None
         if self._replicas.size == 1:
@@ -189,18 +189,18 @@ class Gradients:
         self._replicas.gather(shard, label).wait()
         self._pool.give(scratch)
 
-    def park(self) -> None:
+    def offload(self) -> None:
         """The gradient is complete: send my shard of it to the host and let go of it here."""
-        assert self._host is not None and self.parked is None
+        assert self._host is not None and self.offloaded is None
         own = self._own()
-        self.parked = Parcel(self._layout.name, self._host, own, self.norms(2.0) if own.is_cuda else None)
-        self.parked.bring()
+        self.offloaded = GradientTransfer(self._layout.name, self._host, own, self.norms(2.0) if own.is_cuda else None)
+        self.offloaded.bring()
         self._leaving += self._hand_over()
-        self._left = self.parked.landed
+        self._left = self.offloaded.landed
 
-    def lend(self, left: Callable[[], None]) -> Parcel:
+    def lend(self, left: Callable[[], None]) -> GradientTransfer:
         """The same when somebody brings it, who may be another thread. Until it has `left` its buffers are not free."""
-        assert self._host is not None and self.parked is None
+        assert self._host is not None and self.offloaded is None
         own, buffers, pool = self._own(), self._hand_over(), self._homes
 
         def give() -> None:
@@ -208,7 +208,7 @@ class Gradients:
                 pool.give(buffers.pop())
             left()
 
-        return Parcel(self._layout.name, self._host, own, left=give)
+        return GradientTransfer(self._layout.name, self._host, own, left=give)
 
     def _hand_over(self) -> list[Tensor]:
         held = [held for held in (self._home, self._shard) if held is not None]
@@ -224,13 +224,13 @@ class Gradients:
     def gather(self) -> Pending:
         """Make the reduced gradient whole, where the optimizer wants it whole."""
         label = Label("gather-gradient", self._layout.name)
-        return Pending(self._comm, label, ()) if self._loose else self._comm.gather(self._hold_whole(), label)
+        return Pending(self._comm, label, ()) if self._unflattened else self._comm.gather(self._hold_whole(), label)
 
     def part(self, span: Span) -> Tensor:
         """The reduced gradient of these elements of the unit, which this rank holds."""
-        if self.parked is not None:
-            return self.of_parcel(self.parked, span)
-        if self._scope is Scope.WHOLE:
+        if self.offloaded is not None:
+            return self.from_transfer(self.offloaded, span)
+        if self._scope is Scope.REPLICATED:
             return self._hold_whole()[span.start : span.stop]
         mine = span.shift(-self._mine.start)
         return self._own()[mine.start : mine.stop]
@@ -239,32 +239,32 @@ class Gradients:
         """These elements, in place."""
         part = self.part(span)
         part.mul_(factor.to(part.device))
-        if self.parked is not None:
-            self.parked.norms = None  # they were of the gradient as it came
+        if self.offloaded is not None:
+            self.offloaded.norms = None  # they were of the gradient as it came
 
     def pieces(self, span: Span) -> list[tuple[Span, Tensor]]:
         """The same, in one vector or as autograd has left it: each with the elements it is of."""
-        if not self._loose:
+        if not self._unflattened:
             return [(span, self.part(span))]
         inside = {i: slot.span for i, slot in enumerate(self._layout.slots) if slot.span.clip(span).numel}
-        if any(i not in self._loose or part.clip(span) != part for i, part in inside.items()):
+        if any(i not in self._unflattened or part.clip(span) != part for i, part in inside.items()):
             return [(span, self.part(span))]
-        return [(part, _in_one_line(self._loose[i])) for i, part in inside.items()]
+        return [(part, _in_one_line(self._unflattened[i])) for i, part in inside.items()]
 
-    def of_parcel(self, parcel: Parcel, span: Span) -> Tensor:
+    def from_transfer(self, transfer: GradientTransfer, span: Span) -> Tensor:
         """These elements of what is on the host."""
         mine = span.clip(self._mine).shift(-self._mine.start)
-        return parcel.open()[mine.start : mine.stop]
+        return transfer.open()[mine.start : mine.stop]
 
     def norms(self, norm_type: float, of: Callable[[str], bool] = lambda name: True) -> list[Tensor]:
         """The norm of what I have of each parameter, or of some by their names."""
-        known = self.parked.norms if self.parked is not None and norm_type == 2.0 else None
+        known = self.offloaded.norms if self.offloaded is not None and norm_type == 2.0 else None
         parts = {slot.name: part for slot in self._layout.slots if (part := slot.span.clip(self._mine)).numel}
         if known is not None:
             return [norm for name, norm in zip(parts, known, strict=True) if of(name)]
-        if self._loose:
+        if self._unflattened:
             names = {slot.name: index for index, slot in enumerate(self._layout.slots)}
-            found = [self._loose[names[name]] for name in parts if names[name] in self._loose and of(name)]
+            found = [self._unflattened[names[name]] for name in parts if names[name] in self._unflattened and of(name)]
         else:
             found = [self.part(part) for name, part in parts.items() if of(name)]
         return list(torch._foreach_norm(found, norm_type, _wide(self.dtype))) if found else []
@@ -274,24 +274,24 @@ class Gradients:
 
     def whole_view(self, index: int) -> Tensor:
         """One parameter's gradient as a view, where gradients are whole."""
-        return self._loose[index] if index in self._loose else self._views.view(self._hold_whole(), index)
+        return self._unflattened[index] if index in self._unflattened else self._views.view(self._hold_whole(), index)
 
     def drop(self) -> None:
         """Forget all gradients."""
-        assert not self._rounds
+        assert not self._in_flight
         if self._local is not None:
             self._let_go(self._local)
         self._close_local()
-        self._loose.clear()
+        self._unflattened.clear()
         self.reduced = False
-        self.parked = None
+        self.offloaded = None
         if self.transient:
             self.consume()
 
     def consume(self) -> None:
         """The gradient has been used: its buffers go back to the pool."""
-        self.reduced, self.parked = False, None
-        self._loose.clear()
+        self.reduced, self.offloaded = False, None
+        self._unflattened.clear()
         for held in (self._home, self._shard):
             if held is not None:
                 self._homes.give(held)
@@ -300,28 +300,28 @@ class Gradients:
     def zero(self) -> None:
         """Keep the gradient, as zeros."""
         had_any = self.reduced or self.waiting
-        for shown in self._loose.values():
+        for shown in self._unflattened.values():
             shown.zero_()
         self.drop()
         if had_any:
-            (self._hold_whole() if self._scope is Scope.WHOLE else self._own()).zero_()
+            (self._hold_whole() if self._scope is Scope.REPLICATED else self._own()).zero_()
         self.reduced = had_any
 
     def forget(self, index: int) -> None:
         """Drop one parameter's gradient, as if no round had brought it."""
         slot = self._layout.slots[index].span
-        if self.parked is not None:
-            self.parked.norms = None
-        if index in self._loose:
-            self._loose[index].zero_()
-        elif not self._loose:
-            self.part(slot if self._scope is Scope.WHOLE else slot.clip(self._mine)).zero_()
+        if self.offloaded is not None:
+            self.offloaded.norms = None
+        if index in self._unflattened:
+            self._unflattened[index].zero_()
+        elif not self._unflattened:
+            self.part(slot if self._scope is Scope.REPLICATED else slot.clip(self._mine)).zero_()
         if self._local is not None:
             self._slots[index].zero_()
 
     def _open_local(self) -> Tensor:
         if self._local is None:
-            free = self._scope is Scope.WHOLE and not self.reduced and not self._rounds
+            free = self._scope is Scope.REPLICATED and not self.reduced and not self._in_flight
             if free and self._local_dtype is self.dtype:
                 self._local = self._hold_whole()
             else:
@@ -339,7 +339,7 @@ class Gradients:
             self._pool.give(flat)
 
     def _own(self) -> Tensor:
-        if self._scope is Scope.WHOLE:
+        if self._scope is Scope.REPLICATED:
             return self._hold_whole()[self._mine.start : self._mine.stop]
         if self._shard is None:
             self._shard = self._empty(self._layout.shard_numel)
@@ -348,12 +348,12 @@ class Gradients:
     def _hold_whole(self) -> Tensor:
         if self._home is None:
             self._home = self._empty(self._layout.numel)
-        if self._loose:
-            loose, self._loose = self._loose, {}
+        if self._unflattened:
+            loose, self._unflattened = self._unflattened, {}
             for index in range(len(self._layout.slots)):
                 view = self._views.view(self._home, index)
                 view.copy_(loose[index]) if index in loose else view.zero_()
-            if not (self.reduced or self._rounds):
+            if not (self.reduced or self._in_flight):
                 self._written.update(loose)
             self._views.zero_gaps(self._home)
         return self._home
@@ -366,7 +366,7 @@ class Gradients:
     def tensors(self) -> list[Tensor]:
         """What holds gradients now: the unit's own, and a local sum that waits in a borrowed buffer."""
         held = [tensor for tensor in (self._home, self._shard, self._local) if tensor is not None]
-        return [*held, *self._loose.values()]
+        return [*held, *self._unflattened.values()]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

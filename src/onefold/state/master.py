@@ -28,30 +28,30 @@ class Master:
     """fp32 (or fp64) values: they are their own master."""
 
     def __init__(self, values: Copies, owned: Span) -> None:
-        self._values, self.owned = values, owned
+        self._flat_params, self.owned = values, owned
 
     def open(self, span: Span) -> Tensor:
         """The master's values of these elements of the unit, to be updated in place."""
-        return self._values.part(span)
+        return self._flat_params.part(span)
 
     def close(self, span: Span, wide: Tensor) -> None:
         """They have been updated."""
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._values.dtype
+        return self._flat_params.dtype
 
     def peek(self, span: Span, out: Tensor) -> None:
         """A copy of some master values."""
-        out.copy_(self._values.part(span))
+        out.copy_(self._flat_params.part(span))
 
     def look(self, span: Span, scratch: Tensor) -> Tensor:
         """Some master values to read: as they lie here, or put together in `scratch`."""
-        return self._values.part(span)
+        return self._flat_params.part(span)
 
     def take(self, span: Span, wide: Tensor) -> None:
         """New master values; the compute copy follows."""
-        narrow(wide, self._values.part(span))
+        narrow(wide, self._flat_params.part(span))
 
     def poke(self, span: Span, wide: Tensor) -> None:
         """New master values, which the compute copy has already, rounded."""
@@ -85,7 +85,7 @@ class NarrowMaster(Master):
 
     def parts(self, span: Span) -> tuple[Tensor, Tensor]:
         """The compute copy, and what is beside it."""
-        return self._values.part(span), self._at(span)
+        return self._flat_params.part(span), self._at(span)
 
     def tensors(self) -> list[Tensor]:
         return [self._beside]
@@ -94,7 +94,7 @@ class NarrowMaster(Master):
         return self._beside[span.start - self.owned.start : span.stop - self.owned.start]
 
     def watch(self) -> None:
-        self._before = self._values.part(self.owned).clone()
+        self._before = self._flat_params.part(self.owned).clone()
 
     def unwatch(self) -> None:
         self._before = None
@@ -117,7 +117,7 @@ class WideMaster(NarrowMaster):
         return self._at(span)
 
     def close(self, span: Span, wide: Tensor) -> None:
-        narrow(wide, self._values.part(span))
+        narrow(wide, self._flat_params.part(span))
 
     def peek(self, span: Span, out: Tensor) -> None:
         out.copy_(self._at(span))
@@ -127,7 +127,7 @@ class WideMaster(NarrowMaster):
 
     def take(self, span: Span, wide: Tensor) -> None:
         self._at(span).copy_(wide)
-        narrow(self._at(span), self._values.part(span))
+        narrow(self._at(span), self._flat_params.part(span))
 
     def poke(self, span: Span, wide: Tensor) -> None:
         self._at(span).copy_(wide)
@@ -135,10 +135,10 @@ class WideMaster(NarrowMaster):
 
     def adopt(self, span: Span) -> None:
         part = span.clip(self.owned)
-        self._at(part).copy_(self._values.part(part))
+        self._at(part).copy_(self._flat_params.part(part))
 
     def absorb(self) -> None:
-        values = self._values.part(self.owned)
+        values = self._flat_params.part(self.owned)
         self._beside.copy_(torch.where(self._edited(values), values.float(), self._beside))
 
 
@@ -159,7 +159,7 @@ class SplitMaster(NarrowMaster):
         self._pool.give(wide)
 
     def peek(self, span: Span, out: Tensor) -> None:
-        copy = self._values.part(span)
+        copy = self._flat_params.part(span)
         join(copy, self._at(span), out)
         broken = torch.isnan(out) & ~torch.isnan(copy)  # zeroed through .data, where the remainder means nothing
         if out.is_cuda or broken.any():
@@ -170,17 +170,17 @@ class SplitMaster(NarrowMaster):
         return scratch[: span.numel]
 
     def take(self, span: Span, wide: Tensor) -> None:
-        split(wide.float(), self._values.part(span), self._at(span))
+        split(wide.float(), self._flat_params.part(span), self._at(span))
 
     def poke(self, span: Span, wide: Tensor) -> None:
-        split(wide, self._values.part(span), self._at(span))
+        split(wide, self._flat_params.part(span), self._at(span))
         self._remember(span, wide)
 
     def adopt(self, span: Span) -> None:
         self._at(span.clip(self.owned)).zero_()
 
     def absorb(self) -> None:
-        self._beside.masked_fill_(self._edited(self._values.part(self.owned)), 0)
+        self._beside.masked_fill_(self._edited(self._flat_params.part(self.owned)), 0)
 
 
 def beside(wide: Tensor, kind: str | None) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from onefold.errors import StateError
 
 
-class ShownGradients:
+class VisibleGradients:
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._params, self._names = params, names
         self._shown: dict[int, Tensor] = {}

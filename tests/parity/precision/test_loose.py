@@ -33,7 +33,7 @@ def built(loose: bool, cls: type[torch.optim.Optimizer], inside: bool = False) -
     torch.manual_seed(0)
     model = onefold.shard(Model(), stage=3, precision="bf16", bucket_bytes=256)
     for unit in engine_of(model).units:
-        unit.gradients._may_be_loose &= loose
+        unit.gradients._may_stay_unflattened &= loose
     return model, onefold.Optimizer(model, cls, lr=0.05, step_in_backward=inside)
 
 

@@ -408,7 +408,7 @@ def grow() -> list[int]:
             with onefold.full_parameters(model):
                 pass
         learn(model, adam, step) if step == 0 else None
-        offers = sum(len(o) for unit in engine_of(model).all_units for o in unit.values._offers.values())
+        offers = sum(len(o) for unit in engine_of(model).all_units for o in unit.flat_params._posted.values())
         counts.append(offers)
     return counts
 

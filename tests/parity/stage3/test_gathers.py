@@ -52,7 +52,7 @@ def watch(evaluations: int = 0, note: bool = False, **fields: Any) -> Seen:
     model = onefold.shard(Language(), stage=3, **{"bucket_bytes": ONE, **fields})
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
     engine, reports, traces = engine_of(model), [], []
-    trace = engine.passes.gathers.trace
+    trace = engine.unsharding.gathers.trace
     if note:
         for name, layer in zip(BLOCKS, model.layers, strict=True):
             layer.norm.register_forward_hook(partial(lambda name, *_: trace.append(("forward", name)), name))

@@ -29,7 +29,7 @@ from onefold.checkpoint.protocol.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNot
 from onefold.checkpoint.protocol.quiesce import aside, begin_load, end_load, quiet
 from onefold.checkpoint.protocol.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
 from onefold.checkpoint.protocol.save import check_optimizer
-from onefold.checkpoint.protocol.stages import Part, elsewhere, part_of
+from onefold.checkpoint.protocol.stages import StageContents, elsewhere, part_of
 from onefold.checkpoint.protocol.state import params_of, truths
 from onefold.checkpoint.protocol.together import attempt, check_same
 from onefold.comm.agreement import digest
@@ -105,7 +105,7 @@ def load(
     settings = "whether an optimizer is given, fallback, rename, subset, allow_missing, allow_extra"
     check_same(comm, [row[0] for row in told], "loads", settings)
     candidates = told[0][1]
-    others = elsewhere([Part(*row[2]) for row in told], engine.comms.pp.rank)
+    others = elsewhere([StageContents(*row[2]) for row in told], engine.comms.pp.rank)
     choice = replace(choices[0], elsewhere=others)
     if candidates is None:
         return _load_one(engine, optimizer, choice, lambda: open_weights(storage, Path(folder)))
@@ -264,7 +264,7 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
         fill_optimizer(engine, optimizer, plan.source, plan.found)
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
-            engine.sums_were_kept()
+            engine.keep_wide_sums()
 
 
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:

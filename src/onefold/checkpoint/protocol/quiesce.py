@@ -21,8 +21,8 @@ def aside(engine: Engine) -> Comm:
 def quiet(engine: Engine, where: str) -> None:
     """Nothing is half done, so that all values may be read, or replaced, as one state."""
     if where == "save()":
-        engine.check_sound()
-    if engine.whole_for_now:
+        engine.check_usable()
+    if engine.in_full_parameters:
         raise StateError(f"{where} inside full_parameters would miss what is written there; leave it first")
     if torch._C._current_graph_task_id() != -1:
         raise StateError(f"{where} inside backward would see some units before and some after it; call it later")
@@ -35,19 +35,19 @@ def quiet(engine: Engine, where: str) -> None:
 
 def begin_load(engine: Engine) -> None:
     """Every value is about to be replaced: gradients of the old ones go, and so do whole copies."""
-    engine.spoil("load() failed half way, so the model holds values of two states; load a checkpoint again")
+    engine.mark_broken("load() failed half way, so the model holds values of two states; load a checkpoint again")
     engine.drop_gradients()
-    engine.passes.gathers.catch_up()
-    engine.passes.release_all()
+    engine.unsharding.gathers.catch_up()
+    engine.unsharding.release_all()
 
 
 def end_load(engine: Engine) -> None:
     """Each rank has new values of what it owns: bring the others, and tell whoever remembers the old ones."""
-    owners = [u for u in engine.units if u.placement.optimizer is Scope.SHARD]
-    gathers = [u.values.gather_updated() for u in owners if u.placement.parameters is Scope.WHOLE]
+    owners = [u for u in engine.units if u.placement.optimizer is Scope.SHARDED]
+    gathers = [u.flat_params.gather_updated() for u in owners if u.placement.parameters is Scope.REPLICATED]
     for pending in gathers:
         pending.wait()
     for unit in engine.all_units:
         unit.edits.ours(Author.LOAD)
     engine.comm.meter.cut()
-    engine.mend()
+    engine.mark_repaired()

@@ -81,7 +81,7 @@ def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> Non
             if slot.name in found and part.numel:
                 start = slot.start - params[slot.name].base  # of element 0, in the unit
                 order, elements = params[slot.name].order, part.shift(-start)
-                with unit.at_hand(write=True):
+                with unit.state_in_memory(write=True):
                     for span, values in chunks(source, found[slot.name], VALUE, order, elements):
                         check_fits(slot.name, values, unit.dtypes.compute)
                         unit.master.take(span.shift(start), values.to(unit.pool.device))

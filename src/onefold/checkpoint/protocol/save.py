@@ -29,7 +29,7 @@ from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.protocol.quiesce import aside, quiet
-from onefold.checkpoint.protocol.stages import Part, joined_groups, part_of
+from onefold.checkpoint.protocol.stages import StageContents, joined_groups, part_of
 from onefold.checkpoint.protocol.state import Held, hold, on_host, vector
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
 from onefold.comm.communicator import Comm
@@ -127,7 +127,7 @@ def save_on(
     try:
         told = attempt(comm, look)
         check_same(comm, [row[0] for row in told], "saves", "step, keep, whether an optimizer is given")
-        groups = attempt(comm, lambda: joined_groups([Part(*row[1]) for row in told]))[0]
+        groups = attempt(comm, lambda: joined_groups([StageContents(*row[1]) for row in told]))[0]
         wait = wait or not all(row[2] for row in told)
         if not wait:
             attempt(comm, lambda: jobs.append(_copied(jobs.pop())))
@@ -155,7 +155,7 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
     own = notes_of(engine.model, asked.extra, engine.device, copy=not asked.wait)
     about = {
         "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
-        "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.sums_kept,
+        "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.wide_sums,
         "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
@@ -212,7 +212,7 @@ def staged(held: Sequence[Held], device: torch.device) -> list[Held]:
         copies.append(vector(one.name, one.state, one.elements, flat))
         for span in one.spans():
             there = flat[span.start - one.elements.start : span.stop - one.elements.start]
-            elsewhere = cuda and not one.away
+            elsewhere = cuda and not one.on_host
             part = one.look(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
             if part.data_ptr() != there.data_ptr():
                 there.copy_(part, non_blocking=cuda)

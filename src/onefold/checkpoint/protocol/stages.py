@@ -15,7 +15,7 @@ from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine
 
 
-class Part(NamedTuple):
+class StageContents(NamedTuple):
     """What one rank's stage holds. As JSON carries it."""
 
     stage: int
@@ -24,17 +24,17 @@ class Part(NamedTuple):
     groups: list[list[str]]  # names of each param group
 
 
-def part_of(engine: Engine, optimizer: Optimizer | None) -> Part:
+def part_of(engine: Engine, optimizer: Optimizer | None) -> StageContents:
     names = [name for param in params_of(engine) for name in (param.name, *param.also)]
     tied = list(engine.tied.names)
     groups = [group["names"] for group in optimizer.notes()["groups"]] if optimizer is not None else []
-    return Part(engine.comms.pp.rank, names if engine.comms.pp.size > 1 else [], tied, groups)
+    return StageContents(engine.comms.pp.rank, names if engine.comms.pp.size > 1 else [], tied, groups)
 
 
-def joined_groups(parts: Sequence[Part]) -> list[list[str]]:
+def joined_groups(parts: Sequence[StageContents]) -> list[list[str]]:
     """The names of each param group over all stages; raises where names clash."""
     stages = {part.stage: part for part in parts}
-    owner: dict[str, Part] = {}
+    owner: dict[str, StageContents] = {}
     for part in stages.values():
         for name in part.names:
             other = owner.setdefault(name, part)
@@ -50,7 +50,7 @@ def joined_groups(parts: Sequence[Part]) -> list[list[str]]:
     return [list(dict.fromkeys(name for names in row for name in names)) for row in rows]
 
 
-def elsewhere(parts: Sequence[Part], stage: int) -> frozenset[str]:
+def elsewhere(parts: Sequence[StageContents], stage: int) -> frozenset[str]:
     """Names that only other stages hold."""
     others = {name for part in parts if part.stage != stage for name in part.names}
     return frozenset(others.difference(*(part.names for part in parts if part.stage == stage)))

@@ -48,7 +48,7 @@ class Held(NamedTuple):
     elements: Span  # in memory order
     dtype: torch.dtype
     look: Look
-    away: bool = False  # they lie on the host, and so must the scratch
+    on_host: bool = False  # they lie on the host, and so must the scratch
 
     @property
     def bytes(self) -> int:
@@ -106,7 +106,7 @@ def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
                 elements = state.elements.shift(base[name])
                 for key, flat in state.vectors.items():
                     look = _look_at_state(by_unit.unit, state, key, elements)
-                    held.append(Held(name, key, elements, flat.dtype, look, by_unit.unit.away))
+                    held.append(Held(name, key, elements, flat.dtype, look, by_unit.unit.updated_on_host))
     first = engine.everyone.rank == engine.comms.tp.rank == 0
     if first:
         held += [hold_tensor(name, buffer) for name, buffer in persistent_buffers(engine.model).items()]
@@ -121,7 +121,7 @@ def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
 
 def _look_at_state(unit: Unit, state: SlotState, key: str, elements: Span) -> Look:
     def look(span: Span, scratch: Tensor) -> Tensor:
-        unit.stay_at_hand()
+        unit.keep_state_in_memory()
         return state.look(key)[span.start - elements.start : span.stop - elements.start]
 
     return look
@@ -130,7 +130,7 @@ def _look_at_state(unit: Unit, state: SlotState, key: str, elements: Span) -> Lo
 def _answers(engine: Engine, name: str) -> bool:
     if not engine.tied.speaks_for(name):
         return False  # the other end of a pipeline does
-    return name in engine.parts or engine.comms.tp.rank == 0
+    return name in engine.tensor_shards or engine.comms.tp.rank == 0
 
 
 def truths(engine: Engine) -> dict[str, torch.dtype]:
@@ -160,7 +160,7 @@ def params_of(engine: Engine) -> list[Param]:
 def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Order, int]:
     """How the whole of a parameter is stored, and where in it this rank's part begins."""
     check_part(engine, name, "a checkpoint")
-    part = engine.parts.get(name)
+    part = engine.tensor_shards.get(name)
     if part is None:
         return Order(shape, stride), 0
     order = Order(part.shape, nested_stride(part.shape, stride), part.dim, part.bounds)
@@ -183,10 +183,10 @@ def _in_unit(unit: Unit, layout: UnitLayout, rank: int, base: Mapping[str, int])
         start = unit.mine.start + piece.offset - elements.start  # of element 0, in the unit
 
         def look(elements: Span, scratch: Tensor, start: int = start) -> Tensor:
-            unit.stay_at_hand()
+            unit.keep_state_in_memory()
             return unit.master.look(elements.shift(start), scratch)
 
-        yield Held(piece.name, VALUE, elements, unit.master.dtype, look, unit.away)
+        yield Held(piece.name, VALUE, elements, unit.master.dtype, look, unit.updated_on_host)
 
 
 def _whole(layout: UnitLayout, rank: int, params: dict[str, nn.Parameter], base: Mapping[str, int]) -> Iterator[Held]:
@@ -226,7 +226,7 @@ def on_host(held: Sequence[Held], device: torch.device) -> Iterator[Tensor]:
     scratch: dict[tuple[torch.dtype, bool], Tensor] = {}
     landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
     for one in held:
-        kind, where = (one.dtype, one.away), "cpu" if one.away else device
+        kind, where = (one.dtype, one.on_host), "cpu" if one.on_host else device
         if kind not in scratch:
             scratch[kind] = torch.empty(CHUNK_BYTES // one.dtype.itemsize, dtype=one.dtype, device=where)
         for span in one.spans():

@@ -50,6 +50,6 @@ class UpdateProbe:
 
     def _values(self, unit: Unit, span: Span) -> Tensor:
         out = torch.empty(span.numel, dtype=unit.master.dtype, device=unit.pool.device)
-        with unit.at_hand():
+        with unit.state_in_memory():
             unit.master.peek(span, out)
         return out

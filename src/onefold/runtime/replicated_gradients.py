@@ -8,7 +8,7 @@ from onefold.comm.communicator import Pending
 from onefold.state.unit import Unit
 
 
-class WholeGradients:
+class ReplicatedGradients:
     """Does nothing where the optimizer is sharded."""
 
     def __init__(self, units: Sequence[Unit], *, wanted: bool) -> None:
