@@ -31,6 +31,7 @@ from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
 from onefold.runtime.engine import Engine
 from onefold.runtime.update_policy import StepInputs
+from onefold.state.gradient_state import GradientState
 from onefold.state.gradients import Gradients
 
 SPARED = 4  # cores for the threads that train
@@ -53,7 +54,7 @@ class HostGradients:
     def offload(self, index: int) -> None:
         """A unit's gradient is complete: it goes down."""
         gradients = self._engine.units[index].gradients
-        if gradients.reduced and gradients.offloaded is None:
+        if gradients.state is GradientState.REDUCED:
             gradients.offload()
             self._leaving.append(gradients)
             while len(self._leaving) > (0 if self._engine.pool.keeps else LEAVING):  # on a CPU a copy is done at once

@@ -87,7 +87,8 @@ class UpdateInBackward(NoUpdates):
             self._awaited.append(index)
         elif unit.gathers_updated and not unit.updated_on_host:
             self._gathers.append(unit.flat_params.gather_updated())
-        unit.gradients.consume()
+        if not unit.updated_on_host:  # else the host update has it
+            unit.gradients.consume()
         return True
 
     def finish(self) -> None:

@@ -12,9 +12,8 @@ phase of its own either: ranks may still have to answer each other, so `Engine.b
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import NoReturn
 
-from onefold.errors import StateError
+from onefold.state.transitions import follow
 
 
 class Phase(Enum):
@@ -62,7 +61,7 @@ class Due(Enum):
 
 def after_phase(phase: Phase, event: Event) -> Phase:
     """The phase that an event leads to; an event that cannot happen in a phase raises."""
-    return PHASES.get((phase, event)) or _refuse(phase, event)
+    return follow(PHASES, phase, event)
 
 
 def after_forward(due: Due, *, reducing: bool) -> Due:
@@ -80,7 +79,3 @@ def after_backward(due: Due, *, gradients: bool, reducing: bool) -> Due:
 def after_drop(due: Due) -> Due:
     """All gradients are dropped: which backward brought none does not matter any more."""
     return Due.BACKWARD if due is Due.ZEROS else due
-
-
-def _refuse(phase: Phase, event: Event) -> NoReturn:
-    raise StateError(f"{event.name.lower()} cannot follow here: {phase.value}; this is a fault of onefold, report it")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from enum import Enum
+from enum import Enum, auto
 from typing import NoReturn
 
 import torch
@@ -36,6 +36,7 @@ from onefold.offload.image import Image
 from onefold.settings.placement import Placement, Scope, Tier
 from onefold.state.edits import Author, Edits
 from onefold.state.rounding import narrowed
+from onefold.state.transitions import follow
 from onefold.state.views import FlatViews
 
 
@@ -47,11 +48,18 @@ class ParameterState(Enum):
     UNSHARDED = "all of them; the parameters are views of the buffer"
 
 
-MOVES = {
-    (ParameterState.SHARDED, ParameterState.GATHERING),  # an all-gather starts
-    (ParameterState.GATHERING, ParameterState.UNSHARDED),  # it has completed, or a host update has
-    (ParameterState.UNSHARDED, ParameterState.SHARDED),  # released
-    (ParameterState.UNSHARDED, ParameterState.GATHERING),  # a host update of replicated parameters starts
+class ParameterEvent(Enum):
+    GATHER_STARTED = auto()  # the buffer has its memory, and shards are coming
+    UPDATE_STARTED = auto()  # the host updates replicated parameters, which nobody sees meanwhile
+    COMPLETED = auto()  # the all-gather, or the host update
+    RELEASED = auto()  # the buffer's memory is free
+
+
+PARAMETER_STATES: dict[tuple[ParameterState, ParameterEvent], ParameterState] = {
+    (ParameterState.SHARDED, ParameterEvent.GATHER_STARTED): ParameterState.GATHERING,
+    (ParameterState.UNSHARDED, ParameterEvent.UPDATE_STARTED): ParameterState.GATHERING,
+    (ParameterState.GATHERING, ParameterEvent.COMPLETED): ParameterState.UNSHARDED,
+    (ParameterState.UNSHARDED, ParameterEvent.RELEASED): ParameterState.SHARDED,
 }
 
 
@@ -136,8 +144,8 @@ class FlatParameters:
         self.check_unwritten()
         self._coming, self._updated = wait, done
         if self._seen_late:
+            self._move(ParameterEvent.UPDATE_STARTED)
             self._hide()
-            self._move(ParameterState.GATHERING)
 
     @property
     def _seen_late(self) -> bool:
@@ -173,9 +181,8 @@ class FlatParameters:
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
-    def _move(self, to: ParameterState) -> None:
-        assert (self.state, to) in MOVES, f"{self.name}: {self.state.name} cannot become {to.name}"
-        self.state = to
+    def _move(self, event: ParameterEvent) -> None:
+        self.state = follow(PARAMETER_STATES, self.state, event, self.name)
 
     def post_shard(self, purpose: str, to: Sequence[int] | None = None) -> None:
         """Let peers, all or some, have my shard once more."""
@@ -202,7 +209,7 @@ class FlatParameters:
             self.whole.untyped_storage().resize_(self._whole_bytes)
             self._resized()
             self._fill_mine()
-            self._move(ParameterState.GATHERING)
+            self._move(ParameterEvent.GATHER_STARTED)
         if self._comm.size > 1:
             with self._host.before(self._copied) if self._copied else nullcontext():
                 self._arriving = self._comm.receive_shards(self.whole, Label(purpose, self._views.layout.name))
@@ -270,7 +277,7 @@ class FlatParameters:
             self.wait_for_update()
             self._check_marks()
             self._check_places(self._placeholders)
-            self._move(ParameterState.UNSHARDED)
+            self._move(ParameterEvent.COMPLETED)
             self._show()
 
     def release(self) -> None:
@@ -283,7 +290,7 @@ class FlatParameters:
             self._hide()
             self.whole.untyped_storage().resize_(0)
             self._resized()
-            self._move(ParameterState.SHARDED)
+            self._move(ParameterEvent.RELEASED)
             if self._coming is None:  # else the update has my shard, and puts it away
                 self.unload_shard()
             if written:
