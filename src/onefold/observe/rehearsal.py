@@ -41,6 +41,7 @@ from onefold.observe.reports import memory, track_memory, traffic
 from onefold.optim.host_update import HostGradients
 from onefold.optim.kernels.update import available
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.refusals import Call
 from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import NoUpdates
 from onefold.settings.offload import AUTO, Offload
@@ -179,7 +180,7 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
     with scaled_backward(1.0):
         loss(engine.model, inputs).backward()
     with torch.no_grad():
-        engine.complete_gradients()
+        engine.complete_gradients(Call.STEP)
         if half:
             engine.everyone.gather_bytes(bytes(len(engine.units)), Label("overflow", "step"))
         engine.unsharding.release_all()

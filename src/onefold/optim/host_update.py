@@ -30,6 +30,7 @@ from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
 from onefold.runtime.engine import Engine
+from onefold.runtime.refusals import Situation
 from onefold.runtime.update_policy import StepInputs
 from onefold.state.gradient_state import GradientState
 from onefold.state.gradients import Gradients
@@ -128,12 +129,11 @@ class HostUpdates(HostGradients):
     ) -> None:
         """Update a unit with these settings and this gradient."""
         engine, unit = self._engine, self._engine.units[index]
-        first = engine.first_param[index]
-        kept = bytes(engine.kept[first : first + len(unit.params)])
+        kept = bytes(engine.used.kept_of(index))
         if not any(kept):
             return
         optimizer = self._by_unit[index]
-        values = unit.dtypes.master != "fp32" or not optimizer.covers(kept, 0)
+        values = unit.dtypes.master != "fp32" or not optimizer.covers(kept)
         job = Job(optimizer, _copied(groups), kept, factor, transfer, self.host.mark(), values)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         unit.flat_params.expect(lambda: self._wait(index), job.done.is_set)
@@ -154,7 +154,7 @@ class HostUpdates(HostGradients):
         for index in mine:
             unit = engine.units[index]
             self.offload(index)
-            with unit.update(engine.kept_of(index)):
+            with unit.update(engine.used.kept_of(index)):
                 self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.offloaded)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.late):
@@ -180,8 +180,7 @@ class HostUpdates(HostGradients):
                 raise
             del self._jobs[index]
             unit = self._engine.units[index]
-            what = f"the update of {unit.name} failed"
-            self._engine.mark_broken(f"{what}, so the model holds values of two steps; load a checkpoint")
+            self._engine.mark_broken(Situation.UPDATE_FAILED, unit.name)
             if isinstance(error, Exception) and not isinstance(error, OffloadError):
                 raise OffloadError(f"the update of {unit.name} on the host failed: {error}") from error
             raise

@@ -13,8 +13,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +29,31 @@ from onefold.model.dtensor_shards import TensorShards, aligned, wrapped
 from onefold.model.survey import ATTRIBUTE
 from onefold.model.tree import ParameterTree
 from onefold.offload.tiers import Tiers
-from onefold.runtime.phases import Due, Event, Phase, after_backward, after_drop, after_forward, after_phase
+from onefold.runtime.attached import AttachedOptimizer, BlockInputs
+from onefold.runtime.phases import (
+    Accumulation,
+    Due,
+    Event,
+    Phase,
+    after_backward,
+    after_drop,
+    after_forward,
+    after_phase,
+)
 from onefold.runtime.reduce_schedule import ReduceSchedule
+from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.replicated_gradients import ReplicatedGradients
-from onefold.runtime.scaled import running_scale
+from onefold.runtime.scaled import GradientScale
+from onefold.runtime.situations import check
 from onefold.runtime.unsharding import Unsharding
 from onefold.runtime.untied import Untied
 from onefold.runtime.update_policy import NoUpdates, UpdatePolicy
+from onefold.runtime.used_parameters import UsedParameters
 from onefold.settings.placement import Placement, Scope
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero, check_reduce
 from onefold.state.unit import Unit
 from onefold.state.visible_gradients import VisibleGradients
-
-UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each
 
 
 class Place(NamedTuple):
@@ -62,33 +72,6 @@ class Pipeline(NamedTuple):
     def rows(self, comm: Comm) -> list[int]:
         """The ranks of an axis that have the same units."""
         return [row for row in range(comm.size) if comm.simulated or comm.world_rank(row) in self.near]
-
-
-class AttachedOptimizer(Protocol):
-    """What an engine and its reports ask of the Optimizer that was made for a model."""
-
-    def gradients_change(self) -> None: ...
-
-    def forget_clipping(self) -> None: ...
-
-    def planned_state(self, index: int) -> tuple[int, int]: ...
-
-
-class BlockInputs(Protocol):
-    """What reports and pipelines ask of the store of block inputs, where blocks are computed again in backward."""
-
-    blind: bool  # the inputs of this forward hold nothing, so there is nothing to compare
-    parts: list[int]  # bytes of each part that the last forward kept
-    host_storages: set[int]
-
-    @property
-    def ranks(self) -> int: ...
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def planned(self) -> dict[str, int]: ...
-
-    def planned_gathers(self) -> int: ...
 
 
 class Engine:
@@ -120,7 +103,6 @@ class Engine:
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
         self._open_contexts: list[bool] = []  # open full_parameters contexts: whether their writes are kept
-        self._scale: float | None = None  # what the gradients of this step are multiplied by, if there are any
         self.updates: UpdatePolicy = NoUpdates()  # when units are updated
         self.tiers = tiers
         self.optimizer: AttachedOptimizer | None = None  # the Optimizer that was made for this model
@@ -130,30 +112,29 @@ class Engine:
         self.device = pool.device
         self.blocks: list[str] = []  # modules that are repeated, by name
         self._aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
-        self.broken = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
-        sizes = [len(unit.params) for unit in self.units]
-        self.first_param = list(accumulate(sizes, initial=0))[:-1]
         self.schedule = ReduceSchedule(self.units, self._starting, self._reduced)
         negotiate = zero.schedule == "negotiate"
         self.unsharding = Unsharding(
             sharded, zero.prefetch, zero.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
         )
         self.visible = VisibleGradients(self.params, self.names)
-        self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
-        self.kept = bytearray(len(self.params))  # to be updated: used by some rank, dropped by none; after settle
         self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
         self._whole = ReplicatedGradients(
             self.units, wanted=placement.optimizer is Scope.REPLICATED and not placement.updated_on_host
         )
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self._tree = ParameterTree(model)
-        self._accumulating: str | None = None
         self._training_thread = threading.get_ident()
         self.phase, self._due = Phase.IDLE, Due.NOTHING
         self.wide_sums = False  # gradients have accumulated: buffers of local sums stay
+        self.used = UsedParameters([len(unit.params) for unit in self.units])
+        self.scale = GradientScale(needed=precision.compute is torch.float16)
+        self.accumulation = Accumulation.OFF
+        self.broken: Situation | None = None  # why the values are of no use
+        self.broken_unit = ""  # whose update failed
 
     # -- what others bring -----------------------------------------------------------------------------------------
 
@@ -212,27 +193,27 @@ class Engine:
             self._open_contexts.pop()
             self.unsharding.unpin_all()
 
-    def mark_broken(self, why: str) -> None:
-        """The values are of no use until a load has replaced them all."""
-        self.broken = why
+    def mark_broken(self, how: Situation, unit: str = "") -> None:
+        """Values are of no use until a load has replaced them all."""
+        self.broken, self.broken_unit = how, unit
 
     def mark_repaired(self) -> None:
         """All values have been replaced."""
-        self.broken = ""
+        self.broken = None
 
-    def check_usable(self) -> None:
-        """Raises if the values are of no use."""
-        if self.broken:
-            raise StateError(self.broken)
+    def check(self, call: Call) -> None:
+        """Raises if this call is refused in a situation the model is in."""
+        check(self, call)
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
     @property
     def reducing(self) -> bool:
-        return self._accumulating != "once"
+        """True if backward reduces its gradients."""
+        return self.accumulation is not Accumulation.ONCE
 
     def before_forward(self) -> None:
-        self.check_usable()
+        self.check(Call.FORWARD)
         self.updates.finish()
         if torch.is_grad_enabled():
             self._training_thread = threading.get_ident()
@@ -253,37 +234,22 @@ class Engine:
             return
         self.enter_backward()
         self._forget_dropped()  # may raise: nothing is open then
-        self._check_scale()
-        self.tied.check_backward()
+        self.check(Call.BACKWARD)
+        if self.optimizer is not None and self.used.any:
+            self.optimizer.gradients_change()
+        self.scale.take()
         self._begin_reductions()
         self._move(Event.OPENED)
         self.visible.hide()
 
-    def _check_scale(self) -> None:
-        """All backwards of a step have one scale, and fp16 has one at all. Clipping comes after them."""
-        scale = running_scale()
-        if self.precision.compute is torch.float16 and scale is None:
-            raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
-        if any(self.used) and self._scale is not None and self._scale != (scale or 1.0):
-            raise StateError(f"gradients scaled by {self.grad_scale:g} and {scale or 1.0:g} would add up in one step")
-        if self.optimizer is not None and any(self.used):
-            self.optimizer.gradients_change()
-        self._scale = scale or 1.0
-
-    @property
-    def grad_scale(self) -> float:
-        """What the gradients of this step are multiplied by."""
-        return 1.0 if self._scale is None else self._scale
-
     def _begin_reductions(self) -> None:
         """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
-        self.updates.check_backward()
         if self.phase is Phase.REDUCED:
             rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
             self._agree_on_order()
             self._reduce_late(bytes(map(max, zip(*rows, strict=True))))
             self._move(Event.LATE_REDUCED)
-        self.schedule.begin(final=self._accumulating is None)
+        self.schedule.begin(final=self.accumulation is Accumulation.OFF)
 
     def _waiting(self) -> bytes:
         return bytes(unit.gradients.waiting for unit in self.units)
@@ -310,8 +276,8 @@ class Engine:
         unit = self.units[at]
         self.updates.check_gradient(index)
         unit.gradients.add(slot, grad if type(grad) is Tensor else self._aligned(index, grad))
-        self.used[index] = USED
-        if self.schedule.arrived(at, start=self._accumulating != "once"):
+        self.used.mark(index)
+        if self.schedule.arrived(at, start=self.reducing):
             sharded = self._pass_index.get(id(unit))
             if sharded is not None:
                 self.unsharding.gradients_came(sharded, every=self.schedule.count(at) >= len(unit.params))
@@ -328,7 +294,7 @@ class Engine:
         if self.unsharding.in_backward:  # else an error cut it short and it has been tidied
             with torch.no_grad():
                 closed = self._close()
-                shows = self._accumulating is None and self.updates.keeps_gradients
+                shows = self.accumulation is Accumulation.OFF and self.updates.keeps_gradients
                 if closed and shows and not self.tied.names:  # else the other end may still be in its backward
                     self.show_gradients()
 
@@ -361,16 +327,18 @@ class Engine:
 
     # -- between backward and step ---------------------------------------------------------------------------------
 
-    def complete_gradients(self) -> None:
-        """Agree on what was used and reduce what is left. Collective; once per step."""
+    def complete_gradients(self, call: Call) -> None:
+        """Before this call, agree on what was used and reduce what is left. Collective; once per step."""
         self.close_failed_backward()
         self.unsharding.gathers.catch_up()
         if self.phase is Phase.AGREED:
-            self._mark_dropped()
+            self.used.drop_kept(self.visible.dropped())  # since the ranks agreed, on every rank alike
             return
-        self._bring_what_is_due()
+        self._bring_what_is_due(call)
         if self.updates.keeps_gradients:
-            late = self._agree_on_used()
+            late = self.used.agree(self.everyone, self.visible.dropped(), self._waiting())
+            if late is None:
+                refuse(call, Situation.NO_RANK_HAS_GRADIENTS)
             self._agree_on_order()
             self._reduce_late(late)
             self.tied.sum()
@@ -382,25 +350,13 @@ class Engine:
             self._whole.gather_all()
         self._move(Event.AGREED)
 
-    def _agree_on_used(self) -> bytes:
-        """Tell which parameters this rank used; which units hold, on any rank, gradients that no round has taken."""
-        said = bytearray(self.used)
-        for index in self.visible.dropped():
-            said[index] = DROPPED
-        rows = self.everyone.gather_bytes(bytes(said) + self._waiting(), Label("used-flags", "step"))
-        words = bytearray(map(max, zip(*rows, strict=True)))
-        self.kept = bytearray(word == USED for word in words[: len(said)])
-        if not any(words[: len(said)]):
-            raise StateError("no rank has gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
-        return bytes(words[len(said) :])
-
-    def _bring_what_is_due(self) -> None:
+    def _bring_what_is_due(self, call: Call) -> None:
         """If this rank's backward touched no parameter, or never came, its peers wait for its shards and its zeros."""
         if self.updates.awaits_step:
             return  # all reductions have run
-        if self._due is Due.NOTHING or (any(self.used) and self._due is not Due.ZEROS):
-            if not any(self.used):
-                raise StateError("no gradients: call loss.backward() before optimizer.step() or clip_grad_norm()")
+        if self._due is Due.NOTHING or (self.used.any and self._due is not Due.ZEROS):
+            if not self.used.any:
+                refuse(call, Situation.NO_GRADIENTS)
             return
         if self._due is not Due.ZEROS:
             self.unsharding.open_backward()
@@ -429,20 +385,10 @@ class Engine:
         """Whether a parameter counts here: what is the same on all ranks of "tp" counts on the first of them."""
         return self.comms.tp.rank == 0 or name in self.tensor_shards
 
-    def keep(self, index: int, kept: bytes) -> None:
-        """Which parameters of a unit are to be updated: those that some rank used."""
-        first = self.first_param[index]
-        self.kept[first : first + len(kept)] = kept
-
     def forget_used(self) -> None:
         """The gradients of this step have been used up."""
-        self.used = bytearray(len(self.params))
+        self.used.forget_all()
         self._move(Event.DROPPED)
-
-    def kept_of(self, index: int) -> bytearray:
-        """Which parameters of a unit are to be updated, a flag each."""
-        first = self.first_param[index]
-        return self.kept[first : first + len(self.units[index].params)]
 
     def quiesce(self, *, host: bool = True) -> None:
         """Nothing is in flight, and what users wrote has reached the masters: values may be read, updated or replaced
@@ -458,25 +404,25 @@ class Engine:
     def after_step(self) -> None:
         """Tell the schedule which units were used."""
         for index in range(len(self.units)):
-            self.schedule.step_over(index, used=any(self.kept_of(index)))
+            self.schedule.step_over(index, used=any(self.used.kept_of(index)))
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self.close_failed_backward()
-        self.updates.check_zero_grad()
+        self.check(Call.ZERO_GRAD)
         self.schedule.drain()
         self._whole.drop()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
         self._move(Event.DROPPED)
-        self._scale = None  # zeros have none
+        self.scale.forget()
         self.tied.forget()
         if self.optimizer is not None:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
             self._due = after_drop(self._due)
             self.visible.hide()
-            self.used = bytearray(len(self.params))
+            self.used.forget_all()
 
     def keep_wide_sums(self) -> None:
         """Gradients have accumulated in this run: from then on sums are fp32."""
@@ -487,15 +433,14 @@ class Engine:
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:
         check_reduce(reduce)
-        self.updates.check_accumulation()
-        if self._accumulating is not None:
-            raise StateError("accumulate() is already on for this model; leave the outer one first")
-        self._accumulating = reduce or ("once" if self.placement.gradients is Scope.REPLICATED else "each")
+        self.check(Call.ACCUMULATE)
+        usual = Accumulation.ONCE if self.placement.gradients is Scope.REPLICATED else Accumulation.EACH
+        self.accumulation = usual if reduce is None else Accumulation[reduce.upper()]
         self.keep_wide_sums()
         try:
             yield
         finally:
-            self._accumulating = None
+            self.accumulation = Accumulation.OFF
 
     def keep_across(self, nbytes: int) -> None:
         """Stage 3: let units of so many bytes stay whole over the passes that follow; 0 releases them again."""
@@ -507,9 +452,8 @@ class Engine:
     def show_gradients(self) -> None:
         """Values where gradients are whole, else placeholders."""
         if self._whole.wanted:
-            self.complete_gradients()
-            used = [index for index, kept in enumerate(self.kept) if kept]
-            self.visible.show(used, self._whole_gradient)
+            self.complete_gradients(Call.STEP)
+            self.visible.show(self.used.kept(), self._whole_gradient)
         else:
             self.visible.show_placeholders()
 
@@ -523,11 +467,6 @@ class Engine:
         place = self.places[index]
         return wrapped(self.params[index], self.units[place.unit].gradients.whole_view(place.slot))
 
-    def _mark_dropped(self) -> None:
-        """Set to None since the ranks agreed (on every rank alike)."""
-        for index in self.visible.dropped():
-            self.kept[index] = 0
-
     def _forget_dropped(self) -> None:
         """Set to None before another backward: what was there does not add to what comes."""
         dropped = self.visible.dropped()
@@ -536,7 +475,7 @@ class Engine:
             self._whole.wait()
         for index in dropped:
             self.units[self.places[index].unit].gradients.forget(self.places[index].slot)
-            self.used[index] = UNUSED
+            self.used.forget(index)
 
     def check_parameters(self) -> None:
         """The model still has the parameters it had when it was sharded, and they are where we put them."""

@@ -16,6 +16,7 @@ from onefold.comm.meter import Label
 from onefold.errors import StateError
 from onefold.model.dtensor_shards import held
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.refusals import Call
 
 NOTHING = torch.empty(0)
 
@@ -32,7 +33,7 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     ...     _ = model.weight.fill_(0.5)
     """
     engine = engine_of(model)
-    engine.check_usable()
+    engine.check(Call.FULL_PARAMETERS)
     engine.quiesce()
     with engine.unsharded(write=write) as outermost:
         if not outermost:
@@ -67,7 +68,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     ['bias', 'weight']
     """
     engine = engine_of(model)
-    engine.check_usable()
+    engine.check(Call.FULL_STATE_DICT)
     engine.quiesce()
     near = engine.everyone.rank == 0  # shares "tp" with the first rank: brings its parts
     first = near and engine.comms.tp.rank == 0

@@ -22,6 +22,7 @@ from onefold.model.dtensor_shards import held
 from onefold.model.survey import ATTRIBUTE
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
+from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.unsharding import in_backward, watch_parameters
 
 
@@ -123,10 +124,7 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not all(unsharding.gathers.ready(index) for index in indices):
-            raise StateError(
-                "model.state_dict() would hold parameters that are spread over ranks; call "
-                "onefold.full_state_dict(model), or model.state_dict() inside onefold.full_parameters(model)"
-            )
+            refuse(Call.STATE_DICT, Situation.RELEASED)
 
     module.register_load_state_dict_pre_hook(before_load)
     module.register_load_state_dict_post_hook(lambda *_: unsharding.end_load(indices))

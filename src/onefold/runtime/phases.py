@@ -59,6 +59,14 @@ class Due(Enum):
     ZEROS = "its backward has come, and reached no parameter of this rank"
 
 
+class Accumulation(Enum):
+    """What happens to the gradients of a backward when it ends."""
+
+    OFF = "they are reduced, and the gradients of the step are complete"
+    EACH = "they are reduced into the sum of earlier backwards, and more backwards follow"
+    ONCE = "they stay on this rank, added to its local sums, and more backwards follow"
+
+
 def after_phase(phase: Phase, event: Event) -> Phase:
     """The phase that an event leads to; an event that cannot happen in a phase raises."""
     return follow(PHASES, phase, event)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from onefold.comm.communicator import Comm
-from onefold.errors import StateError
 from onefold.runtime.engine import Engine
+from onefold.runtime.refusals import Call, Situation
 from onefold.settings.placement import Scope
 from onefold.state.edits import Author
 
@@ -18,24 +16,17 @@ def aside(engine: Engine) -> Comm:
     return engine.aside(TIMEOUT_S)
 
 
-def quiet(engine: Engine, where: str) -> None:
-    """Nothing is half done, so that all values may be read, or replaced, as one state."""
-    if where == "save()":
-        engine.check_usable()
-    if engine.in_full_parameters:
-        raise StateError(f"{where} inside full_parameters would miss what is written there; leave it first")
-    if torch._C._current_graph_task_id() != -1:
-        raise StateError(f"{where} inside backward would see some units before and some after it; call it later")
-    if engine.updates.awaits_step:
-        raise StateError(f"{where} between a backward that updates and its step(): call optimizer.step() first")
-    if where == "load()":
+def quiesce(engine: Engine, call: Call) -> None:
+    """Wait until nothing is in flight, so that save() may read all values, or load() replace them, as one state."""
+    engine.check(call)
+    if call is Call.LOAD:
         engine.updates.abandon()
     engine.quiesce()
 
 
 def begin_load(engine: Engine) -> None:
     """Every value is about to be replaced: gradients of the old ones go, and so do whole copies."""
-    engine.mark_broken("load() failed half way, so the model holds values of two states; load a checkpoint again")
+    engine.mark_broken(Situation.LOAD_FAILED)
     engine.drop_gradients()
     engine.unsharding.gathers.catch_up()
     engine.unsharding.release_all()
