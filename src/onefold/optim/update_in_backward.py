@@ -19,7 +19,6 @@ from onefold.optim.host_update import HostUpdates
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.runtime.engine import Engine
 from onefold.runtime.phases import Phase
-from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.update_policy import NoUpdates, StepInputs
 from onefold.settings.placement import Scope
 
@@ -50,7 +49,7 @@ class UpdateInBackward(NoUpdates):
 
     @property
     def awaits_step(self) -> bool:
-        return self._engine.phase is Phase.REDUCED
+        return self._engine.progress.phase is Phase.REDUCED
 
     @property
     def lent_bytes(self) -> int:
@@ -105,7 +104,3 @@ class UpdateInBackward(NoUpdates):
 
     def step(self, inputs: StepInputs) -> None:
         self._engine.forget_used()
-
-    def check_gradient(self, index: int) -> None:
-        if self._engine.schedule.started(self._engine.places[index].unit):
-            refuse(Call.GRADIENT, Situation.UNIT_UPDATED, name=self._engine.names[index])

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
@@ -22,24 +20,19 @@ from torch.autograd.graph import Node
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm, Comms
 from onefold.comm.meter import Label
-from onefold.comm.spans import spanned
 from onefold.cost.layout import UnitLayout
 from onefold.errors import ModelError, StateError
-from onefold.model.dtensor_shards import TensorShards, aligned, wrapped
+from onefold.model.dtensor_shards import TensorShards, wrapped
 from onefold.model.survey import ATTRIBUTE
-from onefold.model.tree import ParameterTree
 from onefold.offload.tiers import Tiers
+from onefold.runtime.accumulating import Accumulating
+from onefold.runtime.arriving_gradients import ArrivingGradients, Place
 from onefold.runtime.attached import AttachedOptimizer, BlockInputs
-from onefold.runtime.phases import (
-    Accumulation,
-    Due,
-    Event,
-    Phase,
-    after_backward,
-    after_drop,
-    after_forward,
-    after_phase,
-)
+from onefold.runtime.backward import Backward
+from onefold.runtime.open_contexts import FullParameterContexts
+from onefold.runtime.order_agreement import agree_on_order
+from onefold.runtime.parameter_checks import ParameterChecks
+from onefold.runtime.phases import Due, Event, Phase, Progress
 from onefold.runtime.reduce_schedule import ReduceSchedule
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.replicated_gradients import ReplicatedGradients
@@ -54,13 +47,6 @@ from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero, check_reduce
 from onefold.state.unit import Unit
 from onefold.state.visible_gradients import VisibleGradients
-
-
-class Place(NamedTuple):
-    """A trained parameter's place: its unit, and which of the unit's slots."""
-
-    unit: int
-    slot: int
 
 
 class Pipeline(NamedTuple):
@@ -102,7 +88,6 @@ class Engine:
         self.units, self.frozen, self.digest = list(units), list(frozen), digest
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
-        self._open_contexts: list[bool] = []  # open full_parameters contexts: whether their writes are kept
         self.updates: UpdatePolicy = NoUpdates()  # when units are updated
         self.tiers = tiers
         self.optimizer: AttachedOptimizer | None = None  # the Optimizer that was made for this model
@@ -121,18 +106,23 @@ class Engine:
             sharded, zero.prefetch, zero.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
         )
         self.visible = VisibleGradients(self.params, self.names)
-        self._pass_index = {id(unit): index for index, unit in enumerate(sharded)}
         self._whole = ReplicatedGradients(
             self.units, wanted=placement.optimizer is Scope.REPLICATED and not placement.updated_on_host
         )
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
-        self._tree = ParameterTree(model)
-        self._training_thread = threading.get_ident()
-        self.phase, self._due = Phase.IDLE, Due.NOTHING
-        self.wide_sums = False  # gradients have accumulated: buffers of local sums stay
+        self.progress = Progress()
         self.used = UsedParameters([len(unit.params) for unit in self.units])
         self.scale = GradientScale(needed=precision.compute is torch.float16)
-        self.accumulation = Accumulation.OFF
+        self.accumulating = Accumulating(self.units, placement.gradients)
+        self.contexts = FullParameterContexts(self.unsharding)
+        self.arriving = ArrivingGradients(
+            self.units, self.params, self.places, self.used,
+            self.schedule, self.unsharding, self.accumulating, self.comm,
+        )  # fmt: skip
+        self._backward = Backward(
+            self.unsharding, self.schedule, self.progress, self.accumulating, self._backward_closed
+        )
+        self._checks = ParameterChecks(model, self.all_units, self.frozen)
         self.broken: Situation | None = None  # why the values are of no use
         self.broken_unit = ""  # whose update failed
 
@@ -171,28 +161,6 @@ class Engine:
             self._aside = self.comms.world.beside("aside", timeout_s)
         return self._aside
 
-    @property
-    def in_full_parameters(self) -> bool:
-        """A full_parameters context is open."""
-        return bool(self._open_contexts)
-
-    @property
-    def in_writable_full_parameters(self) -> bool:
-        """A full_parameters context is open whose writes are kept."""
-        return any(self._open_contexts)
-
-    @contextmanager
-    def unsharded(self, *, write: bool) -> Iterator[bool]:
-        """Every parameter is whole on every rank. True if this context is the outermost one whose writes are kept."""
-        outermost = write and not self.in_writable_full_parameters
-        self.unsharding.pin_all()
-        self._open_contexts.append(write)
-        try:
-            yield outermost
-        finally:
-            self._open_contexts.pop()
-            self.unsharding.unpin_all()
-
     def mark_broken(self, how: Situation, unit: str = "") -> None:
         """Values are of no use until a load has replaced them all."""
         self.broken, self.broken_unit = how, unit
@@ -207,30 +175,23 @@ class Engine:
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
-    @property
-    def reducing(self) -> bool:
-        """True if backward reduces its gradients."""
-        return self.accumulation is not Accumulation.ONCE
-
     def before_forward(self) -> None:
         self.check(Call.FORWARD)
         self.updates.finish()
         if torch.is_grad_enabled():
-            self._training_thread = threading.get_ident()
-        self.close_failed_backward()
+            self._backward.trains_here()
+        self._backward.close_failed()
         if torch.is_grad_enabled():
             self.check_parameters()
-            self._due = after_forward(self._due, reducing=self.reducing)
+            self.progress.forward_began(reducing=self.accumulating.reducing)
 
     def enter_backward(self) -> None:
-        """Called inside backward, in its outermost graph where we can: its end closes what was opened."""
-        if not self.unsharding.in_backward:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-            self.unsharding.open_backward()
+        """Called inside backward: autograd has come to this model."""
+        self._backward.enter()
 
     def gradient_coming(self) -> None:
         """Autograd is about to put a gradient into .grad, which must be free for it. The first one opens backward."""
-        if self.phase is Phase.BACKWARD:
+        if self.progress.phase is Phase.BACKWARD:
             return
         self.enter_backward()
         self._forget_dropped()  # may raise: nothing is open then
@@ -239,84 +200,21 @@ class Engine:
             self.optimizer.gradients_change()
         self.scale.take()
         self._begin_reductions()
-        self._move(Event.OPENED)
+        self.progress.move(Event.OPENED)
         self.visible.hide()
 
     def _begin_reductions(self) -> None:
-        """What came too late for the rounds of an earlier backward is reduced first: at every stage alike."""
-        if self.phase is Phase.REDUCED:
-            rows = self.everyone.gather_bytes(self._waiting(), Label("used-flags", "backward"))
+        """Gradients that came too late for the reductions of an earlier backward are reduced first: at every stage."""
+        if self.progress.phase is Phase.REDUCED:
+            rows = self.everyone.gather_bytes(self.schedule.waiting(), Label("used-flags", "backward"))
             self._agree_on_order()
-            self._reduce_late(bytes(map(max, zip(*rows, strict=True))))
-            self._move(Event.LATE_REDUCED)
-        self.schedule.begin(final=self.accumulation is Accumulation.OFF)
+            self.schedule.reduce_late(bytes(map(max, zip(*rows, strict=True))))
+            self.progress.move(Event.LATE_REDUCED)
+        self.schedule.begin(final=self.accumulating.final)
 
-    def _waiting(self) -> bytes:
-        return bytes(unit.gradients.waiting for unit in self.units)
-
-    def _reduce_late(self, waiting: bytes) -> None:
-        for index in self.schedule.order:
-            if waiting[index]:
-                self.schedule.extra_reduction(index)
-
-    def gradient_arrived(self, index: int) -> None:
-        """A parameter's .grad has been made by autograd: take it."""
-        param = self.params[index]
-        grad, param.grad = param.grad, None
-        if grad is None:
-            return
-        if torch.is_grad_enabled():  # create_graph
-            with torch.no_grad():
-                self._take(index, grad)
-        else:
-            self._take(index, grad)
-
-    def _take(self, index: int, grad: Tensor) -> None:
-        at, slot = self.places[index]
-        unit = self.units[at]
-        self.updates.check_gradient(index)
-        unit.gradients.add(slot, grad if type(grad) is Tensor else self._aligned(index, grad))
-        self.used.mark(index)
-        if self.schedule.arrived(at, start=self.reducing):
-            sharded = self._pass_index.get(id(unit))
-            if sharded is not None:
-                self.unsharding.gradients_came(sharded, every=self.schedule.count(at) >= len(unit.params))
-
-    def _aligned(self, index: int, grad: Tensor) -> Tensor:
-        """A gradient as its parameter lies on the ranks of "tp", which run the same backward in the same order."""
-        local, collective, sent_bytes = aligned(grad, self.params[index])
-        if collective:
-            self.comm.meter.count("tp-gradient", collective, sent_bytes)
-        return local
-
-    @spanned("close", "backward", "the model")
-    def _end_of_backward(self) -> None:
-        if self.unsharding.in_backward:  # else an error cut it short and it has been tidied
-            with torch.no_grad():
-                closed = self._close()
-                shows = self.accumulation is Accumulation.OFF and self.updates.keeps_gradients
-                if closed and shows and not self.tied.names:  # else the other end may still be in its backward
-                    self.show_gradients()
-
-    def _close(self) -> bool:
-        """True if the backward brought gradients."""
-        gradients, reducing = self.phase is Phase.BACKWARD, self.reducing
-        self._due = after_backward(self._due, gradients=gradients, reducing=reducing)
-        if gradients:
-            self._move(Event.REDUCED if reducing else Event.SUMMED)
-        self.unsharding.close_backward()
-        if gradients:
-            self.schedule.flush(start=reducing)
-        return gradients
-
-    def _move(self, event: Event) -> None:
-        self.phase = after_phase(self.phase, event)
-
-    def close_failed_backward(self) -> None:
-        """A backward that raised left rounds half done: complete the order, so that all ranks stay in step."""
-        ours = threading.get_ident() == self._training_thread  # another thread may run a forward during our backward
-        if self.unsharding.in_backward and ours and torch._C._current_graph_task_id() == -1:
-            self._close()
+    def _backward_closed(self) -> None:
+        if self.accumulating.final and self.updates.keeps_gradients and not self.tied.names:
+            self.show_gradients()  # where parameters are tied, the other stage may still be in its backward
 
     def _starting(self, index: int) -> None:
         self.updates.reduction_starts(index)
@@ -329,18 +227,18 @@ class Engine:
 
     def complete_gradients(self, call: Call) -> None:
         """Before this call, agree on what was used and reduce what is left. Collective; once per step."""
-        self.close_failed_backward()
+        self._backward.close_failed()
         self.unsharding.gathers.catch_up()
-        if self.phase is Phase.AGREED:
+        if self.progress.phase is Phase.AGREED:
             self.used.drop_kept(self.visible.dropped())  # since the ranks agreed, on every rank alike
             return
         self._bring_what_is_due(call)
         if self.updates.keeps_gradients:
-            late = self.used.agree(self.everyone, self.visible.dropped(), self._waiting())
+            late = self.used.agree(self.everyone, self.visible.dropped(), self.schedule.waiting())
             if late is None:
                 refuse(call, Situation.NO_RANK_HAS_GRADIENTS)
             self._agree_on_order()
-            self._reduce_late(late)
+            self.schedule.reduce_late(late)
             self.tied.sum()
         else:  # what ranks used of a unit travelled beside its reduction, the only one
             self._agree_on_order()
@@ -348,33 +246,27 @@ class Engine:
         if self._whole.wanted:
             self.schedule.drain()
             self._whole.gather_all()
-        self._move(Event.AGREED)
+        self.progress.move(Event.AGREED)
 
     def _bring_what_is_due(self, call: Call) -> None:
         """If this rank's backward touched no parameter, or never came, its peers wait for its shards and its zeros."""
         if self.updates.awaits_step:
             return  # all reductions have run
-        if self._due is Due.NOTHING or (self.used.any and self._due is not Due.ZEROS):
+        due = self.progress.due
+        if due is Due.NOTHING or (self.used.any and due is not Due.ZEROS):
             if not self.used.any:
                 refuse(call, Situation.NO_GRADIENTS)
             return
-        if self._due is not Due.ZEROS:
+        if due is not Due.ZEROS:
             self.unsharding.open_backward()
             self.unsharding.close_backward()
         self._begin_reductions()
         self.schedule.flush(start=True)
-        self._due = Due.NOTHING
+        self.progress.brought_due()
 
     def _agree_on_order(self) -> None:
-        """From the first backward on, all ranks follow the order in which rank 0 used and completed its units."""
-        if self.schedule.agreed:
-            return
-        mine = [self.schedule.order_seen(), self.unsharding.forward_seen, self.unsharding.backward_seen]
-        blobs = self.everyone.exchange(json.dumps(mine).encode(), Label("agree", "the order of units"))
-        ranks = [json.loads(blob) for blob in blobs]
-        self.schedule.order, self.schedule.agreed = ranks[0][0], True
-        self.unsharding.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
-        self.pool.trim()  # in the first backward units may have waited for another order
+        if agree_on_order(self.everyone, self.schedule, self.unsharding):
+            self.pool.trim()  # in the first backward units may have waited for another order
 
     def wait_reduced(self, index: int) -> Unit:
         """A unit whose gradient is complete."""
@@ -388,7 +280,7 @@ class Engine:
     def forget_used(self) -> None:
         """The gradients of this step have been used up."""
         self.used.forget_all()
-        self._move(Event.DROPPED)
+        self.progress.move(Event.DROPPED)
 
     def quiesce(self, *, host: bool = True) -> None:
         """Nothing is in flight, and what users wrote has reached the masters: values may be read, updated or replaced
@@ -397,7 +289,7 @@ class Engine:
         self.updates.finish()
         if host:
             self.updates.wait()
-        if not self.in_writable_full_parameters:
+        if not self.contexts.writable:
             for unit in self.units:
                 unit.take_edits()
 
@@ -408,39 +300,28 @@ class Engine:
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
-        self.close_failed_backward()
+        self._backward.close_failed()
         self.check(Call.ZERO_GRAD)
         self.schedule.drain()
         self._whole.drop()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
-        self._move(Event.DROPPED)
+        self.progress.dropped(keep_as_zeros=keep_as_zeros)
         self.scale.forget()
         self.tied.forget()
         if self.optimizer is not None:
             self.optimizer.forget_clipping()
         if not keep_as_zeros:
-            self._due = after_drop(self._due)
             self.visible.hide()
             self.used.forget_all()
 
-    def keep_wide_sums(self) -> None:
-        """Gradients have accumulated in this run: from then on sums are fp32."""
-        self.wide_sums = True
-        for unit in self.units:
-            unit.gradients.widen()
-
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:
+        """Inside, gradients of backwards add up; a backward after it completes those of the step."""
         check_reduce(reduce)
         self.check(Call.ACCUMULATE)
-        usual = Accumulation.ONCE if self.placement.gradients is Scope.REPLICATED else Accumulation.EACH
-        self.accumulation = usual if reduce is None else Accumulation[reduce.upper()]
-        self.keep_wide_sums()
-        try:
+        with self.accumulating.enter(reduce):
             yield
-        finally:
-            self.accumulation = Accumulation.OFF
 
     def keep_across(self, nbytes: int) -> None:
         """Stage 3: let units of so many bytes stay whole over the passes that follow; 0 releases them again."""
@@ -474,18 +355,11 @@ class Engine:
             self.schedule.drain()
             self._whole.wait()
         for index in dropped:
-            self.units[self.places[index].unit].gradients.forget(self.places[index].slot)
-            self.used.forget(index)
+            self.arriving.forget(index)
 
     def check_parameters(self) -> None:
-        """The model still has the parameters it had when it was sharded, and they are where we put them."""
-        self._tree.check()
-        for unit in self.all_units:
-            unit.flat_params.check()
-        sharded = [(s.name, p) for u in self.all_units[len(self.units) :] for s, p in zip(u.layout.slots, u.params)]
-        for name, param in self.frozen + sharded:
-            if param.requires_grad:
-                raise StateError(f"{name} was frozen when shard() was called and is not now; unfreeze before shard()")
+        """Raises if the model has other parameters than when it was sharded, or not where shard() put them."""
+        self._checks.check()
 
     def refuse_copy(self, *_: Any) -> NoReturn:
         raise StateError(

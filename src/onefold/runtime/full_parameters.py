@@ -35,7 +35,7 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     engine = engine_of(model)
     engine.check(Call.FULL_PARAMETERS)
     engine.quiesce()
-    with engine.unsharded(write=write) as outermost:
+    with engine.contexts.enter(write=write) as outermost:
         if not outermost:
             yield
             return
@@ -82,7 +82,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     for name in engine.tensor_shards:
         check_part(engine, name, "full_state_dict()")
-    if engine.in_writable_full_parameters:
+    if engine.contexts.writable:
         _absorb(engine)
         for unit in engine.units:
             unit.watch()

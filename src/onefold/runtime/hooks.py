@@ -174,7 +174,7 @@ def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
 
     def arrived(_: Any) -> None:
         if (live := weak()) is not None:
-            live.gradient_arrived(index)
+            live.arriving.take(index)
 
     node = torch.autograd.graph.get_gradient_edge(param).node  # which adds to .grad
     node.register_prehook(coming)

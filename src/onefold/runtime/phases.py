@@ -4,7 +4,7 @@
 There is no phase FORWARD or STEPPED: forwards run in every phase (evaluation between backward and step, micro-batches,
 pipelines that run several forwards before the first backward), and step() leaves gradients as they are, so that
 calling it again uses them again. A model whose values are of no use (a failed load, a failed host update) is in no
-phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a reason beside the phase.
+phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a situation beside the phase.
 
 `Due` says what peers wait for from this rank, should its backward never come or reach none of its parameters.
 """
@@ -59,14 +59,6 @@ class Due(Enum):
     ZEROS = "its backward has come, and reached no parameter of this rank"
 
 
-class Accumulation(Enum):
-    """What happens to the gradients of a backward when it ends."""
-
-    OFF = "they are reduced, and the gradients of the step are complete"
-    EACH = "they are reduced into the sum of earlier backwards, and more backwards follow"
-    ONCE = "they stay on this rank, added to its local sums, and more backwards follow"
-
-
 def after_phase(phase: Phase, event: Event) -> Phase:
     """The phase that an event leads to; an event that cannot happen in a phase raises."""
     return follow(PHASES, phase, event)
@@ -87,3 +79,35 @@ def after_backward(due: Due, *, gradients: bool, reducing: bool) -> Due:
 def after_drop(due: Due) -> Due:
     """All gradients are dropped: which backward brought none does not matter any more."""
     return Due.BACKWARD if due is Due.ZEROS else due
+
+
+class Progress:
+    """Where one model is: the phase of its gradients, and what its peers wait for. Moved by what happens alone."""
+
+    def __init__(self) -> None:
+        self.phase, self.due = Phase.IDLE, Due.NOTHING
+
+    def move(self, event: Event) -> None:
+        self.phase = after_phase(self.phase, event)
+
+    def forward_began(self, *, reducing: bool) -> None:
+        """A training forward begins."""
+        self.due = after_forward(self.due, reducing=reducing)
+
+    def backward_ended(self, *, reducing: bool) -> bool:
+        """True if the backward that has ended brought gradients."""
+        gradients = self.phase is Phase.BACKWARD
+        self.due = after_backward(self.due, gradients=gradients, reducing=reducing)
+        if gradients:
+            self.move(Event.REDUCED if reducing else Event.SUMMED)
+        return gradients
+
+    def brought_due(self) -> None:
+        """This rank has taken part in the reductions that its peers waited for."""
+        self.due = Due.NOTHING
+
+    def dropped(self, *, keep_as_zeros: bool) -> None:
+        """Gradients were dropped, or are zeros now."""
+        self.move(Event.DROPPED)
+        if not keep_as_zeros:
+            self.due = after_drop(self.due)

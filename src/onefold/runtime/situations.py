@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from onefold.runtime.phases import Accumulation
+from onefold.runtime.accumulating import Accumulating
+from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.refusals import REFUSED_IN, Call, Situation, refuse
 from onefold.runtime.scaled import GradientScale
 from onefold.runtime.untied import Untied
@@ -50,10 +51,10 @@ class Asked(Protocol):
     def updates(self) -> UpdatePolicy: ...
 
     @property
-    def in_full_parameters(self) -> bool: ...
+    def contexts(self) -> FullParameterContexts: ...
 
     @property
-    def accumulation(self) -> Accumulation: ...
+    def accumulating(self) -> Accumulating: ...
 
     @property
     def alone_in_rank(self) -> bool: ...
@@ -67,12 +68,12 @@ HOLDS: Mapping[Situation, Callable[[Asked], bool]] = {
     Situation.OTHER_SCALE: lambda model: model.used.any and model.scale.changed,
     Situation.CLIPPED: lambda model: model.used.any and model.optimizer is not None and model.optimizer.clipped,
     Situation.TIED_SUMMED: lambda model: model.tied.summed,
-    Situation.IN_FULL_PARAMETERS: lambda model: model.in_full_parameters,
+    Situation.IN_FULL_PARAMETERS: lambda model: model.contexts.open,
     Situation.IN_BACKWARD: lambda model: torch._C._current_graph_task_id() != -1,
     Situation.STEP_AWAITED: lambda model: model.updates.awaits_step,
-    Situation.UPDATES_IN_FULL_PARAMETERS: lambda model: model.in_full_parameters and not model.updates.keeps_gradients,
+    Situation.UPDATES_IN_FULL_PARAMETERS: lambda model: model.contexts.open and not model.updates.keeps_gradients,
     Situation.UPDATES_IN_BACKWARD: lambda model: not model.updates.keeps_gradients,
-    Situation.ACCUMULATING: lambda model: model.accumulation is not Accumulation.OFF,
+    Situation.ACCUMULATING: lambda model: not model.accumulating.final,
     Situation.SEVERAL_STAGES: lambda model: not model.alone_in_rank,
 }
 

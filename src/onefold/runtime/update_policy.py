@@ -40,10 +40,6 @@ class UpdatePolicy(Protocol):
         """Most bytes of gradients that wait on the device for a host update while backward runs."""
         ...
 
-    def check_gradient(self, index: int) -> None:
-        """Raises if a gradient of this parameter comes too late."""
-        ...
-
     def reduction_starts(self, index: int) -> None:
         """The reduction of this unit's gradient is about to start, on every rank in the same order."""
         ...
@@ -84,9 +80,6 @@ class NoUpdates:
     @property
     def lent_bytes(self) -> int:
         return 0
-
-    def check_gradient(self, index: int) -> None:
-        pass
 
     def reduction_starts(self, index: int) -> None:
         pass

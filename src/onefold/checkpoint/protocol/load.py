@@ -265,7 +265,7 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
         fill_optimizer(engine, optimizer, plan.source, plan.found)
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
-            engine.keep_wide_sums()
+            engine.accumulating.keep_wide_sums()
 
 
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:

@@ -156,7 +156,7 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
     own = notes_of(engine.model, asked.extra, engine.device, copy=not asked.wait)
     about = {
         "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
-        "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.wide_sums,
+        "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.accumulating.wide_sums,
         "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
     }  # fmt: skip
