@@ -1,13 +1,13 @@
 """Updates that run on the host, beside the device.
 
 The update of a unit is a job: 1 bring gradient, master, state and values to where they are updated  2 update  3 send
-the values up. A few threads do the jobs (jobs.py). The kernels they call use the cores of this rank and leave Python to
-the thread that trains.
+the values up. A few threads do the jobs (workers.py). The kernels they call use the cores of this rank and leave Python
+to the thread that trains.
 
 Started inside backward (`step_in_backward`), jobs run beside the backward of earlier units and beside the next forward.
 A gradient waits for its job on the device, in memory that activations have left; backward waits where too many do.
-Started by step(), after a norm that wants all gradients, these are parked on the host; jobs run beside the next
-forward, where values are seen in forward and backward only; else step() waits for them.
+Updates that step() starts, after a norm that needs all gradients, find gradients offloaded to the host; jobs run beside
+the next forward where parameters are seen in forward and backward only, else step() waits for them.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class HostGradients:
         self._leaving: deque[Gradients] = deque()
 
     def take(self, index: int, *, final: bool) -> bool:
-        """A unit's gradient is reduced. True if it is the host's and complete, and so goes down."""
+        """A unit's gradient is reduced. True if it is complete and the host updates the unit: then it is offloaded."""
         mine = final and self._engine.units[index].updated_on_host
         if mine:
             self.offload(index)
         return mine
 
     def offload(self, index: int) -> None:
-        """A unit's gradient is complete: it goes down."""
+        """Send a unit's complete gradient to the host, unless it is there."""
         gradients = self._engine.units[index].gradients
         if gradients.state is GradientState.REDUCED:
             gradients.offload()
@@ -86,16 +86,16 @@ class HostUpdates(HostGradients):
         weakref.finalize(self, _end, self._line, threads)
 
     def _transfers(self) -> list[int]:
-        """Bytes of the gradients that go down, the last unit's first."""
+        """Bytes of the gradients that go to the host, the last unit's first."""
         units = [unit for unit in reversed(self._engine.units) if unit.updated_on_host]
         return [unit.layout.shard_numel * unit.dtypes.grad.itemsize for unit in units]
 
     def _held(self) -> list[int]:
-        """The same on the device, as long as they are there."""
+        """Bytes on the device of the gradients that go to the host, as long as they wait there."""
         return [unit.gradients.held_bytes for unit in reversed(self._engine.units) if unit.updated_on_host]
 
     def _values(self) -> list[int]:
-        """Bytes of values that come down to be updated."""
+        """Bytes of parameters that come to the host to be updated."""
         units = [unit for unit in self._engine.units if unit.updated_on_host and not unit.flat_params.on_host]
         return [unit.master.owned.numel * unit.flat_params.dtype.itemsize for unit in units]
 
@@ -168,7 +168,7 @@ class HostUpdates(HostGradients):
         return [unit.flat_params.gather_updated()] if unit.gathers_updated else []
 
     def _wait(self, index: int) -> None:
-        """Until a unit has its new values. An interrupted wait is no end: the update goes on."""
+        """Wait until a unit has its new values. After an interrupted wait the update goes on."""
         job = self._jobs.get(index)
         if job is None:
             return

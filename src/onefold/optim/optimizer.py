@@ -2,7 +2,7 @@
 
 The wrapped class never sees the model's parameters, only the slices of each unit that this rank updates.
 
-A step: 1 settle what was used  2 if gradients are not finite, skip or raise, on every rank alike  3 the engine's update
+A step: 1 complete gradients  2 if gradients are not finite, skip or raise, on every rank alike  3 the engine's update
 policy updates the units, and brings new values to all ranks.
 """
 

@@ -34,7 +34,7 @@ class UpdateInBackward(NoUpdates):
         host: HostUpdates | None,
     ) -> None:
         self._engine, self._by_unit, self._groups, self.host = engine, by_unit, groups, host
-        self._flags: dict[int, Callable[[], list[bytes]]] = {}  # who used what of a unit whose round is on the way
+        self._flags: dict[int, Callable[[], list[bytes]]] = {}  # who used what of a unit whose reduction is in flight
         self._gathers: list[Pending] = []
         self._awaited: list[int] = []  # units that the host updates before step() returns
         engine.schedule.one_reduction_each()

@@ -1,10 +1,13 @@
-"""The life of one sharded model: what happens between a backward and the next step.
+"""The life of one sharded model: what happens from a forward to the next step.
 
-1 A backward opens with its first gradient, and gradients arrive, unit by unit.
-2 Unless the local sums are to be kept (`accumulate(reduce="once")`), complete units are reduced at once; when backward
-  closes, the rest. Then each parameter's .grad shows what it is.
+1 A backward opens with its first gradient (backward.py), and gradients arrive, unit by unit (arriving_gradients.py).
+2 Unless local sums are kept (accumulating.py), complete units are reduced at once, in one order for all ranks
+  (reduce_schedule.py); when backward closes, the rest. Then users see gradients, or placeholders, in .grad.
 3 `complete_gradients` runs once per step, before clipping or updating: the ranks tell each other which parameters they
-  used and which units hold gradients that were not reduced, and reduce those. After it, all ranks know the same.
+  used (used_parameters.py) and which units hold gradients that were not reduced, and reduce those. After it, all ranks
+  know the same. The update policy updates the units, and `drop_gradients` ends the step.
+
+`progress` says how far the step is (phases.py); calls that are not allowed now are refused by a table (refusals.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The moment in which a model is saved or filled anew: nothing of it is half done; all ranks can talk beside it."""
+"""Before save() and load(): nothing of the model is in flight, and ranks have a group of their own to talk over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def quiesce(engine: Engine, call: Call) -> None:
 
 
 def begin_load(engine: Engine) -> None:
-    """Every value is about to be replaced: gradients of the old ones go, and so do whole copies."""
+    """Every value is about to be replaced: drop gradients of old values, and release unsharded parameters."""
     engine.mark_broken(Situation.LOAD_FAILED)
     engine.drop_gradients()
     engine.unsharding.gathers.catch_up()
@@ -33,7 +33,7 @@ def begin_load(engine: Engine) -> None:
 
 
 def end_load(engine: Engine) -> None:
-    """Each rank has new values of what it owns: bring the others, and tell whoever remembers the old ones."""
+    """Each rank has new values of its shards: gather replicated parameters, and note that a load wrote all."""
     owners = [u for u in engine.units if u.placement.optimizer is Scope.SHARDED]
     gathers = [u.flat_params.gather_updated() for u in owners if u.placement.parameters is Scope.REPLICATED]
     for pending in gathers:
