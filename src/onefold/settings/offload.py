@@ -17,7 +17,8 @@ AUTO = "auto"
 class Offload:
     """Which training state is kept in host memory or on disk instead of the device.
 
-    >>> Offload(optimizer="host").optimizer_tier.value
+    >>> import onefold
+    >>> onefold.Zero(stage=2, offload=onefold.Offload(optimizer="host")).offload.optimizer
     'host'
     """
 

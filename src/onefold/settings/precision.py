@@ -52,7 +52,8 @@ class Precision:
     Fields that are None are decided by `shard`, for the backend and the device; print `optimizer.precision` to see what
     was decided.
 
-    >>> print(Precision(compute="bf16", wire="bf16", grad="bf16", master="fp32"))
+    >>> import onefold
+    >>> print(onefold.Precision(compute="bf16", wire="bf16", grad="bf16", master="fp32"))
     what                dtype   why
     compute             bf16    forward and backward
     gradients travel    bf16    summed over ranks in fp32, rounded once

@@ -37,7 +37,8 @@ class Zero:
 
     Frozen, and validated when it is made. `shard` takes one such object, or its fields as keywords.
 
-    >>> Zero(stage=1, bucket_bytes=8 << 20).stage
+    >>> import onefold
+    >>> onefold.Zero(stage=1, bucket_bytes=8 << 20).stage
     1
     """
 
@@ -190,7 +191,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str, **fields: Any) -> Zero:
     """The `Zero` settings of one of the ZeRO paper's configurations, "C1" to "C5"; `fields` set or override others.
 
-    >>> preset("C4", precision="bf16").activations
+    >>> import onefold
+    >>> onefold.preset("C4", precision="bf16").activations
     'partition'
     """
     if name not in PRESETS:

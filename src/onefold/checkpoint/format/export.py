@@ -31,11 +31,13 @@ NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Exported(NamedTuple):
-    folder: Path
-    step: int
-    files: tuple[str, ...]
-    tensors: int
-    bytes: int
+    """What `export` wrote."""
+
+    folder: Path  # where
+    step: int  # of the checkpoint
+    files: tuple[str, ...]  # names of the safetensors files
+    tensors: int  # how many tensors
+    bytes: int  # of all tensors
 
 
 def export(
