@@ -288,5 +288,9 @@ def names_of_tests(path: Path) -> list[str]:
     return [f"{file.name}::{name}" for file in files for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)]
 
 
+def test_the_readme_takes_five_minutes():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
 def test_the_index_names_every_page():
     assert {path.name for path in DOCS} <= {target.name for target, _ in links(ROOT / "docs/index.md")} | {"index.md"}
