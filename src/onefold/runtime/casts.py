@@ -18,12 +18,12 @@ from onefold.state.rounding import narrowed
 
 def attach_casts(engine: Engine) -> None:
     """Inputs of the model are cast to what computes; modules kept in fp32 get fp32 and give back what computes."""
-    compute = engine.precision.compute
+    compute = engine.resolved.precision.compute
     assert isinstance(compute, torch.dtype)
     engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: (cast_in(args, compute), cast_in(kwargs, compute)), prepend=True, with_kwargs=True
     )
-    for kept in engine.precision.kept(engine.model):
+    for kept in engine.resolved.precision.kept(engine.model):
         kept.register_forward_pre_hook(
             lambda module, args, kwargs: (cast_in(args, torch.float32), cast_in(kwargs, torch.float32)),
             with_kwargs=True,
