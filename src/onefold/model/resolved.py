@@ -47,6 +47,9 @@ class Resolved:
     blocks: tuple[str, ...]
     """Names of the modules that are the model's blocks, in registration order."""
 
+    kept_fp32: tuple[str, ...]
+    """Names of the outermost modules that compute in fp32 though the model computes in 16 bits."""
+
     tensor_shards: TensorShards
     """Of parameters that are split over the mesh axis "tp": where this rank's part lies."""
 

@@ -32,6 +32,7 @@ class Survey:
     params: tuple[ParamInfo, ...] = ()  # all parameters, in registration order
     units: tuple[UnitSpec, ...] = ()  # placed as the settings say
     blocks: tuple[str, ...] = ()  # names of modules
+    kept_fp32: tuple[str, ...] = ()  # names of modules
     lines: tuple[str, ...] = ()  # what all ranks must agree on
     mistake: Exception | None = None  # that ended the survey: raised once all ranks have heard of it
 
@@ -62,7 +63,8 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
         _check_values(name, tensor, meta)
         check(name, tensor, tp_ranks)
     policy = Precision.of(settings.precision)
-    kept = {id(param) for module in policy.kept(model) for param in module.parameters()}
+    kept_fp32, modules = policy.kept(model), dict(model.named_modules())
+    kept = {id(param) for name in kept_fp32 for param in modules[name].parameters()}
     dtypes = {name: _target(param, policy, id(param) in kept) for name, param in named}
     for name, param in named:
         _check_parameter(name, param, device, policy)
@@ -83,8 +85,9 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     lines += [f"unit {unit.layout.name}: {unit.layout.numel} elements, {unit.placement}" for unit in units]
     _check_activations(settings.activations, blocks, len(tp_ranks))
     return Survey(
-        settings=settings, meta=meta, params=tuple(params), units=units, blocks=tuple(blocks), lines=tuple(lines)
-    )
+        settings=settings, meta=meta, params=tuple(params), units=units, blocks=tuple(blocks),
+        kept_fp32=tuple(kept_fp32), lines=tuple(lines),
+    )  # fmt: skip
 
 
 def _units(

@@ -53,6 +53,7 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
         units=units,
         placement=place_all(settings).over(ranks),
         blocks=found.blocks,
+        kept_fp32=found.kept_fp32,
         tensor_shards=tensor_shards,
         digest=digest(found.lines),
         why="; ".join(reasons),
