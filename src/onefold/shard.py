@@ -28,10 +28,11 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
-    """Spread the training state of `model` over ranks; the same object, its parameters, API and forward unchanged.
+    """Shard the training state of `model` over ranks, in place, and return `model`.
 
-    Takes the fields of `Zero`, or one such object. A model stays on the device where it is; one on the meta device
-    becomes real on this rank's GPU, if there is one. Collective.
+    `fields` are those of `Zero`, which may also be given as one object. Parameter names and shapes, forward, hooks and
+    train() stay as they were. A model stays on the device where it is; a model on the meta device becomes real on this
+    rank's GPU, if there is one. Collective: every rank calls it.
 
     >>> import torch, onefold
     >>> onefold.init()

@@ -1,5 +1,8 @@
-"""What shard() decided about one model, in one frozen description that construction, engine, checkpoints and reports
-read. It holds no tensor, so it can outlive the model, and nothing in it is found a second time."""
+"""What shard() decided about one model: a frozen description, made once.
+
+Construction, engine, hooks, checkpoints and reports read it, and find nothing in it a second time. It holds no tensor
+of the model.
+"""
 
 from __future__ import annotations
 

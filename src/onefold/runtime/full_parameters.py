@@ -22,8 +22,11 @@ NOTHING = torch.empty(0)
 
 @contextmanager
 def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
-    """Inside, every parameter is whole on every rank. With `write`, what they hold at the end is kept: write the same
-    values on every rank. Collective. Also the fast way to many forwards without training (generation).
+    """Unshard every parameter of the model on every rank while this context lasts.
+
+    With write=True what the parameters hold at the end is kept: write the same values on every rank. Also the fast way
+    to many forwards without training, such as generation, because parameters are all-gathered once instead of once per
+    forward. Needs memory for the whole model. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -57,8 +60,10 @@ def _absorb(engine: Engine) -> None:
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The whole state on rank 0's host memory, one unit at a time; empty on other ranks. Where 16 bits compute, it is
-    the fp32 master's. In a pipeline the first rank of each stage has that of its part. Collective.
+    """The unsharded state dict of the model, in rank 0's host memory; other ranks get an empty dict.
+
+    It is collected one unit at a time. Where 16 bits compute, parameters come from the fp32 master. In a pipeline the
+    first rank of each stage gets the state of its part. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()

@@ -1,5 +1,4 @@
-"""What a training loop says about its forwards and backwards: which of them add up, and when ranks that ran more of
-them than others meet again."""
+"""What a training loop says about its micro-batches: which of them accumulate, and when uneven forwards are over."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from onefold.runtime.engine import engine_of
 
 @contextmanager
 def accumulate(model: nn.Module, reduce: str | None = None) -> Iterator[None]:
-    """Around all micro-batches of a step but the last: their gradients add up.
+    """Accumulate gradients: put all micro-batches of a step but the last inside this context.
 
-    reduce="once" keeps each rank's sum and reduces it with the last micro-batch (whole gradients in memory, no more
-    traffic); "each" reduces every micro-batch into the shard (1/N of the memory, one more reduction each). By default
-    "once" where gradients are whole, "each" where they are sharded.
+    reduce="once" keeps each rank's unreduced sum, which takes memory for gradients of full size, and reduces it with
+    the last micro-batch. "each" reduces every micro-batch into the sharded gradient: 1/N of the memory, and one
+    reduce-scatter per micro-batch. By default "once" at stages 0 and 1, "each" at stages 2 and 3.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -31,10 +30,10 @@ def accumulate(model: nn.Module, reduce: str | None = None) -> Iterator[None]:
 
 
 def catch_up(model: nn.Module) -> None:
-    """With schedule="negotiate": give other ranks the parameters they need until all ranks have come here.
+    """With schedule="negotiate": serve other ranks the parameters they need, until every rank has called `catch_up`.
 
-    For the end of a loop that is longer on some ranks than on others (generation), before collectives of your own.
-    Backward, step and `full_parameters` wait in the same way. Collective.
+    Call it after a loop that is longer on some ranks than on others, such as generation, and before collectives of your
+    own. Backward, `step` and `full_parameters` wait for other ranks in the same way. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()

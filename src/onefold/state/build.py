@@ -1,5 +1,7 @@
-"""Moves a model's parameters into the flat buffers of its units, one unit at a time, so that no two copies of the model
-are in memory at once. A model on the meta device is filled on the way."""
+"""Moves a model's parameters into the flat buffers of its units, one unit at a time.
+
+So there are never two copies of the model in memory. A model on the meta device is filled on the way.
+"""
 
 from __future__ import annotations
 
