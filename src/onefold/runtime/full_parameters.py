@@ -84,7 +84,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             whole = joined(engine, name, local)
             copies[id(param)] = whole.to("cpu", copy=True) if first else NOTHING
 
-    for name in engine.tensor_shards:
+    for name in engine.resolved.tensor_shards:
         check_part(engine, name, "full_state_dict()")
     if engine.in_writable_full_parameters:
         _absorb(engine)
@@ -113,7 +113,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
     """A parameter as it is without "tp", from the parts of its ranks. Collective over them where it is split."""
-    part, tp = engine.tensor_shards.get(name), engine.comms.tp
+    part, tp = engine.resolved.tensor_shards.get(name), engine.comms.tp
     if part is None:
         return local
     row = math.prod(part.shape) // max(part.shape[part.dim], 1)
@@ -127,7 +127,7 @@ def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
 
 
 def check_part(engine: Engine, name: str, where: str) -> None:
-    if name in engine.tensor_shards and engine.tensor_shards[name] is None:
+    if name in engine.resolved.tensor_shards and engine.resolved.tensor_shards[name] is None:
         raise StateError(
             f"{where}: {name} is split over the ranks of 'tp', but nobody said along which dim; set "
             f"param.partition_dim (and tensor_model_parallel) before shard(), or use torch's parallelize_module"

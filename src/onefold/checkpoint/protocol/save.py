@@ -154,9 +154,10 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
     step = _check(asked)
     quiet(engine, "save()")
     holding = hold(engine, optimizer)
+    settings = engine.resolved.settings
     own = notes_of(engine.model, asked.extra, engine.device, copy=not asked.wait)
     about = {
-        "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
+        "stage": settings.stage, "precision": str(engine.resolved.precision), "settings": settings.describe(),
         "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.wide_sums,
         "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
