@@ -30,8 +30,8 @@ class TierRow(NamedTuple):
 
     state: str  # optimizer, parameters, gradients, staging
     place: str  # pinned or pageable host memory, or disk
-    measured: int
-    planned: int  # of staging: at most
+    measured: int  # bytes
+    planned: int  # bytes; of staging buffers: at most
 
 
 def held(engine: Engine) -> dict[str, list[Tensor]]:
@@ -175,7 +175,7 @@ def _staging_limits(engine: Engine) -> tuple[int, int]:
 
 def _gathered(engine: Engine) -> int:
     """Units that a pass has open at once: in use, used before, on their way, and those being read ahead of that."""
-    prefetch = engine.zero.prefetch
+    prefetch = engine.resolved.settings.prefetch
     return 2 + READ_AHEAD + (prefetch if isinstance(prefetch, int) else len(engine.unsharding.units))
 
 
@@ -218,7 +218,7 @@ def _pool_limit_bytes(engine: Engine) -> int:
     wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
     rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
     wide_sums = engine.accumulating.wide_sums
-    kept = sum(sizes) if wide_sums and (away or engine.placement.gradients is Scope.SHARDED) else 0
+    kept = sum(sizes) if wide_sums and (away or engine.resolved.placement.gradients is Scope.SHARDED) else 0
     needed = engine.everyone.size > 1 or wide_sums or wide or away or not engine.updates.keeps_gradients
     leaving = (LEAVING + 1) * max(away, default=0) + engine.updates.lent_bytes
     return (rounds * max(sizes) if needed else 0) + leaving + 2 * wide + kept

@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.cost.estimate import Choice
 from onefold.cost.hardware import Hardware, hardware
-from onefold.cost.layout import ParamInfo
 from onefold.cost.machine import here
 from onefold.cost.search import CHOICES, ROOM, Question, check_question, recommend
 from onefold.cost.text import text_of
 from onefold.cost.work import Module, Work
 from onefold.errors import ConfigError
-from onefold.model.blocks import block_of, find_blocks
-from onefold.model.survey import FROZEN, survey
+from onefold.model.survey import Survey, survey
+from onefold.model.unit_spec import frozen_kinds, widths_by_kind
 from onefold.observe.rehearsal import Loss, Rehearsal, rehearse
 from onefold.optim.elementwise import cost_of
 from onefold.planner.rows import Recommendation, Row, exact_row, recommendation_of, row_of
@@ -33,7 +32,7 @@ HERE = ("keep", "checkpoint", "checkpoint+host")  # what a plan for a module reh
 
 @dataclass(frozen=True)
 class Plan:
-    """What every stage costs one rank of many, and which to choose; the best recommendation is the first.
+    """What each stage would cost each rank, and which one to choose; print it for a table.
 
     >>> import torch, onefold
     >>> found = onefold.plan(torch.nn.Linear(512, 512), torch.zeros(4, 512), ranks=8, hardware="laptop")
@@ -44,20 +43,21 @@ class Plan:
     model: str
     parameters: int
     ranks: int
-    grid: str
+    grid: str  # how the ranks are divided among the axes of a mesh
     hardware: Hardware
     precision: str
-    stages: tuple[Row, ...]
-    variants: tuple[Row, ...]
-    recommendations: tuple[Recommendation, ...]
-    notes: tuple[str, ...] = ()
+    stages: tuple[Row, ...]  # stages 0 to 3
+    variants: tuple[Row, ...]  # choices beyond them: a hybrid of stages 2 and 3, offload
+    recommendations: tuple[Recommendation, ...]  # the best first
+    notes: tuple[str, ...] = ()  # what the figures leave out
 
     @property
     def recommendation(self) -> Recommendation:
+        """The best recommendation."""
         return self.recommendations[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The plan as a dict for JSON."""
         return {**dataclasses.asdict(self), "recommendation": dataclasses.asdict(self.recommendation)}
 
     def __str__(self) -> str:
@@ -131,9 +131,10 @@ def plan(
     micro_batches: int = 1,
     **fields: Any,
 ) -> Plan:
-    """What stages 0–3 would cost each of `ranks` ranks to train this model on a batch like `sample`, before it is
-    sharded: the runtime rehearses two steps of each on tensors without memory. With `offload`, stages 1–3 have as much
-    of it as they can.
+    """What stages 0–3 would cost each of `ranks` ranks to train this model on a batch like `sample`.
+
+    The model has not been sharded: the runtime rehearses two steps of each stage on tensors without memory. With
+    `offload`, each of stages 1–3 offloads as much of it as the stage allows.
 
     `sample` is what the model is called with (a tensor, a tuple, or a dict of keywords), rows first. `loss` is
     (model, sample) -> loss; by default the model's own, or the sum of what it returns. `fields` are those of `shard`.
@@ -167,8 +168,9 @@ def plan(
         )  # fmt: skip
 
     kept = rehearsed(0, "keep", 1, count=True)
-    again = rehearsed(0, "checkpoint", 1, count=True) if find_blocks(model, zero.units) else kept
-    work = _module_work(model, sample, zero, policy, kept, again, accumulates=micro_batches > 1)
+    seen = survey(model, dataclasses.replace(zero, init=None), 1)
+    again = rehearsed(0, "checkpoint", 1, count=True) if seen.blocks else kept
+    work = _module_work(seen, sample, policy, kept, again, accumulates=micro_batches > 1)
     question = Question(
         work=work, ranks=ranks, hardware=machine, cost=cost, batch=work.module.batch if work.module else 1,
         max_global_batch=max_global_batch, activations=activations, micro_batches=micro_batches,
@@ -228,29 +230,22 @@ def _machine(named: str | Hardware | None, model: nn.Module) -> Hardware:
 
 
 def _module_work(
-    model: nn.Module,
+    seen: Survey,
     sample: Any,
-    zero: Zero,
     policy: Precision,
     kept: Rehearsal,
     again: Rehearsal,
     *,
     accumulates: bool,
 ) -> Work:
-    seen = survey(model, dataclasses.replace(zero, init=None), 1)
-    blocks = find_blocks(model, zero.units)
-    infos, widths = [], {}
-    for name, param in [*model.named_parameters()]:
-        dtype = seen.dtypes[name]
-        kind = str(dtype) if param.requires_grad else f"{dtype} {FROZEN}"
-        own = policy.dtypes(dtype).widths
-        widths[kind] = own._replace(grad=4) if accumulates and own.narrow else own  # sums are kept in fp32
-        infos.append(ParamInfo(name, param.numel(), dtype.itemsize, kind, block_of(name, blocks)))
+    widths = widths_by_kind(seen.units, policy)
+    if accumulates:  # sums are kept in fp32
+        widths = {kind: own._replace(grad=4) if own.narrow else own for kind, own in widths.items()}
     first = next((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None:
         raise ConfigError("the sample holds no tensor with rows; give what the model is called with")
     module = Module(
-        infos=tuple(infos),
+        infos=seen.params,
         widths=widths,
         batch=first.shape[0],
         tokens=first.shape[1] if first.ndim > 1 and not first.is_floating_point() else 1,
@@ -260,11 +255,11 @@ def _module_work(
         },
         block_inputs=again.block_inputs,
         flops={"keep": kept.flops, "checkpoint": again.flops},
-        frozen=frozenset(kind for kind in widths if kind.endswith(FROZEN)),
+        frozen=frozen_kinds(seen.units),
         buffers_bytes=kept.module_buffers,
     )
     compute = policy.dtypes(policy.compute if isinstance(policy.compute, torch.dtype) else torch.float32)
-    return Work(widths=compute.widths, module=module, bucket_bytes=zero.bucket_bytes)
+    return Work(widths=compute.widths, module=module, bucket_bytes=seen.settings.bucket_bytes)
 
 
 def _name(policy: Precision) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from torch.autograd.graph import Node
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm, Comms
 from onefold.comm.meter import Label
-from onefold.cost.layout import UnitLayout
 from onefold.errors import ModelError, StateError
-from onefold.model.dtensor_shards import TensorShards, wrapped
+from onefold.model.dtensor_shards import wrapped
+from onefold.model.resolved import Resolved
 from onefold.model.survey import ATTRIBUTE
 from onefold.offload.tiers import Tiers
 from onefold.runtime.accumulating import Accumulating
@@ -36,6 +36,7 @@ from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.order_agreement import agree_on_order
 from onefold.runtime.parameter_checks import ParameterChecks
 from onefold.runtime.phases import Due, Event, Phase, Progress
+from onefold.runtime.pipeline_axis import Pipeline
 from onefold.runtime.reduce_schedule import ReduceSchedule
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.replicated_gradients import ReplicatedGradients
@@ -45,52 +46,34 @@ from onefold.runtime.unsharding import Unsharding
 from onefold.runtime.untied import Untied
 from onefold.runtime.update_policy import NoUpdates, UpdatePolicy
 from onefold.runtime.used_parameters import UsedParameters
-from onefold.settings.placement import Placement, Scope
-from onefold.settings.precision import Precision
-from onefold.settings.zero import Zero, check_reduce
+from onefold.settings.placement import Scope
+from onefold.settings.zero import check_reduce
 from onefold.state.unit import Unit
 from onefold.state.visible_gradients import VisibleGradients
-
-
-class Pipeline(NamedTuple):
-    """What ranks know of those that hold other layers: along "pp" units differ."""
-
-    most_units: int  # that any rank trains
-    near: frozenset[int]  # of all ranks, those of this pipeline stage
-
-    def rows(self, comm: Comm) -> list[int]:
-        """The ranks of an axis that have the same units."""
-        return [row for row in range(comm.size) if comm.simulated or comm.world_rank(row) in self.near]
 
 
 class Engine:
     def __init__(
         self,
-        *,
         model: nn.Module,
-        zero: Zero,
-        placement: Placement,
+        resolved: Resolved,
+        *,
         comms: Comms,
         pool: Pool,
-        units: Sequence[Unit],
-        sharded: Sequence[Unit],
-        frozen: Sequence[tuple[str, nn.Parameter]],
-        digest: str,
-        precision: Precision,
-        layouts: Sequence[UnitLayout],
-        tensor_shards: TensorShards,
-        pipeline: Pipeline,
         tiers: Tiers,
-        why: str = "",
+        units: Sequence[Unit],
+        pipeline: Pipeline,
     ) -> None:
-        self.why = why  # stage="auto": what was chosen, and the reason
-        self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
+        settings, placement = resolved.settings, resolved.placement
+        sharded = [unit for unit in units if unit.placement.parameters is Scope.SHARDED or unit.placement.late]
+        self.model, self.resolved, self.pool = model, resolved, pool
         self.comms, self.comm, self.everyone = comms, comms.shard, comms.everyone
-        self.tensor_shards = tensor_shards  # of what is split over "tp"
         self.pipeline = pipeline
-        self.units, self.frozen, self.digest = list(units), list(frozen), digest
+        self.units = [unit for unit in units if unit.trained]
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
-        self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
+        replicated = resolved.replicated_frozen
+        self.frozen = [(name, param) for name, param in model.named_parameters() if name in replicated]
+        self._activations_why = ""  # activations="auto": what was chosen, and the reason
         self.updates: UpdatePolicy = NoUpdates()  # when units are updated
         self.tiers = tiers
         self.optimizer: AttachedOptimizer | None = None  # the Optimizer that was made for this model
@@ -98,15 +81,14 @@ class Engine:
         self.tied = Untied()  # which of these parameters another stage of a pipeline holds too
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.device = pool.device
-        self.blocks: list[str] = []  # modules that are repeated, by name
         self._aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
         self.schedule = ReduceSchedule(self.units, self._starting, self._reduced)
-        negotiate = zero.schedule == "negotiate"
+        negotiate = settings.schedule == "negotiate"
         self.unsharding = Unsharding(
-            sharded, zero.prefetch, zero.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
+            sharded, settings.prefetch, settings.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
         )
         self.visible = VisibleGradients(self.params, self.names)
         self._whole = ReplicatedGradients(
@@ -115,7 +97,7 @@ class Engine:
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self.progress = Progress()
         self.used = UsedParameters([len(unit.params) for unit in self.units])
-        self.scale = GradientScale(needed=precision.compute is torch.float16)
+        self.scale = GradientScale(needed=resolved.precision.compute is torch.float16)
         self.accumulating = Accumulating(self.units, placement.gradients)
         self.contexts = FullParameterContexts(self.unsharding)
         self.arriving = ArrivingGradients(
@@ -143,12 +125,14 @@ class Engine:
         """This rank holds other parts of the same model, too."""
         self.alone_in_rank = False
 
-    def explain(self, why: str) -> None:
-        """What was chosen for this model, and the reason, as placement() tells it."""
-        self.why = why
+    def tell_activations(self, why: str) -> None:
+        """What activations="auto" has chosen, and the reason, or why it has not yet: shard() cannot know."""
+        self._activations_why = why
 
-    def know_blocks(self, blocks: Sequence[str]) -> None:
-        self.blocks = list(blocks)
+    @property
+    def why(self) -> str:
+        """Every automatic choice, and the reasons, as placement() tells them."""
+        return "; ".join(told for told in (self.resolved.why, self._activations_why) if told)
 
     def keep_block_inputs(self, store: BlockInputs) -> None:
         """Blocks are computed again in backward, from what this store keeps."""
@@ -278,7 +262,7 @@ class Engine:
 
     def counts(self, name: str) -> bool:
         """Whether a parameter counts here: what is the same on all ranks of "tp" counts on the first of them."""
-        return self.comms.tp.rank == 0 or name in self.tensor_shards
+        return self.comms.tp.rank == 0 or name in self.resolved.tensor_shards
 
     def forget_used(self) -> None:
         """The gradients of this step have been used up."""

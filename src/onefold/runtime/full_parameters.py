@@ -23,8 +23,11 @@ NOTHING = torch.empty(0)
 
 @contextmanager
 def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
-    """Inside, every parameter is whole on every rank. With `write`, what they hold at the end is kept: write the same
-    values on every rank. Collective. Also the fast way to many forwards without training (generation).
+    """Unshard every parameter of the model on every rank while this context lasts.
+
+    With write=True what the parameters hold at the end is kept: write the same values on every rank. Also the fast way
+    to many forwards without training, such as generation, because parameters are all-gathered once instead of once per
+    forward. Needs memory for the whole model. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -58,8 +61,10 @@ def _absorb(engine: Engine) -> None:
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The whole state on rank 0's host memory, one unit at a time; empty on other ranks. Where 16 bits compute, it is
-    the fp32 master's. In a pipeline the first rank of each stage has that of its part. Collective.
+    """The unsharded state dict of the model, in rank 0's host memory; other ranks get an empty dict.
+
+    It is collected one unit at a time. Where 16 bits compute, parameters come from the fp32 master. In a pipeline the
+    first rank of each stage gets the state of its part. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -80,7 +85,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             whole = joined(engine, name, local)
             copies[id(param)] = whole.to("cpu", copy=True) if first else NOTHING
 
-    for name in engine.tensor_shards:
+    for name in engine.resolved.tensor_shards:
         check_part(engine, name, "full_state_dict()")
     if engine.contexts.writable:
         _absorb(engine)
@@ -109,7 +114,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
     """A parameter as it is without "tp", from the parts of its ranks. Collective over them where it is split."""
-    part, tp = engine.tensor_shards.get(name), engine.comms.tp
+    part, tp = engine.resolved.tensor_shards.get(name), engine.comms.tp
     if part is None:
         return local
     row = math.prod(part.shape) // max(part.shape[part.dim], 1)
@@ -123,7 +128,7 @@ def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
 
 
 def check_part(engine: Engine, name: str, where: str) -> None:
-    if name in engine.tensor_shards and engine.tensor_shards[name] is None:
+    if name in engine.resolved.tensor_shards and engine.resolved.tensor_shards[name] is None:
         raise StateError(
             f"{where}: {name} is split over the ranks of 'tp', but nobody said along which dim; set "
             f"param.partition_dim (and tensor_model_parallel) before shard(), or use torch's parallelize_module"
