@@ -27,10 +27,16 @@ from onefold.cost.sizes import of_layout
 from onefold.cost.states import updated_numel
 from onefold.errors import ConfigError, MismatchError, ModelError
 from onefold.model.blocks import find_blocks
-from onefold.model.dtensor_shards import TensorShards, agree_on_tensor_shards, held, is_split, put
+from onefold.model.dtensor_shards import (
+    TensorShards,
+    agree_on_tensor_shards,
+    is_dtensor,
+    local_tensor,
+    set_local_tensor,
+)
 from onefold.model.meta import Builder
 from onefold.model.survey import FROZEN, Survey, place, place_all, survey
-from onefold.offload.host_memory import give_back
+from onefold.offload.host_memory import trim_heap
 from onefold.offload.tiers import Tiers
 from onefold.runtime.automatic import automatic_stage, automatic_tiers, room_left
 from onefold.runtime.engine import Engine, Pipeline, engine_of
@@ -102,7 +108,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
         decided, told = automatic_tiers(settings, found, policy, device, world, axes)
         why = "; ".join(part for part in (why, told) if part)
     named = [*found.trained, *found.frozen]
-    if found.meta and (local := [name for name, param in named if name in parts and not is_split(param)]):
+    if found.meta and (local := [name for name, param in named if name in parts and not is_dtensor(param)]):
         raise ModelError(
             f"{', '.join(local[:5])} is a part of a tensor, on the meta device: filled here it would be alike on all "
             f"ranks of 'tp'; build it with its values, or split it with torch's parallelize_module"
@@ -174,7 +180,7 @@ def _pipeline(comms: Comms, units: int) -> Pipeline:
 
 def _compare_over_tp(tp: Comm, named: list[tuple[str, nn.Parameter]]) -> None:
     """What is not split is the same on all ranks of "tp"; a part that nobody marked would be silently wrong."""
-    mine = [fingerprint(held(param)) for _, param in named]
+    mine = [fingerprint(local_tensor(param)) for _, param in named]
     rows = [json.loads(row) for row in tp.exchange(json.dumps(mine).encode(), AGREE)]
     for rank, row in enumerate(rows):
         if other := [name for (name, _), theirs, ours in zip(named, row, rows[0], strict=True) if theirs != ours]:
@@ -213,10 +219,10 @@ def _build_units(
         else:
             for param in members:
                 if param.dtype is not dtype:
-                    put(param, narrowed(held(param).detach(), dtype))
+                    set_local_tensor(param, narrowed(local_tensor(param).detach(), dtype))
         del members
         if pool.device.type == "cpu" and layout.numel * layout.itemsize >= LARGE_BYTES:
-            give_back()
+            trim_heap()
     if builder:
         builder.finish()
     return units
@@ -255,7 +261,7 @@ def _device(model: nn.Module, wanted: Any, axes: Axes) -> torch.device:
 
 def _synchronise(comm: Comm, named: list[tuple[str, Tensor]], settings: Zero) -> None:
     """Bring real values in line with rank 0's, or compare them."""
-    real = [(name, held(tensor)) for name, tensor in named if tensor.device.type != "meta"]
+    real = [(name, local_tensor(tensor)) for name, tensor in named if tensor.device.type != "meta"]
     if settings.sync == "check":
         compare_values(comm, real)
         return

@@ -123,13 +123,13 @@ def files_being_written(path: str) -> int:
     tall.step()
     units, most = engine_of(tall.model).units, [0]
     for unit in units:
-        prepare = unit.prepare
+        prepare = unit.start_load
 
         def counted(*args: Any, prepare: Any = prepare, **kwargs: Any) -> None:
             most.append(sum(other.values.image._writing is not None for other in units))
             prepare(*args, **kwargs)
 
-        unit.prepare = counted
+        unit.start_load = counted
     tall.step()
     engine_of(tall.model).updates.wait()
     return max(most)

@@ -1,7 +1,7 @@
 """Parameters that tensor parallelism has split: the part that is here, and where it lies in the whole.
 
 A DTensor's values are its local tensor's. Assigning `.data` of the wrapper changes nothing, and says nothing; its
-storage holds nothing. So whoever reads or places values goes through `held` and `put`.
+storage holds nothing. So whoever reads or places values goes through `local_tensor` and `set_local_tensor`.
 A plain parameter is a part if it says so (`param.tensor_model_parallel`, as Megatron's modules do), or if the ranks of
 "tp" have it in different shapes; else it is the same on all of them, as a replicated DTensor is.
 """
@@ -21,56 +21,56 @@ from onefold.errors import MismatchError, ModelError
 PLAIN = (Tensor, nn.Parameter)
 
 
-def held(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The plain tensor that has the values: a DTensor's local one, or the tensor itself."""
     return tensor if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
-def is_split(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Whether it is a DTensor."""
-    return held(tensor) is not tensor
+    return local_tensor(tensor) is not tensor
 
 
-def put(param: nn.Parameter, tensor: Tensor) -> None:
+def set_local_tensor(param: nn.Parameter, tensor: Tensor) -> None:
     """Let a parameter have these values from now on, where they lie."""
-    if not is_split(param):
+    if not is_dtensor(param):
         param.data = tensor
         return
     if param.dtype is not tensor.dtype:
-        become(param, wrapped(param, tensor))
+        replace_in_place(param, wrapped(param, tensor))
     # with a count of writes of its own: neighbours share the buffer
     param._local_tensor = tensor.data  # type: ignore[attr-defined]
 
 
-def version(param: Tensor) -> int:
+def write_count(param: Tensor) -> int:
     """Grows with every write through a parameter, or through the local tensor that it gives out."""
-    return param._version + (held(param)._version if is_split(param) else 0)
+    return param._version + (local_tensor(param)._version if is_dtensor(param) else 0)
 
 
-def put_all(params: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
-    """`put` for each. Twice per unit and pass: most parameters are plain, and are not asked twice."""
+def set_local_tensors(params: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
+    """`set_local_tensor` for each. Twice per unit and pass: most parameters are plain, and are not asked twice."""
     for param, tensor in zip(params, tensors, strict=True):
         if type(param) is nn.Parameter:
             param.data = tensor
         else:
-            put(param, tensor)
+            set_local_tensor(param, tensor)
 
 
-def versions(params: Sequence[nn.Parameter]) -> list[int]:
-    """`version` of each."""
-    return [param._version if type(param) is nn.Parameter else version(param) for param in params]
+def write_counts(params: Sequence[nn.Parameter]) -> list[int]:
+    """`write_count` of each."""
+    return [param._version if type(param) is nn.Parameter else write_count(param) for param in params]
 
 
 def wrapped(param: Any, local: Tensor) -> Tensor:
     """A tensor that is to `param` what `local` is to its local part; they share memory."""
-    if not is_split(param):
+    if not is_dtensor(param):
         return local
     mesh, placements = param.device_mesh, param.placements
     local = local.detach()
     return type(param).from_local(local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
 
 
-def become(param: nn.Parameter, value: Tensor) -> None:
+def replace_in_place(param: nn.Parameter, value: Tensor) -> None:
     """The same object as a parameter of other values, dtype or class."""
     other = nn.Parameter(value, requires_grad=param.requires_grad)
     other.__dict__.update(param.__dict__)
@@ -88,7 +88,7 @@ def cut(like: Any, whole: Tensor) -> Tensor:
     placement, mesh = like.placements[0], like.device_mesh
     if placement.is_replicate():
         return wrapped(like, whole)
-    sizes, start = held(like).shape, 0
+    sizes, start = local_tensor(like).shape, 0
     if whole.shape[placement.dim]:  # as torch cuts: equal parts, the last ones less or empty
         start = min(mesh.get_local_rank() * -(-whole.shape[placement.dim] // mesh.size()), whole.shape[placement.dim])
     return wrapped(like, whole.narrow(placement.dim, start, sizes[placement.dim]).contiguous())
@@ -107,19 +107,19 @@ class Aligned(NamedTuple):
 
 def aligned(grad: Any, param: Any) -> Aligned:
     """This rank's part of a gradient, summed where the ranks of "tp" have partial sums. Collective where it moves."""
-    if not is_split(grad):
+    if not is_dtensor(grad):
         return Aligned(grad, "", 0)
-    wanted = param.placements if is_split(param) else None  # None: whole
+    wanted = param.placements if is_dtensor(param) else None  # None: whole
     if grad.placements == wanted or (wanted is None and grad.placements[0].is_replicate()):
-        return Aligned(held(grad), "", 0)
+        return Aligned(local_tensor(grad), "", 0)
     collective, sent_bytes = _moved(grad, whole=wanted is None or wanted[0].is_replicate())
-    local = grad.full_tensor() if wanted is None else held(grad.redistribute(placements=wanted))
+    local = grad.full_tensor() if wanted is None else local_tensor(grad.redistribute(placements=wanted))
     return Aligned(local, collective, sent_bytes)
 
 
 def _moved(grad: Any, whole: bool) -> tuple[str, int]:
     """The collective that torch uses from these placements, and the bytes it makes a rank send."""
-    others, local_bytes, n = grad.device_mesh.size() - 1, held(grad).nbytes, grad.device_mesh.size()
+    others, local_bytes, n = grad.device_mesh.size() - 1, local_tensor(grad).nbytes, grad.device_mesh.size()
     placement = grad.placements[0]
     if placement.is_partial():
         return ("all-reduce", 2 * local_bytes * others // n) if whole else ("reduce-scatter", local_bytes * others // n)
@@ -149,7 +149,7 @@ TensorShards = dict[str, "TensorShard | None"]  # of what is split; None where n
 
 def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
     """A DTensor is split along "tp" or the same there, and along no other axis; a buffer is not split."""
-    if not is_split(tensor):
+    if not is_dtensor(tensor):
         return
     mesh, placements = tensor.device_mesh, tensor.placements
     ranks = mesh.mesh.flatten().tolist()
@@ -192,8 +192,8 @@ PART, SAME, LOCAL = "a part", "the same on all", "plain"
 
 
 def tell(name: str, param: Any) -> Told:
-    shape, trained = list(held(param).shape), param.requires_grad
-    if is_split(param):
+    shape, trained = list(local_tensor(param).shape), param.requires_grad
+    if is_dtensor(param):
         placement, whole = param.placements[0], list(param.shape)
         if placement.is_replicate():
             return Told(name, SAME, shape, None, whole, trained)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from onefold.errors import ConfigError, ModelError
-from onefold.model.dtensor_shards import become, cut, is_split
+from onefold.model.dtensor_shards import cut, is_dtensor, replace_in_place
 from onefold.settings.zero import Source
 
 
@@ -62,7 +62,7 @@ class Builder:
         fresh = {n: t for n, t in _own(module) if t.device.type == "meta"}
         if not fresh:
             return
-        split = {name: tensor for name, tensor in fresh.items() if is_split(tensor)}
+        split = {name: tensor for name, tensor in fresh.items() if is_dtensor(tensor)}
         with _without_weak_references(module):
             for name, tensor in fresh.items():
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in split else tensor
@@ -73,7 +73,7 @@ class Builder:
                     module._parameters[name] = nn.Parameter(real, requires_grad=tensor.requires_grad)
                     self._aliases[id(module._parameters[name])] = self._aliases[id(tensor)]
                 else:
-                    become(tensor, real)
+                    replace_in_place(tensor, real)
         empty = {name: (tensor, tensor._version) for name, tensor in _own(module) if name in fresh}
         if self._values is not None:
             self._fill_from_values(prefix, module, list(fresh))
@@ -94,7 +94,7 @@ class Builder:
             for name, tensor in split.items():
                 part = cut(tensor, dict(_own(module))[name].detach())
                 if isinstance(tensor, nn.Parameter):
-                    become(tensor, part)
+                    replace_in_place(tensor, part)
                     module._parameters[name] = tensor
                 else:
                     module._buffers[name] = part

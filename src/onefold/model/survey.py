@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onefold.cost.layout import ParamInfo, UnitLayout, plan_units
 from onefold.errors import ConfigError, ModelError
 from onefold.model.blocks import block_of, find_blocks
-from onefold.model.dtensor_shards import check, held, tell
+from onefold.model.dtensor_shards import check, local_tensor, tell
 from onefold.model.storage import dense_stride
 from onefold.settings.offload import Offload
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
@@ -88,7 +88,9 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
         raise ConfigError("init= fills a model built on the meta device, and this one has values: build it on meta")
     blocks = find_blocks(model, settings.units)
     infos = [
-        ParamInfo(name, held(param).numel(), dtypes[name].itemsize, _kind(param, dtypes[name]), block_of(name, blocks))
+        ParamInfo(
+            name, local_tensor(param).numel(), dtypes[name].itemsize, _kind(param, dtypes[name]), block_of(name, blocks)
+        )
         for name, param in named
     ]
     layouts = plan_units(infos, ranks, settings.bucket_bytes, replicas)
@@ -112,7 +114,7 @@ def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
 def _check_overlap(named: list[tuple[str, Tensor]]) -> None:
     """Memory shared by two names that are not one Parameter would be parted silently."""
     seen: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in ((name, held(tensor)) for name, tensor in named):
+    for name, tensor in ((name, local_tensor(tensor)) for name, tensor in named):
         if tensor.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
             start = int(tensor.storage_offset())

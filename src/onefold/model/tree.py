@@ -8,7 +8,7 @@ from typing import NoReturn
 from torch import nn
 
 from onefold.errors import StateError
-from onefold.model.dtensor_shards import is_split
+from onefold.model.dtensor_shards import is_dtensor
 
 
 class ParameterTree:
@@ -46,7 +46,7 @@ class ParameterTree:
     def _name_the_change(self) -> NoReturn:
         after = dict(_named(self._model))
         changed = [name for name in {**self._before, **after} if self._before.get(name) is not after.get(name)]
-        if any(is_split(after[name]) for name in changed if name in after):
+        if any(is_dtensor(after[name]) for name in changed if name in after):
             raise StateError(
                 f"{', '.join(changed[:5])} became a DTensor after shard(); call parallelize_module first, then shard()"
             )

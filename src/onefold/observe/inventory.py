@@ -16,7 +16,7 @@ from onefold.cost.limits import AT_HAND, IN_FLIGHT, LEAVING, READ_AHEAD, WAITING
 from onefold.cost.sizes import Sizes, of_layout
 from onefold.cost.states import StateCost, file_bytes, state_bytes
 from onefold.model.storage import storage_bytes, storage_key
-from onefold.offload.image import rests
+from onefold.offload.image import belongs_in_file
 from onefold.runtime.engine import Engine
 from onefold.settings.placement import Scope, Tier
 from onefold.state.unit import Unit
@@ -74,7 +74,7 @@ def _on_host(unit: Unit, tensor: Tensor) -> bool:
 
 def _in_memory(unit: Unit) -> list[Tensor]:
     """Of master and state."""
-    return [tensor for tensor in unit.state_tensors() if unit.image is None or not rests(tensor)]
+    return [tensor for tensor in unit.state_tensors() if unit.image is None or not belongs_in_file(tensor)]
 
 
 def storages(engine: Engine) -> dict[int, tuple[str, Tensor]]:

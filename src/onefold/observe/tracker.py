@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.model.dtensor_shards import held
+from onefold.model.dtensor_shards import local_tensor
 
 CLOSE = 0.002  # the breakdown is of an instant that is at most so much less full than the peak
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "checkpoints", "activations")
@@ -60,7 +60,7 @@ class Tracker(TorchDispatchMode):
 
     def note(self, tensor: Tensor) -> None:
         """A tensor was made, or its storage was resized behind torch's back."""
-        tensor = held(tensor)
+        tensor = local_tensor(tensor)
         if type(tensor) not in (Tensor, torch.nn.Parameter, FakeTensor):
             return
         storage = tensor.untyped_storage()

@@ -114,9 +114,9 @@ class HostUpdates(HostGradients):
 
     def start_in_backward(self, index: int, groups: list[dict[str, Any]]) -> None:
         """Update a unit whose gradient is complete; backward waits if the host is behind."""
-        self._engine.tiers.turn_to(None)
+        self._engine.tiers.load_for_reading(None)
         unit, room = self._engine.units[index], self.room
-        unit.flat_params.check_unwritten()
+        unit.flat_params.check_no_user_writes()
         nbytes = unit.gradients.held_bytes
         with span("wait", "room", unit.name):
             room.take(nbytes)
@@ -133,23 +133,23 @@ class HostUpdates(HostGradients):
             return
         optimizer = self._by_unit[index]
         values = unit.dtypes.master != "fp32" or not optimizer.covers(kept, 0)
-        job = Job(optimizer, _copied(groups), kept, factor, transfer, self.host.mark(), values)
+        job = Job(optimizer, _copied(groups), kept, factor, transfer, self.host.record_event(), values)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
-        unit.flat_params.expect(lambda: self._wait(index), job.done.is_set)
+        unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
         self._line.put(self._place(index), job)
 
     def step(self, inputs: StepInputs) -> list[Pending]:
         """Update all units that have gradients, those first that the next forward needs first; gathers on the way."""
         engine = self._engine
-        engine.tiers.turn_to(None)
+        engine.tiers.load_for_reading(None)
         if not self._roomy:
             self.make_room()
         clip = inputs.clip
         inputs = inputs._replace(clip=float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip)
         mine = sorted((i for i, unit in enumerate(engine.units) if unit.updated_on_host), key=self._place)
         for index in mine:
-            engine.units[index].flat_params.check_unwritten()  # before any is updated
+            engine.units[index].flat_params.check_no_user_writes()  # before any is updated
         for index in mine:
             unit = engine.units[index]
             self.offload(index)

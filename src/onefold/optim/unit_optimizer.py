@@ -45,7 +45,7 @@ class UnitOptimizer:
     def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
         self.unit, self._pool = unit, unit.pool
         self._lends = unit.dtypes.narrow or unit.updated_on_host  # what is updated is not the values that compute sees
-        unit.more_state = self.state_tensors
+        unit.optimizer_state = self.state_tensors
         self.cls, self.kwargs = cls, kwargs
         self._lent: list[Tensor] = []
         self.threads: int | None = None  # of the CPU's kernel; None: as many as torch uses
@@ -67,7 +67,7 @@ class UnitOptimizer:
         if self._lends and self.cls not in KNOWN:  # it may make its state at once, in the shape of what it sees
             with self.unit.state_in_memory(write=self.unit.image is not None):
                 for piece in slices:
-                    piece.tensor.data = self.unit.master.open(piece.span)
+                    piece.tensor.data = self.unit.master.begin_update(piece.span)
                 self._add_inner(group, slices)
                 for piece in slices:
                     self._take_back(piece)
@@ -147,7 +147,7 @@ class UnitOptimizer:
         assert self.inner is not None and isinstance(self.unit.master, NarrowMaster)
         rule = next_step(self.cls, group, self.inner.state[piece.tensor], piece.span.numel, self.device)
         for span, grad in self._gradient(piece.span):
-            at, (copy, master) = span.shift(-piece.span.start), self.unit.master.parts(span)
+            at, (copy, master) = span.shift(-piece.span.start), self.unit.master.copy_and_stored(span)
             if self.device.type == "cpu":
                 threads = self.threads or torch.get_num_threads()
                 update_on_cpu(rule.at(at.start, at.stop), grad, copy, master, float(factor), threads)
@@ -164,7 +164,7 @@ class UnitOptimizer:
         """Let the inner optimizer see values and gradient of a slice, in the dtype it works in."""
         pieces, narrow = self._gradient(piece.span), self.unit.dtypes.narrow
         if self._lends:
-            piece.tensor.data = self.unit.master.open(piece.span)
+            piece.tensor.data = self.unit.master.begin_update(piece.span)
         if narrow or factor != 1.0:  # in fp32: a product with a 16-bit vector would be rounded to 16 bits
             wide = self._pool.take(piece.span.numel, torch.float32 if narrow else pieces[0][1].dtype)
             self._lent.append(wide)
@@ -180,7 +180,7 @@ class UnitOptimizer:
         piece.tensor.grad = None
         if self._lends:
             wide, piece.tensor.data = piece.tensor.data, self._nothing
-            self.unit.master.close(piece.span, wide)
+            self.unit.master.end_update(piece.span, wide)
 
     def _slice(self, slots: tuple[int, ...]) -> OptimizerParam | None:
         layout = self.unit.layout

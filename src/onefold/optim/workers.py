@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from onefold.comm.spans import NOTHING, span
-from onefold.offload.host import Mark
-from onefold.offload.host_memory import give_back
+from onefold.offload.host import StreamEvent
+from onefold.offload.host_memory import trim_heap
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.unit_optimizer import UnitOptimizer
 
@@ -32,15 +32,15 @@ class Job:
     kept: bytes  # of the unit's parameters
     factor: float | Tensor
     transfer: GradientTransfer | None
-    after: Mark  # the device no longer reads the old values
+    after: StreamEvent  # the device no longer reads the old values
     values: bool  # some of them stay, so all are needed
     done: threading.Event = field(default_factory=threading.Event)
-    arrived: Mark = field(default_factory=Mark)
+    arrived: StreamEvent = field(default_factory=StreamEvent)
     error: BaseException | None = None
 
     def ready(self) -> bool:
         """Whether the device has come to where it can run."""
-        return self.after.passed() and (self.transfer is None or self.transfer.landed.passed())
+        return self.after.query() and (self.transfer is None or self.transfer.copied.query())
 
     def wait(self) -> None:
         """Until compute may use the new values."""
@@ -48,7 +48,7 @@ class Job:
             self.done.wait()
         if self.error is not None:
             raise self.error
-        self.arrived.order()
+        self.arrived.stream_wait()
 
     def fail(self, error: BaseException) -> None:
         self.error = error
@@ -58,13 +58,13 @@ class Job:
     def run(self) -> None:
         unit = self.optimizer.unit
         try:
-            unit.prepare(self.after, values=self.values)
+            unit.start_load(self.after, values=self.values)
             if self.transfer is not None:
-                self.transfer.bring()
-            unit.open()
+                self.transfer.start_copy()
+            unit.finish_load()
             with torch.no_grad(), span("update", "host", unit.name):
                 self.optimizer.update(self.groups, bytearray(self.kept), 0, self.factor, transfer=self.transfer)
-            self.arrived = unit.close(changed=True, after=self.after)
+            self.arrived = unit.store(changed=True, after=self.after)
         except BaseException as error:
             self.error = error
         self._let_go()
@@ -74,7 +74,7 @@ class Job:
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
             try:
-                transfer.leave()
+                transfer.release_source()
             except BaseException as error:
                 self.error = self.error or error
 
@@ -156,9 +156,9 @@ def _work(line: UpdateQueue) -> None:
         job.done.set()
         if job.error is None:
             try:
-                job.optimizer.unit.reap()
+                job.optimizer.unit.wait_stored()
                 if job.optimizer.unit.image is not None:  # state is on disk because memory is short
-                    give_back()
+                    trim_heap()
             except BaseException as error:
                 job.error = error
         del job  # hold nothing while waiting: a model that is let go of ends this thread

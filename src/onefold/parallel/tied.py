@@ -42,7 +42,7 @@ class Tied(Untied):
     def _master(self, index: int) -> torch.Tensor:
         unit = self._engine.units[index]
         out = torch.empty(unit.master.owned.numel, dtype=torch.float32, device=self._engine.device)
-        unit.master.peek(unit.master.owned, out)
+        unit.master.read(unit.master.owned, out)
         return out
 
     def speaks_for(self, name: str) -> bool:

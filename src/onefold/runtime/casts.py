@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from onefold.errors import StateError
 from onefold.model.containers import cast_in
-from onefold.model.dtensor_shards import held, is_split, wrapped
+from onefold.model.dtensor_shards import is_dtensor, local_tensor, wrapped
 from onefold.runtime.engine import Engine
 from onefold.state.edits import Author
 from onefold.state.rounding import narrowed
@@ -65,9 +65,9 @@ def _load_masters(
 
 
 def _local(name: str, value: Any, param: Any) -> Tensor:
-    if is_split(param) and getattr(value, "placements", None) != param.placements:
+    if is_dtensor(param) and getattr(value, "placements", None) != param.placements:
         raise StateError(
             f"{name} is split over the ranks of 'tp' and the state has it in another way; use onefold.load, which cuts "
             f"whole tensors, or load DTensors with placements {param.placements}"
         )
-    return held(value)
+    return local_tensor(value)

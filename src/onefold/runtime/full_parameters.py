@@ -14,7 +14,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
 from onefold.comm.meter import Label
 from onefold.errors import StateError
-from onefold.model.dtensor_shards import held
+from onefold.model.dtensor_shards import local_tensor
 from onefold.runtime.engine import Engine, engine_of
 
 NOTHING = torch.empty(0)
@@ -39,20 +39,20 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
             yield
             return
         for unit in engine.units:
-            unit.watch()
+            unit.begin_user_writes()
         try:
             yield
             _absorb(engine)
         except BaseException:
             for unit in engine.all_units:  # the error is what users hear
-                unit.unwatch()
+                unit.drop_user_writes()
             raise
 
 
 def _absorb(engine: Engine) -> None:
     """What users have written is the truth."""
     for unit in engine.all_units:
-        unit.absorb()
+        unit.take_user_writes()
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     if engine.in_writable_full_parameters:
         _absorb(engine)
         for unit in engine.units:
-            unit.watch()
+            unit.begin_user_writes()
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
         for slot, param, view in zip(unit.layout.slots, unit.params, unit.unsharded_master(), strict=True):
@@ -94,11 +94,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         engine.unsharding.gathers.need(index)
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            copy(slot.name, param, held(param).detach())
+            copy(slot.name, param, local_tensor(param).detach())
         engine.unsharding.gathers.done(index)
     for name, param in model.named_parameters():  # frozen, or whole
         if id(param) not in copies:
-            copy(name, param, held(param).detach())
+            copy(name, param, local_tensor(param).detach())
     if not first:
         return {}
     state: dict[str, Any] = {n: copies[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
@@ -135,7 +135,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = held(buffer)
+                found[f"{prefix}.{name}" if prefix else name] = local_tensor(buffer)
     return found
 
 

@@ -249,6 +249,6 @@ class GatherSchedule:
     def _release(self, index: int) -> None:
         self._ahead.pop(index, None)
         values = self._units[index].flat_params
-        values.release()
+        values.reshard()
         if values.state is ParameterState.SHARDED:
             self._live.discard(index)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from onefold.comm.meter import Label
 from onefold.errors import StateError
 from onefold.model.containers import listed, tensors_in
-from onefold.model.dtensor_shards import held
+from onefold.model.dtensor_shards import local_tensor
 from onefold.model.survey import ATTRIBUTE
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
@@ -191,7 +191,7 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
     engine.before_forward()
     if engine.zero.buffers == "rank0" and module.training:
         with torch.no_grad():
-            engine.everyone.broadcast([held(b) for b in module.buffers()], Label("buffers", "the model"))
+            engine.everyone.broadcast([local_tensor(b) for b in module.buffers()], Label("buffers", "the model"))
 
 
 def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:
@@ -204,7 +204,7 @@ def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) ->
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
     """`.to()`, `.half()`, `.cuda()` arrive here: what would move or cast a parameter raises before it happens."""
     for unit in engine.units:
-        sample = torch.empty(0, dtype=unit.flat_params.whole.dtype, device=unit.flat_params.whole.device)
+        sample = torch.empty(0, dtype=unit.flat_params.buffer.dtype, device=unit.flat_params.buffer.device)
         result = fn(sample)
         if result.dtype != sample.dtype or result.device != sample.device:
             raise StateError(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from onefold.comm.communicator import Comm
 from onefold.comm.inflight import serve_at_the_end
-from onefold.model.dtensor_shards import PLAIN, held
+from onefold.model.dtensor_shards import PLAIN, local_tensor
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, GatherSchedule
 from onefold.state.edits import Author
 from onefold.state.unit import Unit
@@ -135,7 +135,7 @@ class Unsharding:
     def _unit_of(self, tensor: Tensor) -> int | None:
         """The unit whose buffer a tensor lies in."""
         try:
-            local = tensor if type(tensor) in PLAIN else held(tensor)
+            local = tensor if type(tensor) in PLAIN else local_tensor(tensor)
             return self._by_storage.get(local.untyped_storage()._cdata)
         except NotImplementedError:  # inside torch.func transforms
             return None

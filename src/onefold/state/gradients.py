@@ -29,7 +29,7 @@ from onefold.comm.communicator import Comm, Pending, Reduction
 from onefold.comm.meter import Label
 from onefold.cost.layout import Span
 from onefold.errors import ModelError
-from onefold.offload.host import Host, Mark
+from onefold.offload.host import Host, StreamEvent
 from onefold.offload.transfer import GradientTransfer
 from onefold.settings.placement import Scope
 from onefold.settings.precision import Dtypes
@@ -77,7 +77,7 @@ class Gradients:
         self.transient = host is not None or not pool.keeps  # its buffer is the pool's, until it is parked or used
         self.offloaded: GradientTransfer | None = None  # my shard of it, on the host
         self._leaving: list[Tensor] = []  # buffers here that a copy down still reads
-        self._left = Mark()
+        self._left = StreamEvent()
         self._written: set[int] = set()
         self._in_flight: deque[ReductionInFlight | None] = deque()  # None: of loose gradients, which are their own sum
         self._may_stay_unflattened = self._narrow and mean == 1.0 and host is None
@@ -163,7 +163,7 @@ class Gradients:
         reduction, flat, scratch = oldest
         own = self._own()
         if self.offloaded is not None:
-            own.copy_(self.offloaded.open())
+            own.copy_(self.offloaded.wait())
             self.offloaded = None
         plus = own if self.reduced else None
         wide = self._pool.take(self._layout.shard_numel, torch.float32) if self._narrow else None
@@ -194,9 +194,9 @@ class Gradients:
         assert self._host is not None and self.offloaded is None
         own = self._own()
         self.offloaded = GradientTransfer(self._layout.name, self._host, own, self.norms(2.0) if own.is_cuda else None)
-        self.offloaded.bring()
+        self.offloaded.start_copy()
         self._leaving += self._hand_over()
-        self._left = self.offloaded.landed
+        self._left = self.offloaded.copied
 
     def lend(self, left: Callable[[], None]) -> GradientTransfer:
         """The same when somebody brings it, who may be another thread. Until it has `left` its buffers are not free."""
@@ -208,7 +208,7 @@ class Gradients:
                 pool.give(buffers.pop())
             left()
 
-        return GradientTransfer(self._layout.name, self._host, own, left=give)
+        return GradientTransfer(self._layout.name, self._host, own, on_released=give)
 
     def _hand_over(self) -> list[Tensor]:
         held = [held for held in (self._home, self._shard) if held is not None]
@@ -217,7 +217,7 @@ class Gradients:
 
     def left(self) -> None:
         """Compute may use the buffers of what went down again, after the copy."""
-        self._left.order()
+        self._left.stream_wait()
         while self._leaving:
             self._homes.give(self._leaving.pop())
 
@@ -254,7 +254,7 @@ class Gradients:
     def from_transfer(self, transfer: GradientTransfer, span: Span) -> Tensor:
         """These elements of what is on the host."""
         mine = span.clip(self._mine).shift(-self._mine.start)
-        return transfer.open()[mine.start : mine.stop]
+        return transfer.wait()[mine.start : mine.stop]
 
     def norms(self, norm_type: float, of: Callable[[str], bool] = lambda name: True) -> list[Tensor]:
         """The norm of what I have of each parameter, or of some by their names."""
@@ -326,7 +326,7 @@ class Gradients:
                 self._local = self._hold_whole()
             else:
                 self._local = self._pool.take(self._layout.numel, self._local_dtype)
-            self._views.zero_gaps(self._local)
+            self._views.zero_padding(self._local)
             self._slots = self._views.all(self._local)
         return self._local
 
@@ -355,7 +355,7 @@ class Gradients:
                 view.copy_(loose[index]) if index in loose else view.zero_()
             if not (self.reduced or self._in_flight):
                 self._written.update(loose)
-            self._views.zero_gaps(self._home)
+            self._views.zero_padding(self._home)
         return self._home
 
     def _empty(self, numel: int) -> Tensor:

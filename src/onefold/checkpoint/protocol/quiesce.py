@@ -48,6 +48,6 @@ def end_load(engine: Engine) -> None:
     for pending in gathers:
         pending.wait()
     for unit in engine.all_units:
-        unit.edits.ours(Author.LOAD)
+        unit.edits.record_own_write(Author.LOAD)
     engine.comm.meter.cut()
     engine.mark_repaired()

@@ -18,7 +18,7 @@ from onefold.checkpoint.format.reading import Source, read_laid
 from onefold.checkpoint.protocol.state import Param, params_of, pieces
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError
-from onefold.model.dtensor_shards import held
+from onefold.model.dtensor_shards import local_tensor
 from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.optimizer_state import NewState, take_states
@@ -84,8 +84,8 @@ def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> Non
                 with unit.state_in_memory(write=True):
                     for span, values in chunks(source, found[slot.name], VALUE, order, elements):
                         check_fits(slot.name, values, unit.dtypes.compute)
-                        unit.master.take(span.shift(start), values.to(unit.pool.device))
-    for name, param in ((name, held(param)) for name, param in engine.frozen):
+                        unit.master.write_both(span.shift(start), values.to(unit.pool.device))
+    for name, param in ((name, local_tensor(param)) for name, param in engine.frozen):
         if name in found and param.numel():
             flat = torch.empty_strided(param.shape, dense_stride(param), dtype=param.dtype, device=param.device)
             line, base = flat.as_strided((param.numel(),), (1,)), params[name].base

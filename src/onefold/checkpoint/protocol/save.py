@@ -142,7 +142,7 @@ def save_on(
             WORKER.start(lambda: write(job))
         return job.run / step_name(job.step)
     finally:
-        engine.tiers.turn_to(None)
+        engine.tiers.load_for_reading(None)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from onefold.checkpoint.format.order import Order, nested_stride, rows_of
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES
 from onefold.cost.layout import Span, UnitLayout
 from onefold.errors import CheckpointError
-from onefold.model.dtensor_shards import held as local
+from onefold.model.dtensor_shards import local_tensor as local
 from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.optimizer_state import SlotState, states_of
@@ -184,7 +184,7 @@ def _in_unit(unit: Unit, layout: UnitLayout, rank: int, base: Mapping[str, int])
 
         def look(elements: Span, scratch: Tensor, start: int = start) -> Tensor:
             unit.keep_state_in_memory()
-            return unit.master.look(elements.shift(start), scratch)
+            return unit.master.view(elements.shift(start), scratch)
 
         yield Held(piece.name, VALUE, elements, unit.master.dtype, look, unit.updated_on_host)
 
