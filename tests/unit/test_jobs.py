@@ -80,14 +80,14 @@ class Broken:
 
     name, unit = "a unit", property(lambda self: self)
 
-    def prepare(self, *_: Any, **__: Any) -> None:
+    def start_load(self, *_: Any, **__: Any) -> None:
         raise OSError("the disk is gone")
 
 
 @pytest.mark.parametrize("brought", [False, True])
 def test_a_failed_update_gives_the_room_of_its_gradient_back_whoever_still_holds_that(brought: bool) -> None:
     room, broken = ByteBudget(10), cast(Any, Broken())
-    transfer = GradientTransfer("a unit", Host(torch.device("cpu")), torch.ones(10), left=lambda: room.give(10))
+    transfer = GradientTransfer("a unit", Host(torch.device("cpu")), torch.ones(10), on_released=lambda: room.give(10))
     if brought:
         transfer.start_copy()
     room.take(10)

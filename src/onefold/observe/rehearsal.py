@@ -59,7 +59,7 @@ class GradientsToHost(NoUpdates):
         self._host = HostGradients(engine)
 
     def reduced(self, index: int, *, final: bool) -> bool:
-        return self._host.take(index, final=final)
+        return self._host.on_reduced(index, final=final)
 
 
 class Rehearsal(NamedTuple):

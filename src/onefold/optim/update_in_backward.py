@@ -1,8 +1,8 @@
-"""Updates in backward: each unit as soon as its gradient is reduced, so that no gradients are held.
+"""The update policy "in backward": each unit is updated as soon as its gradient is reduced, and the gradient is freed.
 
-A unit then has one reduction only, whatever it waits for, and what ranks used of it travels beside that reduction.
-Nothing can be clipped, accumulated or skipped; each of those is refused with the reason. Units whose optimizer state is
-on the host are updated there, beside backward and the next forward.
+Every unit has exactly one reduction per step, and the flags that say which of its parameters a rank used are exchanged
+beside it. Clipping, accumulation and skipped steps are impossible; each raises with the reason. Units whose optimizer
+state is offloaded are updated on the host, beside backward and the next forward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ASKED = "step_in_backward=True"
 
 
 class UpdateInBackward(NoUpdates):
-    """`groups` are the optimizer's param groups; `host` updates the units that are the host's, if there are any."""
+    """`groups` gives the optimizer's param groups; `host` updates the units whose optimizer state is offloaded."""
 
     def __init__(
         self,
@@ -37,14 +37,16 @@ class UpdateInBackward(NoUpdates):
         host: HostUpdates | None,
     ) -> None:
         self._engine, self._by_unit, self._groups, self.host = engine, by_unit, groups, host
-        self._flags: dict[int, Callable[[], list[bytes]]] = {}  # who used what of a unit whose round is on the way
+        self._flags: dict[
+            int, Callable[[], list[bytes]]
+        ] = {}  # of units whose reduction is in flight: waits for every rank's used flags
         self._gathers: list[Pending] = []
         self._awaited: list[int] = []  # units that the host updates before step() returns
         engine.schedule.one_reduction_each()
         for unit in engine.units:
             unit.gradients.make_transient()
         if host is not None:
-            host.make_room(in_backward=True)
+            host.reserve_buffers(in_backward=True)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -56,11 +58,11 @@ class UpdateInBackward(NoUpdates):
 
     @property
     def lent_bytes(self) -> int:
-        return self.host.room.total_bytes if self.host is not None else 0
+        return self.host.budget.total_bytes if self.host is not None else 0
 
     def reduction_starts(self, index: int) -> None:
-        """Ranks tell each other what they used of the unit. Its values change when the reduction ends, so what peers
-        offer of them is taken now."""
+        """Starts to exchange which of the unit's parameters each rank used. The parameters change when the reduction
+        ends, so the shards of them that peers have posted are received now."""
         engine = self._engine
         first, unit = engine.first_param[index], engine.units[index]
         engine.unsharding.take(unit)
@@ -69,12 +71,12 @@ class UpdateInBackward(NoUpdates):
 
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:
-        """Update the unit, or start its update on the host, and let its gradient go."""
+        """Updates the unit, or queues its host update, and frees its gradient."""
         engine, rows = self._engine, self._flags.pop(index)()
         first, unit = engine.first_param[index], engine.units[index]
         if unit.placement.optimizer is Scope.REPLICATED and not unit.updated_on_host:
             unit.gradients.gather().wait()
-        unit.flat_params.finish_posted()  # whoever has sent its gradients has had the values
+        unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
         engine.keep(index, bytes(map(max, zip(*rows, strict=True))))
         with unit.update():
             if unit.updated_on_host:
@@ -110,15 +112,15 @@ class UpdateInBackward(NoUpdates):
     def step(self, inputs: StepInputs) -> None:
         self._engine.forget_used()
 
-    # -- what cannot be done -----------------------------------------------------------------------------------------
+    # -- refused calls -----------------------------------------------------------------------------------------------
 
     def check_backward(self) -> None:
         if self.awaits_step:
             raise StateError(f"{ASKED} updates in every backward: call optimizer.step() before the next one")
         if self._engine.in_full_parameters:
             raise StateError(
-                f"{ASKED} would update in a backward inside full_parameters, which would keep old values; leave it "
-                f"first"
+                f"{ASKED} would update in a backward inside full_parameters, which would keep the old parameters; "
+                f"leave full_parameters first"
             )
 
     def check_gradient(self, index: int) -> None:

@@ -127,13 +127,13 @@ class Unit:
 
     # -- state on the host and on disk -------------------------------------------------------------------------------
 
-    def start_load(self, after: StreamEvent | None = None, *, values: bool = True) -> None:
-        """Starts to load what a host update needs: state from its file, and with `values` parameters from the device,
-        once `after` has passed."""
+    def start_load(self, after: StreamEvent | None = None, *, parameters: bool = True) -> None:
+        """Starts to load what a host update needs: optimizer state from its file, and with `parameters` these from the
+        device, once `after` has passed."""
         if self.image is not None:
             self.image.start_load()
         if self.staging is not None:
-            self.staging.start_load(after, fill=values)
+            self.staging.start_load(after, fill=parameters)
 
     def finish_load(self) -> None:
         """Waits until all that `start_load` began is in host memory."""

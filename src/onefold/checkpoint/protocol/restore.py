@@ -21,7 +21,7 @@ from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import local_tensor
 from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
-from onefold.optim.optimizer_state import NewState, take_states
+from onefold.optim.optimizer_state import NewState, load_states
 from onefold.runtime.engine import Engine
 from onefold.state.rounding import narrow
 
@@ -121,7 +121,7 @@ def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: 
             for index, slot in enumerate(by_unit.unit.layout.slots)
             if slot.name in found
         }
-        take_states(by_unit, new, optimizer.param_groups)
+        load_states(by_unit, new, optimizer.param_groups)
 
 
 def _new_state(source: Source, record: ParamRecord, param: Param) -> NewState:

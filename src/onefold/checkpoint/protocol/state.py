@@ -24,7 +24,7 @@ from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import local_tensor as local
 from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
-from onefold.optim.optimizer_state import SlotState, states_of
+from onefold.optim.optimizer_state import ParamState, states_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.full_parameters import check_part, persistent_buffers
 from onefold.state.unit import Unit
@@ -119,10 +119,10 @@ def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
     return Holding([one for one in held if one.elements.numel], records)
 
 
-def _look_at_state(unit: Unit, state: SlotState, key: str, elements: Span) -> Look:
+def _look_at_state(unit: Unit, state: ParamState, key: str, elements: Span) -> Look:
     def look(span: Span, scratch: Tensor) -> Tensor:
         unit.keep_state_in_memory()
-        return state.look(key)[span.start - elements.start : span.stop - elements.start]
+        return state.read(key)[span.start - elements.start : span.stop - elements.start]
 
     return look
 
