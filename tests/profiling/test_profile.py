@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 import onefold
-from onefold.comm.spans import Said, read
+from onefold.comm.spans import SpanName, read
 from onefold.errors import ConfigError, OnefoldError, StateError
 from onefold.observe.profiling.profile import FILE
 from onefold.runtime.engine import engine_of
@@ -30,7 +30,7 @@ class Profiled(NamedTuple):
 
     units: list[str]
     gathered: list[str]  # units that a pass gathers
-    spans: list[tuple[Said, bool]]  # and whether the training thread has it
+    spans: list[tuple[SpanName, bool]]  # and whether the training thread has it
     nests: bool
     parts: list[tuple[int, int]]  # of each step: the sum of its parts, and its wall time
     sent: list[tuple[int, int]]

@@ -67,7 +67,7 @@ class UpdateInBackward(NoUpdates):
         first, unit = engine.first_param[index], engine.units[index]
         engine.unsharding.take(unit)
         used = bytes(engine.used[first : first + len(unit.params)])
-        self._flags[index] = engine.everyone.start_bytes(used, Label("used-flags", unit.name))
+        self._flags[index] = engine.everyone.start_gather_bytes(used, Label("used-flags", unit.name))
 
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
-from onefold.comm.mesh import ends
+from onefold.comm.mesh import end_ranks
 from onefold.errors import ConfigError, StateError
 from onefold.parallel.tied import Tied
 from onefold.runtime.engine import Engine, engine_of
@@ -80,7 +80,7 @@ class PipelineStage(TorchStage):
             group=axis.get_group(),
         )
         if tied and self.is_first is not self.is_last:
-            Tied(self._engine, ends(mesh, AXIS), tied)
+            Tied(self._engine, end_ranks(mesh, AXIS), tied)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._learning_shapes():

@@ -129,7 +129,7 @@ class Engine:
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.device = pool.device
         self.blocks: list[str] = []  # modules that are repeated, by name
-        self._aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
+        self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.broken = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
@@ -184,11 +184,11 @@ class Engine:
         """Autograd itself forgets a node, and its hooks, that nobody holds."""
         self._accumulators.append(node)
 
-    def aside(self, timeout_s: float) -> Comm:
+    def background_comm(self, timeout_s: float) -> Comm:
         """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
-        if self._aside is None:
-            self._aside = self.comms.world.beside("aside", timeout_s)
-        return self._aside
+        if self._background_comm is None:
+            self._background_comm = self.comms.world.new_gloo_group("background", timeout_s)
+        return self._background_comm
 
     @property
     def in_full_parameters(self) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm.communicator import Comm
-from onefold.comm.inflight import serve_at_the_end
+from onefold.comm.inflight import finish_posted_at_exit
 from onefold.model.dtensor_shards import PLAIN, local_tensor
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, GatherSchedule
 from onefold.state.edits import Author
@@ -61,7 +61,7 @@ class Unsharding:
         negotiate: bool,
     ) -> None:
         self._on_backward = on_backward
-        serve_at_the_end(self)
+        finish_posted_at_exit(self)
         self.units = list(units)
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
         self._index = {id(unit): index for index, unit in enumerate(self.units)}

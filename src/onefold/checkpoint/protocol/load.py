@@ -26,7 +26,7 @@ from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import set_aside
 from onefold.checkpoint.protocol.names import Choice, match, match_modules, patterns
 from onefold.checkpoint.protocol.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
-from onefold.checkpoint.protocol.quiesce import aside, begin_load, end_load, quiet
+from onefold.checkpoint.protocol.quiesce import background_comm, begin_load, end_load, quiet
 from onefold.checkpoint.protocol.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
 from onefold.checkpoint.protocol.save import check_optimizer
 from onefold.checkpoint.protocol.stages import StageContents, elsewhere, part_of
@@ -85,7 +85,7 @@ def load(
     {'epoch': 3}
     """
     engine = engine_of(model)
-    comm = aside(engine)
+    comm = background_comm(engine)
     WORKER.finish()
     storage, choices = Storage(), []
 
@@ -125,7 +125,7 @@ def _load_first(
     engine: Engine, optimizer: Optimizer | None, choice: Choice, fallback: bool, candidates: list[str]
 ) -> Any:
     """The first checkpoint; with fallback, the first that is not damaged."""
-    storage, comm, damaged = Storage(), aside(engine), list[Path]()
+    storage, comm, damaged = Storage(), background_comm(engine), list[Path]()
     for path in map(Path, candidates):
         try:
             extra = _load_one(engine, optimizer, choice, lambda path=path: Checkpoint(storage, path))
@@ -167,7 +167,7 @@ def _set_aside(comm: Comm, storage: Storage, damaged: list[Path]) -> None:
 
 @torch.no_grad()
 def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opened: Any) -> Any:
-    comm, plans = aside(engine), []
+    comm, plans = background_comm(engine), []
 
     def plan() -> str:
         plans.append(_plan(engine, optimizer, choice, opened()))

@@ -13,9 +13,9 @@ from onefold.state.edits import Author
 TIMEOUT_S = 24 * 3600.0  # a disk may be slow; a peer that has ended is noticed at once
 
 
-def aside(engine: Engine) -> Comm:
+def background_comm(engine: Engine) -> Comm:
     """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
-    return engine.aside(TIMEOUT_S)
+    return engine.background_comm(TIMEOUT_S)
 
 
 def quiet(engine: Engine, where: str) -> None:

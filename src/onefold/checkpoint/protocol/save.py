@@ -28,7 +28,7 @@ from onefold.checkpoint.format.tensorfile import write_tensors
 from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
-from onefold.checkpoint.protocol.quiesce import aside, quiet
+from onefold.checkpoint.protocol.quiesce import background_comm, quiet
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, part_of
 from onefold.checkpoint.protocol.state import Held, hold, on_host, vector
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
@@ -115,7 +115,7 @@ def save_on(
 ) -> Path:
     """As `save`, on a storage of the caller's."""
     engine = engine_of(model)
-    comm = aside(engine)
+    comm = background_comm(engine)
     WORKER.finish()
     jobs: list[Job] = []
 
@@ -258,7 +258,7 @@ def _fill(job: Job, draft: Draft, digests: list[dict[str, str]]) -> Path:
     attempt(comm, write_mine)
     told = {name: one.json for name, one in own.items() if rank or name != EXTRA_NOTE}
     mine = json.dumps([parts[0], told]).encode()
-    rows = [json.loads(row) for row in comm.collect(mine, CHECKPOINT)]
+    rows = [json.loads(row) for row in comm.gather_to_first(mine, CHECKPOINT)]
 
     def commit_all() -> None:
         if rank == 0:

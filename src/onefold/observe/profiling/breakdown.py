@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from onefold.comm.spans import Said, read
+from onefold.comm.spans import SpanName, read
 from onefold.observe.profiling.intervals import Stretch, at, innermost, shares
 from onefold.observe.profiling.trace import BACKWARD, OTHERS, Trace, Work
 
@@ -105,7 +105,7 @@ def spent_on(name: str, around: Spent | None) -> Spent | None:
     return around
 
 
-def _ours(said: Said, around: Spent | None) -> Spent | None:
+def _ours(said: SpanName, around: Spent | None) -> Spent | None:
     verb, what, of = said
     if verb == "wait":
         return Spent(_wait(what), what, of)

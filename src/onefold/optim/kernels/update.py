@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.comm.spans import marked
+from onefold.comm.spans import named_span
 from onefold.optim.kernels.compiled import compiled
 from onefold.optim.kernels.rule import Rule, knows
 
@@ -71,7 +71,7 @@ def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float
     vectors = [grad, copy, master, *moments]
     assert all(v.device.type == "cpu" and v.is_contiguous() and v.numel() == grad.numel() for v in vectors)
     pointers = _Slice(*(vector.data_ptr() for vector in vectors))
-    with marked(UPDATE):
+    with named_span(UPDATE):
         unknown = kernel(ctypes.byref(step), ctypes.byref(pointers), grad.numel(), threads)
     assert not unknown, f"a gradient in {grad.dtype} beside a copy in {copy.dtype}"
 
