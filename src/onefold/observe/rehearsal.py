@@ -182,7 +182,7 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
         engine.complete_gradients()
         if half:
             engine.everyone.gather_bytes(bytes(len(engine.units)), Label("overflow", "step"))
-        engine.unsharding.release_all()
+        engine.unsharding.reshard_all()
         for index, unit in enumerate(engine.units):
             engine.wait_reduced(index)
             if engine.updates.reduced(index, final=True):

@@ -218,7 +218,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         engine.check_parameters()
         engine.complete_gradients()
-        engine.unsharding.release_all()
+        engine.unsharding.reshard_all()
         self._finite.read_last_step()
         flag = self._finite.flag_on_device(self.param_groups)
         bad = self._finite.bad_unit() if flag is None else None

@@ -65,7 +65,7 @@ class UpdateInBackward(NoUpdates):
         ends, so the shards of them that peers have posted are received now."""
         engine = self._engine
         first, unit = engine.first_param[index], engine.units[index]
-        engine.unsharding.take(unit)
+        engine.unsharding.receive_posted(unit)
         used = bytes(engine.used[first : first + len(unit.params)])
         self._flags[index] = engine.everyone.start_gather_bytes(used, Label("used-flags", unit.name))
 

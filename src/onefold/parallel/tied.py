@@ -17,10 +17,10 @@ from onefold.comm.mesh import Axis
 from onefold.comm.meter import Label, Meter
 from onefold.errors import ModelError, StateError
 from onefold.runtime.engine import Engine
-from onefold.runtime.untied import Untied
+from onefold.runtime.untied import NoTiedParameters
 
 
-class Tied(Untied):
+class Tied(NoTiedParameters):
     def __init__(self, engine: Engine, ends: Axis, names: Sequence[str]) -> None:
         self._engine, self.names = engine, tuple(names)
         self._comm = Comm(ends, engine.device, engine.zero.timeout_s, engine.comm.meter)
@@ -45,7 +45,7 @@ class Tied(Untied):
         unit.master.read(unit.master.owned, out)
         return out
 
-    def speaks_for(self, name: str) -> bool:
+    def saves(self, name: str) -> bool:
         return name not in self.names or self._comm.rank == 0
 
     def counts(self, index: int) -> bool:

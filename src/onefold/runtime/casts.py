@@ -1,4 +1,4 @@
-"""Ties precision to a model: inputs are cast, modules kept in fp32 get fp32, and whole states reach the masters."""
+"""Mixed precision by hooks: inputs are cast to the compute dtype, and load_state_dict() sets the fp32 masters too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from onefold.state.rounding import narrowed
 
 
 def attach_casts(engine: Engine) -> None:
-    """Inputs of the model are cast to what computes; modules kept in fp32 get fp32 and give back what computes."""
+    """Hooks that cast the model's inputs to the compute dtype, and the inputs of modules kept in fp32 to fp32, their
+    outputs back; and hooks for load_state_dict()."""
     compute = engine.precision.compute
     assert isinstance(compute, torch.dtype)
     engine.model.register_forward_pre_hook(
@@ -33,23 +34,25 @@ def attach_casts(engine: Engine) -> None:
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
     for module in modules:
         module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
-        module.register_load_state_dict_post_hook(partial(_know_loaded, engine, places))
+        module.register_load_state_dict_post_hook(partial(_record_load, engine, places))
 
 
-def _know_loaded(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
+def _record_load(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
+    """After a load: its writes to the parameters are no edits by the user, as the masters have them already."""
     for index in _units(places, module):
         engine.units[index].edits.accept(Author.LOAD)
 
 
 def _units(places: dict[int, Any], module: nn.Module) -> set[int]:
-    """Those that hold parameters of a module itself."""
+    """The units of a module's own parameters, without those of its submodules."""
     return {places[id(param)].unit for param in module._parameters.values() if id(param) in places}
 
 
 def _load_masters(
     engine: Engine, places: dict[int, Any], module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
-    """Whole values of a state dict go to the master in full, and to the parameters as the master rounds them."""
+    """Before a load: sets the masters from the unsharded fp32 tensors of a state dict, and rounds these in the state
+    dict as the masters round, so that the parameters get the same values."""
     for index in _units(places, module):
         engine.units[index].take_edits()
     for name, param in module._parameters.items():
@@ -67,7 +70,7 @@ def _load_masters(
 def _local(name: str, value: Any, param: Any) -> Tensor:
     if is_dtensor(param) and getattr(value, "placements", None) != param.placements:
         raise StateError(
-            f"{name} is split over the ranks of 'tp' and the state has it in another way; use onefold.load, which cuts "
-            f"whole tensors, or load DTensors with placements {param.placements}"
+            f"{name} is split over the ranks of 'tp', but not in the state dict; use onefold.load, which splits full "
+            f"tensors, or load DTensors with placements {param.placements}"
         )
     return local_tensor(value)

@@ -35,7 +35,7 @@ from onefold.runtime.reduce_schedule import ReduceSchedule
 from onefold.runtime.replicated_gradients import ReplicatedGradients
 from onefold.runtime.scaled import running_scale
 from onefold.runtime.unsharding import Unsharding
-from onefold.runtime.untied import Untied
+from onefold.runtime.untied import NoTiedParameters
 from onefold.runtime.update_policy import NoUpdates, UpdatePolicy
 from onefold.settings.placement import Placement, Scope
 from onefold.settings.precision import Precision
@@ -125,7 +125,7 @@ class Engine:
         self.tiers = tiers
         self.optimizer: AttachedOptimizer | None = None  # the Optimizer that was made for this model
         self.alone_in_rank = True  # no other part of the same model is here
-        self.tied = Untied()  # which of these parameters another stage of a pipeline holds too
+        self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.device = pool.device
         self.blocks: list[str] = []  # modules that are repeated, by name
@@ -161,7 +161,7 @@ class Engine:
         """Units are updated by this policy from now on."""
         self.updates, self.optimizer = policy, optimizer
 
-    def tie(self, tied: Untied) -> None:
+    def tie(self, tied: NoTiedParameters) -> None:
         """Another stage of a pipeline holds some of these parameters too."""
         self.tied = tied
 

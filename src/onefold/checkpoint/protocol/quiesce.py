@@ -38,7 +38,7 @@ def begin_load(engine: Engine) -> None:
     engine.mark_broken("load() failed half way, so the model holds values of two states; load a checkpoint again")
     engine.drop_gradients()
     engine.unsharding.gathers.catch_up()
-    engine.unsharding.release_all()
+    engine.unsharding.reshard_all()
 
 
 def end_load(engine: Engine) -> None:

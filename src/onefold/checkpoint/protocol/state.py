@@ -26,7 +26,7 @@ from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.optimizer_state import ParamState, states_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.full_parameters import check_part, persistent_buffers
+from onefold.runtime.full_parameters import check_split_dim, persistent_buffers
 from onefold.state.unit import Unit
 from onefold.state.views import FlatViews
 
@@ -128,7 +128,7 @@ def _look_at_state(unit: Unit, state: ParamState, key: str, elements: Span) -> L
 
 
 def _answers(engine: Engine, name: str) -> bool:
-    if not engine.tied.speaks_for(name):
+    if not engine.tied.saves(name):
         return False  # the other end of a pipeline does
     return name in engine.tensor_shards or engine.comms.tp.rank == 0
 
@@ -159,7 +159,7 @@ def params_of(engine: Engine) -> list[Param]:
 
 def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Order, int]:
     """How the whole of a parameter is stored, and where in it this rank's part begins."""
-    check_part(engine, name, "a checkpoint")
+    check_split_dim(engine, name, "a checkpoint")
     part = engine.tensor_shards.get(name)
     if part is None:
         return Order(shape, stride), 0
