@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: which storage is behind it, and in which order its elements lie."""
+"""The memory of a tensor: its storage, and the order of its elements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind these tensors."""
+    """Bytes of the storages of these tensors, each storage once."""
     return sum({storage_key(t): local_tensor(t).untyped_storage().nbytes() for t in tensors}.values())
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where it fills its memory (channels_last stays so), else those of a contiguous one."""
+    """The tensor's own strides if it is dense (channels_last stays so), else those of a contiguous tensor."""
     tensor = local_tensor(tensor)
     dims = sorted((stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
     filled = 1

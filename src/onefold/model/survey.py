@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from onefold.cost.layout import ParamInfo, UnitLayout, plan_units
 from onefold.errors import ConfigError, ModelError
 from onefold.model.blocks import block_of, find_blocks
-from onefold.model.dtensor_shards import check, local_tensor, tell
+from onefold.model.dtensor_shards import check, local_tensor, split_info
 from onefold.model.storage import dense_stride
 from onefold.settings.offload import Offload
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
@@ -95,7 +95,7 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     ]
     layouts = plan_units(infos, ranks, settings.bucket_bytes, replicas)
     lines = settings.describe() + [
-        f"parameter {tell(name, param)}, strides {dense_stride(param)}, {dtypes[name]}" for name, param in named
+        f"parameter {split_info(name, param)}, strides {dense_stride(param)}, {dtypes[name]}" for name, param in named
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.name}: {unit.numel} elements, {place(unit, settings, ranks)}" for unit in layouts]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import StateError
-from onefold.model.containers import cast_in
+from onefold.model.containers import cast_tensors
 from onefold.model.dtensor_shards import is_dtensor, local_tensor, wrapped
 from onefold.runtime.engine import Engine
 from onefold.state.edits import Author
@@ -22,14 +22,16 @@ def attach_casts(engine: Engine) -> None:
     compute = engine.precision.compute
     assert isinstance(compute, torch.dtype)
     engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: (cast_in(args, compute), cast_in(kwargs, compute)), prepend=True, with_kwargs=True
+        lambda module, args, kwargs: (cast_tensors(args, compute), cast_tensors(kwargs, compute)),
+        prepend=True,
+        with_kwargs=True,
     )
     for kept in engine.precision.kept(engine.model):
         kept.register_forward_pre_hook(
-            lambda module, args, kwargs: (cast_in(args, torch.float32), cast_in(kwargs, torch.float32)),
+            lambda module, args, kwargs: (cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)),
             with_kwargs=True,
         )
-        kept.register_forward_hook(lambda module, args, output: cast_in(output, compute))
+        kept.register_forward_hook(lambda module, args, output: cast_tensors(output, compute))
     modules = [m for m in engine.model.modules() if any(True for _ in m.parameters(recurse=False))]
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
     for module in modules:

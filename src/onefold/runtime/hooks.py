@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from onefold.comm.meter import Label
 from onefold.errors import StateError
-from onefold.model.containers import listed, tensors_in
+from onefold.model.containers import as_list, tensors_in
 from onefold.model.dtensor_shards import local_tensor
 from onefold.model.survey import ATTRIBUTE
 from onefold.runtime.casts import attach_casts
@@ -69,11 +69,11 @@ def _attach_unsharding(engine: Engine, blocks: Sequence[str]) -> None:
             # its own parameters are gathered when it looks them up, which also works if it is called by itself
             module.register_forward_pre_hook(lambda m, args: unsharding.enter(id(m), []))
             module.register_forward_hook(
-                lambda m, args, output: unsharding.leave(id(m), [], listed(output)), always_call=True
+                lambda m, args, output: unsharding.leave(id(m), [], as_list(output)), always_call=True
             )
     model.register_forward_pre_hook(lambda *_: _enter_root(engine))
     model.register_forward_hook(
-        lambda m, args, output: unsharding.leave(id(m), [], listed(output), root=True), always_call=True
+        lambda m, args, output: unsharding.leave(id(m), [], as_list(output), root=True), always_call=True
     )
     unsharding.embedding_units = _embedding_units(model, unit_of)
     intercept_lookups(model.modules(), unit_of, unsharding)
@@ -162,7 +162,7 @@ def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], No
 
 
 def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
-    given = listed(output)
+    given = as_list(output)
     engine.unsharding.leave(id(module), indices, given)
     if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
         for tensor in given:
