@@ -10,7 +10,7 @@ READY       := $(VENV)/.ready
 PIP         := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types soak bench clean always
+.PHONY: help demo test lint types soak bench docs clean always
 
 help: ## list the targets
 	@echo "Onefold: make TARGET"
@@ -33,6 +33,11 @@ soak: $(READY) ## the suite with its long-running tests
 
 bench: $(READY) ## measure against DDP, FSDP2 and DeepSpeed on this machine's CPU, and write the tables
 	@$(BIN)/python -m benchmarks.cpu
+	@$(BIN)/python -m benchmarks.table
+
+docs: $(READY) ## write the API reference, the maps of rooms and the measured tables
+	@$(BIN)/python -m tools.api_reference
+	@$(BIN)/python -m tools.rooms
 	@$(BIN)/python -m benchmarks.table
 
 clean: ## remove caches and build outputs; .venv stays (delete it to start afresh)

@@ -4,7 +4,7 @@
     python -m benchmarks.table --check    # fail if they are not what the results say
 
 A table stands between `<!-- measured: NAME -->` and `<!-- end -->`. What stands there is left alone until there are
-results of its kind.
+results of its kind. The README gets a few systems on the machine measured last; docs/performance.md gets everything.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.results import RESULTS
 from benchmarks.systems.table import SYSTEMS
@@ -26,6 +27,26 @@ PLACE = re.compile(r"(<!-- measured: ([a-z]+) -->\n)(.*?)(<!-- end -->)", re.DOT
 KINDS = {"cpu": two_ranks(), "gpu": one_gpu()}
 Result = dict[str, Any]
 Group = list[Result]  # of one machine, in the order of their works
+
+
+class Selection(NamedTuple):
+    """What of a kind of measurement the README shows."""
+
+    works: tuple[str, ...]
+    systems: tuple[str, ...]
+    memory: str  # the field of a result that is its peak memory
+    memory_name: str
+
+
+IN_README = {
+    "cpu": Selection(
+        tuple(two_ranks()),
+        ("ddp", "fsdp2", "deepspeed3", "stage2", "stage3"),
+        "peak_rss_bytes",
+        "resident memory of a rank",
+    ),
+    "gpu": Selection(("1.64b", "5.25b"), ("floor", "fsdp2", "onefold"), "peak_device_bytes", "device memory"),
+}
 
 
 def read(folder: Path) -> dict[str, list[Group]]:
@@ -53,15 +74,10 @@ def where(result: Result) -> str:
     return ", ".join([*told, result["date"].partition(" ")[0]])
 
 
-def how(group: Group) -> str:
-    precisions = " and ".join(dict.fromkeys(result["work"]["precision"] for result in group))
-    steps = max(len(row.get("steps_s", ())) for result in group for row in result["systems"].values())
-    commands = list(dict.fromkeys(f"`{result['command']}`" for result in group))
-    if len(commands) > 2:  # the long tables have each
-        commands = ["`" + group[0]["command"].partition(" --work")[0] + " --work …`"]
-    bases = " and of ".join(dict.fromkeys(f"“{label(result['base'])}”" for result in group))
-    told = f"{precisions}, AdamW; medians of up to {steps} steps, beside those of {bases}, and the most memory"
-    return f"{told} ({', '.join(commands)})"
+def how(result: Result) -> str:
+    steps = max(len(row.get("steps_s", ())) for row in result["systems"].values())
+    told = f"{result['work']['precision']}, AdamW; medians of up to {steps} steps, and the most memory of any rank"
+    return f"{told} (`{result['command']}`)"
 
 
 def label(name: str) -> str:
@@ -80,15 +96,18 @@ def gib(row: Result, key: str) -> str:
     return f"{row[key] / 2**30:.2f} GiB" if key in row else ""
 
 
-def short(groups: list[Group], memory: str) -> str:
-    """One row per system, one column per work: time, and the most memory."""
-    parts = []
-    for group in groups:
-        names = list(dict.fromkeys(name for result in group for name in result["systems"]))
-        heads = [column(result) for result in group]
-        rows = [[label(name), *(cell(result, name, memory) for result in group)] for name in names]
-        parts.append(f"{where(group[-1])}; {how(group)}.\n\n{table(['', *heads], rows)}")
-    return "\n".join(parts)
+def summary(groups: list[Group], chosen: Selection) -> str:
+    """One row per chosen system, one column per chosen work, of the machine that was measured last."""
+    newest = max(groups, key=lambda group: max(result["date"] for result in group))
+    shown = [result for result in newest if result["work"]["name"] in chosen.works]
+    if not shown:
+        return f"{where(newest[-1])}: none of {', '.join(chosen.works)} was measured.\n"
+    bases = " or ".join(dict.fromkeys(label(result["base"]) for result in shown))
+    precisions = " and ".join(dict.fromkeys(result["work"]["precision"] for result in shown))
+    told = f"{precisions}, AdamW; median step time, {bases} in ms and the others as multiples of it"
+    found = [name for name in chosen.systems if any(name in result["systems"] for result in shown)]
+    rows = [[label(name), *(cell(result, name, chosen.memory) for result in shown)] for name in found]
+    return f"{where(shown[-1])}; {told}; peak {chosen.memory_name}.\n\n{table(['', *map(column, shown)], rows)}"
 
 
 def column(result: Result) -> str:
@@ -110,7 +129,7 @@ def cell(result: Result, name: str, memory: str) -> str:
 
 def full(groups: list[Group]) -> str:
     """All that was measured of every work."""
-    return "\n".join(f"{where(result)}; {how([result])}.\n\n{details(result)}" for group in groups for result in group)
+    return "\n".join(f"{where(result)}; {how(result)}.\n\n{details(result)}" for group in groups for result in group)
 
 
 def details(result: Result) -> str:
@@ -141,10 +160,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 MAKERS: dict[str, dict[str, Callable[[list[Group]], str]]] = {
-    "README.md": {
-        "cpu": lambda groups: short(groups, "peak_rss_bytes"),
-        "gpu": lambda groups: short(groups, "peak_device_bytes"),
-    },
+    "README.md": {kind: partial(summary, chosen=chosen) for kind, chosen in IN_README.items()},
     "docs/performance.md": {"cpu": full, "gpu": full},
 }
 

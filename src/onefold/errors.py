@@ -5,7 +5,7 @@ Each error is also the built-in exception a caller would expect, so `except Valu
 
 
 class OnefoldError(Exception):
-    """Base of every error raised on purpose by this library."""
+    """The base class of every error that Onefold raises on purpose."""
 
 
 class ConfigError(OnefoldError, ValueError):
@@ -21,7 +21,7 @@ class OptimizerError(OnefoldError, ValueError):
 
 
 class StateError(OnefoldError, RuntimeError):
-    """A call came at the wrong moment, or touched state that is spread over ranks as if it were whole."""
+    """A call came at the wrong moment, or used sharded state as if this rank held all of it."""
 
 
 class PrecisionError(OnefoldError, ArithmeticError):
@@ -29,15 +29,15 @@ class PrecisionError(OnefoldError, ArithmeticError):
 
 
 class MismatchError(OnefoldError, RuntimeError):
-    """The ranks do not hold the same model, configuration or values."""
+    """The ranks do not have the same model, settings or parameters, or another rank failed."""
 
 
 class CommError(OnefoldError, RuntimeError):
-    """A collective failed or timed out; the message names it and the ranks that did not come."""
+    """A peer did not answer within `timeout_s`, or has ended; the message names the peer, the unit and the purpose."""
 
 
 class OffloadError(OnefoldError, RuntimeError):
-    """Host memory or disk is too small, or a file there could not be read or written."""
+    """Host memory or disk is too small for what is offloaded, or a file there could not be read or written."""
 
 
 class CheckpointError(OnefoldError, RuntimeError):

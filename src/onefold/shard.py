@@ -54,10 +54,11 @@ LARGE_BYTES = 1 << 20  # units below leave no holes worth closing
 
 
 def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
-    """Spread the training state of `model` over ranks; the same object, its parameters, API and forward unchanged.
+    """Shard the training state of `model` over ranks, in place, and return `model`.
 
-    Takes the fields of `Zero`, or one such object. A model stays on the device where it is; one on the meta device
-    becomes real on this rank's GPU, if there is one. Collective.
+    `fields` are those of `Zero`, which may also be given as one object. Parameter names and shapes, forward, hooks and
+    train() stay as they were. A model stays on the device where it is; a model on the meta device becomes real on this
+    rank's GPU, if there is one. Collective: every rank calls it.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -285,11 +286,11 @@ def _batches(tensors: list[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def accumulate(model: nn.Module, reduce: str | None = None) -> Iterator[None]:
-    """Around all micro-batches of a step but the last: their gradients add up.
+    """Accumulate gradients: put all micro-batches of a step but the last inside this context.
 
-    reduce="once" keeps each rank's sum and reduces it with the last micro-batch (whole gradients in memory, no more
-    traffic); "each" reduces every micro-batch into the shard (1/N of the memory, one more reduction each). By default
-    "once" where gradients are whole, "each" where they are sharded.
+    reduce="once" keeps each rank's unreduced sum, which takes memory for gradients of full size, and reduces it with
+    the last micro-batch. "each" reduces every micro-batch into the sharded gradient: 1/N of the memory, and one
+    reduce-scatter per micro-batch. By default "once" at stages 0 and 1, "each" at stages 2 and 3.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -303,10 +304,10 @@ def accumulate(model: nn.Module, reduce: str | None = None) -> Iterator[None]:
 
 
 def catch_up(model: nn.Module) -> None:
-    """With schedule="negotiate": give other ranks the parameters they need until all ranks have come here.
+    """With schedule="negotiate": serve other ranks the parameters they need, until every rank has called `catch_up`.
 
-    For the end of a loop that is longer on some ranks than on others (generation), before collectives of your own.
-    Backward, step and `full_parameters` wait in the same way. Collective.
+    Call it after a loop that is longer on some ranks than on others, such as generation, and before collectives of your
+    own. Backward, `step` and `full_parameters` wait for other ranks in the same way. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()

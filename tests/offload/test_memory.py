@@ -126,7 +126,7 @@ def files_being_written(path: str) -> int:
         prepare = unit.start_load
 
         def counted(*args: Any, prepare: Any = prepare, **kwargs: Any) -> None:
-            most.append(sum(other.values.image._writing is not None for other in units))
+            most.append(sum(other.flat_params.image._writing is not None for other in units))
             prepare(*args, **kwargs)
 
         unit.start_load = counted

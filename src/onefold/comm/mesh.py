@@ -26,10 +26,11 @@ NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighb
 
 
 def init(*, timeout_s: float = 600.0) -> None:
-    """Joins the ranks that torchrun or `onefold run` started, or starts a world of one rank. May be called again.
+    """Join the ranks that `onefold run` or torchrun started, or make a world of this one process.
 
-    CUDA tensors are sent by NCCL, others by gloo. Warns once if torchrun's store listens on every interface
-    (onefold.errors.ExposedWarning); rendezvous.py says what listens where.
+    NCCL moves CUDA tensors, gloo the others, and this rank's GPU becomes the current one. A process group that exists
+    already is left alone, so init() may be called again. `timeout_s` is how long the ranks wait for each other. If
+    torchrun's own store listens on every interface, `onefold.errors.ExposedWarning` says so once.
 
     >>> import onefold
     >>> onefold.init()
@@ -86,8 +87,9 @@ def mesh(
 ) -> DeviceMesh:
     """All ranks as a torch DeviceMesh with the axes "replica", "pp", "shard" and "tp", the outermost first.
 
-    One size may be -1, which takes the remaining ranks; by default that is `shard`. Neighbouring ranks share "tp". Axes
-    of size 1 are left out. `device` is "cuda" if available, else "cpu". Call init() first. Collective.
+    The sizes multiply to the number of ranks. One of them may be -1, which stands for the ranks that are left; by
+    default that one is `shard`. Neighbouring ranks share "tp". Axes of size 1 are left out. `device` is by default
+    "cuda" where there is a GPU, else "cpu". Call init() first. Collective.
 
     >>> import onefold
     >>> onefold.init()

@@ -23,8 +23,8 @@ class Label(NamedTuple):
 class Flow(NamedTuple):
     """Bytes that this rank sent, and calls."""
 
-    sent_bytes: int = 0
-    calls: int = 0
+    sent_bytes: int = 0  # by this rank
+    calls: int = 0  # of the collective
 
 
 @dataclass

@@ -30,8 +30,8 @@ class TierRow(NamedTuple):
 
     state: str  # optimizer, parameters, gradients, staging
     place: str  # pinned or pageable host memory, or disk
-    measured: int
-    planned: int  # of staging: at most
+    measured: int  # bytes
+    planned: int  # bytes; of staging buffers: at most
 
 
 def held(engine: Engine) -> dict[str, list[Tensor]]:

@@ -33,56 +33,63 @@ from onefold.settings.placement import Scope, Tier
 
 @dataclass(frozen=True)
 class Bytes:
-    """Found in memory or on the wire, and what the layout says it should be (None where it says nothing)."""
+    """A number of bytes as it was measured, and as the layout predicts it."""
 
     measured: int
-    planned: int | None
+    planned: int | None  # for communication buffers: at most; None where nothing is predicted
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes this rank holds now."""
+    """Bytes that this rank holds now, by category; print it for a table."""
 
     parameters: Bytes
+    """Parameters that this rank holds now."""
     gradients: Bytes
+    """Gradients between backward and zero_grad()."""
     optimizer: Bytes
+    """Optimizer state, such as Adam's moments, and the fp32 master where 16 bits compute."""
     buffers: Bytes
+    """Module buffers."""
     communication: Bytes
+    """Buffers in which units are reduced and gathered."""
     checkpoints: Bytes
-    """Block inputs that wait for backward, on the device."""
+    """Activation checkpoints on the device: block inputs that wait for backward."""
     checkpoints_host: Bytes
-    """The same in host memory: not in the total."""
+    """Activation checkpoints in host memory; not in `total`."""
     elsewhere: tuple[TierRow, ...] = ()
-    """States and staging buffers in host memory or on disk: not in the total."""
+    """Offloaded states and their staging buffers, in host memory or on disk; not in `total`."""
     fragmented: int | None = None
-    """CUDA: what the allocator has taken from the device and nobody uses."""
+    """CUDA: bytes that the allocator has reserved on the device and that no tensor uses."""
 
     @property
     def states(self) -> int:
-        """Parameters, gradients and optimizer state: what ZeRO shards."""
+        """Bytes of parameters, gradients and optimizer state on the device: what ZeRO shards."""
         return self.parameters.measured + self.gradients.measured + self.optimizer.measured
 
     @property
     def total(self) -> int:
-        """On the device."""
+        """Bytes of all categories on the device."""
         return self.states + self.buffers.measured + self.communication.measured + self.checkpoints.measured
 
     @property
     def pinned(self) -> int:
-        """Host memory that a GPU copies from and to."""
+        """Bytes of offloaded state and activation checkpoints in pinned host memory."""
         return self._at(PINNED) + (self.checkpoints_host.measured if self.fragmented is not None else 0)
 
     @property
     def pageable(self) -> int:
-        """Other host memory; on a CPU, all that would leave a device."""
+        """Bytes of offloaded state and activation checkpoints in host memory that is not pinned."""
         return self._at(PAGEABLE) + (self.checkpoints_host.measured if self.fragmented is None else 0)
 
     @property
     def host(self) -> int:
+        """Bytes in host memory: `pinned` and `pageable`."""
         return self.pinned + self.pageable
 
     @property
     def disk(self) -> int:
+        """Bytes of offloaded state on disk."""
         return self._at(DISK)
 
     def _at(self, place: str) -> int:
@@ -106,13 +113,16 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class TrafficReport:
-    """Bytes this rank sent in the last step."""
+    """Bytes that this rank sent in the last step; print it for a table."""
 
     flows: dict[tuple[str, str], Flow]
+    """What was sent, by (purpose, collective)."""
     planned: dict[str, int]
+    """Bytes of a step by purpose, as the layout predicts them for one forward and one backward."""
 
     @property
     def by_purpose(self) -> dict[str, int]:
+        """Bytes sent, by purpose: "reduce", "gather-forward", "gather-backward", "gather-updated", "norm", …"""
         sums: dict[str, int] = {}
         for (purpose, _), flow in self.flows.items():
             sums[purpose] = sums.get(purpose, 0) + flow.sent_bytes
@@ -120,6 +130,7 @@ class TrafficReport:
 
     @property
     def by_collective(self) -> dict[str, Flow]:
+        """Bytes sent and calls made, by collective."""
         sums: dict[str, Flow] = {}
         for (_, collective), flow in self.flows.items():
             seen = sums.get(collective, Flow())
@@ -128,6 +139,7 @@ class TrafficReport:
 
     @property
     def total(self) -> int:
+        """Bytes sent for all purposes."""
         return sum(flow.sent_bytes for flow in self.flows.values())
 
     def __str__(self) -> str:
@@ -137,37 +149,42 @@ class TrafficReport:
 
 @dataclass(frozen=True)
 class PlacementRow:
-    """Where one unit's states are, and what this rank's device holds of its parameters when nothing is gathered."""
+    """Where the states of one unit are kept: "sharded" or "replicated", with the tier if it is not the device."""
 
     unit: str
     elements: int
-    optimizer: str
-    gradients: str
+    optimizer: str  # "frozen" where the unit is not trained
+    gradients: str  # "frozen" where the unit is not trained
     parameters: str
-    parameter_bytes: int
+    parameter_bytes: int  # of its parameters on this rank's device, while the unit is not gathered
 
 
 @dataclass(frozen=True)
 class PlacementReport:
-    """The placement table of a model, as it was decided."""
+    """Where the states of each unit are kept, as `shard` decided it; print it for a table."""
 
     rows: tuple[PlacementRow, ...]
-    why: str = ""  # stage="auto": what was chosen, and the reason
+    """One row for each unit."""
+    why: str = ""
+    """What "auto" settings chose, and the reason; empty where nothing was left to choose."""
 
     def __str__(self) -> str:
-        def line(unit: str, elements: str, optimizer: str, gradients: str, parameters: str, held: str) -> str:
-            return f"{unit:<32}{elements:>14}  {optimizer:<13}{gradients:<13}{parameters:<13}{held:>14}"
-
-        head = line("unit", "elements", "optimizer", "gradients", "parameters", "bytes here")
-        body = [
-            line(r.unit, f"{r.elements:,}", r.optimizer, r.gradients, r.parameters, f"{r.parameter_bytes:,}")
+        cells = [("unit", "elements", "optimizer", "gradients", "parameters", "bytes here")]
+        cells += [
+            (r.unit, f"{r.elements:,}", r.optimizer, r.gradients, r.parameters, f"{r.parameter_bytes:,}")
             for r in self.rows
         ]
-        return "\n".join([self.why] * bool(self.why) + [head, *body])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        sides = "<><<<>"  # text to the left, numbers to the right
+        lines = [
+            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
+            for row in cells
+        ]
+        return "\n".join([self.why] * bool(self.why) + lines)
 
 
 def placement(model: nn.Module) -> PlacementReport:
-    """Which states of which unit are whole and which are sharded.
+    """Which states of which unit are sharded and which are replicated, and on which tier they are kept.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -197,7 +214,9 @@ def _told(scope: Scope, tier: Tier) -> str:
 
 
 def memory(model: nn.Module) -> MemoryReport:
-    """Bytes of training state on this rank, measured by storage, with the layout's figure beside.
+    """How many bytes this rank holds now, by category, beside the number that the layout predicts.
+
+    Storages of tensors are counted, each once. Activations are not counted; `track_memory` does that.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -224,7 +243,9 @@ def _fragmented(device: torch.device) -> int | None:
 
 
 def traffic(model: nn.Module) -> TrafficReport:
-    """Bytes this rank sent between the last two ends of `optimizer.step()`, by purpose and by collective.
+    """How many bytes this rank sent in the last step, by purpose and by collective.
+
+    The last step is what lies between the ends of the last two calls of `optimizer.step`.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -237,7 +258,10 @@ def traffic(model: nn.Module) -> TrafficReport:
 
 @contextmanager
 def track_memory(model: nn.Module) -> Iterator[Tracker]:
-    """Watch every tensor made inside; `peak()` then says what filled memory at the fullest instant. Slow.
+    """Watch every tensor that is made inside this context, to find what fills memory at the fullest instant.
+
+    The tracker's `peak()` gives bytes by category at that instant, activations included, and `peak_bytes` their sum.
+    Slow: use it for a step or two.
 
     >>> import torch, onefold
     >>> onefold.init()

@@ -15,22 +15,31 @@ from onefold.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the loss scale starts, grows and falls.
+    """How the loss scale of fp16 grows and falls: the setting `loss_scale` of `Optimizer`.
 
-    >>> Scaler(LossScale(initial=8.0, hysteresis=2)).scale
-    8.0
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(4, 4), precision="fp16")
+    >>> scale = onefold.LossScale(initial=1024.0)
+    >>> onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, loss_scale=scale).loss_scale
+    1024.0
     """
 
     initial: float = 2.0**16
+    """The scale of the first step."""
+
     growth_interval: int = 2000
-    """Good steps in a row after which the scale grows."""
+    """After this many steps in a row without an overflow the scale grows."""
 
     factor: float = 2.0
+    """The scale is multiplied by this when it grows, and divided by it when it falls."""
+
     hysteresis: int = 1
-    """Overflows after which the scale falls; the count starts again when the scale grows."""
+    """The scale falls at this overflow since it last grew, counted from 1, and at each one after it. Earlier overflows
+    only skip their step."""
 
     floor: float = 1.0
-    """The lowest scale; an overflow at this scale is an error."""
+    """The scale falls no lower. An overflow at this scale raises `PrecisionError`."""
 
     def __post_init__(self) -> None:
         for name in ("initial", "factor", "floor"):

@@ -40,7 +40,9 @@ FORMAT = 1  # of state_dict()
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Any element-wise torch optimizer, over a sharded model.
+    """A torch.optim.Optimizer for a sharded model: it runs an element-wise torch optimizer on this rank's shards.
+
+    `stepped` is True if the last `step` updated the parameters, and False if it was skipped. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -62,9 +64,10 @@ class Optimizer(torch.optim.Optimizer):
         step_in_backward: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`cls` and `kwargs` are the torch class and its settings. `loss_scale` is for fp16. If a norm that
-        clip_grad_norm finds is not finite, the step raises, or is skipped. `step_in_backward` updates each unit as soon
-        as its gradient is reduced and keeps no gradients: for runs without clipping, accumulation or fp16."""
+        """`cls` and `kwargs` are the torch class and its settings, `groups` are param groups of the model's parameters.
+        `loss_scale` is for fp16. `on_nonfinite` says whether a step raises or is skipped if clip_grad_norm found a norm
+        that is not finite. With `step_in_backward` each unit is updated as soon as its gradient is reduced, and no
+        gradients are kept: for runs without clipping, accumulation and fp16."""
         engine = self._engine = engine_of(model)
         if engine.optimizer is not None:
             raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
@@ -94,27 +97,27 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def precision(self) -> Precision:
-        """The dtypes of parameters, gradients, messages and masters that this model uses; print it."""
+        """The dtypes that were decided for this model; print it for a table."""
         return self._engine.precision
 
     @property
     def skipped(self) -> int:
-        """Steps that were skipped because gradients were not finite."""
+        """The number of steps that were skipped because gradients were not finite."""
         return self._finite.skipped
 
     @property
     def steps(self) -> int:
-        """Steps that updated parameters, including those before the checkpoint that was loaded."""
+        """The number of steps taken, with those before the checkpoint that was loaded."""
         self._finite.read_last_step()
         return self._tried - self.skipped
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which backward() multiplies the loss: 1 except with fp16."""
+        """The number by which `backward` multiplies the loss: 1 unless the precision is fp16."""
         return self._scaler.scale if self._scaler else 1.0
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """loss.backward(), with the loss scaled where fp16 needs it."""
+        """Run loss.backward(), with the loss multiplied by the loss scale in fp16."""
         with scaled_backward(self.loss_scale):
             (loss.float() * self.loss_scale if self._scaler else loss).backward(**kwargs)
 
@@ -157,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
         return [[self._engine.names[self._index[id(p)]] for p in group["params"]] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters of the model with settings of their own. Collective."""
+        """Add parameters of the model to the optimizer, with settings of their own. Collective."""
         error: Exception | None = None
         try:
             self._add_group(param_group)
@@ -207,7 +210,7 @@ class Optimizer(torch.optim.Optimizer):
     @spanned("step", "optimizer", "the model")
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Updates the parameters from the gradients of all backwards since the last step. Collective."""
+        """Update the parameters; a step whose gradients are not finite may raise or be skipped. Collective."""
         if closure is not None:
             raise OptimizerError("step() takes no closure: run forward and backward before it, then call step()")
         self._check_hyperparameters()
@@ -237,7 +240,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients, accumulated ones included; set_to_none=False keeps them as zeros."""
+        """Drop all gradients, accumulated ones too; set_to_none=False sets them to zero instead."""
         self._engine.drop_gradients(keep_as_zeros=not set_to_none)
 
     def gradients_change(self) -> None:
@@ -253,11 +256,11 @@ class Optimizer(torch.optim.Optimizer):
     @spanned("clip", "gradients", "the model")
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales all gradients so that their norm over the whole model is at most `max_norm`; returns the norm before.
-        Collective.
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; return the norm as it was
+        before. Collective.
 
-        The norm combines, in a fixed order, the norms of each rank's shard of each unit: equal bit for bit on every
-        rank and at every stage. Parameters that are replicated over "tp" count once.
+        Partial norms of all units and ranks are summed in a fixed order, so the norm has the same bits on every rank
+        and at every stage. Gradients that are replicated along the mesh axis "tp" count once.
         """
         if not (isinstance(max_norm, int | float) and max_norm >= 0):
             raise ConfigError(f"max_norm={max_norm!r} is not a number of at least 0")
@@ -325,8 +328,8 @@ class Optimizer(torch.optim.Optimizer):
         return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.digest}
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's shard of the optimizer state, which loads into the same rank at the same number of ranks and
-        stage only; onefold.save() writes checkpoints that load anywhere."""
+        """The optimizer state of this rank's shards; only the same rank at the same number of ranks and stage can load
+        it. `onefold.save` writes state that any number of ranks can load."""
         self._finite.read_last_step()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         slices = [row for unit in self._by_unit for row in unit.state_dict()]
@@ -337,7 +340,7 @@ class Optimizer(torch.optim.Optimizer):
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what state_dict() gave on this rank."""
+        """Load what state_dict() returned on this rank; state of another rank, number of ranks or stage raises."""
         found, wanted = state_dict.get("onefold"), self._identity()
         if found != wanted:
             raise StateError(

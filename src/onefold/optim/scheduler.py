@@ -11,7 +11,10 @@ from onefold.optim.optimizer import Optimizer
 
 
 class Scheduler:
-    """Any torch scheduler; `step` advances it only if the optimizer's last step updated something.
+    """A torch LR scheduler that counts only steps that were taken: for fp16, where a step may be skipped.
+
+    `scheduler` is a torch scheduler class, whose settings are `kwargs`, or an instance. Attributes are those of the
+    torch scheduler.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -33,6 +36,7 @@ class Scheduler:
         self.inner: Any = scheduler(optimizer, **kwargs) if isinstance(scheduler, type) else scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the torch scheduler, unless the optimizer's last step was skipped."""
         if self._optimizer.stepped:
             self.inner.step(*args, **kwargs)
 

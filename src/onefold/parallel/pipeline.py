@@ -30,12 +30,12 @@ AXIS = "pp"
 
 
 class PipelineStage(TorchStage):
-    """This rank's part of a model in a pipeline over the mesh axis "pp": give it to a schedule of torch's.
+    """This rank's part of a model, as one stage of torch's pipeline schedules over the mesh axis "pp".
 
-    `part` is sharded already. The schedule is made with scale_grads=False: with `mean` the stage itself divides by the
-    number of micro-batches. `reduce` is that of accumulate(). `keep_bytes`: at stage 3, so many bytes of whole
-    parameters stay from the first forward of a step to its last backward, instead of being gathered for each
-    micro-batch. `tied`: parameters that the first and the last stage both hold, each a unit of its own.
+    `part` has been sharded before. Make the schedule with scale_grads=False: with `mean` the stage itself divides by
+    the number of micro-batches. `reduce` is that of `accumulate`. `keep_bytes`, at stage 3: this many bytes of
+    parameters stay unsharded from the first forward of a step to its last backward, instead of being all-gathered for
+    each micro-batch. `tied`: names of parameters that the first and the last stage both hold, each a unit of its own.
 
     >>> import torch, onefold
     >>> from torch.distributed.device_mesh import init_device_mesh

@@ -33,7 +33,7 @@ HERE = ("keep", "checkpoint", "checkpoint+host")  # what a plan for a module reh
 
 @dataclass(frozen=True)
 class Plan:
-    """What every stage costs one rank of many, and which to choose; the best recommendation is the first.
+    """What each stage would cost each rank, and which one to choose; print it for a table.
 
     >>> import torch, onefold
     >>> found = onefold.plan(torch.nn.Linear(512, 512), torch.zeros(4, 512), ranks=8, hardware="laptop")
@@ -44,20 +44,21 @@ class Plan:
     model: str
     parameters: int
     ranks: int
-    grid: str
+    grid: str  # how the ranks are divided among the axes of a mesh
     hardware: Hardware
     precision: str
-    stages: tuple[Row, ...]
-    variants: tuple[Row, ...]
-    recommendations: tuple[Recommendation, ...]
-    notes: tuple[str, ...] = ()
+    stages: tuple[Row, ...]  # stages 0 to 3
+    variants: tuple[Row, ...]  # choices beyond them: a hybrid of stages 2 and 3, offload
+    recommendations: tuple[Recommendation, ...]  # the best first
+    notes: tuple[str, ...] = ()  # what the figures leave out
 
     @property
     def recommendation(self) -> Recommendation:
+        """The best recommendation."""
         return self.recommendations[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The plan as a dict for JSON."""
         return {**dataclasses.asdict(self), "recommendation": dataclasses.asdict(self.recommendation)}
 
     def __str__(self) -> str:
@@ -131,9 +132,10 @@ def plan(
     micro_batches: int = 1,
     **fields: Any,
 ) -> Plan:
-    """What stages 0–3 would cost each of `ranks` ranks to train this model on a batch like `sample`, before it is
-    sharded: the runtime rehearses two steps of each on tensors without memory. With `offload`, stages 1–3 have as much
-    of it as they can.
+    """What stages 0–3 would cost each of `ranks` ranks to train this model on a batch like `sample`.
+
+    The model has not been sharded: the runtime rehearses two steps of each stage on tensors without memory. With
+    `offload`, each of stages 1–3 offloads as much of it as the stage allows.
 
     `sample` is what the model is called with (a tensor, a tuple, or a dict of keywords), rows first. `loss` is
     (model, sample) -> loss; by default the model's own, or the sum of what it returns. `fields` are those of `shard`.

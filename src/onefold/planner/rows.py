@@ -32,57 +32,57 @@ class Row:
 
     label: str
     stage: int
-    activations: str
-    batch: int
+    activations: str  # the setting of `shard`
+    batch: int  # sequences or rows of one micro-batch of one rank
     params_bytes: int
     grads_bytes: int
-    optimizer_bytes: int
-    states_bytes: int  # with all gradients, as between backward and step
-    peak_grads_bytes: int  # what of them is there at the fullest instant; so the next four
-    buffers_bytes: int
-    gathered_bytes: int
-    activations_bytes: int
-    margin_bytes: int
-    persistent_bytes: int
-    peak_bytes: int
-    peak_at: str
-    padding_bytes: int
-    host_bytes: int
-    pinned_bytes: int  # of the host's, what a GPU copies from and to
+    optimizer_bytes: int  # master and optimizer state
+    states_bytes: int  # parameters, optimizer state and all gradients, as between backward and step
+    peak_grads_bytes: int  # gradients at the fullest instant of a step
+    buffers_bytes: int  # communication buffers at the fullest instant
+    gathered_bytes: int  # unsharded parameters at the fullest instant
+    activations_bytes: int  # activations at the fullest instant
+    margin_bytes: int  # on CUDA, what is added for the allocator's fragments
+    persistent_bytes: int  # between steps
+    peak_bytes: int  # at the fullest instant, with the margin
+    peak_at: str  # where in a step the fullest instant is
+    padding_bytes: int  # of the states, what aligns parameters and shards
+    host_bytes: int  # in host memory
+    pinned_bytes: int  # of host_bytes, what a GPU copies from and to
     disk_bytes: int
-    fits: bool
-    traffic_elements: int
+    fits: bool  # with room for activations where nothing is known of them
+    traffic_elements: int  # sent by a rank in a step
     traffic_bytes: int
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # traffic by purpose
     step_s: float
     compute_s: float
-    exposed_s: float
-    tensor_s: float
+    exposed_s: float  # messages that no computing hides
+    tensor_s: float  # messages of tensor parallelism
     update_s: float
     host_update_s: float  # updates on the host, hidden or not
-    transfer_s: float
-    bubble_s: float
-    look_ahead: int
-    bandwidth_bound: bool
+    transfer_s: float  # copies between the device and host or disk
+    bubble_s: float  # stages of a pipeline that wait
+    look_ahead: int  # units to prefetch, so that computing hides their all-gathers
+    bandwidth_bound: bool  # all-gathers take longer than computing: no prefetch hides them
     largest_batch: int | None
     fewest_ranks: int | None
     largest_model: int  # parameters whose states would fill the devices: an upper bound
-    break_even_batch: int | None  # stage 3: from here on its messages take under 5% of the compute, hidden or not
-    tokens_per_s: float
-    days: float | None
+    break_even_batch: int | None  # stage 3: from this batch on messages take under 5% of the compute, hidden or not
+    tokens_per_s: float  # of all ranks
+    days: float | None  # for the number of tokens that was asked about
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """One choice and the reason for its place."""
+    """One choice, and the reason for its place among the recommendations."""
 
     label: str
     stage: int
     tp: int
-    batch: int
-    activations: str
-    optimizer: str
-    parameters: str
+    batch: int  # sequences or rows of one micro-batch of one rank
+    activations: str  # the setting of `shard`
+    optimizer: str  # the tier of the optimizer state: device, host or disk
+    parameters: str  # the tier of the parameters
     fits: bool
     peak_bytes: int
     step_s: float

@@ -22,8 +22,11 @@ NOTHING = torch.empty(0)
 
 @contextmanager
 def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
-    """Inside, every parameter is unsharded on every rank. With `write`, what the parameters hold at the end is kept:
-    write the same values on every rank. Collective. Also the fast way to many forwards without training (generation).
+    """Unshard every parameter of the model on every rank while this context lasts.
+
+    With write=True what the parameters hold at the end is kept: write the same values on every rank. Also the fast way
+    to many forwards without training, such as generation, because parameters are all-gathered once instead of once per
+    forward. Needs memory for the whole model. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -57,9 +60,10 @@ def _take_user_writes(engine: Engine) -> None:
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The full state dict in rank 0's host memory, gathered one unit at a time; empty on other ranks. Where 16 bits
-    compute, parameters are those of the fp32 master. In a pipeline the first rank of each stage has its stage's.
-    Collective.
+    """The unsharded state dict of the model, in rank 0's host memory; other ranks get an empty dict.
+
+    It is collected one unit at a time. Where 16 bits compute, parameters come from the fp32 master. In a pipeline the
+    first rank of each stage gets the state of its part. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()

@@ -15,31 +15,34 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Which states lie in host memory or on disk.
+    """Which training state is kept in host memory or on disk instead of the device.
 
-    >>> Offload(optimizer="host").optimizer_tier.value
+    >>> import onefold
+    >>> onefold.Zero(stage=2, offload=onefold.Offload(optimizer="host")).offload.optimizer
     'host'
     """
 
     optimizer: Literal["host", "disk", "auto"] | None = None
-    """Master and moments, and with them the update: "host" memory, "disk", or "auto": as many units stay on the device
-    as fit (with Adam's 8 bytes per element; the first of forward), the others go to the host, and what does not fit
-    there to disk, if there is a path. placement() says which, and why."""
+    """Where the fp32 master and the optimizer state are kept, and where the update runs with them: "host" memory or
+    "disk". "auto" keeps as many units on the device as fit, the first of forward (with Adam's 8 bytes per element),
+    puts the others in host memory, and on disk what does not fit there, if there is a `path`; `placement` says which,
+    and why. None: on the device."""
 
     parameters: Literal["host", "disk"] | None = None
-    """Stage 3: this rank's shard of the values; they come to the device for use."""
+    """Stage 3: where this rank's shard of the parameters is kept; it is copied to the device for use. None: on the
+    device."""
 
     path: str | Path | None = None
-    """With "disk", or "auto": a folder on a fast disk of this node. What is written is scratch, and gone when the run
-    ends."""
+    """For "disk", and for "auto" if it may use a disk: a folder on a fast disk of this node. Its files are scratch
+    space and are removed when the run ends."""
 
     device_bytes: int | None = None
-    """With "auto": what all states may take on the device, with the buffers through which they stream. None: 70% of the
-    smallest device's memory, less the units in use; the rest is for activations."""
+    """With "auto": the most bytes that training state may take on the device, with the staging buffers of what is
+    offloaded. None: 70% of the smallest device's memory, less the units in use; the rest is for activations."""
 
     host_bytes: int | None = None
-    """With "auto" and a path: what each rank may take in host memory, with the gradients that wait there for step().
-    None: 90% of what is available on the fullest node, divided among its ranks."""
+    """With "auto" and a `path`: the most bytes that each rank may take in host memory, with the gradients that wait
+    there for `step`. None: 90% of what is available on the fullest node, divided among its ranks."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in (*TIERS, AUTO):

@@ -47,9 +47,13 @@ class Dtypes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A dtype policy. What is left out is decided by `shard` and shown when the object is printed.
+    """Which dtype computes, travels, holds the gradients and is updated by the optimizer.
 
-    >>> print(Precision(compute="bf16", wire="bf16", grad="bf16", master="fp32"))
+    Fields that are None are decided by `shard`, for the backend and the device; print `optimizer.precision` to see what
+    was decided.
+
+    >>> import onefold
+    >>> print(onefold.Precision(compute="bf16", wire="bf16", grad="bf16", master="fp32"))
     what                dtype   why
     compute             bf16    forward and backward
     gradients travel    bf16    summed over ranks in fp32, rounded once
@@ -59,21 +63,23 @@ class Precision:
     """
 
     compute: Dtype = "fp32"
-    """Parameters and gradients in forward and backward: "fp32", "bf16" or "fp16"."""
+    """The dtype of parameters and gradients in forward and backward: "fp32", "bf16" or "fp16"."""
 
     wire: Dtype = None
-    """Gradients on their way: by default as `compute` on gloo, where the sum is ours and in fp32; else fp32."""
+    """The dtype in which gradients travel. None: `compute` on gloo, where Onefold sums over ranks in fp32; fp32 on
+    NCCL, which sums in the dtype that travels."""
 
     grad: Dtype = None
-    """The reduced gradient: by default as `compute`, and fp32 once gradients accumulate."""
+    """The dtype of the reduced gradient that `step` reads. None: `compute`, and fp32 once gradients are accumulated."""
 
     master: Literal["fp32", "split"] | None = None
-    """What the optimizer updates: an fp32 copy, or with bf16 the copy that computes and a 16-bit remainder ("split", 2
-    bytes less per parameter, the same bits). By default "split" on CUDA and "fp32" on CPU, where it is faster unless
-    our kernel updates."""
+    """What the optimizer updates where 16 bits compute. "fp32": an fp32 copy of each parameter. "split" (bf16 only):
+    the bf16 parameter itself and the 16 bits by which fp32 is longer; 2 bytes less per parameter, and the same bits.
+    None: "split" on CUDA, "fp32" on a CPU."""
 
     keep_fp32: Modules = None
-    """Modules whose parameters stay fp32 (norms, routers): classes, or a callable (name, module) -> bool."""
+    """Modules that stay in fp32 (norms, routers): a module class, a tuple of classes, or a callable
+    (name, module) -> bool."""
 
     def __post_init__(self) -> None:
         for field in ("compute", "wire", "grad"):

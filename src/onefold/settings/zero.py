@@ -33,71 +33,87 @@ LONGEST_S = 30 * 24 * 3600
 
 @dataclass(frozen=True, kw_only=True)
 class Zero:
-    """How a model's training state is spread over ranks.
+    """The settings of `shard`: which training state is sharded, over which ranks, and where it is kept.
 
-    >>> Zero(stage=1, bucket_bytes=8 << 20).stage
+    Frozen, and validated when it is made. `shard` takes one such object, or its fields as keywords.
+
+    >>> import onefold
+    >>> onefold.Zero(stage=1, bucket_bytes=8 << 20).stage
     1
     """
 
     stage: int | Literal["auto"] = 2
-    """0: all whole on every rank. 1: optimizer state sharded. 2: gradients too. 3: parameters too. "auto": the first of
-    1, 2 and 3 whose states leave room for activations on the smallest device; placement() says which, and why."""
+    """0: everything is replicated on every rank. 1: the optimizer state is sharded. 2: the gradients too. 3: the
+    parameters too. "auto": the first of 1, 2 and 3 whose states leave room for activations on the smallest device;
+    `placement` says which it was, and why."""
 
     precision: str | Precision = "fp32"
-    """"fp32", "bf16" (16 bits compute, an fp32 master is updated), "fp16" (with a loss scale), or a Precision."""
+    """"fp32"; "bf16": forward and backward run in 16 bits, and the optimizer updates an fp32 master copy; "fp16": as
+    bf16, with a loss scale; or a `Precision`."""
 
     bucket_bytes: int = 32 << 20
-    """Largest flat unit, in bytes of parameters; a parameter larger than this is a unit of its own."""
+    """The largest unit, in bytes of parameters. A parameter larger than this is a unit of its own; smaller parameters
+    of a block share units."""
 
     prefetch: int | Literal["auto"] = 1
-    """Stage 3: how many units are gathered ahead of need, in forward and in backward; "auto" measures (on CPU)."""
+    """Stage 3: how many units are all-gathered ahead of their use, in forward and in backward. "auto" (on a CPU) times
+    the first passes and then chooses."""
 
     live_bytes: int | None = None
-    """Stage 3, prefetch="auto": the most bytes of whole parameters that look-ahead may keep alive."""
+    """Stage 3 with prefetch="auto": the most bytes of unsharded parameters that prefetching may hold."""
 
     schedule: Literal["agreed", "negotiate"] = "agreed"
-    """Stage 3: "agreed" ranks run equally many forwards, each gathering the same units in any order; "negotiate" (gloo)
-    lets each run as many forwards as it likes before a backward or `catch_up`: they tell each other what they need."""
+    """Stage 3: how ranks match their all-gathers. "agreed": all ranks run equally many forwards, and each gathers the
+    same units, in any order. "negotiate" (gloo only): each rank runs as many forwards as it likes before a backward or
+    `catch_up`, because ranks tell each other which units they need."""
 
     keep_whole: int | Callable[[str, int], bool] = 0
-    """Stage 3: units of at most so many elements stay whole; or a callable (unit name, elements) -> bool."""
+    """Stage 3: the parameters of units of at most this many elements stay replicated, as at stage 2; or a callable
+    (unit name, elements) -> bool that says which."""
 
     units: Units = None
-    """Which modules are blocks: classes, or a callable (name, module) -> bool. None finds repeated blocks."""
+    """Which modules are blocks, whose parameters become units of their own: a module class, a tuple of classes, or a
+    callable (name, module) -> bool. None finds the blocks that a model repeats."""
 
     activations: str = "keep"
-    """What a block leaves for backward. "keep": all its activations. "checkpoint": its input, from which it is computed
-    again. "partition": 1/N of its input on each of the N ranks of the mesh axis "tp" (P_a). "checkpoint+host" and
-    "partition+host" move those to host memory. "auto" decides when the first block runs; placement() says why."""
+    """What a block keeps from forward for backward. "keep": all its activations. "checkpoint": its input, from which
+    backward computes the block again. "partition": 1/N of its input on each of the N ranks of the mesh axis "tp" (P_a).
+    "checkpoint+host" and "partition+host" keep those inputs in host memory. "auto" decides when the first block runs;
+    `placement` says what, and why."""
 
     checkpoint_every: int = 1
-    """Compute every so manieth block again; the others keep their activations."""
+    """With activation checkpointing: only every n-th block is computed again, and the others keep their activations."""
 
     init: Source = None
-    """A model on the meta device: what fills it. A function of each module, a state dict, or a .safetensors file; None
-    is each module's own reset_parameters."""
+    """What fills a model that was built on the meta device: a function of each module, a state dict, or the path of a
+    .safetensors file. None calls each module's own reset_parameters."""
 
     seed: int = 0
-    """For filling a model on the meta device: the same seed gives the same values at every N and stage."""
+    """The seed with which a model built on the meta device is filled: the same seed gives the same parameters at every
+    number of ranks and every stage."""
 
     device: str | None = None
-    """Where a model on the meta device becomes real; None is this rank's GPU, or the CPU."""
+    """The device on which a model built on the meta device becomes real. None: this rank's GPU, or the CPU."""
 
     buffers: Literal["local", "rank0"] = "local"
-    """Module buffers (BatchNorm): "local" to each rank, or "rank0" broadcast before every training forward."""
+    """Module buffers, such as the running statistics of BatchNorm. "local": each rank keeps its own. "rank0": rank 0's
+    are broadcast before every training forward."""
 
     sync: Literal["rank0", "check"] = "rank0"
-    """At shard time: "rank0" broadcasts rank 0's values to all, "check" compares them and raises."""
+    """What `shard` does with parameters that may differ between ranks. "rank0": broadcasts rank 0's to all. "check":
+    compares them, and raises where they differ."""
 
     offload: str | Offload | None = None
-    """Where states lie that are not on the device: an Offload, or "host" or "auto" for the optimizer's."""
+    """Which training state is kept in host memory or on disk instead of the device: "host" or "auto" for the optimizer
+    state, or an `Offload`."""
 
     mesh: DeviceMesh | None = None
-    """A DeviceMesh whose ranks share the state: one axis, or several named "replica", "shard", "tp" and "pp" (sharded
-    inside "shard", the same on every "replica", other parts along "tp" and "pp"); None is all ranks."""
+    """The ranks that share the training state, as a torch DeviceMesh: one axis, or several named "replica", "shard",
+    "tp" and "pp". State is sharded along "shard" and replicated along "replica"; tensors are split along "tp", layers
+    along "pp". None: all ranks."""
 
     timeout_s: float = 600.0
-    """How long one collective may wait for its peers before it raises, naming them."""
+    """Seconds that one message may wait for its peers before a `CommError` names them."""
 
     def __post_init__(self) -> None:
         if self.stage != "auto" and (type(self.stage) is not int or self.stage not in STAGES):
@@ -173,9 +189,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **fields: Any) -> Zero:
-    """A configuration of the ZeRO paper by its name, C1 to C5, with other fields beside it.
+    """The `Zero` settings of one of the ZeRO paper's configurations, "C1" to "C5"; `fields` set or override others.
 
-    >>> preset("C4", precision="bf16").activations
+    >>> import onefold
+    >>> onefold.preset("C4", precision="bf16").activations
     'partition'
     """
     if name not in PRESETS:

@@ -31,20 +31,23 @@ NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Exported(NamedTuple):
-    folder: Path
-    step: int
-    files: tuple[str, ...]
-    tensors: int
-    bytes: int
+    """What `export` wrote."""
+
+    folder: Path  # where
+    step: int  # of the checkpoint
+    files: tuple[str, ...]  # names of the safetensors files
+    tensors: int  # how many tensors
+    bytes: int  # of all tensors
 
 
 def export(
     folder: str | Path, out: str | Path, dtype: str | torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Write the weights of the newest checkpoint in `folder`, or of one step-… folder, to the new folder `out`.
+    """Write the weights of a checkpoint as safetensors files, as Hugging Face reads them, to the new folder `out`.
 
-    `dtype` ("fp32", "bf16", "fp16") is for the parameters; without it they stay as they were trained. Tied weights
-    are written once, under their first name. Not collective: call it on one rank.
+    `folder` is a folder of checkpoints, of which the newest is taken, or one `step-…` in it. Parameters are written in
+    `dtype` ("fp32", "bf16", "fp16"), by default in that of the checkpoint. A file holds at most `shard_bytes`. Tied
+    weights are written once, under their first name. Not collective: call it on one rank.
 
     >>> import tempfile, torch, onefold
     >>> onefold.init()

@@ -71,7 +71,9 @@ WORKER = Worker()  # one per process: a second save waits for the first
 
 
 def finish_saves() -> None:
-    """Wait until a save in the background is committed; raises what it raised. Call it before the ranks part.
+    """Wait until the checkpoint that save(wait=False) began is committed; raise what went wrong in it, if anything.
+
+    Call it before the process group is destroyed or the script ends.
 
     >>> import onefold
     >>> onefold.finish_saves()

@@ -66,14 +66,14 @@ def load(
     allow_missing: str | Iterable[str] = (),
     allow_extra: str | Iterable[str] = (),
 ) -> Any:
-    """Fill a sharded model, and its optimizer, from a checkpoint; the `extra` that was saved. Collective.
+    """Fill a sharded model, and its optimizer, from a checkpoint, and return the `extra` that was saved. Collective.
 
-    `folder` is a folder of checkpoints (the newest is taken), one `step-…` in it, a .safetensors file or a Hugging
-    Face folder. The number of ranks, stage and precision may be others than when it was saved. With `fallback` a
-    damaged checkpoint is passed over, with a warning, for the one before it. `rename` maps saved names, or beginnings
-    of names that end in a dot, to the model's; `subset` loads some tensors only; what is missing or left over is an
-    error unless a name or pattern in `allow_missing` or `allow_extra` covers it. Without an optimizer only weights
-    are loaded, and random states stay.
+    `folder` is a folder of checkpoints (the newest is taken), one `step-…` in it, a .safetensors file or a Hugging Face
+    folder. The number of ranks, the stage and the precision may differ from those of the run that saved it. With
+    `fallback` a damaged checkpoint is passed over, with a warning, for the one before it. `rename` maps saved names, or
+    beginnings of names that end in a dot, to the model's; `subset` loads some tensors only; what is missing or left
+    over is an error unless a name or pattern in `allow_missing` or `allow_extra` covers it. Without an optimizer only
+    weights are loaded, and random states stay as they are.
 
     >>> import tempfile, torch, onefold
     >>> onefold.init()

@@ -82,14 +82,16 @@ def save(
     keep: int | None = None,
     wait: bool = True,
 ) -> Path:
-    """Write a checkpoint `step-…` into the run's `folder`; its path. All of it is there for good, or none. Collective.
+    """Write a checkpoint `step-…` into the run's `folder`, and return its path. Collective.
 
-    `extra` is anything made of dicts, lists, tuples, plain values and tensors: a scheduler's state, the place in the
-    data. `step` is by default how many steps the optimizer has taken or skipped. `keep` is how many checkpoints
-    stay there.
+    A checkpoint is committed as a whole or not at all, also when the process or the machine stops in between. `extra`
+    is anything made of dicts, lists, tuples, plain values and tensors: a scheduler's state, the place in the data.
+    `step` is by default how many steps the optimizer has taken or skipped. With `keep` only that many of the newest
+    checkpoints stay in `folder`. Gradients are not saved: save between steps.
+
     With wait=False the state is copied to host memory and written while training goes on; what goes wrong then is
-    raised by the next save, load or `finish_saves`. Where a copy has no room, all ranks write before they go on, and
-    say so. Gradients are not saved: save between steps.
+    raised by the next `save`, `load` or `finish_saves`. Where memory has no room for the copy, all ranks write before
+    they go on, and log it.
 
     >>> import tempfile, torch, onefold
     >>> onefold.init()

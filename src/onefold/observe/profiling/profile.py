@@ -205,10 +205,12 @@ class Names:
 
 
 def profile(model: nn.Module, folder: str | Path | None = None, *, steps: int = 3, warmup: int = 2) -> Profile:
-    """Record some steps of a sharded model, after some that are let pass: where does the time go?
+    """Record `steps` steps of a sharded model, after `warmup` steps that are not recorded: where does the time go?
 
-    Each rank that does so writes a file such as rank0.json.gz into the folder, if there is one, for chrome://tracing or
-    Perfetto. Not collective: one rank may profile alone. The result of training is the same to the last bit.
+    Use the result as a context, and put each step of training into its `step()` until `done` is true. Then `report` is
+    the `ProfileReport` of this rank, and `summary()` the same as text. If a `folder` is given, each rank that profiles
+    writes a trace there, rank0.json.gz for example, for chrome://tracing or Perfetto; `path` is its file. Not
+    collective: one rank may profile alone. The result of training stays the same to the last bit.
 
     >>> import torch, onefold
     >>> onefold.init()

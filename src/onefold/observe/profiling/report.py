@@ -14,14 +14,14 @@ LARGEST = 1 << 60  # nanoseconds or bytes of one step
 
 
 class StepProfile(NamedTuple):
-    """One step of one rank."""
+    """Where the time of one step of one rank went."""
 
     wall_ns: int
-    parts_ns: dict[str, int]  # by the name of a Part; they add up to wall_ns
+    parts_ns: dict[str, int]  # by part of a step: forward, backward, update, …; they add up to wall_ns
     exposed_ns: dict[str, dict[str, int]]  # unit -> what it was waited for -> time in which nothing was computed
     beside_ns: int  # updates that ran on the host, beside the step
-    gathered_bytes: int  # sent by this rank
-    reduced_bytes: int
+    gathered_bytes: int  # sent by this rank in all-gathers
+    reduced_bytes: int  # sent by this rank in reduce-scatters and all-reduces
 
 
 def step_profile(found: Breakdown, sent_bytes: dict[str, int]) -> StepProfile:
@@ -36,33 +36,38 @@ def step_profile(found: Breakdown, sent_bytes: dict[str, int]) -> StepProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileReport:
-    """Where the steps of one rank went; print it."""
+    """Where the time of the recorded steps of one rank went; print it for a table."""
 
     rank: int
+    """The rank that recorded."""
     ranks: int
+    """The number of ranks of the run."""
     device: str
+    """The type of the device: "cpu" or "cuda"."""
     steps: tuple[StepProfile, ...]
+    """The recorded steps."""
 
     @property
     def step_s(self) -> float:
-        """The mean over steps."""
+        """Seconds of a step: the mean over the recorded steps."""
         return self._mean(lambda step: step.wall_ns)
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """The same for each part of a step."""
+        """Seconds of each part of a step (forward, backward, update, …): the mean over the recorded steps."""
         return {part.name.lower(): self.part_s(part) for part in Part}
 
     @property
     def exposed_s(self) -> float:
-        """Of a step: nothing was computed, because of a message between ranks."""
+        """Seconds of a step in which nothing was computed because a message between ranks was waited for."""
         return sum(map(self.part_s, (Part.GATHER, Part.REDUCE, Part.SMALL, Part.TENSOR)))
 
     def part_s(self, part: Part) -> float:
+        """Seconds of one part of a step: the mean over the recorded steps."""
         return self._mean(lambda step: step.parts_ns.get(part.name.lower(), 0))
 
     def units_s(self) -> dict[str, dict[str, float]]:
-        """Unit -> what it was waited for -> seconds of a step, the longest first."""
+        """Seconds of a step in which nothing was computed, by unit and by what was waited for; the longest first."""
         found: dict[str, dict[str, float]] = {}
         for step in self.steps:
             for unit, times in step.exposed_ns.items():
@@ -75,13 +80,13 @@ class ProfileReport:
         return sum(map(value, self.steps)) * 1e-9 / len(self.steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `from_dict` takes it back."""
+        """The report as a dict for JSON; `from_dict` makes a report of it again."""
         steps = [step._asdict() for step in self.steps]
         return {"rank": self.rank, "ranks": self.ranks, "device": self.device, "steps": steps}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ProfileReport:
-        """Raises ValueError, TypeError or KeyError at anything that `as_dict` does not give."""
+        """The report that `as_dict` made a dict of. Anything else raises ValueError, TypeError or KeyError."""
         found = cls(**{**values, "steps": tuple(StepProfile(**step) for step in values["steps"])})
         times = [found.rank, found.ranks]
         for step in found.steps:

@@ -1,0 +1,58 @@
+"""docs/api.md is what the docstrings say, leaves no public name out, and explains every setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import onefold
+from tools import api_reference
+
+SETTINGS = (onefold.Zero, onefold.Precision, onefold.Offload, onefold.LossScale)
+
+
+def test_the_page_is_what_the_docstrings_say() -> None:
+    assert api_reference.main(["--check"]) == 0
+
+
+def test_every_public_name_is_under_one_task() -> None:
+    names = [name for task in api_reference.TASKS for name in task.names]
+    assert sorted(names) == sorted(onefold.__all__)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.__name__)
+def test_every_setting_has_a_default_and_an_explanation(settings: type) -> None:
+    fields = list(api_reference.Source(settings).fields())
+    assert fields
+    assert [field.name for field in fields if not (field.default and field.text)] == []
+
+
+def test_what_is_left_out_as_internal_is_there() -> None:
+    for name, members in api_reference.INTERNAL.items():
+        assert members <= set(vars(getattr(onefold, name)))
+
+
+def test_a_page_that_differs_is_named_with_its_line_and_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "api.md"
+    assert api_reference.main(["--page", str(page)]) == 0
+    assert page.read_text() == api_reference.PAGE.read_text()
+    page.write_text(page.read_text().replace("`prefetch: int", "`prefetch: float"))
+    edited = page.read_text()
+    assert api_reference.main(["--check", "--page", str(page)]) == 1
+    said = capsys.readouterr().err
+    assert '-- `prefetch: float | Literal["auto"] = 1`:' in said and '+- `prefetch: int | Literal["auto"] = 1`:' in said
+    assert "api.md is not what the docstrings say; run `python -m tools.api_reference`" in said
+    assert page.read_text() == edited
+
+
+def test_signatures_and_examples_are_as_they_were_written() -> None:
+    page = api_reference.page()
+    assert "onefold.shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT\n" in page
+    assert "onefold.full_parameters(model: nn.Module, write: bool = False) -> ContextManager[None]\n" in page
+    assert "    shard_bytes: int = 5000000000,\n" in page, "a constant by its value"
+    assert "- `bucket_bytes: int = 32 << 20`:\n" in page, "a default as it was written"
+    assert "- `take_notes" not in page, "internal"
+    assert page.count("```pycon\n>>> import ") == page.count("```pycon\n"), "each example imports what it needs"
