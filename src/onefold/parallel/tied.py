@@ -1,8 +1,8 @@
-"""A parameter that the first and the last stage of a pipeline both hold, such as an embedding tied to the head.
+"""Parameters tied across pipeline stages: held by the first and the last stage, such as an embedding tied to the head.
 
-Both start with the same values and update them alike, so all they must share is the gradient: once per step, when each
-stage has reduced its own, the two sums are added, the first stage's first. Both ends then hold the same bits. A tied
-parameter is a unit of its own, so that both ends cut it into the same shards; only shards travel.
+Both stages start with the same values and make the same updates, so only gradients are exchanged: once per step, when
+each stage has reduced its own, the two sums are added, the first stage's first, so that both stages get the same bits.
+A tied parameter is a unit of its own, so that both stages shard it in the same way and send shards only.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _alone(engine: Engine, name: str) -> int:
         names = [slot.name for slot in unit.layout.slots]
         if name in names and len(names) > 1:
             raise ModelError(
-                f"tied parameter {name} shares its unit with {names[names[0] == name]}, so the stages would cut it "
+                f"tied parameter {name} shares its unit with {names[names[0] == name]}, so the stages would shard it "
                 f"differently; make its module a unit of its own: shard(part, units=lambda name, module: ...)"
             )
         if name in names:
