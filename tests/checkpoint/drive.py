@@ -13,8 +13,8 @@ from onefold.checkpoint.format.manifest import (
     ParamRecord,
     block_of,
     file_name,
+    merge_rank_parts,
     part_to_json,
-    put_together,
 )
 from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
@@ -50,7 +50,7 @@ def write_rank(storage: Storage, draft: Draft, rank: int, ranks: int) -> str:
 def finish(storage: Storage, draft: Draft, parts: list[str], keep: int | None = None) -> Path:
     """What rank 0 does in the end."""
     bare = Manifest(draft.step, len(parts), (), (), (), extra={"step": draft.step})
-    folder = commit(storage, draft, put_together(parts, bare))
+    folder = commit(storage, draft, merge_rank_parts(parts, bare))
     retain(storage, draft.run, keep)
     return folder
 

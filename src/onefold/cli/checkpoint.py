@@ -22,7 +22,7 @@ from rich.text import Text
 from onefold.checkpoint.format.export import SHARD_BYTES, export
 from onefold.checkpoint.format.folder import committed, read_manifest
 from onefold.checkpoint.format.manifest import Manifest, ParamRecord
-from onefold.checkpoint.format.reading import unless_removed, with_found, with_newest
+from onefold.checkpoint.format.reading import removal_noticed, with_checkpoints, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import Damage, verify
 from onefold.errors import CheckpointRemoved
@@ -91,7 +91,7 @@ class VerifyCheckpoint:
     def run(self) -> int:
         folder = checkpoints_in(self.folder)
         with _progress(not self.json) as progress:
-            found = with_found(Storage(), folder, partial(self._verified, folder, progress))
+            found = with_checkpoints(Storage(), folder, partial(self._verified, folder, progress))
         if self.json:
             _write_json({str(path): [damage._asdict() for damage in damages] for path, damages in found.items()})
         else:
@@ -107,7 +107,7 @@ class VerifyCheckpoint:
         for path in paths:
             task = progress.add_task(visible(path.name), total=None)
             try:
-                with unless_removed(storage, path):
+                with removal_noticed(storage, path):
                     progress.update(task, total=_bytes(storage, path))
                     found[path] = verify(storage, path, partial(progress.advance, task))
             except CheckpointRemoved:

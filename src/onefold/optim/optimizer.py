@@ -373,7 +373,7 @@ class Optimizer(torch.optim.Optimizer):
         steps = self.steps
         return {"class": self._name, "steps": steps, "skipped": self.skipped, "loss_scale": scale, "groups": rows}
 
-    def take_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:
+    def load_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:
         """Loads the `notes` of the optimizer that wrote a checkpoint. `settings` has the settings of each of this
         optimizer's param groups; None keeps what a group has."""
         for group, saved in zip(self.param_groups, settings, strict=True):

@@ -1,4 +1,4 @@
-"""The moment in which a model is saved or filled anew: nothing of it is half done; all ranks can talk beside it."""
+"""Quiesces a model before a save or load, and marks it broken while a load is replacing its state."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from onefold.runtime.engine import Engine
 from onefold.settings.placement import Scope
 from onefold.state.edits import Author
 
-TIMEOUT_S = 24 * 3600.0  # a disk may be slow; a peer that has ended is noticed at once
+TIMEOUT_S = 24 * 3600.0  # disks may be slow; the end of a peer is noticed at once
 
 
 def background_comm(engine: Engine) -> Comm:
-    """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
+    """A communicator of all ranks over a group of its own, for messages that may take long or come from another
+    thread. The first call is collective."""
     return engine.background_comm(TIMEOUT_S)
 
 
-def quiet(engine: Engine, where: str) -> None:
-    """Nothing is half done, so that all values may be read, or replaced, as one state."""
+def check_and_quiesce(engine: Engine, where: str) -> None:
+    """Raises if the model is in the middle of a step; then waits until nothing is in flight, so that all state can be
+    read or replaced."""
     if where == "save()":
         engine.check_usable()
     if engine.in_full_parameters:
@@ -34,15 +36,15 @@ def quiet(engine: Engine, where: str) -> None:
 
 
 def begin_load(engine: Engine) -> None:
-    """Every value is about to be replaced: gradients of the old ones go, and so do whole copies."""
-    engine.mark_broken("load() failed half way, so the model holds values of two states; load a checkpoint again")
+    """Drops gradients and unsharded parameters before all state is replaced, and marks the model broken until then."""
+    engine.mark_broken("load() failed half way, so the model holds parts of two states; load a checkpoint again")
     engine.drop_gradients()
     engine.unsharding.gathers.catch_up()
     engine.unsharding.reshard_all()
 
 
 def end_load(engine: Engine) -> None:
-    """Each rank has new values of what it owns: bring the others, and tell whoever remembers the old ones."""
+    """All-gathers replicated parameters after each rank has loaded the elements it owns, and records the writes."""
     owners = [u for u in engine.units if u.placement.optimizer is Scope.SHARDED]
     gathers = [u.flat_params.gather_updated() for u in owners if u.placement.parameters is Scope.REPLICATED]
     for pending in gathers:
