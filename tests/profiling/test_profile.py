@@ -204,7 +204,7 @@ def test_what_cannot_be_profiled_is_refused_with_the_way_out(tmp_path: Path) -> 
     (said,) = run_ranks(1, refusals, str(tmp_path))
     wanted = [
         "steps=0 is not a whole number of at least 1", "steps=1.5 is not", "warmup=-1 is not a whole number of at",
-        "0 were run, and 2 are let pass", "another profiler is running", "give another folder",
+        "0 were run, of which the first 2 are warm-up", "another profiler is running", "give another folder",
     ]  # fmt: skip
     assert all(want in text for want, text in zip(wanted, said, strict=True)), said
 

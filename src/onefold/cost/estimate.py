@@ -11,7 +11,7 @@ from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import arrivals
 from onefold.cost.hardware import Hardware
 from onefold.cost.peak import Instant, Segment, Staging, instants, lent_bytes, segments, staging_bytes
-from onefold.cost.seconds import StepSeconds, exposed_in_step, look_ahead
+from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_need
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.cost.states import StateBytes, StateCost, state_bytes
 from onefold.cost.traffic import Sent, reduce_default, step_traffic, total
@@ -347,7 +347,7 @@ class Estimate:
         if not self.gather_s or not self.compute_s:
             return 0, False
         units = len(self.gather_s)
-        found = look_ahead(
+        found = prefetch_need(
             self.gather_s, [self.compute_s / (4 if self.choice.activations != "keep" else 3) / units] * units
         )
         return found.units, found.bandwidth_bound

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from onefold.comm.communicator import Pending
 from onefold.comm.spans import span
-from onefold.cost.limits import LEAVING, WORKERS, waiting_bytes
+from onefold.cost.limits import COPYING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.kernels.threads import threads_here
@@ -56,7 +56,7 @@ class HostGradients:
         if gradients.reduced and gradients.offloaded is None:
             gradients.offload()
             self._leaving.append(gradients)
-            while len(self._leaving) > (0 if self._engine.pool.keeps else LEAVING):  # on a CPU a copy is done at once
+            while len(self._leaving) > (0 if self._engine.pool.keeps else COPYING):  # on a CPU a copy is done at once
                 self._leaving.popleft().left()
 
 
