@@ -14,7 +14,7 @@ from onefold.checkpoint.format.manifest import (
     block_of,
     file_name,
     merge_rank_parts,
-    part_to_json,
+    rank_part_to_json,
 )
 from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
@@ -44,7 +44,7 @@ def write_rank(storage: Storage, draft: Draft, rank: int, ranks: int) -> str:
 
     blocks = [block_of(entry, record()) for entry in entries]
     written = write_tensors(storage, draft.folder / file_name(rank), blocks, chunks())
-    return part_to_json(written, entries, [record()])
+    return rank_part_to_json(written, entries, [record()])
 
 
 def finish(storage: Storage, draft: Draft, parts: list[str], keep: int | None = None) -> Path:
