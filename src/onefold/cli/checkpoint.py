@@ -39,11 +39,11 @@ class Export:
     out: tyro.conf.Positional[Path]
     """The folder to write; it must not exist."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of the parameters; as they were trained if not given. Buffers stay as they are."""
+    """The dtype of the parameters, by default that of the checkpoint. Buffers keep theirs."""
     shard_bytes: int = SHARD_BYTES
     """The most bytes in one file."""
     json: bool = False
-    """Say it as JSON."""
+    """Print JSON."""
 
     def run(self) -> int:
         done = export(checkpoints_in(self.folder), self.out, self.dtype, self.shard_bytes)
@@ -63,7 +63,7 @@ class Inspect:
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it."""
     json: bool = False
-    """Say it as JSON."""
+    """Print JSON."""
 
     def run(self) -> int:
         storage, folder = Storage(), checkpoints_in(self.folder)
@@ -86,7 +86,7 @@ class VerifyCheckpoint:
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train` or a folder of checkpoints, or one step-… in it."""
     json: bool = False
-    """Say it as JSON."""
+    """Print JSON."""
 
     def run(self) -> int:
         folder = checkpoints_in(self.folder)
@@ -102,7 +102,8 @@ class VerifyCheckpoint:
 
     @staticmethod
     def _verified(folder: Path, progress: Progress, paths: list[Path]) -> dict[Path, list[Damage]]:
-        """The damage of each checkpoint that was not removed meanwhile; raises if the one named, or all, were."""
+        """The damage of each checkpoint that its run did not remove meanwhile; raises if the given one, or all, were
+        removed."""
         storage, found = Storage(), {}
         for path in paths:
             task = progress.add_task(visible(path.name), total=None)
@@ -119,13 +120,13 @@ class VerifyCheckpoint:
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """The folder of checkpoints that a user means: this one, or that of the run that `onefold train` made here."""
+    """The folder of checkpoints: this one, or the subfolder of a run that `onefold train` made here."""
     inner, storage = RunFolder(folder).checkpoints, Storage()
     return inner if storage.is_folder(inner) and not committed(storage, folder) else folder
 
 
 def contents(path: Path, manifest: Manifest, others: Sequence[int]) -> dict[str, Any]:
-    """What `inspect` says, as JSON."""
+    """The output of `onefold inspect` as a dict for JSON."""
     return {
         "path": str(path),
         "step": manifest.step,

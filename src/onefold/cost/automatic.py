@@ -98,13 +98,13 @@ def choose_tiers(
     here = most(lambda here: needed(here) <= budget, len(trained))
     room = "device_bytes" if device_bytes is not None else f"{ROOM:.0%} of the device less units in use"
     why = f"with Adam, states take {text_of(needed(here))} of {text_of(max(budget, 0))} ({room})"
-    told = f"optimizer state of {here} of {len(trained)} units stays on the device: {why}"
+    reason = f"optimizer state of {here} of {len(trained)} units stays on the device: {why}"
     host = away = len(trained) - here
     if host_bytes is not None and needed_there(away) > host_bytes:
         host = min(most(lambda host: needed_there(host) <= host_bytes, away), away)
         takes = f"{text_of(needed_there(host))} of {text_of(host_bytes)}"
-        told += f"; of {host} more it is in host memory ({takes}), of {away - host} on disk"
-    return Tiers(tuple(_in_order(here, host, len(trained))), told)
+        reason += f"; of {host} more it is in host memory ({takes}), of {away - host} on disk"
+    return Tiers(tuple(_in_order(here, host, len(trained))), reason)
 
 
 def _in_order(here: int, host: int, units: int) -> list[Tier]:

@@ -1,7 +1,7 @@
-"""What is in memory at each instant of a step, and so the fullest one.
+"""Bytes in memory at each instant of a step, and so the peak.
 
-Forward adds what each block keeps; backward takes it away again, and brings gradients. At every instant the block that
-computes has its units whole, and the next ones are on their way.
+Forward adds what each block keeps for backward; backward frees it again, and adds gradients. At every instant the block
+that computes has its units unsharded, and the next ones are prefetched.
 """
 
 from __future__ import annotations

@@ -212,15 +212,15 @@ def agree_on_tensor_shards(
     mine = json.dumps([split_info(name, param) for name, param in named]).encode()
     rows = [[SplitInfo(*row) for row in json.loads(blob)] for blob in exchange(mine)]
     parts: TensorShards = {}
-    for told in zip(*rows):
-        for place, one in enumerate(told):
-            if one._replace(shape=()) != told[0]._replace(shape=()):
+    for infos in zip(*rows):
+        for place, one in enumerate(infos):
+            if one._replace(shape=()) != infos[0]._replace(shape=()):
                 raise MismatchError(
-                    f"rank {place} of 'tp' has [{one}], rank 0 has [{told[0]}]; parallelize the same model in the same "
+                    f"rank {place} of 'tp' has [{one}], rank 0 has [{infos[0]}]; parallelize the same model in the same "
                     f"way on every rank of 'tp'"
                 )
-        if told[0].kind == PART or (told[0].kind == LOCAL and any(one.shape != told[0].shape for one in told)):
-            parts[told[0].name] = _tensor_shard(told, rank)
+        if infos[0].kind == PART or (infos[0].kind == LOCAL and any(one.shape != infos[0].shape for one in infos)):
+            parts[infos[0].name] = _tensor_shard(infos, rank)
     if len({len(row) for row in rows}) > 1:
         raise MismatchError(
             f"the ranks of 'tp' have {sorted({len(row) for row in rows})} parameters, and must have equally many; "
@@ -229,15 +229,15 @@ def agree_on_tensor_shards(
     return parts
 
 
-def _tensor_shard(told: Sequence[SplitInfo], rank: int) -> TensorShard | None:
-    dim, shapes = told[0].dim, [one.shape for one in told]
+def _tensor_shard(infos: Sequence[SplitInfo], rank: int) -> TensorShard | None:
+    dim, shapes = infos[0].dim, [one.shape for one in infos]
     if dim is None:
         return None
     bounds = tuple(accumulate((shape[dim] for shape in shapes), initial=0))
     wholes = [[bounds[-1] if i == dim else size for i, size in enumerate(shape)] for shape in shapes]
-    if any(whole != (told[0].whole or wholes[0]) for whole in wholes):
+    if any(whole != (infos[0].whole or wholes[0]) for whole in wholes):
         raise MismatchError(
-            f"the shards {shapes} of {told[0].name} do not make one tensor along dim {dim}; set param.partition_dim to "
+            f"the shards {shapes} of {infos[0].name} do not make one tensor along dim {dim}; set param.partition_dim to "
             f"the dim along which it is split"
         )
     return TensorShard(tuple(wholes[0]), dim, bounds, rank)

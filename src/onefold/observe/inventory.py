@@ -219,8 +219,8 @@ def _pool_limit_bytes(engine: Engine) -> int:
     sizes = [unit.layout.numel * unit.gradients.local_itemsize for unit in engine.units]
     away = [unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units if unit.updated_on_host]
     wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
-    rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
+    reductions = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
     kept = sum(sizes) if engine.wide_sums and (away or engine.placement.gradients is Scope.SHARDED) else 0
     needed = engine.everyone.size > 1 or engine.wide_sums or wide or away or not engine.updates.keeps_gradients
     leaving = (COPYING + 1) * max(away, default=0) + engine.updates.lent_bytes
-    return (rounds * max(sizes) if needed else 0) + leaving + 2 * wide + kept
+    return (reductions * max(sizes) if needed else 0) + leaving + 2 * wide + kept

@@ -191,8 +191,8 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
                 unit.dtypes.narrow and not one_pass and engine.comm.any_order
             ):  # scratch of an update by torch's class: see unit_optimizer.py
                 vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
-                lent = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
-                for wide in lent:
+                scratch = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
+                for wide in scratch:
                     engine.pool.give(wide)
         for unit in engine.units:
             if unit.placement.optimizer is Scope.SHARDED and unit.placement.parameters is Scope.REPLICATED:

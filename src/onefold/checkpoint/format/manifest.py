@@ -146,8 +146,8 @@ class Manifest:
 def rank_part_to_json(written: Written, entries: Iterable[Entry], records: Iterable[ParamRecord]) -> str:
     """What one rank wrote, as JSON for rank 0, which merges the parts of all ranks."""
     file = FileRecord(written.name, written.bytes, written.header_sha256)
-    told = [entry._replace(file=written.name, sha256=written.sha256[entry.key]) for entry in entries]
-    return json.dumps([list(file), [list(entry) for entry in told], [asdict(record) for record in records]])
+    filled = [entry._replace(file=written.name, sha256=written.sha256[entry.key]) for entry in entries]
+    return json.dumps([list(file), [list(entry) for entry in filled], [asdict(record) for record in records]])
 
 
 def merge_rank_parts(parts: Sequence[str], bare: Manifest) -> Manifest:
