@@ -29,7 +29,7 @@ def choose(
     >>> choose([0.008] * 32, [0.010] * 32, [1] * 32).units
     1
     >>> choose([0.016] * 32, [0.010] * 32, [1] * 32)
-    LookAhead(units=1, bandwidth_bound=True, memory_bound=False)
+    PrefetchChoice(units=1, bandwidth_bound=True, memory_bound=False)
     """
     count = len(gather_s)
     if sum(gather_s) > sum(compute_s):

@@ -24,9 +24,9 @@ class PrefetchNeed(NamedTuple):
 def prefetch_need(gather_s: Sequence[float], compute_s: Sequence[float]) -> PrefetchNeed:
     """The smallest number of units whose compute takes at least as long as any all-gather that it hides.
 
-    >>> look_ahead([0.008] * 32, [0.010] * 32).units
+    >>> prefetch_need([0.008] * 32, [0.010] * 32).units
     1
-    >>> bound = look_ahead([0.016] * 32, [0.010] * 32)
+    >>> bound = prefetch_need([0.016] * 32, [0.010] * 32)
     >>> bound.units, bound.bandwidth_bound, round(bound.exposed_s + 0.320, 3)
     (2, True, 0.522)
     """
@@ -47,7 +47,7 @@ def _units_for(gather: float, before: Sequence[float]) -> int:
 def equal_prefetch(gather_s: float, compute_s: float) -> int:
     """`prefetch_need` for equal units: ceil(gather / compute).
 
-    >>> [equal_look_ahead(200e6 * 2 / rate, 0.010) for rate in (25e9, 50e9, 100e9, 200e9)]
+    >>> [equal_prefetch(200e6 * 2 / rate, 0.010) for rate in (25e9, 50e9, 100e9, 200e9)]
     [2, 1, 1, 1]
     """
     return max(1, math.ceil(round(gather_s / compute_s, 9)))

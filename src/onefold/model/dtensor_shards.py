@@ -216,8 +216,8 @@ def agree_on_tensor_shards(
         for place, one in enumerate(infos):
             if one._replace(shape=()) != infos[0]._replace(shape=()):
                 raise MismatchError(
-                    f"rank {place} of 'tp' has [{one}], rank 0 has [{infos[0]}]; parallelize the same model in the same "
-                    f"way on every rank of 'tp'"
+                    f"rank {place} of 'tp' has [{one}], rank 0 has [{infos[0]}]; parallelize the same model in the "
+                    f"same way on every rank of 'tp'"
                 )
         if infos[0].kind == PART or (infos[0].kind == LOCAL and any(one.shape != infos[0].shape for one in infos)):
             parts[infos[0].name] = _tensor_shard(infos, rank)
@@ -237,7 +237,7 @@ def _tensor_shard(infos: Sequence[SplitInfo], rank: int) -> TensorShard | None:
     wholes = [[bounds[-1] if i == dim else size for i, size in enumerate(shape)] for shape in shapes]
     if any(whole != (infos[0].whole or wholes[0]) for whole in wholes):
         raise MismatchError(
-            f"the shards {shapes} of {infos[0].name} do not make one tensor along dim {dim}; set param.partition_dim to "
-            f"the dim along which it is split"
+            f"the shards {shapes} of {infos[0].name} do not make one tensor along dim {dim}; set param.partition_dim "
+            f"to the dim along which it is split"
         )
     return TensorShard(tuple(wholes[0]), dim, bounds, rank)
