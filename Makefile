@@ -10,7 +10,7 @@ READY       := $(VENV)/.ready
 PIP         := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types soak bench docs clean always
+.PHONY: help demo test quick lint types soak bench docs clean always
 
 help: ## list the targets
 	@echo "Onefold: make TARGET"
@@ -21,6 +21,9 @@ demo: $(READY) ## train a small GPT at stage 3 on two local CPU processes, about
 
 test: lint types ## lint, types and the whole suite, two files at once (WORKERS=2); PYTEST_ARGS="-k name" narrows it
 	@$(PYTEST) $(PYTEST_ARGS)
+
+quick: lint types ## the inner loop, under two minutes: lint, types, unit tests, one sweep over stages
+	@$(PYTEST) tests/unit tests/parity/test_stages.py $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff over the whole tree
 	@$(BIN)/ruff check .

@@ -21,26 +21,25 @@ torch.distributed.all_reduce(total)
 (where / f"rank{rank}.start{start}").write_text(f"{int(total)} {sys.argv[3:]}")
 if what == "raise" and rank == "1":
     raise KeyError("mine")
-if what == "kill" and rank == "1" and start == "0":
+if what == "kill, then leave" and rank == "1" and start == "0":
     os.kill(os.getpid(), signal.SIGKILL)
-if what == "leave" and rank == "1":
-    sys.exit(3)
-if what == "leave children":
-    os.system("setsid sleep 60 &")
-if what == "save late":
-    def late(*_):
-        deadline = time.monotonic() + 2 * (rank == "0")
+if what == "kill, then leave" and start == "1":
+    os.system("setsid sleep 60 &")  # a daemon, which its script wants to live on
+    if rank == "1":
+        sys.exit(3)
+def ends(code, after_s=0.0):
+    def heard(*_):
+        deadline = time.monotonic() + after_s
         while time.monotonic() < deadline:
             pass
         (where / f"heard{rank}").touch()
-        os._exit(143)
-    signal.signal(signal.SIGTERM, late)
-if what in ("save late", "no handler"):
-    (where / f"waits{rank}").touch()
-    while True:
-        time.sleep(0.05)
-if what == "wait":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit((where / f"heard{rank}").touch()))
+        os._exit(code)
+    return heard
+if what == "handled":
+    signal.signal(signal.SIGTERM, ends(0))
+if what == "late and not handled" and rank == "0":
+    signal.signal(signal.SIGTERM, ends(143, 2.0))
+if what in ("handled", "late and not handled"):
     (where / f"waits{rank}").touch()
     while True:
         time.sleep(0.05)
@@ -61,32 +60,34 @@ def ran(tmp_path: Path, script: Path, what: str, *flags: str, more: tuple[str, .
     return code, err
 
 
-def test_a_script_gets_its_own_flags_and_ranks_that_meet(tmp_path, script):
-    assert ran(tmp_path, script, "end", more=("--ranks", "7", "--help")) == (0, "")
+def test_a_script_gets_its_flags_starts_again_after_a_lost_rank_and_may_leave_daemons_behind(tmp_path, script):
+    """All ranks start again, once; then rank 1 ends with a code of its own, and is named."""
+    words = ("--ranks", "2", "--max-restarts", "1", str(script), str(tmp_path), "kill, then leave")
+    with launched(tmp_path / "deep", *words, "--ranks", "7", "--help", command="run") as launch:
+        launch.process.wait(timeout=120)  # and not for the daemons
+        left = launch.pids()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        _, _, err = launch.end()
+    assert launch.process.returncode == 1 and len(left) == 2
+    again, last = (line for line in err.splitlines() if line.startswith("onefold: "))
+    assert "a rank was lost (rank 1 was killed by SIGKILL); restart 1 of 1" in again
+    assert last.startswith("onefold: rank 1 ended with exit code 3")
     found = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
-    assert found == {f"rank{rank}.start0": "2 ['--ranks', '7', '--help']" for rank in (0, 1)}
+    names = [f"rank{rank}.start{start}" for rank in (0, 1) for start in (0, 1)]
+    assert found == dict.fromkeys(names, "2 ['--ranks', '7', '--help']")
 
 
-@pytest.mark.parametrize(
-    ("what", "said"),
-    [("raise", "rank 1 ended with exit code 1; see its output above"), ("leave", "rank 1 ended with exit code 3")],
-)
-def test_the_first_to_fail_is_named(tmp_path, script, what, said):
-    code, err = ran(tmp_path, script, what)
-    assert code == 1 and err.splitlines()[-1].startswith(f"onefold: {said}"), err
-
-
-def test_a_lost_rank_starts_again_with_all_others(tmp_path, script):
-    code, err = ran(tmp_path, script, "kill", "--max-restarts", "1")
-    assert code == 0 and "a rank was lost (rank 1 was killed by SIGKILL); restart 1 of 1" in err, err
-    assert (tmp_path / "rank1.start1").read_text().startswith("2 ")
+def test_a_rank_that_raises_is_named(tmp_path, script):
+    code, err = ran(tmp_path, script, "raise")
+    said = "onefold: rank 1 ended with exit code 1; see its output above"
+    assert code == 1 and err.splitlines()[-1].startswith(said), err
 
 
 @pytest.mark.parametrize(
     ("what", "said", "heard"),
-    [("wait", (0, ""), True), ("save late", (143, "onefold: ended by SIGTERM\n"), True),
-     ("no handler", (143, "onefold: ended by SIGTERM\n"), False)],
-)  # fmt: skip
+    [("handled", (0, ""), {0, 1}), ("late and not handled", (143, "onefold: ended by SIGTERM\n"), {0})],
+)
 def test_a_signal_reaches_every_rank_and_each_ends_in_its_own_time(tmp_path, script, what, said, heard):
     with launched(tmp_path / "deep", "--ranks", "2", str(script), str(tmp_path), what, command="run") as launch:
         launch.wait_for(lambda: all((tmp_path / f"waits{rank}").exists() for rank in (0, 1)), "both ranks")
@@ -94,16 +95,7 @@ def test_a_signal_reaches_every_rank_and_each_ends_in_its_own_time(tmp_path, scr
         code, _, err = launch.end()
         assert launch.gone()
     assert (code, err) == said
-    assert all((tmp_path / f"heard{rank}").exists() == heard for rank in (0, 1))
-
-
-def test_a_process_that_a_script_left_behind_does_not_hold_the_launcher(tmp_path, script):
-    """One in a session of its own: a daemon, which its script wanted to live on."""
-    words = ("--ranks", "2", str(script), str(tmp_path), "leave children")
-    with launched(tmp_path / "deep", *words, command="run") as launch:
-        launch.process.wait(timeout=40)
-        left = launch.pids()
-    assert launch.process.returncode == 0 and len(left) == 2
+    assert {rank for rank in (0, 1) if (tmp_path / f"heard{rank}").exists()} == heard
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def under_torchrun(tmp_path: Path, *flags: str, env: dict[str, str] | None = Non
     command = [sys.executable, "-m", "torch.distributed.run", *flags, "--nproc-per-node", "2", *words]
     full = ["sh", "-c", ENTER, "sh", *command]
     with subprocess.Popen(full, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}) as torchrun:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 180
         while not (tmp_path / "script.trains").exists():
             assert torchrun.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.02)
@@ -193,7 +193,7 @@ def under_torchrun(tmp_path: Path, *flags: str, env: dict[str, str] | None = Non
                     address, _, port = words[1].rpartition(":")
                     rows[words[9]] = (address, int(port, 16))
         (tmp_path / "script.enough").touch()
-        _, err = torchrun.communicate(timeout=60)
+        _, err = torchrun.communicate(timeout=180)
     assert torchrun.returncode == 0, err
     mine = {at for inode, at in rows.items() if inode in own}
     return mine, set(rows.values()) - mine, err

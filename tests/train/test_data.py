@@ -72,9 +72,11 @@ def test_what_a_folder_has_beside_text_is_counted(tmp_path):
     )
 
 
-def test_a_run_says_on_the_screen_and_writes_down_what_it_left_out(tmp_path):
+def test_a_run_says_on_the_screen_and_writes_down_what_it_left_out_also_with_a_long_tmpdir(tmp_path):
+    long = tmp_path / ("l" * 100)  # longer than the name of a socket may be
+    long.mkdir()
     root = written(tmp_path / "texts", **{"tests/a.txt": b"some text. " * 100, "b.png": b"\0", ".git/c": b"no"})
-    code, out, err = run(tmp_path / "run", *SMALL, "--steps", "1", "--data", str(root))
+    code, out, err = run(tmp_path / "run", *SMALL, "--steps", "1", "--data", str(root), env={"TMPDIR": str(long)})
     assert code == 0, err
     said = "1 binary file, 1 hidden file or folder"
     assert out.splitlines().count(f"left out of {root}: {said}") == 1

@@ -24,7 +24,7 @@ SETTINGS = {
     "checkpoints": {"save_every": 5, "max_restarts": 0},
 }
 GOING_ON = {**SETTINGS, "checkpoints": {"save_every": 5, "resume": True}}
-AGAIN = 3  # times that the ranks of a launch start again
+AGAIN = 1  # times that the ranks of a launch start again
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ ranks of "tp" have it in different shapes; else it is the same on all of them, a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -143,7 +144,7 @@ class TensorShard(NamedTuple):
         return self.bounds[self.place]
 
 
-TensorShards = dict[str, "TensorShard | None"]  # of parameters that are split; None where the dim is unknown
+TensorShards = Mapping[str, "TensorShard | None"]  # of parameters that are split; None where the dim is unknown
 
 
 def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
@@ -211,7 +212,7 @@ def agree_on_tensor_shards(
     Collective over "tp"."""
     mine = json.dumps([split_info(name, param) for name, param in named]).encode()
     rows = [[SplitInfo(*row) for row in json.loads(blob)] for blob in exchange(mine)]
-    parts: TensorShards = {}
+    parts: dict[str, TensorShard | None] = {}
     for infos in zip(*rows):
         for place, one in enumerate(infos):
             if one._replace(shape=()) != infos[0]._replace(shape=()):
@@ -226,7 +227,7 @@ def agree_on_tensor_shards(
             f"the ranks of 'tp' have {sorted({len(row) for row in rows})} parameters, and must have equally many; "
             f"parallelize the same model on every rank of 'tp'"
         )
-    return parts
+    return MappingProxyType(parts)
 
 
 def _tensor_shard(infos: Sequence[SplitInfo], rank: int) -> TensorShard | None:

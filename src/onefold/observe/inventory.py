@@ -178,7 +178,7 @@ def _staging_limits(engine: Engine) -> tuple[int, int]:
 
 def _gathered(engine: Engine) -> int:
     """Units whose shards are loaded at once: in use, used before, prefetched, and read ahead from disk."""
-    prefetch = engine.zero.prefetch
+    prefetch = engine.resolved.settings.prefetch
     return 2 + READ_AHEAD + (prefetch if isinstance(prefetch, int) else len(engine.unsharding.units))
 
 
@@ -220,7 +220,7 @@ def _pool_limit_bytes(engine: Engine) -> int:
     away = [unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units if unit.updated_on_host]
     wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
     reductions = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
-    kept = sum(sizes) if engine.wide_sums and (away or engine.placement.gradients is Scope.SHARDED) else 0
+    kept = sum(sizes) if engine.wide_sums and (away or engine.resolved.placement.gradients is Scope.SHARDED) else 0
     needed = engine.everyone.size > 1 or engine.wide_sums or wide or away or not engine.updates.keeps_gradients
     leaving = (COPYING + 1) * max(away, default=0) + engine.updates.lent_bytes
     return (reductions * max(sizes) if needed else 0) + leaving + 2 * wide + kept

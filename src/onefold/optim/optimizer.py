@@ -77,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
         self._agreed = False
         error: Exception | None = None
         try:
-            half = engine.precision.compute is torch.float16
+            half = engine.resolved.precision.compute is torch.float16
             _check_policies(half, loss_scale, on_nonfinite, step_in_backward)
             self._scaler = Scaler(loss_scale or LossScale()) if half else None
             self._build(cls, groups, kwargs)
@@ -98,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def precision(self) -> Precision:
         """The dtypes that were decided for this model; print it for a table."""
-        return self._engine.precision
+        return self._engine.resolved.precision
 
     @property
     def skipped(self) -> int:
@@ -245,7 +245,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def gradients_change(self) -> None:
         """Called when another backward of the same step begins: raises if its gradients would escape clipping."""
-        if self._finite.norms is not None and self._engine.precision.narrow:
+        if self._finite.norms is not None and self._engine.resolved.precision.narrow:
             raise StateError("16-bit gradients are clipped when step() reads them: clip after all backwards of a step")
         self._finite.norms = None
 
@@ -325,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _identity(self) -> dict[str, Any]:
         world = self._engine.comms.world
-        return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.digest}
+        return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.resolved.digest}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer state of this rank's shards; only the same rank at the same number of ranks and stage can load

@@ -23,7 +23,7 @@ from onefold.runtime.untied import NoTiedParameters
 class Tied(NoTiedParameters):
     def __init__(self, engine: Engine, ends: Axis, names: Sequence[str]) -> None:
         self._engine, self.names = engine, tuple(names)
-        self._comm = Comm(ends, engine.device, engine.zero.timeout_s, engine.comm.meter)
+        self._comm = Comm(ends, engine.device, engine.resolved.settings.timeout_s, engine.comm.meter)
         self._summed = False  # in this step
         error: Exception | None = None
         try:

@@ -19,22 +19,23 @@ from onefold.state.rounding import narrowed
 def attach_casts(engine: Engine) -> None:
     """Hooks that cast the model's inputs to the compute dtype, and the inputs of modules kept in fp32 to fp32, their
     outputs back; and hooks for load_state_dict()."""
-    compute = engine.precision.compute
+    compute = engine.resolved.precision.compute
     assert isinstance(compute, torch.dtype)
     engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: (cast_tensors(args, compute), cast_tensors(kwargs, compute)),
         prepend=True,
         with_kwargs=True,
     )
-    for kept in engine.precision.kept(engine.model):
+    modules = dict(engine.model.named_modules())
+    for kept in (modules[name] for name in engine.resolved.kept_fp32):
         kept.register_forward_pre_hook(
             lambda module, args, kwargs: (cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)),
             with_kwargs=True,
         )
         kept.register_forward_hook(lambda module, args, output: cast_tensors(output, compute))
-    modules = [m for m in engine.model.modules() if any(True for _ in m.parameters(recurse=False))]
+    holding = [m for m in modules.values() if any(True for _ in m.parameters(recurse=False))]
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
-    for module in modules:
+    for module in holding:
         module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
         module.register_load_state_dict_post_hook(partial(_record_load, engine, places))
 

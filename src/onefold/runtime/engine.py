@@ -24,22 +24,22 @@ from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm, Comms
 from onefold.comm.meter import Label
 from onefold.comm.spans import spanned
-from onefold.cost.layout import UnitLayout
 from onefold.errors import ModelError, StateError
-from onefold.model.dtensor_shards import TensorShards, aligned, wrapped
+from onefold.model.dtensor_shards import aligned, wrapped
+from onefold.model.resolved import Resolved
 from onefold.model.survey import ATTRIBUTE
 from onefold.model.tree import ParameterTree
 from onefold.offload.tiers import Tiers
 from onefold.runtime.phases import Due, Event, Phase, after_backward, after_drop, after_forward, after_phase
+from onefold.runtime.pipeline_axis import Pipeline
 from onefold.runtime.reduce_schedule import ReduceSchedule
 from onefold.runtime.replicated_gradients import ReplicatedGradients
 from onefold.runtime.scaled import running_scale
 from onefold.runtime.unsharding import Unsharding
 from onefold.runtime.untied import NoTiedParameters
 from onefold.runtime.update_policy import NoUpdates, UpdatePolicy
-from onefold.settings.placement import Placement, Scope
-from onefold.settings.precision import Precision
-from onefold.settings.zero import Zero, check_reduce
+from onefold.settings.placement import Scope
+from onefold.settings.zero import check_reduce
 from onefold.state.unit import Unit
 from onefold.state.visible_gradients import VisibleGradients
 
@@ -51,17 +51,6 @@ class Place(NamedTuple):
 
     unit: int
     slot: int
-
-
-class Pipeline(NamedTuple):
-    """What ranks know of those that hold other layers: along "pp" units differ."""
-
-    most_units: int  # that any rank trains
-    near: frozenset[int]  # of all ranks, those of this pipeline stage
-
-    def rows(self, comm: Comm) -> list[int]:
-        """The ranks of an axis that have the same units."""
-        return [row for row in range(comm.size) if comm.simulated or comm.world_rank(row) in self.near]
 
 
 class AttachedOptimizer(Protocol):
@@ -94,31 +83,25 @@ class BlockInputs(Protocol):
 class Engine:
     def __init__(
         self,
-        *,
         model: nn.Module,
-        zero: Zero,
-        placement: Placement,
+        resolved: Resolved,
+        *,
         comms: Comms,
         pool: Pool,
-        units: Sequence[Unit],
-        sharded: Sequence[Unit],
-        frozen: Sequence[tuple[str, nn.Parameter]],
-        digest: str,
-        precision: Precision,
-        layouts: Sequence[UnitLayout],
-        tensor_shards: TensorShards,
-        pipeline: Pipeline,
         tiers: Tiers,
-        why: str = "",
+        units: Sequence[Unit],
+        pipeline: Pipeline,
     ) -> None:
-        self.why = why  # stage="auto": what was chosen, and the reason
-        self.model, self.zero, self.placement, self.pool = model, zero, placement, pool
+        settings, placement = resolved.settings, resolved.placement
+        sharded = [unit for unit in units if unit.placement.parameters is Scope.SHARDED or unit.placement.late]
+        self.model, self.resolved, self.pool = model, resolved, pool
         self.comms, self.comm, self.everyone = comms, comms.shard, comms.everyone
-        self.tensor_shards = tensor_shards  # of what is split over "tp"
         self.pipeline = pipeline
-        self.units, self.frozen, self.digest = list(units), list(frozen), digest
+        self.units = [unit for unit in units if unit.trained]
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
-        self.precision, self.layouts = precision, list(layouts)  # of frozen parameters that stay whole too
+        replicated = resolved.replicated_frozen
+        self.frozen = [(name, param) for name, param in model.named_parameters() if name in replicated]
+        self._activations_why = ""  # activations="auto": what was chosen, and the reason
         self._open_contexts: list[bool] = []  # open full_parameters contexts: whether their writes are kept
         self._scale: float | None = None  # what the gradients of this step are multiplied by, if there are any
         self.updates: UpdatePolicy = NoUpdates()  # when units are updated
@@ -128,7 +111,6 @@ class Engine:
         self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.device = pool.device
-        self.blocks: list[str] = []  # modules that are repeated, by name
         self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.broken = ""  # why the values are of no use
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
@@ -137,9 +119,9 @@ class Engine:
         sizes = [len(unit.params) for unit in self.units]
         self.first_param = list(accumulate(sizes, initial=0))[:-1]
         self.schedule = ReduceSchedule(self.units, self._starting, self._reduced)
-        negotiate = zero.schedule == "negotiate"
+        negotiate = settings.schedule == "negotiate"
         self.unsharding = Unsharding(
-            sharded, zero.prefetch, zero.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
+            sharded, settings.prefetch, settings.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
         )
         self.visible = VisibleGradients(self.params, self.names)
         self.used = bytearray(len(self.params))  # by this rank, since gradients were last dropped
@@ -169,12 +151,14 @@ class Engine:
         """This rank holds other parts of the same model, too."""
         self.alone_in_rank = False
 
-    def explain(self, why: str) -> None:
-        """What was chosen for this model, and the reason, as placement() tells it."""
-        self.why = why
+    def tell_activations(self, why: str) -> None:
+        """What activations="auto" has chosen, and the reason, or why it has not yet: shard() cannot know."""
+        self._activations_why = why
 
-    def know_blocks(self, blocks: Sequence[str]) -> None:
-        self.blocks = list(blocks)
+    @property
+    def why(self) -> str:
+        """Every automatic choice, and the reasons, as placement() tells them."""
+        return "; ".join(told for told in (self.resolved.why, self._activations_why) if told)
 
     def keep_block_inputs(self, store: BlockInputs) -> None:
         """Blocks are computed again in backward, from what this store keeps."""
@@ -262,7 +246,7 @@ class Engine:
     def _check_scale(self) -> None:
         """All backwards of a step have one scale, and fp16 has one at all. Clipping comes after them."""
         scale = running_scale()
-        if self.precision.compute is torch.float16 and scale is None:
+        if self.resolved.precision.compute is torch.float16 and scale is None:
             raise StateError("fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()")
         if any(self.used) and self._scale is not None and self._scale != (scale or 1.0):
             raise StateError(f"gradients scaled by {self.grad_scale:g} and {scale or 1.0:g} would add up in one step")
@@ -427,7 +411,7 @@ class Engine:
 
     def counts(self, name: str) -> bool:
         """Whether a parameter counts here: what is the same on all ranks of "tp" counts on the first of them."""
-        return self.comms.tp.rank == 0 or name in self.tensor_shards
+        return self.comms.tp.rank == 0 or name in self.resolved.tensor_shards
 
     def keep(self, index: int, kept: bytes) -> None:
         """Which parameters of a unit are to be updated: those that some rank used."""
@@ -490,7 +474,7 @@ class Engine:
         self.updates.check_accumulation()
         if self._accumulating is not None:
             raise StateError("accumulate() is already on for this model; leave the outer one first")
-        self._accumulating = reduce or ("once" if self.placement.gradients is Scope.REPLICATED else "each")
+        self._accumulating = reduce or ("once" if self.resolved.placement.gradients is Scope.REPLICATED else "each")
         self.keep_wide_sums()
         try:
             yield

@@ -84,7 +84,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             whole = gather_over_tp(engine, name, local)
             copies[id(param)] = whole.to("cpu", copy=True) if first else NOTHING
 
-    for name in engine.tensor_shards:
+    for name in engine.resolved.tensor_shards:
         check_split_dim(engine, name, "full_state_dict()")
     if engine.in_writable_full_parameters:
         _take_user_writes(engine)
@@ -113,7 +113,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def gather_over_tp(engine: Engine, name: str, local: Tensor) -> Tensor:
     """The full tensor of a parameter that may be split over "tp". Collective over "tp" if it is."""
-    part, tp = engine.tensor_shards.get(name), engine.comms.tp
+    part, tp = engine.resolved.tensor_shards.get(name), engine.comms.tp
     if part is None:
         return local
     row = math.prod(part.shape) // max(part.shape[part.dim], 1)
@@ -128,7 +128,7 @@ def gather_over_tp(engine: Engine, name: str, local: Tensor) -> Tensor:
 
 def check_split_dim(engine: Engine, name: str, where: str) -> None:
     """Raises if a parameter is split over "tp" along an unknown dim."""
-    if name in engine.tensor_shards and engine.tensor_shards[name] is None:
+    if name in engine.resolved.tensor_shards and engine.resolved.tensor_shards[name] is None:
         raise StateError(
             f"{where}: {name} is split over the ranks of 'tp', but along which dim is unknown; set param.partition_dim "
             f"(and tensor_model_parallel) before shard(), or use torch's parallelize_module"

@@ -26,26 +26,25 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import in_backward, intercept_lookups
 
 
-def attach(engine: Engine, blocks: Sequence[str]) -> None:
+def attach(engine: Engine) -> None:
     model = engine.model
-    engine.know_blocks(blocks)
     for index, param in enumerate(engine.params):
         _hook_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
     model.register_forward_hook(partial(_after_forward, engine))
-    if engine.precision.narrow:
+    if engine.resolved.precision.narrow:
         attach_casts(engine)
     if engine.unsharding.units:
-        _attach_unsharding(engine, blocks)
+        _attach_unsharding(engine)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
     model.__dict__["zero_grad"] = partial(_zero_grad, engine, model.zero_grad)
 
 
-def _attach_unsharding(engine: Engine, blocks: Sequence[str]) -> None:
+def _attach_unsharding(engine: Engine) -> None:
     """Hooks that unshard and reshard around blocks, around leaf modules outside them, and around the root."""
-    unsharding, model = engine.unsharding, engine.model
+    unsharding, model, blocks = engine.unsharding, engine.model, engine.resolved.blocks
     unit_of = {id(param): index for index, unit in enumerate(unsharding.units) for param in unit.params}
     frozen = {index for index, unit in enumerate(unsharding.units) if unit not in engine.units}
     modules = dict(model.named_modules())
@@ -194,7 +193,7 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
         engine.enter_backward()
         return
     engine.before_forward()
-    if engine.zero.buffers == "rank0" and module.training:
+    if engine.resolved.settings.buffers == "rank0" and module.training:
         with torch.no_grad():
             engine.everyone.broadcast([local_tensor(b) for b in module.buffers()], Label("buffers", "the model"))
 

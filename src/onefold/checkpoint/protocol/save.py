@@ -161,9 +161,10 @@ def _job(engine: Engine, comm: Comm, storage: Storage, request: SaveRequest) -> 
     step = _check(request)
     check_and_quiesce(engine, "save()")
     contents = rank_contents(engine, optimizer)
+    settings = engine.resolved.settings
     own = notes_of(engine.model, request.extra, engine.device, copy=not request.wait)
     about = {
-        "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
+        "stage": settings.stage, "precision": str(engine.resolved.precision), "settings": settings.describe(),
         "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.wide_sums,
         "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),

@@ -130,7 +130,7 @@ def _state_reader(unit: Unit, state: ParamState, key: str, elements: Span) -> Re
 def _saves(engine: Engine, name: str) -> bool:
     if not engine.tied.saves(name):
         return False  # the other pipeline stage that has it does
-    return name in engine.tensor_shards or engine.comms.tp.rank == 0
+    return name in engine.resolved.tensor_shards or engine.comms.tp.rank == 0
 
 
 def stored_dtypes(engine: Engine) -> dict[str, torch.dtype]:
@@ -160,7 +160,7 @@ def params_of(engine: Engine) -> list[Param]:
 def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Order, int]:
     """The stored element order of a full parameter, and the number of this rank's first element in it."""
     check_split_dim(engine, name, "a checkpoint")
-    part = engine.tensor_shards.get(name)
+    part = engine.resolved.tensor_shards.get(name)
     if part is None:
         return Order(shape, stride), 0
     order = Order(part.shape, nested_stride(part.shape, stride), part.dim, part.bounds)
@@ -170,7 +170,7 @@ def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int,
 def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[OwnedElements]:
     units = {unit.name: unit for unit in engine.all_units}
     frozen = dict(engine.frozen)
-    for layout in engine.layouts:
+    for layout in (spec.layout for spec in engine.resolved.units):
         if layout.name in units:
             yield from _in_unit(units[layout.name], layout, engine.comm.rank, base)
         else:
