@@ -169,7 +169,7 @@ class Watching(Plain):
     def forward(self, x: Tensor) -> Tensor:
         if torch._C._current_graph_task_id() != -1:
             kept = [reference() for call in self.store._calls.values() for reference in call.kept]
-            Watching.seen.append(sum(one is not None and one._arriving is not None for one in kept))
+            Watching.seen.append(sum(one is not None and one._restoring is not None for one in kept))
         return super().forward(x)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.activations.automatic import Seen, decide
+from onefold.activations.automatic import Seen, choose_policy
 from tests.harness import run_ranks
 
 
@@ -62,6 +62,6 @@ def test_lists_and_statistics_are_as_if_all_were_kept(policy):
 
 def test_auto_counts_the_blocks_that_keep_theirs_in_any_case():
     seen = Seen(kept=10, inputs=1, room=50)
-    assert decide(seen, blocks=1, tp=1)[0] == "keep"
-    assert decide(seen, blocks=1, tp=1, others=3)[0] != "keep" or 4 * 10 <= 0.8 * 50
-    assert decide(Seen(kept=10, inputs=1, room=45), blocks=1, tp=1, others=3)[0] == "checkpoint+host"
+    assert choose_policy(seen, blocks=1, tp=1)[0] == "keep"
+    assert choose_policy(seen, blocks=1, tp=1, others=3)[0] != "keep" or 4 * 10 <= 0.8 * 50
+    assert choose_policy(Seen(kept=10, inputs=1, room=45), blocks=1, tp=1, others=3)[0] == "checkpoint+host"

@@ -102,7 +102,7 @@ class Disk(Storage):
     def _do(self, kind: str, path: Path, more: bytes | Path | None = None) -> None:
         op = Op(kind, path, more, _caller())
         if op.site != self.skip:
-            with self._told(kind, path):
+            with self._explaining_errors(kind, path):
                 self.replay(op)
             self.log.append(op)
 
@@ -136,7 +136,7 @@ class Disk(Storage):
     # -- what looks at it -------------------------------------------------------------------------------------------
 
     def names(self, path: Path) -> list[str]:
-        with self._told("names", path):
+        with self._explaining_errors("names", path):
             return sorted(self._folder(path).now)
 
     def exists(self, path: Path) -> bool:
@@ -153,11 +153,11 @@ class Disk(Storage):
         return self.exists(path) and isinstance(self._node(path), Folder)
 
     def size(self, path: Path) -> int:
-        with self._told("size", path):
+        with self._explaining_errors("size", path):
             return len(self._file(path).now)
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
-        with self._told("read", path):
+        with self._explaining_errors("read", path):
             data = self._file(path).now
             if offset + len(into) > len(data):
                 raise ends_early(path, len(data), offset + len(into))

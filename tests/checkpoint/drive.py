@@ -13,8 +13,8 @@ from onefold.checkpoint.format.manifest import (
     ParamRecord,
     block_of,
     file_name,
-    part_to_json,
-    put_together,
+    merge_rank_parts,
+    rank_part_to_json,
 )
 from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
@@ -44,13 +44,13 @@ def write_rank(storage: Storage, draft: Draft, rank: int, ranks: int) -> str:
 
     blocks = [block_of(entry, record()) for entry in entries]
     written = write_tensors(storage, draft.folder / file_name(rank), blocks, chunks())
-    return part_to_json(written, entries, [record()])
+    return rank_part_to_json(written, entries, [record()])
 
 
 def finish(storage: Storage, draft: Draft, parts: list[str], keep: int | None = None) -> Path:
     """What rank 0 does in the end."""
     bare = Manifest(draft.step, len(parts), (), (), (), extra={"step": draft.step})
-    folder = commit(storage, draft, put_together(parts, bare))
+    folder = commit(storage, draft, merge_rank_parts(parts, bare))
     retain(storage, draft.run, keep)
     return folder
 

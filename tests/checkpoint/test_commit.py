@@ -139,7 +139,7 @@ def test_leftovers_that_cannot_be_removed_do_not_stop_a_save(tmp_path, caplog):
     (tmp_path / ".removing-step-00000001-0badcafe").mkdir()
     (tmp_path / ".removing-step-00000001-0badcafe" / "kept open").touch()
     assert load(Storage(), save(Failing(errno.EBUSY, 0, for_good=True, kinds=("remove",)), tmp_path, 2)) == 2
-    assert "leftovers stay" in caplog.text
+    assert "files of an earlier save that failed could not be removed" in caplog.text
 
 
 def test_leftovers_with_folders_are_removed_and_links_in_them_not_followed(tmp_path):

@@ -13,7 +13,7 @@ import onefold
 from onefold.checkpoint.format.folder import committed, step_name
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import verify
-from onefold.checkpoint.protocol.quiesce import aside
+from onefold.checkpoint.protocol.quiesce import background_comm
 from onefold.runtime.engine import engine_of
 from tests.harness import start_ranks, tell
 
@@ -31,7 +31,7 @@ def train_and_save(folder: str, sworn: str, wait: bool) -> None:
         extra = onefold.load(folder, model, optimizer)
         assert extra["sum"] == checksum(model)
     else:
-        assert aside(engine_of(model))  # the ranks have met, as they do in the first save or load
+        assert background_comm(engine_of(model))  # the ranks have met, as they do in the first save or load
     tell(optimizer.steps)
     before = None
     while True:

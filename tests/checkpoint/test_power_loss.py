@@ -11,7 +11,7 @@ import torch
 
 import onefold
 from onefold.checkpoint.format.folder import committed, read_manifest, step_name
-from onefold.checkpoint.format.manifest import Manifest, put_together
+from onefold.checkpoint.format.manifest import Manifest, merge_rank_parts
 from onefold.checkpoint.format.verify import check
 from onefold.checkpoint.protocol.commit import begin, commit, retain
 from onefold.checkpoint.protocol.save import save_on
@@ -52,7 +52,7 @@ def record(skip: Site | None = None) -> list[Phase]:
             logs.append(disk.log)
             disk.log = []
         cut(safe, *logs)
-        commit(disk, draft, put_together(parts, Manifest(step, RANKS, (), (), (), extra={"step": step})))
+        commit(disk, draft, merge_rank_parts(parts, Manifest(step, RANKS, (), (), (), extra={"step": step})))
         cut(safe)
         safe = set(sorted(safe | {step})[-KEEP:])
         retain(disk, RUN, KEEP)

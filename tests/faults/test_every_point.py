@@ -137,8 +137,10 @@ def check_words(code: int, err: str, out: Path, where: Point, fault: str, target
             return 0.0
         early = f"onefold: ended by {fault}, before the first step of this start: nothing is lost"
         saved = f"onefold: stopped and saved ({fault}); to go on: onefold train --resume --out {out} --ranks 2"
-        assert (lines == [early] and code == 128 + signal.Signals[fault]) or (lines == [saved] and code == 0) or (
-            where.beside and code == 0 and lines == []
+        assert (
+            (lines == [early] and code == 128 + signal.Signals[fault])
+            or (lines == [saved] and code == 0)
+            or (where.beside and code == 0 and lines == [])
         ), err
         assert where.trains or lines == [early], err
         return GRACEFUL_S if where.trains else 0.0

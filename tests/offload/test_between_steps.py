@@ -367,7 +367,7 @@ def interrupt_a_load(folder: str, scratch: str) -> tuple[bool, bool]:
         assert gate.wait(PATIENCE_S)
         return os.pwritev(number, buffers, start)
 
-    file.write = lambda buffer: file._ask("write", slow, buffer)  # type: ignore[attr-defined, method-assign]
+    file.write = lambda buffer: file._request("write", slow, buffer)  # type: ignore[attr-defined, method-assign]
     caught = False
     with interrupted() as interrupt:
         threading.Timer(0.3, interrupt).start()

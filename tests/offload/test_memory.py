@@ -123,13 +123,13 @@ def files_being_written(path: str) -> int:
     tall.step()
     units, most = engine_of(tall.model).units, [0]
     for unit in units:
-        prepare = unit.prepare
+        prepare = unit.start_load
 
         def counted(*args: Any, prepare: Any = prepare, **kwargs: Any) -> None:
             most.append(sum(other.flat_params.image._writing is not None for other in units))
             prepare(*args, **kwargs)
 
-        unit.prepare = counted
+        unit.start_load = counted
     tall.step()
     engine_of(tall.model).updates.wait()
     return max(most)
@@ -196,7 +196,7 @@ def test_the_peak_of_the_device_holds_nothing_of_the_hosts() -> None:
         assert peak["communication"] == report.communication.measured
         assert peak["parameters"] - report.parameters.measured <= 3 * 2 * UNIT, "gathered: in use, and on the way"
         assert peak["activations"] < 0.2 * PSI
-        assert row.count("'shard, host'") == 3
+        assert row.count("'sharded, host'") == 3
         assert "optimizer, pageable" in str(report) and "total, pageable" in str(report)
 
 
@@ -205,7 +205,9 @@ def filled(offload: dict[str, Any], path: str, inside: bool) -> tuple[list[str],
     tall = Tall(offload, path, "bf16", inside)
     for _ in range(3):
         tall.step()
-    where = [row.optimizer.removeprefix("shard").removeprefix("whole") for row in onefold.placement(tall.model).rows]
+    where = [
+        row.optimizer.removeprefix("sharded").removeprefix("replicated") for row in onefold.placement(tall.model).rows
+    ]
     with onefold.full_parameters(tall.model):
         values = [param.detach().clone() for param in tall.model.parameters()]
     return where, onefold.memory(tall.model), values

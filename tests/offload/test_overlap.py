@@ -137,7 +137,7 @@ def backward_waits_for_room(depth: int) -> tuple[bool, int, int, int]:
     """No update ends before backward has to wait for room: whether it had to, and bytes of gradients: the most that
     waited at once, as many as may, and all."""
     model, adam, units = built(2, inside=True, depth=depth)
-    room, held_up = engine_of(model).updates.host.room, threading.Event()
+    room, held_up = engine_of(model).updates.host.budget, threading.Event()
     for by_unit in units.values():
         plain = by_unit.update
         by_unit.update = lambda *a, plain=plain, **k: (held_up.wait(PATIENCE_S), plain(*a, **k))

@@ -200,7 +200,7 @@ def realistic_units() -> tuple[int, list[tuple[list[int], int]], int]:
     psi_bytes = sum(param.nbytes for param in model.parameters())
     units = engine_of(onefold.shard(model)).units
     sizes = [([param.numel() for param in unit.params], 4) for unit in units]
-    return psi_bytes, sizes, sum(unit.flat_params.whole.nbytes for unit in units)
+    return psi_bytes, sizes, sum(unit.flat_params.buffer.nbytes for unit in units)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

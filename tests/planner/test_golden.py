@@ -12,8 +12,8 @@ from onefold.cost.search import days, largest_model
 from onefold.cost.seconds import (
     break_even_batch,
     compute_step_s,
-    equal_look_ahead,
-    look_ahead,
+    equal_prefetch,
+    prefetch_need,
     stage3_communication_s,
 )
 from onefold.cost.shapes import PAPER, SHAPES, Shape, named
@@ -168,17 +168,17 @@ def test_a_hybrid_holds_small_units_as_stage_2_and_large_ones_as_stage_3():
 def test_look_ahead_of_equal_units(gb_per_s, gather_ms, units):
     gather_s = 200e6 * 2 / (gb_per_s * GB)
     assert gather_s == pytest.approx(gather_ms / 1e3)
-    assert equal_look_ahead(gather_s, 0.010) == units
-    assert look_ahead([gather_s] * 32, [0.010] * 32).units == units
+    assert equal_prefetch(gather_s, 0.010) == units
+    assert prefetch_need([gather_s] * 32, [0.010] * 32).units == units
 
 
 def test_look_ahead_of_unequal_units_sums_the_compute_before_them():
-    assert look_ahead([1, 1, 1, 9, 1], [4, 3, 5, 1, 1]).units == 3  # 5 + 3 + 4 >= 9
+    assert prefetch_need([1, 1, 1, 9, 1], [4, 3, 5, 1, 1]).units == 3  # 5 + 3 + 4 >= 9
 
 
 def test_look_ahead_hides_latency_but_not_lack_of_bandwidth():
     gather, compute = [0.016] * 32, [0.010] * 32
-    assert look_ahead(gather, compute).bandwidth_bound
+    assert prefetch_need(gather, compute).bandwidth_bound
     totals = {round(0.320 + exposed_s(gather, compute, k), 3) for k in range(1, 32)}
     assert totals == {0.522}
 

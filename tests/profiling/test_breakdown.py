@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onefold.observe.profiling.breakdown import Breakdown, Part, breakdowns
 from onefold.observe.profiling.report import ProfileReport, step_profile, summary
-from onefold.observe.profiling.trace import BACKWARD, read_trace, tidied
+from onefold.observe.profiling.trace import BACKWARD, read_trace, with_message_rows
 
 MAIN, AUTOGRAD, UPDATES = 1, 2, 3
 COMPUTE, COMMUNICATION, UP = 7, 20, 24
@@ -138,7 +138,7 @@ def test_whatever_happens_the_parts_of_a_step_add_up_to_it(cpu: list[Any], gpu: 
 
 def test_messages_that_travel_get_rows_of_their_own_named_after_what_started_them() -> None:
     written = Written().cpu("onefold.start gather-forward a", 0, 4).cpu("gloo:send", 2, 50, cat="user_annotation")
-    found = tidied({"traceEvents": written.events}, "rank 0")["traceEvents"]
+    found = with_message_rows({"traceEvents": written.events}, "rank 0")["traceEvents"]
     begin, end = (event for event in found if event["name"] == "gloo:send gather-forward a")
     assert (begin["ph"], end["ph"], begin["id"] == end["id"], end["ts"] - begin["ts"]) == ("b", "e", True, 48)
 

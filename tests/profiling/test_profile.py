@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 import onefold
-from onefold.comm.spans import Said, read
+from onefold.comm.spans import SpanName, read
 from onefold.errors import ConfigError, OnefoldError, StateError
 from onefold.observe.profiling.profile import FILE
 from onefold.runtime.engine import engine_of
@@ -30,7 +30,7 @@ class Profiled(NamedTuple):
 
     units: list[str]
     gathered: list[str]  # units that a pass gathers
-    spans: list[tuple[Said, bool]]  # and whether the training thread has it
+    spans: list[tuple[SpanName, bool]]  # and whether the training thread has it
     nests: bool
     parts: list[tuple[int, int]]  # of each step: the sum of its parts, and its wall time
     sent: list[tuple[int, int]]
@@ -204,7 +204,7 @@ def test_what_cannot_be_profiled_is_refused_with_the_way_out(tmp_path: Path) -> 
     (said,) = run_ranks(1, refusals, str(tmp_path))
     wanted = [
         "steps=0 is not a whole number of at least 1", "steps=1.5 is not", "warmup=-1 is not a whole number of at",
-        "0 were run, and 2 are let pass", "another profiler is running", "give another folder",
+        "0 were run, of which the first 2 are warm-up", "another profiler is running", "give another folder",
     ]  # fmt: skip
     assert all(want in text for want, text in zip(wanted, said, strict=True)), said
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
-from onefold.comm.spans import NOTHING, Said, named, read, span
+from onefold.comm.spans import NOTHING, SpanName, read, span, span_name
 
 words = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1)
 odd = 'a "b" \\c …\n\tüber %41 <d>'
@@ -35,9 +35,9 @@ def test_while_nobody_profiles_no_name_is_made_and_a_span_takes_less_than_a_micr
 
 @given(words, words, st.text(st.characters(exclude_categories=["Cs"])).filter(lambda of: "..." not in of))
 def test_a_name_is_plain_text_and_reads_back_as_it_was(verb: str, what: str, of: str) -> None:
-    name = named(verb, what, of)
+    name = span_name(verb, what, of)
     assert name.isascii() and name.isprintable() and '"' not in name and "\\" not in name
-    assert read(name) == Said(verb, what, of)
+    assert read(name) == SpanName(verb, what, of)
 
 
 def test_a_span_that_was_open_when_another_thread_began_to_profile_ends_quietly() -> None:
@@ -57,4 +57,4 @@ def test_a_user_who_runs_torchs_profiler_finds_our_spans_by_any_name(tmp_path) -
         pass
     found.export_chrome_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert Said("wait", "gather-forward", odd) in [read(event["name"]) for event in events]
+    assert SpanName("wait", "gather-forward", odd) in [read(event["name"]) for event in events]

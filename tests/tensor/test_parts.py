@@ -310,7 +310,7 @@ class Scaled(nn.Module):
         self.linear, self.gain = nn.Linear(DIM, DIM, bias=False), nn.Parameter(torch.ones(DIM))
 
     def forward(self, x: Tensor) -> Tensor:
-        return held(self.linear(x) * self.gain)
+        return local_tensor(self.linear(x) * self.gain)
 
 
 def scaled(tp: bool) -> list[Tensor]:
@@ -325,10 +325,10 @@ def scaled(tp: bool) -> list[Tensor]:
             model(batch(0)).square().mean().backward()
     else:
         model(batch(0)).square().mean().backward()
-    return [model.gain.grad, held(model.linear.weight.grad)]
+    return [model.gain.grad, local_tensor(model.linear.weight.grad)]
 
 
-def held(grad: Any) -> Tensor:
+def local_tensor(grad: Any) -> Tensor:
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 

@@ -20,26 +20,26 @@ def test_what_rests_has_no_memory_and_comes_back_as_it_was(tmp_path) -> None:
     values, halves = torch.arange(1000.0), torch.arange(2000, dtype=torch.int16)
     count, leaves = torch.tensor(3.0), [values, halves]
     image = Image(scratch.file(0, "test"), pool, lambda: [*leaves, count])
-    image.close(changed=True)
-    image.reap()
+    image.store(changed=True)
+    image.wait_stored()
     assert torch.isnan(values).all() and values.shape == (1000,) and values.untyped_storage().nbytes() == 4
     assert not halves.any() and halves.shape == (2000,)
     assert float(count) == 3.0, "what is short stays in memory"
-    image.open()
+    image.load()
     assert torch.equal(values, torch.arange(1000.0)) and torch.equal(halves, torch.arange(2000, dtype=torch.int16))
     values.mul_(2.0)
     first, second = values[:512], values[512:]  # cut: nothing moves
     leaves[:] = [first, second, halves]
     before = image.nbytes
-    image.close(changed=True)
+    image.store(changed=True)
     assert image.nbytes == before and torch.isnan(first).all() and torch.isnan(second).all()
     leaves.append(torch.full((256,), 7.0))  # one more: all move together, once
-    image.open()
-    image.close(changed=True)
-    image.open()
+    image.load()
+    image.store(changed=True)
+    image.load()
     assert torch.equal(torch.cat([first, second]), 2.0 * torch.arange(1000.0)) and bool((leaves[-1] == 7.0).all())
     assert len({storage_key(leaf) for leaf in leaves}) == 1
-    image.close(changed=False)
+    image.store(changed=False)
     assert torch.isnan(leaves[-1]).all()
     scratch.close()
 
@@ -66,30 +66,30 @@ def slowly_written(tmp_path: Any, error: Exception | None = None) -> tuple[Scrat
     image = Image(file, HostPool(pinned=False), lambda: [leaf])
     write, slow = file.write, []
     file.write = lambda buffer: slow.append(Slow(write(buffer), error)) or slow[-1]
-    image.close(changed=True)
+    image.store(changed=True)
     return scratch, image, slow[0]
 
 
 def test_nobody_reads_past_a_write_that_another_thread_is_seeing_through(tmp_path) -> None:
     scratch, image, slow = slowly_written(tmp_path)
-    seen = threading.Thread(target=image.reap)
+    seen = threading.Thread(target=image.wait_stored)
     seen.start()
     assert slow.waited.wait(60)
-    opened = threading.Thread(target=image.open)
+    opened = threading.Thread(target=image.load)
     opened.start()
     opened.join(0.2)  # it would have been over long ago
     assert opened.is_alive()
     slow.may_end.set()
     for thread in (seen, opened):
         thread.join(60)
-    assert image.is_open
+    assert image.is_loaded
     scratch.close()
 
 
 def test_a_write_that_failed_is_heard_by_all_who_come_after(tmp_path) -> None:
     scratch, image, slow = slowly_written(tmp_path, OffloadError("the disk is full"))
     slow.may_end.set()
-    for use in (image.reap, image.open, image.reap):
+    for use in (image.wait_stored, image.load, image.wait_stored):
         with pytest.raises(OffloadError, match="the disk is full"):
             use()
     scratch.close()

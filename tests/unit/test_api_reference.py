@@ -54,5 +54,5 @@ def test_signatures_and_examples_are_as_they_were_written() -> None:
     assert "onefold.full_parameters(model: nn.Module, write: bool = False) -> ContextManager[None]\n" in page
     assert "    shard_bytes: int = 5000000000,\n" in page, "a constant by its value"
     assert "- `bucket_bytes: int = 32 << 20`:\n" in page, "a default as it was written"
-    assert "- `take_notes" not in page, "internal"
+    assert "- `load_notes" not in page, "internal"
     assert page.count("```pycon\n>>> import ") == page.count("```pycon\n"), "each example imports what it needs"

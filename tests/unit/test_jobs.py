@@ -8,23 +8,23 @@ from typing import Any, cast
 import pytest
 import torch
 
-from onefold.offload.host import Host, Mark
+from onefold.offload.host import Host, StreamEvent
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
 
 NOWHERE = torch.device("cuda", 99)  # no thread can start there, with a GPU or without
 
 
-class Ahead(Mark):
+class Ahead(StreamEvent):
     """A point that the device has not come to."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return False
 
 
-def job(after: Mark | None = None) -> Job:
+def job(after: StreamEvent | None = None) -> Job:
     nothing: Any = None
-    return Job(nothing, [], b"\1", 1.0, None, after or Mark(), True)
+    return Job(nothing, [], b"\1", 1.0, None, after or StreamEvent(), True)
 
 
 def test_of_the_jobs_that_are_ready_the_first_of_the_next_forward_is_taken_and_one_that_is_not_waits() -> None:
@@ -80,18 +80,18 @@ class Broken:
 
     name, unit = "a unit", property(lambda self: self)
 
-    def prepare(self, *_: Any, **__: Any) -> None:
+    def start_load(self, *_: Any, **__: Any) -> None:
         raise OSError("the disk is gone")
 
 
 @pytest.mark.parametrize("brought", [False, True])
 def test_a_failed_update_gives_the_room_of_its_gradient_back_whoever_still_holds_that(brought: bool) -> None:
     room, broken = ByteBudget(10), cast(Any, Broken())
-    transfer = GradientTransfer("a unit", Host(torch.device("cpu")), torch.ones(10), left=lambda: room.give(10))
+    transfer = GradientTransfer("a unit", Host(torch.device("cpu")), torch.ones(10), on_released=lambda: room.give(10))
     if brought:
-        transfer.bring()
+        transfer.start_copy()
     room.take(10)
-    failed = Job(broken, [], b"\1", 1.0, transfer, Mark(), True)
+    failed = Job(broken, [], b"\1", 1.0, transfer, StreamEvent(), True)
     failed.run()
     failed.done.set()
     with pytest.raises(OSError, match="the disk is gone"):

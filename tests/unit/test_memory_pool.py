@@ -171,7 +171,7 @@ def test_the_peak_of_a_known_sequence_of_allocations_is_exact():
 def test_views_and_in_place_operations_cost_nothing_and_temporaries_count_while_they_live():
     base = mb(1)
     with Tracker(dict) as tracker:
-        tracker.watch([base])
+        tracker.add([base])
         base.view(2, -1)[0].add_(1)
         base.detach()
         assert tracker.peak_bytes == MB
@@ -189,7 +189,7 @@ def test_the_peak_is_broken_down_by_the_category_of_each_storage():
 
     weight = claim("parameters", mb(3))
     with Tracker(lambda: known) as tracker:
-        tracker.watch([weight])
+        tracker.add([weight])
         temporary = mb(8)
         del temporary  # the peak so far: 3 parameters, 8 activations
         claim("gradients", mb(4))
@@ -212,7 +212,7 @@ def test_a_storage_claimed_after_the_peak_keeps_its_category_in_the_breakdown():
 def test_what_autograd_saves_for_backward_counts_as_activations():
     weight = torch.ones(1000, requires_grad=True)
     with Tracker(lambda: {storage_key(weight): ("parameters", weight)}) as tracker:
-        tracker.watch([weight])
+        tracker.add([weight])
         out = weight.exp()  # saved
         total = out.sum()
         assert tracker.peak() | {"activations": 0} == dict.fromkeys(CATEGORIES, 0) | {"parameters": 4000}

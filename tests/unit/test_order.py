@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
-from onefold.checkpoint.format.order import Order, dense, nested_stride, rows_of
-from onefold.checkpoint.format.reading import read_laid
+from onefold.checkpoint.format.order import Order, contiguous_order, dense, nested_stride
+from onefold.checkpoint.format.reading import read_in_order
 from onefold.cost.layout import Span
 
 
@@ -67,7 +67,7 @@ def test_any_range_in_any_order_is_read_from_any_other(case: tuple[Order, Order,
     stored, wanted, span = case
     source = Stored(stored)
     out = torch.full((span.numel,), -1)
-    read_laid(source, "w", wanted, span, out)
+    read_in_order(source, "w", wanted, span, out)
     assert torch.equal(out, numbered(wanted)[span.start : span.stop])
     assert torch.equal(numbered(stored), numbered(wanted)) or not stored.same(wanted)
     assert source.read_numel <= math.prod(stored.shape)
@@ -78,15 +78,15 @@ def test_only_the_parts_that_matter_are_read() -> None:
     """Columns of a matrix in four parts, of which a rank of two wants half."""
     stored = Stored(Order((8, 16), (16, 1), 1, (0, 4, 8, 12, 16)))
     wanted = Order((8, 16), (16, 1), 1, (0, 8, 16))
-    read_laid(stored, "w", wanted, Span(70, 80), out := torch.empty(10, dtype=torch.long))
+    read_in_order(stored, "w", wanted, Span(70, 80), out := torch.empty(10, dtype=torch.long))
     assert stored.read_numel == 64
     assert torch.equal(out, numbered(wanted)[70:80])
 
 
 def test_a_cut_along_the_slowest_dim_changes_nothing() -> None:
-    assert Order((8, 4), (4, 1), 0, (0, 3, 8)).same(rows_of((8, 4)))
-    assert not Order((8, 4), (4, 1), 1, (0, 3, 4)).same(rows_of((8, 4)))
-    assert Order((1, 4), (4, 1), 1, (0, 3, 4)).same(rows_of((1, 4)))
+    assert Order((8, 4), (4, 1), 0, (0, 3, 8)).same(contiguous_order((8, 4)))
+    assert not Order((8, 4), (4, 1), 1, (0, 3, 4)).same(contiguous_order((8, 4)))
+    assert Order((1, 4), (4, 1), 1, (0, 3, 4)).same(contiguous_order((1, 4)))
 
 
 @pytest.mark.parametrize("nesting", list(permutations(range(3))))

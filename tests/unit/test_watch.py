@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from onefold.runtime.timer import WATCHED_PASSES, GatherTimer
+from onefold.runtime.timer import TIMED_PASSES, GatherTimer
 
 UNITS = 6
 
@@ -23,7 +23,7 @@ def decide(gather_s: float, compute_s: float, live_bytes: int | None = None, slo
     """Watch passes in which every unit takes so long, nothing ahead; what it decides after the last."""
     clock = Clock()
     watch = GatherTimer([1000] * UNITS, live_bytes, clock)
-    for number in range(WATCHED_PASSES):
+    for number in range(TIMED_PASSES):
         for index in range(UNITS):
             watch.needed(index)
             watch.started(index)
@@ -31,7 +31,7 @@ def decide(gather_s: float, compute_s: float, live_bytes: int | None = None, slo
             watch.arrived(index)
             clock.now += compute_s
         decided = watch.end_of_pass("gather-forward")
-        assert (decided is None) == (number + 1 < WATCHED_PASSES)
+        assert (decided is None) == (number + 1 < TIMED_PASSES)
     assert decided is not None
     return decided
 
@@ -41,7 +41,7 @@ def test_a_gather_that_fits_under_one_unit_starts_one_ahead(gather_s: float, com
     assert decide(gather_s, compute_s) == wanted
 
 
-@pytest.mark.parametrize("slow", range(WATCHED_PASSES))
+@pytest.mark.parametrize("slow", range(TIMED_PASSES))
 def test_a_pass_in_which_peers_were_late_is_not_taken_for_the_link(slow: int) -> None:
     assert decide(0.008, 0.010, slow_pass=slow) == 1
 

@@ -1,1 +1,1 @@
-"""What becomes of activations between forward and backward: kept, recomputed, partitioned, offloaded."""
+"""Activations between forward and backward: kept, recomputed, partitioned, offloaded."""

@@ -1,9 +1,9 @@
-"""One stretch of memory for what lives long (M_D): block inputs, from forward to backward.
+"""The arena: one buffer for the block inputs that are kept from forward to backward, against fragmentation (M_D).
 
-Among short-lived tensors each of them would pin a piece of the allocator's memory, and what lies between the pieces is
-too small for the next large tensor. Here they lie side by side: forward adds one behind the other, backward takes them
-away from the end. The stretch is as long as expected at first, and exactly as long as needed from the first quiet
-moment on; what does not fit in the meantime gets memory of its own.
+Among short-lived tensors, each long-lived one would pin a part of the allocator's memory, and the gaps between them
+would be too small for the next large tensor. In the arena they are adjacent: forward adds one after the other, backward
+frees them from the end. At first the buffer has the length that was expected; as soon as it is empty after a first use,
+it gets exactly the length that was needed. What does not fit until then is allocated separately.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-FAR_OFF = 0.75  # a first guess that much too long is put right
+OVERSIZED = 0.75  # a first buffer is made shorter if less than this part of it was needed
 
 
 class Slot:
-    """A piece of an arena; it is free again when nobody holds it."""
+    """A piece of an arena, which is free again when this object is."""
 
     __slots__ = ("_arena", "_tensor", "nbytes", "start")
 
@@ -32,40 +32,42 @@ class Slot:
 
 
 class Arena:
-    """`make` gives so many bytes as one uint8 tensor."""
+    """`make` allocates so many bytes as one uint8 tensor."""
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         self._make = make
-        self._stretch: Tensor | None = None
-        self._taken: dict[int, int] = {}  # start -> stop, of slots in the stretch
-        self._aside: dict[int, Tensor] = {}  # id of a slot -> memory of its own
-        self._needed = 0  # the longest stretch that would have held all slots of a moment
+        self._buffer: Tensor | None = None
+        self._taken: dict[int, int] = {}  # start -> stop, of slots in the buffer
+        self._separate: dict[int, Tensor] = {}  # id of a slot -> memory that was allocated for it
+        self._needed = 0  # the length of buffer that would have held all slots at every moment
         self._expected = 0
-        self._settled = False  # a first round has shown what is needed
+        self._settled = False  # whether a first use has shown what is needed
 
     def expect(self, nbytes: int) -> None:
-        """How much a round will need, before there was one."""
-        if not self._settled and not self._taken and not self._aside:
+        """Sets the buffer's first length, before a first use has shown what is needed."""
+        if not self._settled and not self._taken and not self._separate:
             self._expected = max(self._expected, nbytes)
 
     def take(self, nbytes: int) -> Slot:
         self._fit()
         start = self._place(nbytes)
-        if self._stretch is None or start + nbytes > self._stretch.numel():
+        if self._buffer is None or start + nbytes > self._buffer.numel():
             own = self._make(nbytes)
             slot = Slot(self, None, own)
-            self._aside[id(slot)] = own
+            self._separate[id(slot)] = own
         else:
-            slot = Slot(self, start, self._stretch.data[start : start + nbytes])  # .data: versions of its own
+            slot = Slot(
+                self, start, self._buffer.data[start : start + nbytes]
+            )  # .data: a version counter for each slot
             self._taken[start] = start + nbytes
-        end = max(self._taken.values(), default=0) + sum(own.numel() for own in self._aside.values())
+        end = max(self._taken.values(), default=0) + sum(own.numel() for own in self._separate.values())
         self._needed = max(self._needed, end)
         return slot
 
     def _place(self, nbytes: int) -> int:
-        """Behind the last slot; if that is too far, the first gap that is long enough."""
+        """Where a slot starts: after the last one; if that does not fit, in the first gap that is long enough."""
         end = max(self._taken.values(), default=0)
-        if self._stretch is not None and end + nbytes > self._stretch.numel():
+        if self._buffer is not None and end + nbytes > self._buffer.numel():
             at = 0
             for start in sorted(self._taken):
                 if start - at >= nbytes:
@@ -74,33 +76,33 @@ class Arena:
         return end
 
     def _fit(self) -> None:
-        """In a quiet moment, become as long as needed; a first guess may also have been too long."""
-        if self._taken or self._aside:
+        """If no slot is taken, makes the buffer as long as needed; shorter only if its first length was too long."""
+        if self._taken or self._separate:
             return
         self._settled = self._settled or self._needed > 0
         wanted = self._needed if self._settled else self._expected
-        if wanted > self.nbytes or (self._expected and self._settled and wanted < FAR_OFF * self.nbytes):
-            self._stretch = None  # first, so that both are never there at once
-            self._stretch = self._make(wanted)
+        if wanted > self.nbytes or (self._expected and self._settled and wanted < OVERSIZED * self.nbytes):
+            self._buffer = None  # first, so that both are never allocated at once
+            self._buffer = self._make(wanted)
         if self._settled:
             self._expected = 0
 
     def _free(self, slot: Slot) -> None:
         if slot.start is None:
-            self._aside.pop(id(slot), None)
+            self._separate.pop(id(slot), None)
         else:
             self._taken.pop(slot.start, None)
 
     @property
     def nbytes(self) -> int:
-        return self._stretch.numel() if self._stretch is not None else 0
+        return self._buffer.numel() if self._buffer is not None else 0
 
     @property
     def in_use(self) -> int:
-        """Bytes of all slots that somebody holds."""
+        """Bytes of all slots that are taken."""
         inside = sum(stop - start for start, stop in self._taken.items())
-        return inside + sum(own.numel() for own in self._aside.values())
+        return inside + sum(own.numel() for own in self._separate.values())
 
     def tensors(self) -> list[Tensor]:
-        """All memory there is."""
-        return [*([self._stretch] if self._stretch is not None else []), *self._aside.values()]
+        """All memory of the arena."""
+        return [*([self._buffer] if self._buffer is not None else []), *self._separate.values()]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onefold.activations.policy import attach_policy
-from onefold.activations.recompute import others_keep
+from onefold.activations.recompute import other_hooks_save
 from onefold.comm.meter import Label
 from onefold.cost.activations import Option, choose_activations
 from onefold.cost.text import text_of
@@ -88,7 +88,7 @@ class AutomaticActivations:
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
         watched = torch.is_grad_enabled() and not in_backward()
-        self._counting = watched and not others_keep(self._engine.unsharding)
+        self._counting = watched and not other_hooks_save(self._engine.unsharding)
         if not self._counting:
             if watched:
                 self._engine.tell_activations(LEFT)

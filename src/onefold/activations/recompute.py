@@ -1,11 +1,11 @@
-"""Blocks that are computed again in backward, from inputs that a store keeps.
+"""Activation checkpointing of blocks: each is computed again in backward, from inputs that a store keeps.
 
-A block's call goes through torch's own non-reentrant checkpoint, which saves the block's inputs where autograd saves
-tensors, and nothing else. So hooks on saved tensors around that call see the inputs alone. Activations go to the store;
-what carries no gradient (masks, tables that all blocks share) and parameters stay where they are.
+A block's forward runs in torch's own non-reentrant checkpoint, which saves the block's inputs as autograd's saved
+tensors, and nothing else. So saved_tensors_hooks around that call see the inputs alone. Inputs that require a gradient
+go to the store; others (masks, tables that all blocks share) and parameters stay where they are.
 
-Whoever has hooks of their own around the model (a checkpoint that holds several blocks, save_on_cpu) keeps the inputs
-in our stead.
+If the user has saved_tensors_hooks around the model (a checkpoint of several blocks, save_on_cpu), these keep the
+inputs, and the store does not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from onefold.activations.store import Call, Kept, Store
+from onefold.activations.store import Call, KeptInput, Store
 from onefold.comm.spans import span
 from onefold.errors import ConfigError
 from onefold.model.containers import tensors_in
@@ -30,24 +30,25 @@ from onefold.runtime.unsharding import Unsharding, in_backward
 
 
 class Wrapped(NamedTuple):
-    """A tensor subclass around one tensor, a DTensor say, whose inner tensor is kept."""
+    """An input that is a tensor subclass around one tensor, such as a DTensor, whose inner tensor is kept."""
 
-    kept: Kept
+    kept: KeptInput
     rebuild: Callable[[Tensor], Tensor]
 
 
-def others_keep(unsharding: Unsharding) -> bool:
-    """Whether what autograd saves now goes to hooks that are not ours."""
+def other_hooks_save(unsharding: Unsharding) -> bool:
+    """Whether the innermost saved_tensors_hooks are not Onefold's."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return top is not None and top[0] != unsharding.pack
 
 
-class Written:
-    """Buffers that a block's forward changes, such as BatchNorm's statistics: to be changed once, not twice."""
+class ChangedBuffers:
+    """Buffers that a block's forward changes, such as BatchNorm's statistics; the recomputation must not change them a
+    second time."""
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._names = {  # their statistics change without a new version
+        self._names = {  # BatchNorm changes its statistics without incrementing their version
             f"{prefix}.{name}" if prefix else name
             for prefix, module in block.named_modules()
             if isinstance(module, _NormBase)
@@ -55,14 +56,16 @@ class Written:
         }
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
+        """Around a block's forward: records which buffers it changes."""
         before = {name: buffer._version for name, buffer in self._block.named_buffers()}
         yield
         after = self._block.named_buffers()
         self._names |= {name for name, buffer in after if buffer._version != before.get(name)}
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
+        """Around a recomputation: restores the buffers that it changes."""
         kept = {name: buffer.clone() for name, buffer in self._block.named_buffers() if name in self._names}
         try:
             yield
@@ -70,58 +73,58 @@ class Written:
             with torch.no_grad():
                 for name, buffer in self._block.named_buffers():
                     if name in kept:
-                        buffer.data.copy_(kept[name])  # .data: a graph that saved it need not know
+                        buffer.data.copy_(kept[name])  # .data: no new version, since a graph may have saved the buffer
 
 
 class Recompute:
-    """Ties a store to the blocks of a model."""
+    """Makes the blocks of a model recompute in backward from the inputs in a store."""
 
     def __init__(self, engine: Engine, store: Store, policy: str) -> None:
         self.store, self.policy = store, policy
-        self._passes: Unsharding = engine.unsharding
+        self._unsharding: Unsharding = engine.unsharding
 
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
         modules = dict(model.named_modules())
         for name in blocks:
-            modules[name].forward = self._again(name, modules[name])
+            modules[name].forward = self._recomputed(name, modules[name])
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
-    def _again(self, name: str, block: nn.Module) -> Callable[..., Any]:
-        forward, written = block.forward, Written(block)
+    def _recomputed(self, name: str, block: nn.Module) -> Callable[..., Any]:
+        forward, written = block.forward, ChangedBuffers(block)
 
         @wraps(forward)
-        def again(*args: Any, **kwargs: Any) -> Any:
+        def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
-            given = [(args, kwargs)]  # a block may write to a list it is given: the first time to that very list
+            given = [(args, kwargs)]  # the first run gets the caller's own containers, to which a block may write
 
             def run(*leaves: Any) -> Any:
                 if given:
                     args, kwargs = given.pop()
-                    with written.noted():
+                    with written.recording():
                         return forward(*args, **kwargs)
                 args, kwargs = tree_unflatten(leaves, spec)
-                with written.undone(), span("again", "forward", name):
+                with written.restored(), span("again", "forward", name):
                     return forward(*args, **kwargs)
 
             call = self.store.call(name)
-            if others_keep(self._passes):
+            if other_hooks_save(self._unsharding):
                 return checkpoint(run, *leaves, use_reentrant=False)
             with torch.autograd.graph.saved_tensors_hooks(lambda t: self._pack(call, t), self._unpack):
                 return checkpoint(run, *leaves, use_reentrant=False)
 
-        return again
+        return recomputed
 
     def _pack(self, call: Call, tensor: Tensor) -> Any:
-        """From forward: where it is until backward."""
+        """saved_tensors_hooks' pack: what autograd keeps of a block's input until backward."""
         if not tensor.requires_grad or not tensor.numel() or isinstance(tensor, nn.Parameter):
-            return self._passes.pack(tensor)
+            return self._unsharding.pack(tensor)
         if hasattr(tensor, "__tensor_flatten__"):
             return self._pack_wrapped(call, tensor)
-        if self._passes.holds(tensor):
-            return self._passes.pack(tensor)
+        if self._unsharding.holds(tensor):
+            return self._unsharding.pack(tensor)
         with torch.no_grad():
             return self.store.keep(call, tensor)
 
@@ -130,12 +133,12 @@ class Recompute:
         parts = {name: getattr(tensor, name) for name in names}
         inner = [name for name, part in parts.items() if isinstance(part, Tensor)]
         if len(inner) != 1:
-            return self._passes.pack(tensor)
+            return self._unsharding.pack(tensor)
         split = [place for place in getattr(tensor, "placements", ()) if not place.is_replicate()]
         if split and self.store.ranks > 1:
             raise ConfigError(
-                f"activations={self.policy!r} shares what all ranks of the mesh axis 'tp' hold alike, and the input of "
-                f"{call.name} is split over them already ({split[0]}: sequence parallelism); use "
+                f"activations={self.policy!r} partitions inputs that are replicated over the mesh axis 'tp', but the "
+                f"input of {call.name} is split over it already ({split[0]}: sequence parallelism); use "
                 f"{self.policy.replace('partition', 'checkpoint')!r}"
             )
         size, stride, cls = tensor.size(), tensor.stride(), type(tensor)
@@ -146,13 +149,13 @@ class Recompute:
         )
 
     def _unpack(self, saved: Any) -> Tensor:
-        """In backward, before the block is computed again."""
+        """saved_tensors_hooks' unpack: restores a block's input before the block is computed again."""
         with torch.no_grad():
-            if isinstance(saved, Kept):
-                return saved.bring()
+            if isinstance(saved, KeptInput):
+                return saved.restore()
             if isinstance(saved, Wrapped):
-                return saved.rebuild(saved.kept.bring())
-        return self._passes.unpack(saved)
+                return saved.rebuild(saved.kept.restore())
+        return self._unsharding.unpack(saved)
 
     # -- the root's forward -----------------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class Recompute:
                 f"gradient, or saved_tensors_hooks of your own (a checkpoint around the model) keep them; use "
                 f'activations="checkpoint"'
             )
-        last = self.store.end_forward()  # which backward begins with
+        last = self.store.end_forward()  # backward begins with this call
         for tensor in tensors_in(output) if self.store.moving else ():
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self.store.start(last))
+                tensor.register_hook(lambda _: self.store.start_restore(last))

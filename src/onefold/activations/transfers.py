@@ -1,8 +1,8 @@
-"""Between a device and its host: copies that run beside compute, on a stream of their own.
+"""Transfers of block inputs between a device and its host, on a CUDA stream of their own beside compute.
 
-Forward: a copy leaves while the block computes; its source is held until the compute stream has waited for the copy,
-one block later, when there is nothing left to wait for. Backward: a copy is started one block before it is needed. No
-step waits for the host. On a CPU both sides are the same memory, and a copy is a copy.
+In forward, an input is copied to the host while its block computes; its source is held until the compute stream has
+waited for the copy, one block later, when it has completed. In backward, a copy starts one block before it is needed.
+The host never waits. On a CPU a transfer is a plain copy.
 """
 
 from __future__ import annotations
@@ -15,45 +15,43 @@ from torch import Tensor
 from onefold.offload.host_memory import host_bytes
 
 
-class Moves(Protocol):
-    """How bytes get to the host and back."""
+class Transfers(Protocol):
+    """Copies to the host and back."""
 
     def host(self, nbytes: int) -> Tensor: ...
 
-    def out(self, source: Tensor, target: Tensor) -> None: ...
+    def to_host(self, source: Tensor, target: Tensor) -> None: ...
 
-    def back(self, source: Tensor, target: Tensor) -> None: ...
+    def to_device(self, source: Tensor, target: Tensor) -> None: ...
 
-    def arrive(self) -> None: ...
-
-
-def moves_of(device: torch.device) -> Moves:
-    return CudaMoves(device) if device.type == "cuda" else PlainMoves()
+    def wait_copied(self) -> None: ...
 
 
-class PlainMoves:
-    """Host and device are one."""
+def transfers_of(device: torch.device) -> Transfers:
+    return CudaTransfers(device) if device.type == "cuda" else CpuTransfers()
 
+
+class CpuTransfers:
     def host(self, nbytes: int) -> Tensor:
         return host_bytes(nbytes, pinned=False)
 
-    def out(self, source: Tensor, target: Tensor) -> None:
+    def to_host(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
-    def back(self, source: Tensor, target: Tensor) -> None:
+    def to_device(self, source: Tensor, target: Tensor) -> None:
         target.copy_(source)
 
-    def arrive(self) -> None:
+    def wait_copied(self) -> None:
         pass
 
 
-class CudaMoves:
-    """One stream for both ways, so that a piece of host memory is read before it is written again."""
+class CudaTransfers:
+    """One stream for both directions, so that host memory is read before it is written again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self._leaving: list[tuple[Tensor, torch.cuda.Event]] = []  # what must stay until its copy is done
+        self._copying: list[tuple[Tensor, torch.cuda.Event]] = []  # sources, held until their copies have completed
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -64,18 +62,18 @@ class CudaMoves:
     def host(self, nbytes: int) -> Tensor:
         return host_bytes(nbytes, pinned=True)
 
-    def out(self, source: Tensor, target: Tensor) -> None:
+    def to_host(self, source: Tensor, target: Tensor) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
-            self._leaving.append((source, self.stream.record_event()))
+            self._copying.append((source, self.stream.record_event()))
 
-    def back(self, source: Tensor, target: Tensor) -> None:
-        """Inside `with torch.cuda.stream(moves.stream)`."""
+    def to_device(self, source: Tensor, target: Tensor) -> None:
+        """Must be called inside `with torch.cuda.stream(transfers.stream)`."""
         target.copy_(source, non_blocking=True)
 
-    def arrive(self) -> None:
-        """What left one block ago has left."""
-        for _, copied in self._leaving:
+    def wait_copied(self) -> None:
+        """Makes the compute stream wait for the copies to the host that were started, and frees their sources."""
+        for _, copied in self._copying:
             torch.cuda.current_stream(self._device).wait_event(copied)
-        self._leaving.clear()
+        self._copying.clear()

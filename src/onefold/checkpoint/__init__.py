@@ -1,1 +1,1 @@
-"""Checkpoints: what is on disk, and how ranks write and read it together."""
+"""Checkpoints: their format on disk, and the protocol by which ranks write and read them together."""

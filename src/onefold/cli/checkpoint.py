@@ -22,7 +22,7 @@ from rich.text import Text
 from onefold.checkpoint.format.export import SHARD_BYTES, export
 from onefold.checkpoint.format.folder import committed, read_manifest
 from onefold.checkpoint.format.manifest import Manifest, ParamRecord
-from onefold.checkpoint.format.reading import unless_removed, with_found, with_newest
+from onefold.checkpoint.format.reading import removal_noticed, with_checkpoints, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import Damage, verify
 from onefold.errors import CheckpointRemoved
@@ -39,11 +39,11 @@ class Export:
     out: tyro.conf.Positional[Path]
     """The folder to write; it must not exist."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """Of the parameters; as they were trained if not given. Buffers stay as they are."""
+    """The dtype of the parameters, by default that of the checkpoint. Buffers keep theirs."""
     shard_bytes: int = SHARD_BYTES
     """The most bytes in one file."""
     json: bool = False
-    """Say it as JSON."""
+    """Print JSON."""
 
     def run(self) -> int:
         done = export(checkpoints_in(self.folder), self.out, self.dtype, self.shard_bytes)
@@ -63,7 +63,7 @@ class Inspect:
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it."""
     json: bool = False
-    """Say it as JSON."""
+    """Print JSON."""
 
     def run(self) -> int:
         storage, folder = Storage(), checkpoints_in(self.folder)
@@ -86,12 +86,12 @@ class VerifyCheckpoint:
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train` or a folder of checkpoints, or one step-… in it."""
     json: bool = False
-    """Say it as JSON."""
+    """Print JSON."""
 
     def run(self) -> int:
         folder = checkpoints_in(self.folder)
         with _progress(not self.json) as progress:
-            found = with_found(Storage(), folder, partial(self._verified, folder, progress))
+            found = with_checkpoints(Storage(), folder, partial(self._verified, folder, progress))
         if self.json:
             _write_json({str(path): [damage._asdict() for damage in damages] for path, damages in found.items()})
         else:
@@ -102,12 +102,13 @@ class VerifyCheckpoint:
 
     @staticmethod
     def _verified(folder: Path, progress: Progress, paths: list[Path]) -> dict[Path, list[Damage]]:
-        """The damage of each checkpoint that was not removed meanwhile; raises if the one named, or all, were."""
+        """The damage of each checkpoint that its run did not remove meanwhile; raises if the given one, or all, were
+        removed."""
         storage, found = Storage(), {}
         for path in paths:
             task = progress.add_task(visible(path.name), total=None)
             try:
-                with unless_removed(storage, path):
+                with removal_noticed(storage, path):
                     progress.update(task, total=_bytes(storage, path))
                     found[path] = verify(storage, path, partial(progress.advance, task))
             except CheckpointRemoved:
@@ -119,13 +120,13 @@ class VerifyCheckpoint:
 
 
 def checkpoints_in(folder: Path) -> Path:
-    """The folder of checkpoints that a user means: this one, or that of the run that `onefold train` made here."""
+    """The folder of checkpoints: this one, or the subfolder of a run that `onefold train` made here."""
     inner, storage = RunFolder(folder).checkpoints, Storage()
     return inner if storage.is_folder(inner) and not committed(storage, folder) else folder
 
 
 def contents(path: Path, manifest: Manifest, others: Sequence[int]) -> dict[str, Any]:
-    """What `inspect` says, as JSON."""
+    """The output of `onefold inspect` as a dict for JSON."""
     return {
         "path": str(path),
         "step": manifest.step,

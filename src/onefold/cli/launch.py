@@ -34,13 +34,14 @@ def is_rank() -> bool:
 
 
 def onefold_command(*arguments: str) -> list[str]:
-    """This program again, with other arguments. By its path: `python -m` would import from the current folder first."""
+    """The command line of this program with other arguments; by its path, since `python -m` would import from the
+    current folder first."""
     return [sys.executable, str(COMMAND), *arguments]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is started, and how long it may take to end."""
+    """What is started on local ranks, and how long they may take to end."""
 
     ranks: int
     command: Sequence[str]
@@ -114,7 +115,7 @@ class Start:
 
     def run(self) -> Outcome:
         launch = self._launch
-        quiet = not launch.forwards_signals  # a user's program keeps its own voice
+        quiet = not launch.forwards_signals  # a user's program keeps its own output
         with started(launch.ranks, launch.command, restart=self._restart, quiet=quiet, files=launch.files) as ranks:
             decided = self._watch(ranks)
             self._look(ranks)
@@ -158,7 +159,7 @@ class Start:
         return None
 
     def _pass_on(self, ranks: Ranks) -> Outcome | None:
-        """A signal came: ranks that train finish their step and save it.
+        """Called after a signal: ranks that train finish their step and save.
 
         While a rank has not come to its first step all are ended at once: there is nothing to save.
         """
@@ -178,7 +179,7 @@ class Start:
         return signal_name(self._stop.number)
 
     def _look(self, ranks: Ranks) -> None:
-        """Which ranks have ended, and which are stopped."""
+        """Updates which ranks have ended, and which are stopped (SIGSTOP)."""
         for rank in ranks:
             rank.look()
             if rank.rank not in self._exits and (code := rank.process.poll()) is not None:

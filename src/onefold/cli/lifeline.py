@@ -1,4 +1,5 @@
-"""The line between a launcher and one rank: the launcher sends "stop", the rank its phase, errors and result.
+"""The lifeline, a socket between the launcher and one rank: the launcher sends "stop", the rank its phase, errors and
+result.
 
 A pair of sockets that the rank inherits: it has no name, so nobody else can join. When the launcher ends, however that
 happens, the line breaks and the rank ends itself; one that cannot read (stopped by SIGSTOP) is ended by the kernel.
@@ -51,7 +52,7 @@ class Lifeline:
 
     @property
     def launched(self) -> bool:
-        """True if a launcher of ours listens."""
+        """True if Onefold's launcher started this rank."""
         return self._line is not None
 
     def say(self, what: dict[str, Any]) -> None:
@@ -69,7 +70,7 @@ class Lifeline:
 
 
 def die_with(parent: int) -> None:
-    """For a child between fork and exec: the kernel ends it when its parent ends."""
+    """Called in a child between fork and exec: makes the kernel kill it when its parent ends."""
     if sys.platform == "linux":
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the kernel knew

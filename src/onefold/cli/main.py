@@ -22,7 +22,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Command(NamedTuple):
-    """Where a command lives; loaded when it is called, so that none waits for the libraries of another."""
+    """The module and class of a command; imported when it is called, so that no command loads another's libraries."""
 
     module: str
     name: str

@@ -107,7 +107,7 @@ def _against_ranks(axes: Any, plan: Plan, question: Question | None) -> None:
 
 
 def _throughput(axes: Any, question: Question | None) -> None:
-    """More ranks leave more memory for the batch, and a larger batch waits less: each rank gets faster."""
+    """Plots throughput per rank: more ranks leave more memory for the batch, and a larger batch waits less."""
     axes.set_title("throughput of each rank at its largest batch, as modelled")
     if question is None or not question.work.knows_activations:
         _nothing(axes, "needs a shape")

@@ -32,14 +32,14 @@ LONGEST = 1 << 24  # bytes of one line that a rank says
 
 
 class Said(NamedTuple):
-    """A line that a rank said."""
+    """A line that a rank sent over its lifeline."""
 
     rank: int
     text: bytes
 
 
 class Rank:
-    """One child process and the line to it."""
+    """One rank's process and the lifeline to it."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], line: socket.socket) -> None:
         self.rank, self.process, self.line = rank, process, line
@@ -47,7 +47,7 @@ class Rank:
         self._heard, self._ended = b"", False
 
     def hear(self) -> list[Said] | None:
-        """Whole lines that have come; None once there will be no more."""
+        """The complete lines that have arrived; None once the line is closed."""
         try:
             said = os.read(self.line.fileno(), 1 << 16)
         except BlockingIOError:  # a process that the rank started has the line open, and says nothing
@@ -60,7 +60,7 @@ class Rank:
         return [Said(self.rank, text) for text in whole]
 
     def look(self) -> None:
-        """Ask the kernel whether it is stopped (SIGSTOP, SIGTSTP)."""
+        """Asks the kernel whether the rank is stopped (SIGSTOP, SIGTSTP)."""
         stopped = self.process.poll() is None and _state(self.process.pid) == "T"
         self.stopped_s = (self.stopped_s or time.monotonic()) if stopped else None
 
@@ -74,7 +74,7 @@ class Rank:
                 os.kill(self.process.pid, number)
 
     def end(self) -> None:
-        """At once, with all that it has started."""
+        """Kills the rank at once, with all processes that it has started."""
         if not self._ended:  # once: later the number may be another's
             self._ended = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -95,7 +95,7 @@ class Ranks:
         return iter(self.all)
 
     def listen(self, timeout_s: float) -> list[Said]:
-        """What ranks say until the time is up; returns early when one says something or ends."""
+        """The lines that ranks send until the time is up; returns early when one sends a line or ends."""
         found: list[Said] = []
         if not self._selector.get_map():
             time.sleep(timeout_s)  # all lines are closed, and processes are about to end
@@ -111,7 +111,7 @@ class Ranks:
         return found
 
     def end(self) -> list[Said]:
-        """End all; returns what they had still said."""
+        """Kills all ranks; returns the lines that they had sent before."""
         for rank in self.all:
             rank.end()
         found: list[Said] = []
@@ -178,7 +178,7 @@ def started(
 
 
 def _state(pid: int) -> str:
-    """A letter for what the kernel does with a process: T if it was stopped by a signal."""
+    """The state letter of a process in /proc: T if it was stopped by a signal."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

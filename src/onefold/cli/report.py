@@ -51,7 +51,7 @@ def compared(folder: Path) -> dict[str, Any]:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no word for what is not a number."""
+    """Replaces NaN and infinity, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: _strict(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

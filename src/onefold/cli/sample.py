@@ -37,7 +37,7 @@ class SampleCommand:
     """Choose among so many; 0 is all."""
 
     seed: int = 0
-    """Of chance."""
+    """The seed of the random choices."""
 
     tokenizer: str | None = None
     """A tokenizers file, or bytes; where the run does not say, or the file has moved."""

@@ -16,7 +16,7 @@ from onefold.train.run.metrics import Listener, Row
 
 
 class Voice(Console):
-    """Goes silent when nobody listens any more (… | head): that is no reason to end a run."""
+    """Prints, or stops printing when the reader of a pipe has closed it (… | head), which must not end a run."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -24,7 +24,7 @@ class Voice(Console):
 
 
 class Screen(Listener):
-    """Rank 0's voice."""
+    """What rank 0 prints about a run."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps

@@ -79,7 +79,7 @@ class Subject:
         raise ConfigError("which model? give --model NAME, --layers with --hidden and --heads, or --config FILE")
 
     def sample(self, batch: int) -> Any:
-        """What it is called with."""
+        """A sample input of the model."""
         shape = self.shape()
         if shape is not None:
             tokens = torch.zeros(batch, shape.seq, dtype=torch.long)
@@ -171,5 +171,5 @@ def bucket_bytes(mebibytes: float) -> int:
 
 
 def policy(precision: Compute, master: Master | None) -> Precision:
-    """An fp32 master of fp32 is the values themselves."""
+    """The Precision of these settings; fp32 parameters are their own master."""
     return Precision(compute=precision, master=None if precision == master else master)

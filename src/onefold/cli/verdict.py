@@ -25,7 +25,7 @@ class ReportedError(NamedTuple):
 
 
 class Exit(NamedTuple):
-    """The end of a rank's process, as the system tells it: below 0 the number of a signal."""
+    """The exit code of a rank's process; below 0, the number of the signal that ended it."""
 
     rank: int
     code: int
@@ -52,7 +52,7 @@ def cause_known(errors: Iterable[ReportedError], exits: Iterable[Exit]) -> bool:
 
 
 def _own(errors: Sequence[ReportedError], exits: Iterable[Exit]) -> list[tuple[float, Outcome]]:
-    """When and how ranks failed by themselves."""
+    """When and how ranks failed for a reason of their own, not because a peer failed."""
     reported = {error.rank for error in errors}
     failed = [(error.at_s, Outcome(1, error.message, error.kind)) for error in errors if error.level is Level.OWN]
     lost = [end for end in exits if end.code < 0 or (end.code > 0 and end.rank not in reported)]
@@ -62,7 +62,7 @@ def _own(errors: Sequence[ReportedError], exits: Iterable[Exit]) -> list[tuple[f
 def verdict(
     errors: Sequence[ReportedError], exits: Sequence[Exit], stopped: Mapping[int, float], timeout_s: float
 ) -> Outcome:
-    """Of a start that failed.
+    """The outcome of a start that failed: the rank that failed first, and why.
 
     `exits`: ranks that ended before the launcher ended them. `stopped`: rank → seconds since a signal stopped it.
     """

@@ -143,7 +143,7 @@ def compare(planned: Rehearsal, model: torch.nn.Module, peak: int) -> list[Check
 
 
 def elsewhere(planned: Rehearsal, now: MemoryReport) -> Iterator[Check]:
-    """States that are not on the device; between steps no gradient waits."""
+    """Bytes of states on host and disk; between steps no gradient waits there."""
     for tier, plan in (("host", planned.host), ("disk", planned.disk)):
         rows = [row for row in now.elsewhere if (row.place == DISK) == (tier == "disk")]
         for state, wanted in (("optimizer", plan.optimizer), ("parameters", plan.parameters)):
@@ -153,5 +153,5 @@ def elsewhere(planned: Rehearsal, now: MemoryReport) -> Iterator[Check]:
 
 
 def verdict(rows: list[dict[str, Any]]) -> int:
-    """The exit code."""
+    """The exit code: 0 if every figure is as planned, else 1."""
     return 0 if all(row["good"] for row in rows) else 1

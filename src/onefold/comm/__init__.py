@@ -1,1 +1,1 @@
-"""The only room that talks to other ranks: meshes, communicators, sums, meters, agreement."""
+"""Communication between ranks, all of it: meshes, collectives, sums in rank order, meters, agreement."""

@@ -1,8 +1,8 @@
-"""Do all ranks hold the same model, configuration and values? If not, every rank raises the same message.
+"""Checks that all ranks have the same model, settings and parameters; if not, every rank raises the same error.
 
-Each rank describes itself in lines of text. Digests are compared first; only where they differ do the lines travel,
-to name the rank and the first line that differs. A rank that already failed sends its error instead, so its peers
-raise too and nobody waits for it.
+Each rank describes itself in lines of text. Digests of the lines are compared first; only if they differ are the lines
+exchanged, to name the rank and the first line that differs. A rank that has failed sends its error instead, so that its
+peers raise too and do not wait for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def digest(lines: Sequence[str]) -> str:
 
 
 def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, where: str = "shard()") -> None:
-    """Raise on every rank unless all ranks are well and bring the same lines."""
+    """Raises on every rank if one rank has an `error`, or if the lines differ between ranks. Collective."""
     failed = f"{type(error).__name__}: {error}" if error else ""
     errors = [row.decode() for row in comm.exchange(failed.encode(), AGREE)]
     if error:
@@ -62,7 +62,7 @@ def together(comms: Comms, work: Callable[[], T], *, where: str = "shard()") -> 
 
 
 def agree_on_salt(comm: Comm) -> int:
-    """A number that all ranks share and no other model has."""
+    """A random number that rank 0 has drawn for this model, to tell its messages from another model's. Collective."""
     return int.from_bytes(comm.gather_bytes(os.urandom(4), AGREE)[0], "big")
 
 
@@ -77,7 +77,7 @@ def tell_apart(comms: Comms) -> None:
 
 
 def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    """Name the first rank that differs from the first of all, and where."""
+    """An error message that names the first rank whose lines differ from the first rank's, and the line."""
     ours, first = everyone[0], ranks[0]
     for rank, theirs in zip(ranks, everyone, strict=True):
         for i in range(max(len(ours), len(theirs))):
@@ -92,7 +92,7 @@ def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) ->
 
 
 def compare_values(comm: Comm, named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise on every rank, naming the tensor, unless all ranks hold the same bits."""
+    """Raises on every rank, naming the tensor, unless all ranks have the same bits. Collective."""
     lines = [f"values of {name}: sha256 {fingerprint(tensor)}" for name, tensor in named]
     agree(comm, lines)
 

@@ -1,4 +1,4 @@
-"""Flat buffers that are reused instead of allocated: once steps repeat, nothing is allocated."""
+"""A pool of flat buffers that are reused, so that after the first steps nothing is allocated."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from torch import Tensor
 
 
 def key_of(tensor: Tensor) -> int:
-    """What tells the storage of a plain tensor from all others that are alive."""
+    """A number that identifies the storage of a plain tensor among all that are alive."""
     return tensor.untyped_storage()._cdata
 
 
 class Pool:
-    """Flat buffers for reuse: as many as were ever out at once, none larger than the largest asked for.
+    """Flat buffers for reuse: as many as were ever taken at once, none larger than the largest request.
 
-    CUDA's allocator does that for all tensors together, so there the pool keeps nothing: between their uses its buffers
-    are activations."""
+    With `keeps=False`, as on CUDA, the pool keeps no free buffers: torch's caching allocator does, and between two uses
+    their memory serves activations."""
 
     def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
         self.device, self.keeps = device, keeps
         self._out_bytes = 0
-        self.most_bytes = 0  # that were ever out at once
+        self.most_bytes = 0  # that were ever taken at once
         self._free: list[Tensor] = []
         self._out: dict[int, Tensor] = {}
-        self._lock = threading.RLock()  # a buffer may be given while one is taken: by another thread, or a destructor
+        self._lock = threading.RLock()  # `give` may run inside `take`: in another thread, or in a destructor
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer of `numel` elements with any content: the smallest free one that fits, or a new one."""
         with self._lock:
             if not (self.keeps or self._free):
-                return self._lend(torch.empty(numel, dtype=dtype, device=self.device))
+                return self._hand_out(torch.empty(numel, dtype=dtype, device=self.device))
             wanted_bytes = numel * dtype.itemsize
-            return self._lend(self._fitting(wanted_bytes))[:wanted_bytes].view(dtype)
+            return self._hand_out(self._fitting(wanted_bytes))[:wanted_bytes].view(dtype)
 
     def _fitting(self, wanted_bytes: int) -> Tensor:
         fitting = [buffer for buffer in self._free if buffer.numel() >= wanted_bytes]
@@ -45,7 +45,7 @@ class Pool:
             self._remove(max(self._free, key=Tensor.numel))
         return self._make(wanted_bytes)
 
-    def _lend(self, buffer: Tensor) -> Tensor:
+    def _hand_out(self, buffer: Tensor) -> Tensor:
         self._out[key_of(buffer)] = buffer
         self._out_bytes += buffer.nbytes
         self.most_bytes = max(self.most_bytes, self._out_bytes)
@@ -62,19 +62,19 @@ class Pool:
                 self._free.append(buffer)
 
     def reserve(self, nbytes: int) -> None:
-        """One more free buffer of this size: for whoever may need it, or not."""
+        """Adds a free buffer of this size, so that a later `take` allocates nothing."""
         if self.keeps:
             self._free.append(self._make(nbytes))
 
     def trim(self) -> None:
-        """Let go of what is free now."""
+        """Frees the buffers that are not taken."""
         self._free.clear()
 
     def _remove(self, buffer: Tensor) -> None:
         self._free = [other for other in self._free if other is not buffer]
 
     def buffers(self) -> list[Tensor]:
-        """All of them, free or out."""
+        """All buffers, free and taken."""
         return [*self._free, *self._out.values()]
 
     def holds(self, key: object) -> bool:

@@ -1,17 +1,18 @@
-"""The only caller of collectives: metered by purpose, summed in rank order, named when they fail.
+"""Communicators, the only callers of collectives: each call is metered by purpose, and named in errors.
 
-Three things move. `gather` fills a flat buffer of N equal slots, of which each rank brings its own. `reduce` leaves
-in each rank's slot the sum of that slot over all ranks. `broadcast` copies rank 0's bytes to all.
+`gather` is an all-gather in place: it fills a flat buffer of N equal slots, of which each rank has filled its own.
+`reduce` is a reduce-scatter: the sum, in rank order, of this rank's slot over all ranks. `broadcast` copies rank 0's
+bytes to all.
 
 An all-gather has two halves: `post_shard` starts to send this rank's slot to its peers, `receive_shards` receives
 theirs. On gloo a message travels once both sides have called, moved by gloo's own thread: after a rank has posted its
 shards, its peers receive them when they like and in any order, without waiting for what that rank is doing. On NCCL
 `receive_shards` is the whole all-gather, in the same order on all ranks.
 
-How they move depends on the backend (the two wires below). On gloo every rank sends each peer just the slot it
-needs and receives straight into place: (N-1)/N of the buffer each way, half of what gloo's own reduce-scatter sends,
-no copy of the own slot, and the sum runs here, in rank order, so every stage adds the same numbers in the same
-order. On NCCL the library's collectives do the work. One rank moves nothing: N - 1 = 0 messages.
+Each backend has a wire (below). On gloo every rank sends each peer just the slot it needs and receives straight into
+place: (N-1)/N of the buffer each way, half of what gloo's own reduce-scatter sends, and no copy of the own slot. The
+sum runs here, in rank order, so every stage adds the same numbers in the same order. On NCCL the library's collectives
+are called. One rank sends nothing: N - 1 = 0 messages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.comm.inflight import PostedShards, keep
-from onefold.comm.mesh import Axes, Axis, beside
+from onefold.comm.mesh import Axes, Axis, new_gloo_axis
 from onefold.comm.meter import Label, Meter
 from onefold.comm.spans import NOTHING, span
 from onefold.comm.sums import sum_in_order, sum_wide
@@ -42,9 +43,9 @@ HINTS = {
 
 
 class Pending:
-    """Messages on the way. `wait` returns once they have arrived, and may be called again."""
+    """Messages in flight. `wait` returns once they have completed, and may be called again."""
 
-    offered = False  # a shard that peers fetch when they like
+    is_posted_shard = False  # a shard for all peers, who receive it at any time
 
     def __init__(self, comm: Comm, label: Label, works: Sequence[tuple[int | None, dist.Work]]) -> None:
         self._comm, self._label, self._works = comm, label, works
@@ -57,21 +58,21 @@ class Pending:
                     self._comm._finish(work, self._label, peer)
 
     def __del__(self) -> None:
-        """A model was let go of, after an error say, with messages on the way."""
+        """Keeps messages that are in flight when their model is freed, as after an error."""
         if self._works:
-            keep(self._comm.posted if self.offered else None, [work for _, work in self._works])
+            keep(self._comm.posted if self.is_posted_shard else None, [work for _, work in self._works])
 
 
 class Reduction(Pending):
-    """A reduce on the way; `finish` gives the sum over ranks."""
+    """A reduce-scatter in flight; `finish` gives the sum over ranks."""
 
     def __init__(self, pending: Pending, parts: Sequence[Tensor]) -> None:
         super().__init__(pending._comm, pending._label, pending._works)
-        pending._works = ()  # they are ours now
-        self._parts = parts  # what is to be summed here, in rank order; scratch
+        pending._works = ()  # this object waits for them
+        self._parts = parts  # to be summed by this rank, in rank order; overwritten
 
     def finish(self, out: Tensor, plus: Tensor | None, scale: float = 1.0, wide: Tensor | None = None) -> None:
-        """out = the sum [× scale] [+ plus], once it has arrived; with `wide`, an fp32 buffer, summed in fp32 there."""
+        """Waits; out = the sum [× scale] [+ plus]; with the fp32 buffer `wide`, computed there and rounded once."""
         self.wait()
         with self._comm.span("sum", self._label):
             if wide is None or (plus is None and scale == 1.0 and len(self._parts) == 1):
@@ -83,15 +84,15 @@ class Reduction(Pending):
 
 
 class Comm:
-    """Collectives over one axis of ranks."""
+    """Collectives over one axis of a mesh."""
 
     def __init__(self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter) -> None:
         self.rank, self.size = axis.rank, axis.size
         self.peers = [peer for peer in range(axis.size) if peer != axis.rank]
         self.meter = meter
         self.posted = PostedShards()
-        self.salt = 0  # tells this model's messages from another's; agreed by all ranks
-        self.simulated = axis.plays is not None  # no peers: all of them say what I say
+        self.salt = 0  # distinguishes this model's messages from another's; the same on all ranks
+        self.simulated = axis.plays is not None  # no peers: each is taken to send what this rank sends
         self._axis = axis
         self._timeout = timedelta(seconds=timeout_s)
         backend = axis.backend(device)
@@ -103,10 +104,10 @@ class Comm:
             self._wire = StagedWire(self)
         else:
             raise ConfigError(f"{device.type} tensors over {backend}: use gloo for cpu, and nccl or gloo for cuda")
-        self._small = self._host_wire()  # for words between hosts, which need no device
+        self._small = self._host_wire()  # for a few bytes between hosts, which need no device
 
     def _host_wire(self) -> PairwiseWire | None:
-        """gloo, where this group has it beside what moves the device's tensors."""
+        """A gloo wire for host memory, if this group has gloo beside the backend of the device."""
         if self.simulated or isinstance(self._wire, PairwiseWire):
             return None
         try:
@@ -116,41 +117,41 @@ class Comm:
         return PairwiseWire(self) if backend == "gloo" else None
 
     def world_rank(self, rank: int) -> int:
-        """What users call a rank of this axis."""
+        """The global rank of a rank of this axis."""
         return self._axis.world_ranks[rank]
 
     def scratch_numel(self, shard_numel: int) -> int:
-        """Elements of scratch that `reduce` wants beside its buffer."""
+        """Elements of scratch that `reduce` needs beside its buffer."""
         return self._wire.scratch_numel(shard_numel) if self.size > 1 else 0
 
     @property
     def any_order(self) -> bool:
-        """Whether ranks may fetch what was offered in different orders."""
+        """Whether ranks may receive posted shards in different orders: on gloo, not in NCCL's collectives."""
         return isinstance(self._wire, PairwiseWire)
 
     @property
     def sums_here(self) -> bool:
-        """Whether reductions are summed by us, in fp32 and in rank order, whatever travels. One rank has no sums."""
+        """Whether sums are computed by Onefold, in rank order and in fp32, and not by NCCL; also True for one rank."""
         return self.size == 1 or type(self._wire) is not CollectiveWire
 
     def post_shard(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
-        """Let peers, all or some, fetch my slot once. It must not change before this has been waited for."""
+        """Starts to send this rank's shard to all peers, or to some. It must not change before `wait` has returned."""
         peers = self.peers if to is None else [peer for peer in to if peer != self.rank]
-        self.posted.made += to is None
+        self.posted.sent += to is None
         self.meter.count(label.purpose, "all-gather", shard.nbytes * len(peers))
         with self.span("start", label):
             pending = self._wire.post_shard(shard, label, peers)
-        pending.offered = to is None
+        pending.is_posted_shard = to is None
         return pending
 
     def receive_shards(self, flat: Tensor, label: Label) -> Pending:
-        """Fill the slots of the others with what they offer; my own is filled."""
-        self.posted.taken += 1
+        """Starts to receive the peers' shards into their slots of a flat buffer; this rank's slot is filled already."""
+        self.posted.received += 1
         with self.span("start", label):
             return self._wire.receive_shards(flat, label)
 
     def gather(self, flat: Tensor, label: Label) -> Pending:
-        """Fill the slots of all ranks, each of which has filled its own: an offer and a fetch."""
+        """Starts an all-gather in place: each rank has filled its own slot of the flat buffer."""
         self._count(label, "all-gather", flat)
         if self.size == 1:
             return Pending(self, label, ())
@@ -158,7 +159,7 @@ class Comm:
             return self._wire.gather(flat, label)
 
     def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
-        """The sum of this rank's slot over all ranks. `flat` and `scratch` are used up."""
+        """Starts a reduce-scatter: the sum of this rank's slot over all ranks. Overwrites `flat` and `scratch`."""
         self._count(label, "reduce-scatter", flat)
         if self.size == 1:
             return Reduction(Pending(self, label, ()), [flat])
@@ -166,7 +167,7 @@ class Comm:
             return self._wire.reduce(flat, scratch, label)
 
     def broadcast(self, tensors: Sequence[Tensor], label: Label) -> None:
-        """Copy rank 0's values to all, in one message, whatever their dtypes."""
+        """Copies rank 0's tensors to all ranks, in one message, whatever their dtypes."""
         tensors = [_unexpanded(tensor.detach()) for tensor in tensors if tensor.numel()]
         if self.size == 1 or self.simulated or not tensors:
             return
@@ -186,14 +187,14 @@ class Comm:
                 tensor.copy_(aligned.view(tensor.dtype).view(tensor.shape))
 
     def exchange(self, blob: bytes, label: Label) -> list[bytes]:
-        """Every rank's bytes, in rank order. For set-up, not for steps."""
+        """Every rank's bytes, in rank order, of any lengths: two all-gathers, for set-up rather than for steps."""
         sizes = self.gather_bytes(len(blob).to_bytes(8, "big"), label)
         lengths = [int.from_bytes(size, "big") for size in sizes]
         rows = self.gather_bytes(blob.ljust(max(lengths), b"\0"), label)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def collect(self, blob: bytes, label: Label) -> list[bytes]:
-        """Every rank's bytes, in rank order, on rank 0; nothing elsewhere. For set-up, on gloo."""
+    def gather_to_first(self, blob: bytes, label: Label) -> list[bytes]:
+        """Every rank's bytes, in rank order, on rank 0; an empty list elsewhere. On gloo only."""
         assert isinstance(self._wire, PairwiseWire)
         sizes = [int.from_bytes(size, "big") for size in self.gather_bytes(len(blob).to_bytes(8, "big"), label)]
         boxes = [torch.empty(size, dtype=torch.uint8) for size in sizes]
@@ -204,12 +205,12 @@ class Comm:
         self._wire._swap(mine, {} if self.rank else filled, label).wait()
         return [] if self.rank else [ctypes.string_at(box.data_ptr(), box.numel()) for box in boxes]
 
-    def beside(self, name: str, timeout_s: float) -> Comm:
-        """The same ranks over a gloo group of their own, for another thread. Collective."""
-        meter, self.meter = self.meter, Meter()  # no part of any step
+    def new_gloo_group(self, name: str, timeout_s: float) -> Comm:
+        """A communicator of the same ranks over a new gloo group, for use in another thread. Collective."""
+        meter, self.meter = self.meter, Meter()  # these messages belong to no step
         try:
-            self.gather_bytes(b"!", Label("meet", name))  # whoever has ended is noticed here, at once
-            axis = beside(self._axis, f"{name}/{self.salt}", self._timeout.total_seconds())
+            self.gather_bytes(b"!", Label("meet", name))  # raises at once if a peer has ended
+            axis = new_gloo_axis(self._axis, f"{name}/{self.salt}", self._timeout.total_seconds())
         except RuntimeError as error:
             if isinstance(error, CommError):
                 raise
@@ -223,11 +224,11 @@ class Comm:
         return Comm(axis, torch.device("cpu"), timeout_s, Meter())
 
     def gather_bytes(self, blob: bytes, label: Label) -> list[bytes]:
-        """Every rank's bytes, in rank order, where all bring equally many."""
-        return self.start_bytes(blob, label)() if blob else [b""] * self.size
+        """Every rank's bytes, in rank order; all ranks give equally many. Collective."""
+        return self.start_gather_bytes(blob, label)() if blob else [b""] * self.size
 
-    def start_bytes(self, blob: bytes, label: Label) -> Callable[[], list[bytes]]:
-        """As `gather_bytes`, on the way: call the result to have them."""
+    def start_gather_bytes(self, blob: bytes, label: Label) -> Callable[[], list[bytes]]:
+        """Starts `gather_bytes`; calling the result waits for the bytes."""
         if self.simulated or self.size == 1:
             self.meter.count(label.purpose, "all-gather", len(blob) * (self.size - 1))
             return lambda: [blob] * self.size
@@ -248,7 +249,7 @@ class Comm:
         return rows
 
     def span(self, verb: str, label: Label) -> AbstractContextManager[Any]:
-        """For a trace, where there are peers."""
+        """A span in the profiler's trace, if this axis has more than one rank."""
         return span(verb, *label) if self.size > 1 else NOTHING
 
     def _count(self, label: Label, collective: str, flat: Tensor) -> None:
@@ -268,7 +269,7 @@ class Comm:
 
 
 class Comms(NamedTuple):
-    """The same over each axis that one model knows, as mesh.Axes has them."""
+    """A communicator for each axis in mesh.Axes, which says what they are."""
 
     shard: Comm
     replica: Comm
@@ -280,13 +281,13 @@ class Comms(NamedTuple):
 
     @classmethod
     def over(cls, axes: Axes, device: torch.device, timeout_s: float, meter: Meter) -> Comms:
-        """Axes that are the same share one."""
+        """Axes that are equal share one communicator."""
         made: dict[Axis, Comm] = {}
         return cls(*(made.setdefault(axis, Comm(axis, device, timeout_s, meter)) for axis in axes))
 
 
 class PairwiseWire:
-    """gloo on CPU: each slot goes straight from its owner to where it is wanted."""
+    """CPU tensors over gloo: each slot is sent by its owner straight to where it is needed, point to point."""
 
     small_device = torch.device("cpu")
 
@@ -320,7 +321,11 @@ class PairwiseWire:
         calls += [(peer, group.send, tensor) for peer, tensor in sends.items()]
         works: list[tuple[int | None, dist.Work]] = []
         gone: dict[int, RuntimeError] = {}
-        for peer, call, tensor in calls:  # all of them: those who live must not wait for us because another has died
+        for (
+            peer,
+            call,
+            tensor,
+        ) in calls:  # all, also after an error: peers that live must not wait for this rank because another has died
             try:
                 works.append((peer, call([tensor], peer, tag)))
             except RuntimeError as error:
@@ -336,7 +341,7 @@ class PairwiseWire:
 
 
 class CollectiveWire:
-    """NCCL: the library's own collectives, in the order all ranks agreed on."""
+    """CUDA tensors over NCCL's own collectives, in an order that all ranks share."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
@@ -366,7 +371,7 @@ class CollectiveWire:
 
 
 class StagedWire(CollectiveWire):
-    """GPU tensors over gloo, through host memory: for ranks that share a GPU, which NCCL refuses. Slow, and exact."""
+    """CUDA tensors over gloo, through host memory: for ranks that share a GPU, which NCCL refuses. Slow, and exact."""
 
     def __init__(self, comm: Comm) -> None:
         super().__init__(comm)
@@ -391,11 +396,11 @@ class StagedWire(CollectiveWire):
 
 
 class Staged(Pending):
-    """A gather whose result is copied to the GPU once it has arrived."""
+    """An all-gather whose result is copied to the GPU once it has completed."""
 
     def __init__(self, pending: Pending, staged: Tensor, flat: Tensor) -> None:
         super().__init__(pending._comm, pending._label, pending._works)
-        pending._works = ()  # they are ours now
+        pending._works = ()  # this object waits for them
         self._staged, self._flat = staged, flat
 
     def wait(self) -> None:
@@ -404,10 +409,10 @@ class Staged(Pending):
 
 
 class StagedReduction(Reduction):
-    """A reduce whose parts are copied to the GPU once they have arrived, and are summed there."""
+    """A reduce-scatter whose received parts are copied to the GPU and summed there."""
 
     def __init__(self, host: Reduction, parts: Sequence[Tensor], staged: Tensor, scratch: Tensor) -> None:
-        self._sent = host._parts  # on the host, until they have left
+        self._sent = host._parts  # buffers on the host, held until they are sent
         super().__init__(host, parts)
         self._staged, self._scratch = staged, scratch
 
@@ -418,17 +423,18 @@ class StagedReduction(Reduction):
 
 @lru_cache(maxsize=4096)
 def _tag(label: Label, salt: int) -> int:
-    """Messages of one model, unit and purpose meet each other, even where ranks issue units in another order."""
+    """A message tag made from model, unit and purpose, so that messages match where ranks issue units in different
+    orders."""
     return crc32(str(label).encode(), salt) & 0x3FFFFFFF
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as bytes."""
+    """The memory of a contiguous tensor as uint8."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
-    """Each element once: dimensions made by expand() are cut to one."""
+    """A view of each element once: dimensions made by expand() are narrowed to one."""
     for dim, stride in enumerate(tensor.stride()):
         tensor = tensor.narrow(dim, 0, 1) if stride == 0 else tensor
     return tensor

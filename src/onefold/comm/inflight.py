@@ -1,8 +1,9 @@
-"""Messages that outlive their model, and peers that outrun each other.
+"""Messages in flight after their model died, and shards that peers have not received when a process ends.
 
-gloo stalls a connection whose message has lost its buffer. So what is still on the way when a model is let go of stays
-here. Shards that were offered may go once every rank has taken as many as were offered; all ranks find that out
-together when the next model is made. And a rank that ends well first lets its peers have what they may still want.
+gloo stalls a connection whose message has lost its buffer. So the messages that are in flight when a model is freed are
+kept here, as orphans. Posted shards can be dropped once every rank has received as many as were posted; all ranks find
+that out together when the next model is sharded. A process that ends without an error first waits until its peers have
+received its shards.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
-PATIENCE_S = 10.0  # at the end of a process, for peers that want shards of models it has let go of
+PATIENCE_S = 10.0  # at the end of a process, for peers to receive shards of models that were freed
 
 
 class PostedShards:
-    """How often this rank has offered a shard of one model to all, and has taken what others offered."""
+    """How many shards of one model this rank has posted to all peers, and how often it has received theirs."""
 
     def __init__(self) -> None:
-        self.model = ""  # the same on all ranks, and no other model's
-        self.made = self.taken = 0
+        self.model = ""  # identifies the model; the same on all ranks
+        self.sent = self.received = 0
 
 
 class Orphan(NamedTuple):
-    """A message on the way."""
+    """A message in flight whose model has been freed."""
 
-    posted: PostedShards | None  # where it is a shard that peers take when they like
+    posted: PostedShards | None  # if it is a posted shard, which peers receive at any time
     work: Any
 
 
 class Serving(Protocol):
-    """What has offers that peers may not have taken yet."""
+    """What has posted shards that peers may not have received yet."""
 
     def finish_posted(self) -> None: ...
 
@@ -53,29 +54,29 @@ def count() -> int:
 
 
 def adopt_orphans(exchange: Callable[[bytes], list[bytes]]) -> None:
-    """Forget shards of models that are gone, where every rank has taken all that was offered. Collective."""
-    mine = {left.posted.model: [left.posted.made, left.posted.taken] for left in _kept if left.posted}
+    """Drops the orphaned shards of models of which every rank has received all that was posted. Collective."""
+    mine = {orphan.posted.model: [orphan.posted.sent, orphan.posted.received] for orphan in _kept if orphan.posted}
     rows = [json.loads(row) for row in exchange(json.dumps(mine).encode())]
-    done = {model for model, (made, taken) in mine.items() if made == taken}
+    done = {model for model, (sent, received) in mine.items() if sent == received}
     done = {model for model in done if all(row.get(model) == mine[model] for row in rows)}
-    for left in list(_kept):
-        if left.posted and left.posted.model in done:
-            left.work.wait()
-            _kept.remove(left)
+    for orphan in list(_kept):
+        if orphan.posted and orphan.posted.model in done:
+            orphan.work.wait()
+            _kept.remove(orphan)
 
 
-def serve_at_the_end(one: Serving) -> None:
+def finish_posted_at_exit(one: Serving) -> None:
     _serving.add(one)
 
 
 @atexit.register
 def _serve_peers() -> None:
-    """A rank that ends well, before others have run as far, lets them have its shards first."""
-    if hasattr(sys, "last_value"):  # it ends by an error: the others must hear of that at once
+    """At the end of a process without an error: waits until peers, which may be behind, have received its shards."""
+    if hasattr(sys, "last_value"):  # an error: the peers must see at once that this rank has ended
         return
     for one in _serving:
         with suppress(Exception):  # a peer has ended too, or the process group is gone
             one.finish_posted()
     with suppress(Exception):
-        for left in _kept:
-            left.work.wait(timedelta(seconds=PATIENCE_S))
+        for orphan in _kept:
+            orphan.work.wait(timedelta(seconds=PATIENCE_S))

@@ -1,7 +1,7 @@
-"""Process groups: joining the world, laying its ranks out in a mesh, and the axes of ranks that one model knows.
+"""Process groups: init(), device meshes, and the axes of ranks along which one model communicates.
 
-State is sharded along "shard" and the same on every "replica". "tp" splits tensors and "pp" splits the model: ranks
-that differ there hold other values, so ZeRO stays among ranks of equal "tp" and "pp" coordinates.
+State is sharded along "shard" and replicated along "replica". "tp" splits tensors and "pp" splits the model: ranks with
+different coordinates there hold different parameters, so ZeRO runs among ranks of equal "tp" and "pp" coordinates.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from onefold.comm.rendezvous import join
-from onefold.comm.spans import marked
+from onefold.comm.spans import named_span
 from onefold.errors import ConfigError, StateError
 
-NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbours share tensors
+NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbouring ranks share "tp"
 
 
 def init(*, timeout_s: float = 600.0) -> None:
@@ -45,20 +45,20 @@ def init(*, timeout_s: float = 600.0) -> None:
 
 
 def leave() -> None:
-    """Where NCCL serves, end its groups, or it complains at exit. All ranks have met and need nothing more."""
+    """Destroys NCCL's process groups, which warn at exit otherwise. Call it when no rank will communicate any more."""
     if dist.is_initialized() and torch.cuda.is_available():
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks that share one model's state, and this process's place among them."""
+    """A set of ranks that communicate with each other, and this process's rank in it."""
 
     group: dist.ProcessGroup
     rank: int
     size: int
     world_ranks: tuple[int, ...]
-    plays: str | None = None  # there are no peers, and this backend is only played: what is sent goes nowhere
+    plays: str | None = None  # simulated, as if over this backend: there are no peers, and messages go nowhere
 
     def backend(self, device: torch.device) -> str:
         """The name of the backend that moves tensors of this device."""
@@ -68,19 +68,18 @@ class Axis:
 
 
 class Axes(NamedTuple):
-    """State is sharded along `shard`, the same on every rank of `replica`; `everyone` is both.
+    """The axes along which one model communicates, each of the ranks that share this rank's other coordinates.
 
-    Ranks along `tp` hold different parts of the parameters and the same block inputs; the other axes are of ranks with
-    one place on it.
+    State is sharded along `shard` and replicated along `replica`; `everyone` is both together.
     """
 
     shard: Axis
     replica: Axis
     everyone: Axis
-    tp: Axis  # tensors are split along it
+    tp: Axis  # tensors are split along it; block inputs are the same
     pp: Axis  # the model is split along it
-    holders: Axis  # shard, tp and pp: those who together hold one model, each part of it once
-    world: Axis  # all of the mesh
+    holders: Axis  # shard, tp and pp: together these ranks hold one model, each element once
+    world: Axis  # all ranks of the mesh
 
 
 def mesh(
@@ -108,7 +107,7 @@ def mesh(
 
 
 def _sizes(asked: dict[str, int], world: int) -> dict[str, int]:
-    """Sizes whose product is the number of ranks, the open one filled in."""
+    """The sizes of all axes, -1 replaced; raises unless their product is the number of ranks."""
     said = ", ".join(f"{name}={size!r}" for name, size in asked.items() if size != 1) or "nothing"
     odd = [name for name, size in asked.items() if type(size) is not int or (size < 1 and size != -1)]
     open_ones = [name for name in asked if name not in odd and asked[name] == -1]
@@ -125,7 +124,7 @@ def _sizes(asked: dict[str, int], world: int) -> dict[str, int]:
 
 
 def axes_of(mesh: DeviceMesh | None) -> Axes:
-    """The axes a mesh describes; without one, all ranks share the state."""
+    """The axes of a mesh; without a mesh, state is sharded over all ranks."""
     if not dist.is_initialized():
         raise StateError("no process group: call onefold.init() before onefold.shard()")
     if mesh is None:
@@ -140,14 +139,14 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
             f"rank {dist.get_rank()} is not in {mesh.mesh.tolist()}; call shard() on the mesh's ranks only"
         )
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1 and not set(names) & {"replica", "pp", "tp"}:  # whatever it is called
+    if mesh.ndim == 1 and not set(names) & {"replica", "pp", "tp"}:  # its one axis is "shard", whatever its name
         shard = _axis(mesh.get_group())
         alone = _alone(mesh.get_group())
         return Axes(shard, alone, shard, alone, alone, shard, shard)
     if not set(names) <= set(NAMES) or len(names) != mesh.ndim:
         raise ConfigError(
-            f"mesh has axes {names or mesh.ndim}; one axis is wanted, or several named 'replica' and 'shard', 'pp' or "
-            f"'tp': see onefold.mesh"
+            f"mesh has axes {names or mesh.ndim}; use one axis, or several named 'replica', 'shard', 'pp' or 'tp': see "
+            f"onefold.mesh"
         )
 
     def along(*wanted: str) -> Axis:
@@ -165,7 +164,7 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
 
 
 def _along(mesh: DeviceMesh, names: list[str]) -> Axis:
-    """The ranks that differ from this one along these axes only."""
+    """The ranks that differ from this one in these coordinates only."""
     if not names:
         return _alone(mesh.get_group(0))
     part = mesh[tuple(names)] if len(names) < mesh.ndim else mesh
@@ -176,7 +175,7 @@ def _along(mesh: DeviceMesh, names: list[str]) -> Axis:
 
 
 class NoPeers:
-    """A group whose messages cost nothing and go nowhere: for tensors that have no values."""
+    """A simulated process group whose messages do nothing: for tensors without memory."""
 
     def _sent(self, *_: Any) -> Any:
         return FakeWork()
@@ -184,13 +183,12 @@ class NoPeers:
     send = recv = broadcast = _allgather_base = _reduce_scatter_base = _sent
 
 
-STAND_IN = "onefold::stand-in"  # what profilers call a copy that stands for a message
+STAND_IN = "onefold::stand-in"  # the profiler's name for a copy that stands for a message
 
 
 class EchoPeers(NoPeers):
-    """A group in which this rank hears itself: what it gathers are copies of its own slot, what it receives zeros.
-
-    A kernel or two for each message, however many ranks there would be.
+    """A simulated process group: an all-gather fills the peers' slots with copies of this rank's, and a receive gives
+    zeros. Each message costs one or two kernels, however many ranks are simulated.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -208,7 +206,7 @@ class EchoPeers(NoPeers):
         return self._stand_in(tensors[0], None)
 
     def _stand_in(self, target: Tensor, source: Tensor | None) -> Any:
-        with torch.no_grad(), marked(STAND_IN):
+        with torch.no_grad(), named_span(STAND_IN):
             target.zero_() if source is None else target.copy_(source)
         return FakeWork()
 
@@ -216,9 +214,9 @@ class EchoPeers(NoPeers):
 def simulated_axes(
     ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, tp: int = 1, values: bool = True
 ) -> Axes:
-    """The axes of one rank without peers, as if it were of a world of ranks × replicas × tp that talk over a backend.
+    """The axes of one simulated rank without peers, in a world of ranks × replicas × tp over the backend `plays`.
 
-    With `values`, messages are copies of what this rank has, or zeros.
+    With `values`, received tensors are filled with copies of what this rank has, or zeros; else they are left alone.
     """
 
     def axis(size: int, at: int) -> Axis:
@@ -231,10 +229,11 @@ def simulated_axes(
     return Axes(shard, axis(replicas, 0), everyone, axis(tp, 0), alone, holders, world)
 
 
-def beside(axis: Axis, name: str, timeout_s: float) -> Axis:
-    """A gloo group of the same ranks for other threads; `name` is the same on all of them and used once. Collective.
+def new_gloo_axis(axis: Axis, name: str, timeout_s: float) -> Axis:
+    """An axis of the same ranks over a new gloo group, for another thread. `name` is equal on all ranks, and used once.
+    Collective.
 
-    torch does not know of it, so destroy_process_group() in the main thread leaves what is on the way there alone.
+    The group is not registered with torch, so destroy_process_group() in the main thread does not cut its messages off.
     """
     store = dist.PrefixStore(f"onefold/{name}", dist.distributed_c10d._get_default_store())
     gloo = dist.ProcessGroupGloo(store, axis.rank, axis.size, timedelta(seconds=timeout_s))
@@ -243,8 +242,8 @@ def beside(axis: Axis, name: str, timeout_s: float) -> Axis:
     return Axis(group=group, rank=axis.rank, size=axis.size, world_ranks=axis.world_ranks)
 
 
-def ends(mesh: DeviceMesh, name: str) -> Axis:
-    """The first and the last rank along an axis of a mesh, for these two. Collective over them."""
+def end_ranks(mesh: DeviceMesh, name: str) -> Axis:
+    """An axis of the first and the last rank along an axis of a mesh. Collective over these two."""
     row = dist.get_process_group_ranks(mesh.get_group(name))
     return _axis(dist.new_group([row[0], row[-1]], use_local_synchronization=True))
 
@@ -255,5 +254,5 @@ def _axis(group: dist.ProcessGroup) -> Axis:
 
 
 def _alone(group: dist.ProcessGroup) -> Axis:
-    """An axis of this rank only: nothing moves along it."""
+    """An axis of this rank only."""
     return Axis(group=group, rank=0, size=1, world_ranks=(dist.get_rank(),))

@@ -1,7 +1,7 @@
-"""What this rank sends, counted by what it is for.
+"""The meter: bytes that this rank sends, and calls, by purpose and collective.
 
-Every message has a label. Counts are of bytes that leave this rank and of calls, by purpose and collective; a step ends
-with `cut`, and the last one can be read until the next ends.
+Every message has a label with its purpose. `cut` ends a step; the counts of the last step can be read until the next
+one ends.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Label(NamedTuple):
-    """What a message is for, and which unit it carries."""
+    """The purpose of a message, and the unit that it carries."""
 
     purpose: str
     unit: str
@@ -21,7 +21,7 @@ class Label(NamedTuple):
 
 
 class Flow(NamedTuple):
-    """Bytes this rank sent and calls it made."""
+    """Bytes that this rank sent, and calls."""
 
     sent_bytes: int = 0  # by this rank
     calls: int = 0  # of the collective
@@ -29,7 +29,7 @@ class Flow(NamedTuple):
 
 @dataclass
 class Meter:
-    """Counts what this rank sends, by purpose and collective; `cut` closes a step."""
+    """Counts what this rank sends, by purpose and collective, step by step."""
 
     running: dict[tuple[str, str], Flow] = field(default_factory=dict)
     last_step: dict[tuple[str, str], Flow] = field(default_factory=dict)
@@ -39,4 +39,5 @@ class Meter:
         self.running[purpose, collective] = Flow(flow.sent_bytes + sent_bytes, flow.calls + 1)
 
     def cut(self) -> None:
+        """Ends a step: what was counted becomes `last_step`, and counting starts again."""
         self.last_step, self.running = self.running, {}

@@ -1,14 +1,14 @@
-"""Where ranks meet: the store that holds their addresses, and the interface on which they listen for each other.
+"""Rendezvous: the store through which ranks find each other, and the network interface on which they listen.
 
 | ranks | store | interface of gloo and NCCL |
 |---|---|---|
-| started by our own launcher | a nameless file that other users cannot open | loopback |
+| started by Onefold's launcher | an unnamed file that other users cannot open | loopback |
 | all on this node, by torchrun | torchrun's; if it runs none, rank 0 serves one on MASTER_ADDR alone | loopback |
 | on several nodes | as above | gloo: the one that leads to MASTER_ADDR; NCCL: its own choice |
 | one, by itself | in memory | loopback |
 
-Neither the store nor gloo knows who connects, so what they listen on decides who can reach them. An interface that
-the user has chosen (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) is left alone.
+Neither the store nor gloo authenticates who connects, so the interface they listen on decides who can reach them. An
+interface that the user has set (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) is kept.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ import torch.distributed as dist
 
 from onefold.errors import CommError, ConfigError, ExposedWarning
 
-STORE = "ONEFOLD_STORE"  # the path of the file through which ranks of our own launcher meet
+STORE = "ONEFOLD_STORE"  # the path of the file that is the store of ranks started by Onefold's launcher
 TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-NCCL_LOOPBACK = f"={LOOPBACK}"  # exactly that one: without "=" NCCL takes every name that begins so
+NCCL_LOOPBACK = f"={LOOPBACK}"  # exactly this name: without "=" NCCL matches prefixes
 JOINED = "onefold/joined/{}"
 SIOCGIFADDR = 0x8915
 LISTENING = "0A"  # the state, in /proc/net/tcp
@@ -43,14 +43,14 @@ BACKLOG = 1024
 
 
 class Place(NamedTuple):
-    """This process among the ranks of a run, as its environment says."""
+    """This process's rank and the world size, from its environment."""
 
     rank: int
     world: int
 
     @classmethod
     def here(cls) -> Place | None:
-        """None for a process that nobody started as a rank."""
+        """None if the process was not started as a rank."""
         if STORE in os.environ:
             return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
         found = [name for name in TORCHRUN_VARIABLES if name in os.environ]
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 def join(backend: str, timeout_s: float) -> None:
-    """Make torch's default process group of all ranks, or of this process alone. Collective."""
+    """Makes torch's default process group of all ranks, or of this process alone. Collective."""
     place, timeout = Place.here(), timedelta(seconds=timeout_s)
     _choose_interface(place)
     if place is None:
@@ -85,11 +85,11 @@ def join(backend: str, timeout_s: float) -> None:
 
 
 def _missing(store: dist.Store | None, place: Place) -> str:
-    """Who has not joined; for an error message."""
+    """Names the ranks that have not joined, for an error message."""
     try:
         absent = [rank for rank in range(place.world) if store and not store.check([JOINED.format(rank)])]
     except RuntimeError:
-        store, absent = None, []  # it has ended with the process that served it
+        store, absent = None, []  # the process that served the store has ended
     if store is None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         return f"the store at {where} did not answer"
@@ -116,10 +116,10 @@ def _store(place: Place, timeout: timedelta) -> dist.Store:
 
 
 def _listener(place: Place) -> socket.socket | None:
-    """A socket that listens on MASTER_ADDR, where torch's own would listen on all addresses of this node.
+    """A socket that listens on MASTER_ADDR only; torch's own store would listen on all addresses of this node.
 
-    None if that is not this node's, or is loopback while ranks are on other nodes: some systems give the first node
-    MASTER_ADDR=localhost, and the others its name.
+    None if MASTER_ADDR is not this node's, or is loopback while ranks are on other nodes: some systems give the first
+    node MASTER_ADDR=localhost, and the others its name.
     """
     for family, _, _, _, target in _resolved(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])):
         loopback = ipaddress.ip_address(str(target[0]).partition("%")[0]).is_loopback
@@ -147,7 +147,7 @@ def _resolved(address: str, port: int) -> list[tuple[int, int, int, str, tuple[o
 
 
 def _choose_interface(place: Place | None) -> None:
-    """Set what gloo and NCCL read, unless the user has."""
+    """Sets the variables from which gloo and NCCL take their interface, unless the user has set them."""
     if place is None or _on_this_node(place):
         os.environ.setdefault(GLOO, LOOPBACK)
         os.environ.setdefault(NCCL, NCCL_LOOPBACK)
@@ -161,9 +161,9 @@ def _on_this_node(place: Place) -> bool:
 
 
 def _interface_to(address: str) -> str | None:
-    """The interface by which this node reaches an address; None if it is unknown, or is loopback.
+    """The interface through which this node reaches an address; None if it is unknown, or is loopback.
 
-    The first node may know its own name by loopback, where the others could not reach it.
+    The first node may resolve its own name to loopback, where the others could not reach it.
     """
     for family, _, _, _, target in _resolved(address, 1):
         if family == socket.AF_INET:
@@ -184,15 +184,15 @@ def _addresses() -> Iterator[tuple[str, str]]:
             try:
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # it has none
+                continue  # an interface without an IPv4 address
             yield name, socket.inet_ntoa(answer[20:24])
 
 
-# -- what torchrun has opened ----------------------------------------------------------------------------------------
+# -- torchrun's listening sockets ------------------------------------------------------------------------------------
 
 
 class Listener(NamedTuple):
-    """A TCP socket of this node that waits for connections, as in the kernel's table."""
+    """A listening TCP socket of this node, from the kernel's table."""
 
     address: str  # in hexadecimal digits; all zeros: every interface
     port: int
@@ -204,7 +204,7 @@ class Listener(NamedTuple):
 
 
 def _warn_if_exposed() -> None:
-    """Once per node, if a store that torchrun made listens on all interfaces of this node."""
+    """Warns, once per node, if a store that torchrun started listens on all interfaces of this node."""
     if STORE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     agents = _sockets_of(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else set()
@@ -237,7 +237,7 @@ def listening() -> Iterator[Listener]:
 
 
 def _sockets_of(pid: int) -> set[str]:
-    """Inodes of the sockets that a process has open; none if this user may not know."""
+    """Inodes of the sockets that a process has open; empty if this user may not read them."""
     found = set()
     with suppress(OSError):  # it has ended, or is another user's
         for path in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,14 +1,14 @@
-"""Names for what the engine does, in the trace of whoever profiles; next to nothing where nobody does.
+"""Spans: names in the torch profiler's trace for what Onefold does. Without a profiler a span costs almost nothing.
 
-A span is called `onefold.VERB WHAT OF`: `onefold.wait gather-forward blocks.3`. torch's profiler keeps it among its own
-events, whoever started it: `onefold.profile`, or a user.
+A span is named `onefold.VERB WHAT OF`: `onefold.wait gather-forward blocks.3`. torch's profiler records it among its
+own events, whether `onefold.profile` or a user has started it.
 
-    start, sum          messages: what this rank does to send and receive them, and to add what came
-    wait                for messages of peers, for an update on the host, for room there, for a copy, for a disk
+    start, sum          messages: what this rank does to send and receive them, and to sum what it received
+    wait                for messages of peers, for a host update, for memory that host updates hold, a copy, a disk
     upload, download    a copy to the device, or from it
-    update              of one unit: in step, inside backward, or on the host
+    update              of one unit: in step, in backward, or on the host
     forward, again      of the model, of a block, and of a block that is computed again in backward
-    close, clip, step   the end of backward, and what the optimizer is asked for
+    close, clip, step   the end of backward, and calls of the optimizer
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch.autograd.profiler as profiler
 
 PREFIX = "onefold."
 NOTHING = nullcontext()
-SAFE = " !#$&'()*+,-./:;<=>?@[]^_`{|}~"  # what a trace can hold beside letters and digits: it escapes nothing
+SAFE = " !#$&'()*+,-./:;<=>?@[]^_`{|}~"  # characters a trace can hold beside letters and digits: it escapes nothing
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Said(NamedTuple):
-    """A span's name, taken apart."""
+class SpanName(NamedTuple):
+    """The parts of a span's name."""
 
     verb: str
     what: str
@@ -39,18 +39,18 @@ class Said(NamedTuple):
 
 
 def span(verb: str, what: str, of: str) -> AbstractContextManager[Any]:
-    """Around something the engine does. Costs a look at one flag if nobody profiles."""
-    return marked(named(verb, what, of)) if profiler._is_profiler_enabled else NOTHING
+    """A span around something that Onefold does. Without a profiler it costs the check of one flag."""
+    return named_span(span_name(verb, what, of)) if profiler._is_profiler_enabled else NOTHING
 
 
-def marked(name: str) -> AbstractContextManager[Any]:
-    """The same under any name."""
+def named_span(name: str) -> AbstractContextManager[Any]:
+    """A span of any name, around something that Onefold does."""
     return Span(name) if profiler._is_profiler_enabled else NOTHING
 
 
 class Span:
-    """record_function takes 10 times longer. What is on its way in one thread while another starts to profile has not
-    been opened, and torch would complain when it is closed."""
+    """A fast record_function, which takes a tenth of its time. If another thread starts the profiler inside a span,
+    torch raises at the span's end, which is suppressed."""
 
     __slots__ = ("_inner",)
 
@@ -66,7 +66,7 @@ class Span:
 
 
 def spanned(verb: str, what: str, of: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """The same around every call of a function."""
+    """A decorator that puts a span around every call of a function."""
 
     def around(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -80,19 +80,19 @@ def spanned(verb: str, what: str, of: str) -> Callable[[Callable[P, T]], Callabl
 
 
 @lru_cache(maxsize=8192)
-def named(verb: str, what: str, of: str) -> str:
+def span_name(verb: str, what: str, of: str) -> str:
     return f"{PREFIX}{verb} {what} {quote(of.replace('…', '...'), safe=SAFE)}"
 
 
-def read(name: str) -> Said | None:
-    """What the name of an event says, if it is one of ours.
+def read(name: str) -> SpanName | None:
+    """The parts of a trace event's name, if the event is a span of Onefold.
 
     >>> read("onefold.wait gather-forward blocks.3")
-    Said(verb='wait', what='gather-forward', of='blocks.3')
+    SpanName(verb='wait', what='gather-forward', of='blocks.3')
     >>> read("aten::mm") is None
     True
     """
     if not name.startswith(PREFIX):
         return None
     verb, what, of = (*name.removeprefix(PREFIX).split(" ", 2), "", "")[:3]
-    return Said(verb, what, unquote(of).replace("...", "…"))
+    return SpanName(verb, what, unquote(of).replace("...", "…"))

@@ -1,4 +1,4 @@
-"""Sums of what arrived from all ranks, always in rank order: every stage adds the same numbers in the same order."""
+"""Sums over ranks, always in rank order, so that every stage adds the same numbers in the same order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def sum_wide(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None, scale: float, wide: Tensor) -> None:
-    """As `sum_in_order`, in fp32 and rounded once, times `scale`."""
+    """out = (parts[0] + parts[1] + …) × scale [+ plus], computed in the fp32 buffer `wide` and rounded once."""
     if len(parts) == 1 and parts[0].dtype is wide.dtype:
         torch.mul(parts[0], scale, out=wide)
     else:
@@ -24,7 +24,7 @@ def sum_wide(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None, scale: f
 
 
 def sum_in_order(parts: Sequence[Tensor], out: Tensor, plus: Tensor | None) -> None:
-    """out = ((parts[0] + parts[1]) + …) [+ plus]. The parts are scratch; `out` may be one of them, or `plus`."""
+    """out = ((parts[0] + parts[1]) + …) [+ plus]. The parts are overwritten; `out` may be one of them, or `plus`."""
     *head, last = parts
     total = head[0] if head else last
     for part in head[1:]:

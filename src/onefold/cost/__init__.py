@@ -1,1 +1,1 @@
-"""Bytes and seconds in closed form: what reports of the runtime and the planner share."""
+"""Bytes and seconds in closed form, which the runtime's reports and the planner share."""

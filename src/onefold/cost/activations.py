@@ -1,4 +1,4 @@
-"""Bytes of activations of a GPT-like shape, in closed form: what stays until backward, and what one block works with.
+"""Bytes of activations of a GPT-like shape, in closed form: kept until backward, and needed while one block computes.
 
 A block keeps 16·h elements per token: what its two norms read and write, queries, keys and values, what attention
 gives, and 4·h on each side of the nonlinearity. (The paper counts about 12.) Checkpointing keeps the block's input
@@ -21,21 +21,22 @@ from onefold.settings.zero import ACTIVATIONS
 
 EQUAL = 0.05  # choices whose speeds differ by less are as fast as each other
 PER_BLOCK = 16  # elements kept per token and hidden unit
-WHOLE = 4  # of these, what tensor parallelism leaves whole: what norms read and write
+WHOLE = 4  # of these, what tensor parallelism does not split: inputs and outputs of norms
 WIDEST = 4  # elements per token and hidden unit on each side of the nonlinearity
 
 
 class ActivationBytes(NamedTuple):
-    """On one rank, for one micro-batch. What is held while something computes comes on top of what is kept."""
+    """Bytes of activations on one rank for one micro-batch. What is needed while a module computes comes on top of what
+    is kept."""
 
     kept_per_block: int  # on the device, from forward to backward
     host_per_block: int
-    block: int  # what a block holds while it computes, or is computed again, but for the next
+    block: int  # needed while a block computes, or is recomputed, without `widest`
     widest: int  # the largest gradient of an activation inside it
     head: int  # the last norm, logits, their softmax and its gradients
     logits: int  # of that, the gradient of the logits, from which those of weights are made
-    outside: int  # what a layer that is neither block nor head holds
-    arena: bool = False  # what is kept lies in one stretch, which stays as long when backward empties it
+    outside: int  # needed by a layer that is neither block nor head
+    arena: bool = False  # whether kept inputs are in one buffer, whose length stays when backward empties it
 
 
 NOTHING = ActivationBytes(0, 0, 0, 0, 0, 0, 0)
@@ -52,7 +53,7 @@ def check_policy(policy: str, tp: int) -> None:
 
 
 def of_shape(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int = 2) -> ActivationBytes:
-    """Per block, for `batch` sequences.
+    """The activations of a shape for `batch` sequences with this policy.
 
     >>> paper = Shape(layers=48, hidden=1600, heads=16)
     >>> of_shape(paper, 32, "checkpoint").kept_per_block * 48 / 1e9
@@ -61,15 +62,15 @@ def of_shape(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int =
     check_policy(policy, tp)
     tokens = batch * shape.seq
     row = tokens * shape.hidden * itemsize
-    sums = 4 * tokens * (shape.heads // tp + WHOLE)  # in fp32, of attention's and the norms' rows
+    sums = 4 * tokens * (shape.heads // tp + WHOLE)  # in fp32: statistics of attention's and the norms' rows
     kept = WHOLE * row + (PER_BLOCK - WHOLE) * row // tp + sums
     logits = tokens * -(-shape.vocab // tp)
     found = ActivationBytes(
         kept_per_block=kept,
         host_per_block=0,
-        block=row,  # the gradient that comes in
+        block=row,  # the gradient of its output
         widest=WIDEST * row // tp,
-        head=2 * row + 3 * 4 * logits,  # the loss is taken in fp32: its softmax, and the gradients of both
+        head=2 * row + 3 * 4 * logits,  # the loss is computed in fp32: softmax, and the gradients of both
         logits=2 * row + itemsize * logits,
         outside=2 * row,
     )
@@ -77,14 +78,14 @@ def of_shape(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int =
         return found
     shared = policy.startswith("partition")
     part = part_numel(tokens * shape.hidden, tp if shared else 1) * itemsize
-    moved = 2 * row if shared or policy.endswith("+host") else 0  # the input, whole, and the next one on its way
+    moved = 2 * row if shared or policy.endswith("+host") else 0  # the restored input and the prefetched one
     if policy.endswith("+host"):
-        return found._replace(kept_per_block=0, host_per_block=part, block=kept + moved + part)  # and one that leaves
+        return found._replace(kept_per_block=0, host_per_block=part, block=kept + moved + part)  # and one copied out
     return found._replace(kept_per_block=part, block=kept + moved, arena=True)
 
 
 class Option(NamedTuple):
-    """A policy, priced."""
+    """A policy with its cost."""
 
     policy: str
     fits: bool
@@ -115,15 +116,15 @@ def choose_activations(options: Sequence[Option]) -> tuple[str, str]:
 
 
 def flops_per_sample(shape: Shape, policy: str) -> float:
-    """Forward and backward of one sequence over the whole model, forward twice where blocks are computed again."""
+    """Flops of forward and backward of one sequence, with a second forward where blocks are recomputed."""
     matrices = 12 * shape.layers * shape.hidden**2 + shape.vocab * shape.hidden
     forward = shape.seq * (2 * matrices + 4 * shape.layers * shape.seq * shape.hidden)
     return forward * (3 if policy == "keep" else 4)
 
 
 def tensor_parallel_elements(shape: Shape, batch: int, policy: str, tp: int) -> int:
-    """Elements one rank moves per block for tensor parallelism: an all-reduce is twice its message, two in forward, two
-    in backward, two more where forward runs twice. P_a adds one gather."""
+    """Elements that one rank sends per block for tensor parallelism: an all-reduce sends its message twice; two in
+    forward, two in backward, two more where blocks are recomputed. P_a adds one all-gather."""
     if tp == 1:
         return 0
     message = batch * shape.seq * shape.hidden

@@ -1,8 +1,8 @@
-"""What gradients take while backward brings them, unit by unit.
+"""Bytes of gradients and of reduction buffers while backward computes gradients, unit by unit.
 
-Rounds borrow buffers and leave gradients that wait for the update. On CUDA both are the allocator's between their uses:
-they grow as backward goes on. On a CPU a pool keeps the buffers and units keep their gradients, so a rank has from the
-first step on what it ends up with. Rounds are run through with the runtime's own rules and its own pool.
+A reduction takes buffers from the pool and leaves a gradient that waits for the update. On CUDA the allocator reuses
+both, so they grow as backward goes on. On a CPU a pool keeps the buffers and units keep their gradients, so after the
+first step a rank always has them all. The reductions are simulated with the runtime's own rules and its own pool.
 """
 
 from __future__ import annotations
@@ -14,132 +14,133 @@ from typing import NamedTuple
 import torch
 
 from onefold.comm.buffers import Pool
-from onefold.cost.limits import IN_FLIGHT, LEAVING
+from onefold.cost.limits import COPYING, IN_FLIGHT
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import gradient_bytes, updated_numel
 from onefold.settings.placement import Placement, Scope
 
 
-class Held(NamedTuple):
-    """What gradients take."""
+class GradientBytes(NamedTuple):
+    """Bytes that gradients take at one instant."""
 
-    gradients: int = 0  # that wait for the update
-    buffers: int = 0
+    gradients: int = 0  # of gradients that wait for the update
+    buffers: int = 0  # of reductions
 
-    def at_most(self, other: Held) -> Held:
-        return Held(*map(max, self, other))
+    def at_most(self, other: GradientBytes) -> GradientBytes:
+        return GradientBytes(*map(max, self, other))
 
 
 class Arrival(NamedTuple):
-    """The same while the gradients of one unit come."""
+    """The bytes at the instants around the gradients of one unit."""
 
-    before: Held = Held()
-    filling: Held = Held()
-    done: Held = Held()  # all are there: a round starts, and the oldest one ends
-    fresh: int = 0  # bytes of the largest as autograd makes it, until it is copied
-    after: Held = Held()  # of the last unit: backward is over, and the rounds that are left end
+    before: GradientBytes = GradientBytes()
+    filling: GradientBytes = GradientBytes()
+    done: GradientBytes = GradientBytes()  # the unit is complete: its reduction starts, and the oldest one ends
+    fresh: int = 0  # bytes of the largest gradient in autograd's own tensor, until it is copied
+    after: GradientBytes = GradientBytes()  # of the last unit: backward has ended, and the remaining reductions end
 
 
 class ReductionInFlight(NamedTuple):
-    """A reduction on the way."""
+    """A reduction in flight, and the buffers it has taken."""
 
     unit: UnitSize
     placement: Placement
-    lent: list[torch.Tensor]
+    taken: list[torch.Tensor]
 
 
-class Rounds:
-    """Reductions of one backward. Where gradients are `counted`, those that wait for the update are among what is held;
-    where the host updates they stream through buffers, and `inside` backward they go with their update, for which as
-    many may wait as have `room`."""
+class Reductions:
+    """The reductions of one backward. With `counted`, gradients that wait for the update are counted. With updates
+    `inside` backward, a gradient is freed with its update. Of units that the host updates, `room` bytes of gradients
+    may wait on the device."""
 
     def __init__(self, ranks: int, *, cuda: bool, inside: bool, counted: bool, room: int) -> None:
         self._pool = Pool(torch.device("meta"), keeps=not cuda)
         self._ranks, self._cuda, self._inside, self._counted = ranks, cuda, inside, counted
         self._waiting = 0  # bytes of gradients
-        self._room, self._gone = room, 0  # bytes that may wait for the host, and that were ever to be had
+        self._room, self._used_room = room, 0  # bytes that may wait for the host, and the most that have waited
         self._flight: deque[ReductionInFlight] = deque()
-        self._leaving: deque[list[torch.Tensor]] = deque()  # on the way down
-        self._most = Held()  # while rounds end
+        self._copying: deque[list[torch.Tensor]] = deque()  # buffers being copied to the host
+        self._fullest = GradientBytes()  # while reductions end
 
     @property
-    def _held(self) -> Held:
+    def _current(self) -> GradientBytes:
         buffers = sum(buffer.numel() for buffer in self._pool.buffers())
-        return Held(self._waiting, buffers + min(self._room, self._gone))
+        return GradientBytes(self._waiting, buffers + min(self._room, self._used_room))
 
-    def arrive(self, unit: UnitSize, placement: Placement) -> Arrival:
-        """A unit's gradients come, and make a round."""
-        before, lent = self._held, []
+    def add(self, unit: UnitSize, placement: Placement) -> Arrival:
+        """Adds the gradients of a unit, and starts its reduction."""
+        before, taken = self._current, []
         if placement.updated_on_host or not self._in_place(unit, placement):
-            lent.append(self._take(unit.whole, self._wire(unit)))
+            taken.append(self._take(unit.whole, self._wire(unit)))
         else:
             self._wait_for_update(unit, placement)
-        filling = self._most = self._held
+        filling = self._fullest = self._current
         while len(self._flight) >= IN_FLIGHT:
-            self._retire()
+            self._finish_oldest()
         others = self._ranks - 1
-        lent.append(self._take(unit.shard * (min(others, 1) if self._cuda else others), self._wire(unit)))
-        self._flight.append(ReductionInFlight(unit, placement, lent))
+        taken.append(self._take(unit.shard * (min(others, 1) if self._cuda else others), self._wire(unit)))
+        self._flight.append(ReductionInFlight(unit, placement, taken))
         fresh = 0 if self._unflattened(unit, placement) else unit.largest * unit.widths.compute
-        return Arrival(before if unit.params == 1 else filling, filling, self._most.at_most(self._held), fresh)
+        return Arrival(before if unit.params == 1 else filling, filling, self._fullest.at_most(self._current), fresh)
 
-    def drain(self) -> Held:
-        """The fullest moment while the rounds that are left end."""
-        self._most = self._held
+    def drain(self) -> GradientBytes:
+        """Ends all reductions; the most bytes meanwhile."""
+        self._fullest = self._current
         while self._flight:
-            self._retire()
-        return self._most
+            self._finish_oldest()
+        return self._fullest
 
-    def meanwhile(self) -> Arrival:
-        """Of a unit that brings no gradients."""
-        return Arrival(self._held, self._held, self._held)
+    def without_gradients(self) -> Arrival:
+        """The bytes around a unit that has no gradients."""
+        return Arrival(self._current, self._current, self._current)
 
     def next_step(self, waiting: int) -> None:
-        """With bytes of gradients that other units left. What is on the way down stays until others follow it."""
-        self._waiting, self._gone = waiting, 0
+        """Begins another step, with `waiting` bytes of gradients of other units. Buffers being copied to the host stay
+        until others follow them."""
+        self._waiting, self._used_room = waiting, 0
 
     def fill_room(self) -> None:
-        """As many wait for the host as ever may."""
-        self._gone = self._room
+        """Lets as many gradients wait for the host as may ever wait."""
+        self._used_room = self._room
 
     def update(self, unit: UnitSize, placement: Placement) -> None:
-        """What torch borrows where 16 bits compute."""
+        """Takes and returns the fp32 vectors that an update by torch's class needs where 16 bits compute."""
         numel = updated_numel(unit, placement)
-        lent = [self._take(numel, 4) for _ in range(2 if unit.widths.master == 2 else 1)]
-        for taken in lent:
-            self._pool.give(taken)
+        taken = [self._take(numel, 4) for _ in range(2 if unit.widths.master == 2 else 1)]
+        for buffer in taken:
+            self._pool.give(buffer)
 
-    def _retire(self) -> None:
-        unit, placement, lent = self._flight.popleft()
+    def _finish_oldest(self) -> None:
+        unit, placement, taken = self._flight.popleft()
         in_place = self._in_place(unit, placement)
         if placement.updated_on_host:
             summed = unit.shard if placement.gradients is Scope.SHARDED else unit.whole
-            self._leaving.append([lent.pop(0) if in_place else self._take(summed, unit.widths.grad)])
+            self._copying.append([taken.pop(0) if in_place else self._take(summed, unit.widths.grad)])
         elif not in_place:
             self._wait_for_update(unit, placement)
         if unit.widths.narrow and not self._unflattened(unit, placement):
-            lent.append(self._take(unit.shard, 4))
-        self._most = self._most.at_most(self._held)
+            taken.append(self._take(unit.shard, 4))
+        self._fullest = self._fullest.at_most(self._current)
         if self._inside:
             self._waiting -= self._counted * gradient_bytes(unit, placement)
-        while len(self._leaving) > (LEAVING if self._cuda and not self._room else 0):
-            lent += self._leaving.popleft()
-            self._gone += lent[-1].nbytes
-        for taken in lent:
-            self._pool.give(taken)
+        while len(self._copying) > (COPYING if self._cuda and not self._room else 0):
+            taken += self._copying.popleft()
+            self._used_room += taken[-1].nbytes
+        for buffer in taken:
+            self._pool.give(buffer)
 
     def _in_place(self, unit: UnitSize, placement: Placement) -> bool:
-        """Whole gradients are summed where they stay."""
+        """Whether a replicated gradient is reduced in the buffer in which it stays."""
         whole = placement.gradients is Scope.REPLICATED
         return whole and (unit.widths.grad == self._wire(unit) or self._unflattened(unit, placement))
 
     def _unflattened(self, unit: UnitSize, placement: Placement) -> bool:
-        """One rank leaves gradients as autograd makes them."""
+        """Whether gradients stay in autograd's own tensors, as they do with one rank."""
         alone = self._cuda and self._ranks == 1 and not placement.updated_on_host
         return alone and unit.widths.narrow and unit.widths.grad == unit.widths.compute
 
     def _wire(self, unit: UnitSize) -> int:
-        """Of one rank nothing travels, so nothing is widened for it."""
+        """Bytes per element of a reduction's buffers; with one rank nothing is sent, so nothing is widened for it."""
         return unit.widths.wire if self._ranks > 1 else min(unit.widths.wire, unit.widths.grad)
 
     def _wait_for_update(self, unit: UnitSize, placement: Placement) -> None:
@@ -161,22 +162,22 @@ def arrivals(
     others: int = 0,
     room: int = 0,
 ) -> list[Arrival]:
-    """Of each unit. On a CPU the buffers a rank ends up with, whichever unit computes. On CUDA with gradients, unless
-    micro-batches add up and these stay; `others` are bytes of units that come before all of these in backward. `room`
-    is for gradients that wait on the device for the host."""
+    """The Arrival of each unit. On a CPU it is the same for all: the buffers that a rank has after its first steps. On
+    CUDA gradients are counted too, unless they accumulate over micro-batches and stay; `others` are bytes of gradients
+    of units that come before all of these in backward, `room` those that may wait on the device for the host."""
     rows = list(zip(units, placements, strict=True))
-    rounds = Rounds(ranks, cuda=cuda, inside=inside, counted=cuda and not accumulates, room=room)
+    reductions = Reductions(ranks, cuda=cuda, inside=inside, counted=cuda and not accumulates, room=room)
     found: list[Arrival] = []
     for _ in range(2 if cuda and any(placement.updated_on_host for placement in placements) else 1):
-        rounds.next_step(others)
-        found = [rounds.arrive(*row) if row[0].trained else rounds.meanwhile() for row in reversed(rows)]
-        end = rounds.drain()
+        reductions.next_step(others)
+        found = [reductions.add(*row) if row[0].trained else reductions.without_gradients() for row in reversed(rows)]
+        end = reductions.drain()
     if cuda:
         found[-1:] = [last._replace(after=end) for last in found[-1:]]
         return found[::-1]
     for unit, placement in rows if not one_pass else ():
         if unit.trained and unit.widths.narrow and not placement.updated_on_host:
-            rounds.update(unit, placement)
-    rounds.fill_room()
-    end = rounds.drain()
+            reductions.update(unit, placement)
+    reductions.fill_room()
+    end = reductions.drain()
     return [Arrival(end, end, end)] * len(rows)

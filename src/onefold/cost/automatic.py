@@ -1,7 +1,7 @@
-"""stage="auto": the simplest stage whose states leave room for activations on the smallest device, and how much.
+"""Chooses stage="auto", the simplest stage whose states leave room for activations on the smallest device, and
+Offload(optimizer="auto"), how many units keep their optimizer state on the device, in host memory and on disk.
 
-Offload(optimizer="auto"): how many units' optimizer state stays on the device, and how much of the rest the host takes.
-Which optimizer will come is not known when a model is sharded: all counts are for Adam's 8 bytes per element.
+When a model is sharded its optimizer is not known yet: all bytes are for Adam, 8 per element.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onefold.cost.work import Module, Work
 from onefold.settings.placement import Placement, Tier
 from onefold.settings.widths import Widths
 
-ADAM = StateCost(8, 4)  # which optimizer will come is not known yet
+ADAM = StateCost(8, 4)
 
 
 def choose_stage(
@@ -36,8 +36,8 @@ def choose_stage(
     machine: Hardware,
     optimizer: str | None = None,
 ) -> tuple[int, str]:
-    """The stage and the reason. Where nothing fits, stage 3, which comes closest. `optimizer` is where its state goes:
-    nowhere, or "auto" where that is not needed."""
+    """The stage and the reason; if nothing fits, stage 3, which comes closest. `optimizer` is the tier of the optimizer
+    state; None: the device, "auto": offloaded only if it does not fit."""
     question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
     rows = [row for row in recommend(question) if row.estimate.choice in [Choice(stage) for stage in range(4)]]
     if optimizer in (None, "auto") and rows[0].fits:
@@ -55,7 +55,7 @@ def choose_stage(
 
 
 class Tiers(NamedTuple):
-    """Where the optimizer state of each unit is that a rank trains."""
+    """The tier of each trained unit's optimizer state, and the reason."""
 
     tiers: tuple[Tier, ...]
     why: str
@@ -71,9 +71,10 @@ def choose_tiers(
     device_bytes: int | None = None,
     host_bytes: int | None = None,
 ) -> Tiers:
-    """On the device as many as fit, the first of forward: backward reaches them last and the next forward needs them
-    first, so with them there nobody waits for the host at the end of a step. On the host the next, and all the others
-    if `host_bytes` is None; else what these do not hold is on disk. `placements` are those of all on the host."""
+    """Keeps the optimizer state of as many units as fit on the device, the first of forward: backward reaches them last
+    and the next forward needs them first, so no host update is waited for at the end of a step. The next units' state
+    is in host memory; what `host_bytes`, if given, cannot hold is on disk. `placements` are with all state on the
+    host."""
     trained = [index for index, unit in enumerate(units) if unit.trained]
     cuda = machine.device == "cuda"
     gathered = max((part.gathered for part in segments(units, placements, prefetch)), default=0)
@@ -97,17 +98,17 @@ def choose_tiers(
     here = most(lambda here: needed(here) <= budget, len(trained))
     room = "device_bytes" if device_bytes is not None else f"{ROOM:.0%} of the device less units in use"
     why = f"with Adam, states take {text_of(needed(here))} of {text_of(max(budget, 0))} ({room})"
-    told = f"optimizer state of {here} of {len(trained)} units stays on the device: {why}"
+    reason = f"optimizer state of {here} of {len(trained)} units stays on the device: {why}"
     host = away = len(trained) - here
     if host_bytes is not None and needed_there(away) > host_bytes:
         host = min(most(lambda host: needed_there(host) <= host_bytes, away), away)
         takes = f"{text_of(needed_there(host))} of {text_of(host_bytes)}"
-        told += f"; of {host} more it is in host memory ({takes}), of {away - host} on disk"
-    return Tiers(tuple(_in_order(here, host, len(trained))), told)
+        reason += f"; of {host} more it is in host memory ({takes}), of {away - host} on disk"
+    return Tiers(tuple(_in_order(here, host, len(trained))), reason)
 
 
 def _in_order(here: int, host: int, units: int) -> list[Tier]:
-    """The first on the device, the next in host memory, the others on disk."""
+    """The tiers of units in forward order: the first `here` on the device, the next `host`, the others on disk."""
     return ([Tier.DEVICE] * here + [Tier.HOST] * host + [Tier.DISK] * units)[:units]
 
 
@@ -122,7 +123,7 @@ def room_for_activations(
     bucket_bytes: int,
     machine: Hardware,
 ) -> int:
-    """Bytes of a device that states, buffers and gathered units leave; 0 where they do not fit themselves."""
+    """Bytes of a device that states, buffers and unsharded units leave for activations; 0 if they do not fit."""
     question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
     estimate = question.price(choice, question.grid(), 1)
     return max(0, usable_bytes(machine) - estimate.peak_bytes)

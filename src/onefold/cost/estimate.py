@@ -1,4 +1,4 @@
-"""One choice, priced: bytes by category on device, host and disk, messages, and seconds."""
+"""The cost of one choice: bytes by category on device, host and disk, messages, and seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import arrivals
 from onefold.cost.hardware import Hardware
 from onefold.cost.peak import Instant, Segment, Staging, instants, lent_bytes, segments, staging_bytes
-from onefold.cost.seconds import StepSeconds, exposed_in_step, look_ahead
+from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_need
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.cost.states import StateBytes, StateCost, state_bytes
 from onefold.cost.traffic import Sent, reduce_default, step_traffic, total
@@ -19,9 +19,9 @@ from onefold.cost.transfers import Moves, exposed_update_s, host_side_s, moves_o
 from onefold.cost.work import Grid, Work
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
 
-FEW = 8  # units of a bare count that stand for all: more than are reduced and updated at once
+FEW = 8  # units that stand for all where only a number of parameters is known: more than are in flight at once
 USABLE = 0.95  # of a GPU: its context and the buffers of the communication library take the rest
-FRAGMENTS = 0.03  # of what comes and goes on a GPU, lost between pieces in use; 0.016 and 0.002 were measured
+FRAGMENTS = 0.03  # of memory allocated and freed in a step: lost to fragmentation; 0.016 and 0.002 were measured
 
 
 def usable_bytes(machine: Hardware) -> int:
@@ -29,10 +29,10 @@ def usable_bytes(machine: Hardware) -> int:
 
 
 class Choice(NamedTuple):
-    """What a user decides."""
+    """The settings that the planner chooses between."""
 
     stage: int
-    keep_whole: int = 0  # stage 3: units of at most so many elements stay whole
+    keep_whole: int = 0  # stage 3: units of at most so many elements stay replicated
     optimizer: str = "device"  # or host, disk
     parameters: str = "device"
     activations: str = "checkpoint"
@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a choice costs one rank."""
+    """What a choice costs on one rank."""
 
     work: Work
     choice: Choice
@@ -78,17 +78,17 @@ class Estimate:
 
     @property
     def _typical(self) -> tuple[Sequence[UnitSize], Sequence[Placement]]:
-        """Units to walk through a step with: all, or of a bare count's equal ones as many as can be alive at once."""
+        """The units to simulate a step with: all, or, where only a number of parameters is known, FEW equal ones."""
         few = len(self.sizes.units) if self.work.numel is None else self.prefetch + FEW
         return self.sizes.units[:few], self.placements[:few]
 
     @property
     def _table(self) -> tuple[Grid, Choice]:
-        """What decides who holds what."""
+        """What the placement table depends on."""
         return self.grid, self.choice._replace(activations="")
 
     def _place(self, row: Placement) -> list[Placement]:
-        """Small units may be whole, the first ones updated on the device."""
+        """The placement of each unit: small units may be replicated, the first ones updated on the device."""
         found, trained = [], 0
         for unit in self.sizes.units:
             placed = row
@@ -101,7 +101,7 @@ class Estimate:
         return found
 
     def states_on(self, tier: Tier) -> StateBytes:
-        """As they are between backward and step."""
+        """Bytes of states between backward and step."""
         return self.work.remember(
             ("states", self._table, self.cost, tier),
             lambda: state_bytes(self.sizes.units, self.placements, self.cost, tier),
@@ -109,7 +109,8 @@ class Estimate:
 
     @cached_property
     def states(self) -> StateBytes:
-        """On the device by the paper's count, where gradients stay until the step unless parameters are elsewhere."""
+        """Bytes of states on the device as the paper counts: gradients stay there until the step unless parameters are
+        offloaded."""
         kept = [p.on(Tier.DEVICE, p.parameters_tier) for p in self.placements]
         if self.choice.parameters != "device":
             return self.states_on(Tier.DEVICE)
@@ -118,12 +119,13 @@ class Estimate:
 
     @property
     def resident(self) -> StateBytes:
-        """On the device in a run: what the host updates streams there, unless it adds up over micro-batches first."""
+        """Bytes of states on the device in a run: gradients of units that the host updates leave it at once, unless
+        they accumulate over micro-batches first."""
         return self.states if self.micro_batches > 1 else self.states_on(Tier.DEVICE)
 
     @cached_property
     def all_states(self) -> int:
-        """Bytes, wherever they are."""
+        """Bytes of states on all tiers."""
         return sum(self.states_on(tier).total for tier in Tier)
 
     @cached_property
@@ -150,7 +152,7 @@ class Estimate:
 
     @cached_property
     def stays(self) -> StateBytes:
-        """On the device all along. On CUDA gradients come and go with their backward, unless they add up."""
+        """Bytes that are on the device throughout a step. On CUDA gradients are not, unless they accumulate."""
         return self.resident._replace(gradients=0) if self._cuda and not self._accumulates else self.resident
 
     @cached_property
@@ -186,12 +188,12 @@ class Estimate:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Activations kept from forward to backward, on the device."""
+        """Bytes of activations kept on the device from forward to backward."""
         return self.activations.kept_per_block * self.work.layers_here(self.grid) * self.flying
 
     @property
     def pinned_bytes(self) -> int:
-        """Of one rank's host memory, what a GPU copies from and to: pages that cannot move."""
+        """Bytes of one rank's host memory that are pinned for transfers with a GPU."""
         if self.hardware.device != "cuda":
             return 0
         states = self.states_on(Tier.HOST)
@@ -253,11 +255,11 @@ class Estimate:
 
     @property
     def traffic_elements(self) -> int:
-        """Sent by one rank for ZeRO."""
+        """Bytes that one rank sends for ZeRO in a step."""
         return total({k: v for k, v in self.traffic.items() if k != "tensor-parallel"})[0]
 
     def link(self, axis: str) -> float:
-        """Bytes per second along an axis; tensor parallelism has the neighbours."""
+        """Bytes per second along an axis; tensor parallelism uses neighbouring ranks."""
         node = self.hardware.node_ranks
         inside = max(1, min(self.grid.tp, node))
         if axis == "tp":
@@ -282,7 +284,7 @@ class Estimate:
 
     @cached_property
     def gather_s(self) -> list[float]:
-        """Of each unit that a pass gathers."""
+        """Seconds of the all-gather of each unit in a forward or backward."""
         forward, _ = self.work.passes(self.sizes, self.placements)
         rate, others = self.link("shard"), self.grid.shard - 1
         widths = [self.sizes.units[i].shard * others * self.sizes.units[i].widths.compute for i in forward]
@@ -320,11 +322,11 @@ class Estimate:
 
     @cached_property
     def host_side_s(self) -> float:
-        """One step's updates on the host, hidden or not."""
+        """Seconds of one step's host updates, hidden or not."""
         return host_side_s(self.moves, self.hardware, self._node)
 
     def _update_s(self, compute: float) -> tuple[float, float]:
-        """What a step waits for updates, and for what else moves between device, host and disk."""
+        """Seconds that a step waits for updates, and for other transfers between device, host and disk."""
         hardware, moves = self.hardware, self.moves
         update = moves.device / hardware.memory_rate
         if moves.host:
@@ -343,11 +345,11 @@ class Estimate:
 
     @property
     def look_ahead(self) -> tuple[int, bool]:
-        """k*, and whether the link is the limit at any depth."""
+        """The number of units to prefetch, and whether the link is the limit however many are prefetched."""
         if not self.gather_s or not self.compute_s:
             return 0, False
         units = len(self.gather_s)
-        found = look_ahead(
+        found = prefetch_need(
             self.gather_s, [self.compute_s / (4 if self.choice.activations != "keep" else 3) / units] * units
         )
         return found.units, found.bandwidth_bound

@@ -1,4 +1,4 @@
-"""What devices, nodes and links can do. Figures are the vendors', one way and per device unless said otherwise.
+"""Rates and sizes of devices, nodes and links: the vendors' figures, one way and per device unless said otherwise.
 
 `efficiency` is the share of the peak flop rate that large matrix products of a transformer reach in training; with it a
 plan's seconds are realistic, not optimal. Give your own with `--hardware measure`, or by replacing a field.

@@ -1,4 +1,4 @@
-"""Which parameters share a unit, and who owns which elements. Integers only; no tensors, no processes.
+"""Which parameters share a unit, and which elements of it each rank owns. Integers only; no tensors, no processes.
 
 1 A model's parameters, in registration order, are cut into units: by block, by kind (dtype and trainability),
   and by `bucket_bytes`. The stage plays no part, so all stages move and update the same units.
@@ -42,12 +42,12 @@ def padded(numel: int, to: int = ALIGN) -> int:
 
 
 def part_numel(numel: int, ranks: int) -> int:
-    """Elements that one of `ranks` keeps of a tensor they share: equal parts of full vectors."""
+    """Elements that each of `ranks` keeps of a tensor partitioned among them: equal multiples of ALIGN."""
     return padded(numel, ALIGN * ranks) // ranks
 
 
 class ParamInfo(NamedTuple):
-    """What the layout needs to know of one parameter."""
+    """What the layout needs of one parameter."""
 
     name: str
     numel: int
@@ -57,7 +57,7 @@ class ParamInfo(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where one parameter lies in its unit."""
+    """The place of one parameter in its unit's flat buffer."""
 
     name: str
     numel: int
@@ -82,14 +82,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """One flat unit: parameters laid one behind the other, cut into `ranks` equal shards."""
+    """The layout of one unit: parameters one after the other in a flat buffer of `ranks` equal shards."""
 
     name: str
     kind: str
     itemsize: int
     slots: tuple[Slot, ...]
     ranks: int
-    replicas: int = 1  # a shard is itself cut into so many equal parts, to be summed across replicas
+    replicas: int = 1  # a shard divides into so many equal parts, which replicas reduce-scatter
 
     @cached_property
     def used_numel(self) -> int:
@@ -98,7 +98,7 @@ class UnitLayout:
 
     @cached_property
     def body(self) -> Span:
-        """All parameters with the padding between them, without the tail that rounds up to N equal shards."""
+        """All parameters and the padding between them, without the padding at the end that makes N equal shards."""
         return Span(0, self.slots[-1].padded_span.stop if self.slots else 0)
 
     @cached_property
@@ -115,13 +115,13 @@ class UnitLayout:
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:
-        """Padding: no parameter's elements, always zero."""
+        """The padding, which is always zero."""
         ends = [slot.span.stop for slot in self.slots]
         starts = [slot.start for slot in self.slots[1:]] + [self.numel]
         return tuple(Span(a, b) for a, b in zip(ends, starts, strict=True) if a < b)
 
     def pieces(self, rank: int) -> Iterator[Piece]:
-        """What `rank` owns of each parameter, in order."""
+        """The elements of each parameter in the shard of `rank`, in order."""
         mine = self.shard(rank)
         for slot in self.slots:
             part = slot.span.clip(mine)
@@ -130,7 +130,7 @@ class UnitLayout:
 
 
 def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int, replicas: int = 1) -> list[UnitLayout]:
-    """Cut parameters, given in registration order, into units.
+    """Groups parameters, given in registration order, into units.
 
     A run of neighbours of one block (or outside every block) is first parted by kind, then filled up to
     `bucket_bytes`; a parameter that large stands alone. Inside a block, whose units are used together, the small ones
@@ -152,7 +152,8 @@ def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int, repli
 
 
 def _fill(params: Sequence[ParamInfo], bucket_bytes: int, *, across: bool) -> list[list[ParamInfo]]:
-    """In the order of their first parameters. Small ones share `across` large ones, or with neighbours only."""
+    """Groups of parameters, in the order of their first ones. Small parameters share a unit also `across` large ones
+    between them, or with neighbours only."""
     fills: list[list[ParamInfo]] = []
     fill: list[ParamInfo] = []  # that small ones go into
     filled = 0
@@ -193,7 +194,8 @@ class Move(NamedTuple):
 
 
 def reshard(old: Sequence[UnitLayout], new: Sequence[UnitLayout]) -> Iterator[Move]:
-    """What goes where when the same parameters change their units or the number of ranks."""
+    """The copies that bring the same parameters from one layout to another, of other units or another number of
+    ranks."""
     sources: dict[str, list[tuple[str, int, Piece]]] = {}
     for unit, rank in ((u, r) for u in old for r in range(u.ranks)):
         for piece in unit.pieces(rank):

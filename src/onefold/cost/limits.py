@@ -1,26 +1,26 @@
-"""How much may be in flight at once: bounds that the runtime keeps, and formulas count with."""
+"""Limits on what is in flight at once, which the runtime keeps and the planner's formulas use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-WORKERS = 3  # threads that update units on the host
-AT_HAND = 1  # unit that is read or changed between steps, beside those of the workers
-IN_FLIGHT = 2  # rounds on the way at once: one travels while the next fills, and buffers stay constant
-WAITING = 3  # complete units that may wait for one before them; then it counts as skipped
-READ_AHEAD = 2  # units whose shards are read from disk before they are fetched
-WAITING_SHARE = 0.25  # of the gradients: so many bytes may wait on the device inside backward
-LEAST_WAITING = 2  # of the largest
-LEAVING = 2  # gradients on their way down before compute may have to wait
+WORKERS = 3  # threads that run host updates
+BETWEEN_STEPS = 1  # unit whose state is loaded to be read or changed between steps, beside those of the workers
+IN_FLIGHT = 2  # reductions at once: one is sent while the next one's gradients are added
+WAITING = 3  # complete units that may wait for an earlier one in the reduce schedule; then that counts as skipped
+READ_AHEAD = 2  # units whose shards are read from disk before they are needed
+WAITING_SHARE = 0.25  # of the bytes of gradients: so many may wait on the device for host updates in backward
+LEAST_WAITING = 2  # of the largest gradients may wait in any case
+COPYING = 2  # gradients being copied to the host before compute may have to wait
 
 
-def under_way_bytes(sizes: Sequence[int]) -> int:
-    """Of units that take so many bytes: as many as may be on their way to an update, or back, at once."""
+def updating_bytes(sizes: Sequence[int]) -> int:
+    """The most bytes that units of these sizes take while host updates of them run at once."""
     return sum(sorted(sizes)[-WORKERS:])
 
 
 def waiting_bytes(transfers: Sequence[int]) -> int:
-    """How many bytes of gradients may wait on the device inside backward, of transfers of these sizes.
+    """The bytes of gradients that may wait on the device for host updates in backward, given the sizes of all.
 
     >>> waiting_bytes([10] * 100), waiting_bytes([10] * 4), waiting_bytes([10])
     (250, 20, 10)

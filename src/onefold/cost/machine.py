@@ -11,7 +11,7 @@ from onefold.cost.hardware import TABLE, Hardware
 
 
 def here(device: torch.device) -> Hardware:
-    """The row of the table that names this device, or the nearest, with the memory that is really there."""
+    """The row of this device, or of the nearest one, with the memory that this device really has."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if device.type != "cuda":

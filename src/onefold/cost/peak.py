@@ -1,7 +1,7 @@
-"""What is in memory at each instant of a step, and so the fullest one.
+"""Bytes in memory at each instant of a step, and so the peak.
 
-Forward adds what each block keeps; backward takes it away again, and brings gradients. At every instant the block that
-computes has its units whole, and the next ones are on their way.
+Forward adds what each block keeps for backward; backward frees it again, and adds gradients. At every instant the block
+that computes has its units unsharded, and the next ones are prefetched.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from itertools import groupby
 from typing import NamedTuple
 
 from onefold.cost.activations import ActivationBytes
-from onefold.cost.arrivals import Arrival, Held
-from onefold.cost.limits import AT_HAND, WORKERS, under_way_bytes, waiting_bytes
+from onefold.cost.arrivals import Arrival, GradientBytes
+from onefold.cost.limits import BETWEEN_STEPS, WORKERS, updating_bytes, waiting_bytes
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost, optimizer_bytes, updated_numel
 from onefold.settings.placement import Placement, Scope, Tier
 
 
 class Instant(NamedTuple):
-    """What is in memory beside what stays all along."""
+    """Bytes at one instant of a step, beside those that are always in memory."""
 
     where: str
     gathered: int = 0
@@ -38,39 +38,39 @@ class Segment(NamedTuple):
     where: str
     block: bool
     backward: bool
-    head: bool  # behind the last block
-    gathered: int  # bytes of whole units: its own, and those on their way
+    head: bool  # after the last block
+    gathered: int  # bytes of unsharded units: its own, and prefetched ones
     arrivals: tuple[Arrival, ...]  # of its units, in the order of forward
-    tied: int = 0  # bytes of gradients of what embedding and head share, which wait in autograd for each other
+    tied: int = 0  # bytes of a gradient of tied embedding and head weights, which autograd keeps to sum both
 
 
 def lent_bytes(units: Sequence[UnitSize], placements: Sequence[Placement]) -> int:
-    """Gradients that may wait on the device for the host, where it updates inside backward."""
+    """Bytes of gradients that may wait on the device for host updates in backward."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.updated_on_host]
     return waiting_bytes([u.widths.grad * (u.whole if p.gradients is Scope.REPLICATED else u.shard) for u, p in rows])
 
 
 class Staging(NamedTuple):
-    """Buffers in host memory beside states."""
+    """Bytes of staging buffers in host memory."""
 
-    copied: int  # pinned on CUDA: what is between device or disk and an update
-    worked: int  # pageable: what an update works in
+    copied: int  # pinned on CUDA: sources and targets of transfers
+    worked: int  # pageable: scratch of updates, and state read from files
 
 
 def staging_bytes(
     units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, inside: bool
 ) -> Staging:
-    """As the update threads have them, a unit each; a file that grows has two. One more may be read between steps.
-    `inside` backward gradients wait on the device."""
+    """Staging buffers of the update threads, one unit each; a file that grows has two. One more unit may be read
+    between steps. With updates `inside` backward, gradients wait on the device instead."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.updated_on_host]
     if not rows:
         return Staging(0, 0)
-    copied = under_way_bytes([u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST])
+    copied = updating_bytes([u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST])
     if inside:
-        copied += under_way_bytes([u.shard * u.widths.grad for u, _ in rows])
+        copied += updating_bytes([u.shard * u.widths.grad for u, _ in rows])
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
     files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
-    return Staging(copied, WORKERS * max(wide, default=0) + (WORKERS + 1 + AT_HAND) * max(files))
+    return Staging(copied, WORKERS * max(wide, default=0) + (WORKERS + 1 + BETWEEN_STEPS) * max(files))
 
 
 def segments(
@@ -82,7 +82,8 @@ def segments(
     cuda: bool = True,
     tied: int | None = None,
 ) -> list[Segment]:
-    """A forward and a backward. The `tied` unit is whole from the head to where backward ends."""
+    """The segments of a forward, whose reverse is backward. The `tied` unit stays unsharded from the head to the end of
+    backward."""
     runs = [list(run) for _, run in groupby(range(len(units)), key=lambda i: units[i].block or f"#{i}")]
     last_block = max((number for number, run in enumerate(runs) if units[run[0]].block), default=len(runs))
     sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARDED}
@@ -110,7 +111,7 @@ def segments(
 
 
 def instants(walk: Sequence[Segment], activations: ActivationBytes, flying: int = 1) -> Iterator[Instant]:
-    """Those that can be the fullest; `flying` micro-batches are between forward and backward at once."""
+    """The instants that can be the fullest; `flying` micro-batches are between forward and backward at once."""
     blocks = sum(segment.block and not segment.backward for segment in walk)
     earlier = (flying - 1) * blocks * activations.kept_per_block
     kept = blocks if activations.arena else 0
@@ -127,9 +128,9 @@ def instants(walk: Sequence[Segment], activations: ActivationBytes, flying: int 
 
 def _moments(
     arriving: Sequence[Arrival], activations: ActivationBytes, *, block: bool, head: bool, tied: int
-) -> Iterator[tuple[Held, int]]:
-    """What gradients take while a segment computes, and what it works with then. The first unit of a block is done when
-    backward has left the block, the others before."""
+) -> Iterator[tuple[GradientBytes, int]]:
+    """Bytes of gradients at the instants of a segment's backward, and of what it computes with then. The first unit of
+    a block is complete when the block's backward has ended, the others before."""
     for before, filling, _, fresh, _ in arriving:
         if block:
             yield filling, activations.block + tied + max(activations.widest, fresh)

@@ -1,8 +1,8 @@
-"""How far to gather ahead, from measured times. Numbers only.
+"""How many units to prefetch, from measured times. Numbers only.
 
-A gather of T seconds is hidden if it starts so many units early that their compute takes at least T. Beyond that,
-looking further ahead hides nothing: where gathering takes longer than computing all along, the link is the limit and
-the difference stays exposed at any depth.
+An all-gather of T seconds is hidden if it starts so many units early that their compute takes at least T. Prefetching
+more hides nothing: where all-gathers take longer than compute overall, the link is the limit, and the difference stays
+exposed however many units are prefetched.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class LookAhead(NamedTuple):
-    """How many units to gather ahead of need."""
+class PrefetchChoice(NamedTuple):
+    """How many units to prefetch, and what limits that number."""
 
     units: int
-    bandwidth_bound: bool  # gathering takes longer than computing; more look-ahead would not help
-    memory_bound: bool  # a larger number would help, but not fit
+    bandwidth_bound: bool  # all-gathers take longer than compute; more prefetch would not help
+    memory_bound: bool  # a larger number would help, but does not fit into memory
 
 
 def choose(
     gather_s: Sequence[float], compute_s: Sequence[float], unit_bytes: Sequence[int], budget_bytes: int | None = None
-) -> LookAhead:
-    """The smallest number that hides every gather behind the compute of the units before it.
+) -> PrefetchChoice:
+    """The smallest number of prefetched units that hides every all-gather behind the compute of the units before.
 
     `gather_s[i]`, `compute_s[i]` and `unit_bytes[i]` are of the i-th unit of the pass.
 
     >>> choose([0.008] * 32, [0.010] * 32, [1] * 32).units
     1
     >>> choose([0.016] * 32, [0.010] * 32, [1] * 32)
-    LookAhead(units=1, bandwidth_bound=True, memory_bound=False)
+    PrefetchChoice(units=1, bandwidth_bound=True, memory_bound=False)
     """
     count = len(gather_s)
     if sum(gather_s) > sum(compute_s):
-        return LookAhead(min(1, max(count - 1, 0)), bandwidth_bound=True, memory_bound=False)
+        return PrefetchChoice(min(1, max(count - 1, 0)), bandwidth_bound=True, memory_bound=False)
     wanted = max((_early(gather_s[i], compute_s[:i]) for i in range(1, count)), default=0)
     fitting = wanted
     while fitting > 1 and budget_bytes is not None and _most_live(unit_bytes, fitting) > budget_bytes:
         fitting -= 1
-    return LookAhead(fitting, bandwidth_bound=False, memory_bound=fitting < wanted)
+    return PrefetchChoice(fitting, bandwidth_bound=False, memory_bound=fitting < wanted)
 
 
 def _early(gather_s: float, before_s: Sequence[float]) -> int:
-    """How many units before its own a gather must start."""
+    """How many units before its own an all-gather must start to be hidden."""
     hidden, units = 0.0, 0
     for compute_s in reversed(before_s):
         units += 1
@@ -53,12 +53,13 @@ def _early(gather_s: float, before_s: Sequence[float]) -> int:
 
 
 def _most_live(unit_bytes: Sequence[int], units: int) -> int:
-    """Bytes of whole parameters when one unit computes and `units` more are ahead."""
+    """The most bytes of unsharded parameters when one unit computes and `units` more are prefetched."""
     return max(sum(unit_bytes[i : i + 1 + units]) for i in range(len(unit_bytes)))
 
 
 def exposed_s(gather_s: Sequence[float], compute_s: Sequence[float], units: int) -> float:
-    """Seconds a pass waits for gathers, one after the other on one link, each started `units` ahead of its need."""
+    """Seconds a forward or backward waits for all-gathers, which run one after the other on one link, each started
+    `units` ahead of its need."""
     started_at = [0.0] * len(gather_s)
     link_free = clock = waited = 0.0
     arrives: list[float] = []

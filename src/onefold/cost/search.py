@@ -1,8 +1,8 @@
-"""What to choose: the largest batch, the fewest ranks, the largest model, and a ranking of choices with reasons.
+"""Searches choices: the largest batch, the fewest ranks, the largest model, and a ranking with reasons.
 
-1 Every choice is priced at the batch asked for, or at the largest that fits. 2 Of stages 0 to 2 the fastest is taken;
-those within a few per cent of it count as equal, and among equals the simplest wins. 3 What shards parameters or moves
-states elsewhere is taken where nothing less fits, or where it is clearly faster at the same batch.
+1 Every choice is priced at the given batch, or at the largest that fits. 2 Of stages 0 to 2 the fastest is taken; those
+within a few per cent of it count as equal, and among equals the simplest is taken. 3 Sharded parameters or offload are
+taken where nothing less fits, or where they are clearly faster at the same batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AUTO = "auto"  # also consider to keep all activations: faster, if the memory th
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be trained on what, with what is still open left None."""
+    """What is to be trained on which hardware; None where the planner may choose."""
 
     work: Work
     ranks: int
@@ -66,7 +66,7 @@ class Question:
 
 
 class Ranked(NamedTuple):
-    """A choice that was considered, and why it stands where it stands."""
+    """A choice that was considered, and the reason for its rank."""
 
     estimate: Estimate
     fits: bool
@@ -74,13 +74,13 @@ class Ranked(NamedTuple):
 
 
 def fits(estimate: Estimate) -> bool:
-    """Whether a choice fits, with room left for activations where nothing is known of them."""
+    """Whether a choice fits, with a reserve for activations if they are unknown."""
     known = estimate.work.knows_activations
     return estimate.fits and (known or estimate.peak_bytes <= ROOM * estimate.hardware.memory_bytes)
 
 
 def most(accept: Callable[[int], bool], limit: int) -> int:
-    """The largest number up to `limit` that is accepted, if all smaller ones are; 0 if 1 is not."""
+    """The largest number up to `limit` that is accepted, provided all smaller ones are; 0 if 1 is not."""
     if not accept(1):
         return 0
     low, high = 1, 2
@@ -94,7 +94,7 @@ def most(accept: Callable[[int], bool], limit: int) -> int:
 
 
 def largest_batch(question: Question, choice: Choice, grid: Grid) -> int:
-    """Sequences per replica and micro-batch; 0 if not even one fits."""
+    """The most sequences per replica and micro-batch that fit; 0 if not even one fits."""
     limit = LARGEST_BATCH
     if question.max_global_batch is not None:
         limit = question.max_global_batch // (grid.data * question.micro_batches)
@@ -126,7 +126,8 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
 
 
 def largest_model(estimate: Estimate) -> int:
-    """Parameters whose states would fill the devices, as the paper counts: nothing else, and other tiers are free."""
+    """The number of parameters whose states fill the devices, as the paper counts: nothing else, and host and disk are
+    unlimited."""
     if not estimate.resident.total or estimate.choice.parameters != "device":
         return 0
     cut = estimate.grid.tp * estimate.grid.pp
@@ -156,8 +157,8 @@ def recommend(question: Question) -> list[Ranked]:
 
 
 def _choose(question: Question, good: Sequence[Estimate]) -> Estimate:
-    """The simplest of those as fast as the fastest. What shards parameters or moves states must be worth it: clearly
-    faster at the batch that fits without, for a larger batch alone is no reason."""
+    """The simplest of the choices that are as fast as the fastest. Sharded parameters or offload must be clearly faster
+    at the batch that fits without them; a larger batch alone is no reason."""
     plain = [e for e in good if e.choice.stage < 3 and e.choice.optimizer == "device"]
     first = _simplest(plain or good)
     if not plain:
@@ -194,7 +195,7 @@ def _speed(estimate: Estimate) -> float:
 
 
 def _choices(question: Question) -> Iterator[Choice]:
-    """Where nobody shares states, only stage 0 and other tiers are choices."""
+    """The choices to consider; with one rank only stage 0, with and without offload."""
     alone = question.grid().shard == 1
     for choice in CHOICES:
         if alone and choice in (Choice(1), Choice(2), Choice(2, optimizer="host"), Choice(3)):
@@ -205,7 +206,8 @@ def _choices(question: Question) -> Iterator[Choice]:
 
 
 def _small(question: Question) -> int:
-    """Units that may stay whole at stage 3: those of norms and biases, if they are apart and few."""
+    """The size up to which units may stay replicated at stage 3: those of norms and biases, if they are separate and
+    few."""
     if question.work.shape is None:
         return 0
     used = sorted(unit.used for unit in question.work.sizes(question.grid()).units)
@@ -214,7 +216,7 @@ def _small(question: Question) -> int:
 
 
 def _grids(question: Question) -> list[Grid]:
-    """The grid that was asked for; or tensor parallelism as far as it divides the model, never beyond a node."""
+    """The given grid; or tensor parallelism as far as it divides the model, never beyond a node."""
     if question.tp is not None:
         return [question.grid()]
     degrees = [1]
@@ -227,8 +229,8 @@ def _grids(question: Question) -> list[Grid]:
 
 
 def fill(question: Question, estimate: Estimate) -> Estimate | None:
-    """The same with as many units updated on the device as it has room for (optimizer="auto"), if some and not all; at
-    a batch that was asked for, since the largest one leaves no room."""
+    """A choice with as many units updated on the device as it has room for (optimizer="auto"), if these are some and
+    not all; only at a given batch, since the largest batch leaves no room."""
     choice, placements = estimate.choice, estimate.placements
     if question.batch is None or choice.optimizer != "host" or choice.parameters != "device" or not fits(estimate):
         return None
@@ -242,14 +244,14 @@ def fill(question: Question, estimate: Estimate) -> Estimate | None:
 
 
 def _best_activations(question: Question, choice: Choice, grid: Grid) -> Estimate:
-    """With block inputs kept as simply as the batch allows: recomputing and moving them costs time."""
+    """A choice with the simplest activation policy that the batch allows: recomputing and moving inputs cost time."""
     if not question.work.knows_activations:
         return question.price(choice, grid, int(fits(question.price(choice, grid, 1))))
     return activations_for(question, choice, grid)[0]
 
 
 def activations_for(question: Question, choice: Choice, grid: Grid) -> tuple[Estimate, str]:
-    """A choice with the best policy for its activations, and why that one."""
+    """A choice with the best activation policy, and the reason."""
     priced, options = {}, []
     for policy in _policies(question, grid):
         chosen = choice._replace(activations=policy)
@@ -264,7 +266,7 @@ def activations_for(question: Question, choice: Choice, grid: Grid) -> tuple[Est
 
 
 def _policies(question: Question, grid: Grid) -> tuple[str, ...]:
-    """What may become of activations: unless told otherwise all choices recompute blocks, and are compared so."""
+    """The activation policies to consider; by default all choices recompute blocks, and are compared so."""
     if question.activations not in (None, AUTO):
         return (str(question.activations),)
     return ("keep", *POLICIES[grid.tp > 1]) if question.activations == AUTO else POLICIES[grid.tp > 1]
@@ -287,7 +289,7 @@ def _too_large(estimate: Estimate) -> str:
 
 
 def _why(chosen: Estimate, others: list[Estimate], found: list[Estimate]) -> str:
-    """Beside the next simpler choice that does not do, and the next heavier one that need not be."""
+    """The reason for a choice: why the next simpler one does not do, and the next heavier one is not needed."""
     parts = []
     same = [e for e in found if e.grid == chosen.grid]
     place = _place(chosen)
@@ -340,7 +342,7 @@ def _percent(fraction: float) -> str:
 
 
 def check_question(question: Question) -> None:
-    """Raise what makes a question senseless, before anything is priced."""
+    """Raises for contradictory settings, before anything is priced."""
     if question.activations not in (None, AUTO):
         check_policy(str(question.activations), question.tp or 2)
     for name in ("batch", "micro_batches", "max_global_batch", "prefetch"):

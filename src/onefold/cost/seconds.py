@@ -1,7 +1,7 @@
-"""Seconds: how far to gather ahead, when stage 3 pays, and how long a step takes. Numbers only.
+"""Seconds: how many units to prefetch, when stage 3 pays, and how long a step takes. Numbers only.
 
-Gathers run under the compute of the units before them; reductions run under the rest of backward. What does not fit
-there is exposed. Parameters that are gathered after the update (stages 1 and 2) are waited for.
+All-gathers overlap with the compute of the units before, reductions with the rest of backward. What does not fit there
+is exposed. The all-gathers after the update (stages 1 and 2) are waited for.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import NamedTuple
 from onefold.cost.prefetch import exposed_s
 
 
-class LookAheadNeed(NamedTuple):
-    """How many units to gather ahead of need, and what that cannot hide."""
+class PrefetchNeed(NamedTuple):
+    """How many units to prefetch, and what that cannot hide."""
 
     units: int
-    bandwidth_bound: bool  # gathering takes longer than computing all along: no look-ahead hides the difference
+    bandwidth_bound: bool  # all-gathers take longer than compute overall: no prefetch hides the difference
     exposed_s: float
 
 
-def look_ahead(gather_s: Sequence[float], compute_s: Sequence[float]) -> LookAheadNeed:
-    """The smallest k whose k compute times sum to at least the time of any gather they hide.
+def prefetch_need(gather_s: Sequence[float], compute_s: Sequence[float]) -> PrefetchNeed:
+    """The smallest number of units whose compute takes at least as long as any all-gather that it hides.
 
-    >>> look_ahead([0.008] * 32, [0.010] * 32).units
+    >>> prefetch_need([0.008] * 32, [0.010] * 32).units
     1
-    >>> bound = look_ahead([0.016] * 32, [0.010] * 32)
+    >>> bound = prefetch_need([0.016] * 32, [0.010] * 32)
     >>> bound.units, bound.bandwidth_bound, round(bound.exposed_s + 0.320, 3)
     (2, True, 0.522)
     """
     most = max((_units_for(gather, compute_s[:i][::-1]) for i, gather in enumerate(gather_s) if i), default=0)
     bound = sum(gather_s) > sum(compute_s)
-    return LookAheadNeed(most, bound, exposed_s(gather_s, compute_s, max(most, 1)))
+    return PrefetchNeed(most, bound, exposed_s(gather_s, compute_s, max(most, 1)))
 
 
 def _units_for(gather: float, before: Sequence[float]) -> int:
@@ -44,17 +44,17 @@ def _units_for(gather: float, before: Sequence[float]) -> int:
     return len(before)
 
 
-def equal_look_ahead(gather_s: float, compute_s: float) -> int:
-    """For equal units: ceil(gather / compute).
+def equal_prefetch(gather_s: float, compute_s: float) -> int:
+    """`prefetch_need` for equal units: ceil(gather / compute).
 
-    >>> [equal_look_ahead(200e6 * 2 / rate, 0.010) for rate in (25e9, 50e9, 100e9, 200e9)]
+    >>> [equal_prefetch(200e6 * 2 / rate, 0.010) for rate in (25e9, 50e9, 100e9, 200e9)]
     [2, 1, 1, 1]
     """
     return max(1, math.ceil(round(gather_s / compute_s, 9)))
 
 
 def stage3_communication_s(numel: float, layers: int, latency_s: float, rate: float, itemsize: int = 2) -> float:
-    """Two gathers and a reduction of all parameters, one after the other, nothing hidden.
+    """Seconds of two all-gathers and a reduce-scatter of all parameters, one after the other, nothing hidden.
 
     >>> round(stage3_communication_s(7e9, 32, 10e-6, 100e9), 3)
     0.421
@@ -63,7 +63,7 @@ def stage3_communication_s(numel: float, layers: int, latency_s: float, rate: fl
 
 
 def compute_step_s(numel: float, batch: int, seq: int, flops: float) -> float:
-    """6 flops per parameter and token."""
+    """Seconds of compute in a step, at 6 flops per parameter and token."""
     return 6 * numel * batch * seq / flops
 
 
@@ -82,13 +82,13 @@ def break_even_batch(
 
 
 class StepSeconds(NamedTuple):
-    """One step of one rank."""
+    """Seconds of one step of one rank."""
 
     compute: float
-    exposed: float  # waiting for gathers and reductions that compute does not cover
-    tensor: float  # tensor-parallel sums, which nothing covers
+    exposed: float  # waiting for all-gathers and reductions that compute does not hide
+    tensor: float  # tensor-parallel all-reduces, which nothing hides
     update: float
-    transfer: float  # between device, host and disk, as far as not covered
+    transfer: float  # between device, host and disk, as far as compute does not hide it
     bubble: float  # pipeline stages waiting for each other
 
     @property

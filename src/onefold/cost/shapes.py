@@ -1,9 +1,9 @@
-"""GPT-like models by their shape: the parameters each rank of a tensor- and pipeline-parallel grid holds.
+"""GPT-like models by their shape: the parameters on each rank of a tensor- and pipeline-parallel grid.
 
 The sizes are GPT-2's: a token and a position embedding, blocks of attention and MLP with biases and two norms, a last
-norm, and an output layer tied to the token embedding. Tensor parallelism cuts the large matrices (and the vocabulary)
-`tp` ways and leaves norms and the biases behind a sum whole; pipeline parallelism gives each of `pp` stages its share
-of the blocks, the first one the embeddings.
+norm, and an output layer tied to the token embedding. Tensor parallelism splits the large matrices (and the vocabulary)
+`tp` ways and replicates norms and the biases after an all-reduce; pipeline parallelism gives each of `pp` stages its
+share of the blocks, and the first one the embeddings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Shape:
         return sum(part.numel for part in self.parts())
 
     def parts(self, tp: int = 1, pp: int = 1) -> Iterator[Part]:
-        """What one rank of the fullest pipeline stage holds: the first, with the embeddings.
+        """The parameters on one rank of the fullest pipeline stage: the first, with the embeddings.
 
         The position embedding is as long as `seq`.
         """
@@ -67,7 +67,7 @@ class Shape:
         yield Part("norm.bias", h)
 
     def check(self, tp: int, pp: int) -> None:
-        """Raise unless a grid can cut this model."""
+        """Raises unless tp and pp divide this model."""
         for name, size in (("heads", self.heads), ("hidden", self.hidden)):
             if size % tp:
                 raise ConfigError(f"{name}={size} cannot be cut over tp={tp} ranks; use a tp that divides it")

@@ -1,6 +1,6 @@
-"""How large units are, in elements and in bytes per element: what every formula of the planner starts from.
+"""The sizes of units, in elements and in bytes per element, from which all formulas of the planner start.
 
-Sizes come from the layout the runtime itself uses, or from a bare parameter count cut evenly, without padding.
+Sizes come from the layout that the runtime itself uses, or from a number of parameters split evenly, without padding.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from onefold.settings.widths import Widths
 
 
 class UnitSize(NamedTuple):
-    """One unit, as one rank of `ranks` sees it."""
+    """The sizes of one unit on one rank."""
 
     name: str
-    used: int  # elements of parameters
-    whole: int  # with padding
-    shard: int  # of one rank
-    body: int  # what is updated where the optimizer is whole: all but the tail that makes shards equal
-    owned: int  # what this rank updates where it is sharded
+    used: int  # elements of parameters, without padding
+    whole: int  # elements of the flat buffer, with padding
+    shard: int  # elements of one shard
+    body: int  # elements updated where the optimizer is replicated: all but the padding that makes shards equal
+    owned: int  # elements that this rank updates where the optimizer is sharded
     params: int
     widths: Widths
     block: str = ""
@@ -49,7 +49,7 @@ def of_layout(layout: UnitLayout, rank: int, widths: Widths, *, block: str = "",
 
 
 def of_count(numel: int, ranks: int, widths: Widths, units: int) -> list[UnitSize]:
-    """A bare number of parameters as equal units, without padding; the first ones take what is left over."""
+    """A number of parameters as units of equal size, without padding; the first ones take the remainder."""
     each, more = divmod(numel, units)
     sizes = []
     for index in range(units):
@@ -61,12 +61,12 @@ def of_count(numel: int, ranks: int, widths: Widths, units: int) -> list[UnitSiz
 
 @dataclass(frozen=True)
 class Sizes:
-    """All units of what one rank holds, in registration order."""
+    """All units of one rank's model, in registration order."""
 
     units: tuple[UnitSize, ...]
     ranks: int
     buffers_bytes: int = 0
-    flags: int = 0  # trained parameters: one byte each says who used which
+    flags: int = 0  # trained parameters: ranks exchange one byte each, whether they used it
 
     @property
     def numel(self) -> int:

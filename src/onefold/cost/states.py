@@ -8,20 +8,20 @@ from typing import NamedTuple
 from onefold.cost.sizes import UnitSize
 from onefold.settings.placement import Placement, Scope, Tier
 
-PAGE = 4096  # bytes: files are as many of these
-LEAF = 256  # bytes: where tensors start in a file
+PAGE = 4096  # bytes: the length of a file is a multiple
+LEAF = 256  # bytes: the offset of a tensor in a file is a multiple
 
 
 class StateCost(NamedTuple):
-    """Bytes an optimizer class keeps: per element, and per vector it sees (step counts)."""
+    """Bytes of state that an optimizer class keeps: per element, and per parameter it sees (step counts)."""
 
     per_element: int
     per_tensor: int = 0
-    one_pass: bool = False  # whether our kernels know it, which borrow nothing where 16 bits compute
+    one_pass: bool = False  # whether Onefold's kernels support it, which need no scratch where 16 bits compute
 
 
 class StateBytes(NamedTuple):
-    """What ZeRO shards, on one rank."""
+    """Bytes of the states that ZeRO shards, on one rank."""
 
     parameters: int = 0
     gradients: int = 0
@@ -33,8 +33,8 @@ class StateBytes(NamedTuple):
 
 
 def parameter_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVICE) -> int:
-    """Values this rank keeps on a tier when nothing is gathered: all, or the shard and, on the device, one mark for
-    each parameter whose values may be out of sight."""
+    """Bytes of parameters that this rank keeps on a tier while nothing is unsharded: all, or its shard; and on the
+    device one placeholder element for each parameter that may be hidden."""
     if placement.parameters is Scope.REPLICATED and not (unit.trained and placement.late):
         whole = unit.whole if unit.trained else unit.used
         return whole * unit.widths.compute if tier is Tier.DEVICE else 0
@@ -46,25 +46,28 @@ def parameter_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVI
 
 
 def gradient_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVICE) -> int:
-    """Where the host updates, my shard waits there and nothing stays on the device."""
+    """Bytes of gradients that this rank keeps on a tier between backward and step; of units that the host updates, its
+    shard on the host and nothing on the device."""
     if not unit.trained or tier is not (Tier.HOST if placement.updated_on_host else Tier.DEVICE):
         return 0
     if placement.updated_on_host or placement.gradients is Scope.SHARDED:
         return unit.shard * unit.widths.grad
     loose = unit.shard == unit.whole and unit.widths.narrow and unit.widths.grad == unit.widths.compute
-    return (unit.used if loose else unit.whole) * unit.widths.grad  # one rank: as autograd made them, without padding
+    return (
+        unit.used if loose else unit.whole
+    ) * unit.widths.grad  # one rank: in autograd's own tensors, without padding
 
 
 def updated_numel(unit: UnitSize, placement: Placement) -> int:
-    """Elements this rank's optimizer works on."""
+    """Elements of a unit that this rank updates."""
     if not unit.trained:
         return 0
     return unit.body if placement.optimizer is Scope.REPLICATED else unit.owned
 
 
 def optimizer_bytes(unit: UnitSize, placement: Placement, cost: StateCost, tier: Tier = Tier.DEVICE) -> int:
-    """Master and state; one vector per unit, as where all parameters are in one param group. What counts steps is too
-    small for a file."""
+    """Bytes of master and optimizer state on a tier; one vector per unit, as if all parameters were in one param group.
+    Step counts are not kept in files but in host memory."""
     numel = updated_numel(unit, placement)
     counts = cost.per_tensor if numel else 0
     if placement.optimizer_tier is Tier.DISK:
@@ -74,14 +77,14 @@ def optimizer_bytes(unit: UnitSize, placement: Placement, cost: StateCost, tier:
 
 
 def file_bytes(*tensors: int) -> int:
-    """Of a file in which tensors of so many bytes rest."""
+    """Bytes of a file that keeps tensors of these sizes."""
     return -(-sum(-(-nbytes // LEAF) * LEAF for nbytes in tensors) // PAGE) * PAGE
 
 
 def state_bytes(
     units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, tier: Tier = Tier.DEVICE
 ) -> StateBytes:
-    """On one tier; gradients as they are between backward and step."""
+    """Bytes of all states on one tier; of gradients, those between backward and step."""
     rows = list(zip(units, placements, strict=True))
     return StateBytes(
         sum(parameter_bytes(unit, placement, tier) for unit, placement in rows),

@@ -1,8 +1,8 @@
 """What one rank sends in a step, by purpose: elements, bytes and calls. The runtime's own reports use this too.
 
-(N-1)/N of a unit travels each time it is reduced or gathered. Gradients that are whole are reduced once per step,
-however many micro-batches it has; those that are sharded once per micro-batch. Parameters that are sharded are gathered
-for every forward and every backward; the unit that a forward ends with stays for the backward.
+A rank sends (N-1)/N of a unit each time the unit is reduce-scattered or all-gathered. Replicated gradients are reduced
+once per step, however many micro-batches it has; sharded ones once per micro-batch. Sharded parameters are all-gathered
+for every forward and every backward; the last unit of forward stays unsharded for backward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onefold.settings.placement import Placement, Scope
 
 
 class Sent(NamedTuple):
-    """What one rank sends to the others."""
+    """What one rank sends to its peers."""
 
     elements: int
     bytes: int
@@ -25,7 +25,7 @@ class Sent(NamedTuple):
 
 
 def once(units: Iterable[UnitSize], width: str, ranks: int, collective: str) -> Sent:
-    """Every unit moved once."""
+    """What one rank sends to reduce-scatter or all-gather every unit once."""
     units = list(units)
     elements = sum(unit.shard for unit in units) * (ranks - 1)
     sent_bytes = sum(unit.shard * getattr(unit.widths, width) for unit in units) * (ranks - 1)
@@ -37,7 +37,7 @@ def times(sent: Sent, count: int) -> Sent:
 
 
 def reduce_default(placement: Placement) -> str:
-    """How gradients accumulate unless told otherwise: whole ones locally, sharded ones over ranks each time."""
+    """The default of accumulate(reduce=): "once" for replicated gradients, "each" for sharded ones."""
     return "once" if placement.gradients is Scope.REPLICATED else "each"
 
 
@@ -52,7 +52,7 @@ def step_traffic(
     replicas: int = 1,
     clip: bool = False,
 ) -> dict[str, Sent]:
-    """By purpose; `forward` and `backward` are the units gathered in each pass."""
+    """What one rank sends in a step, by purpose; `forward` and `backward` list the units that are unsharded in each."""
     n, units = sizes.ranks, sizes.units
     trained = [(unit, placement) for unit, placement in zip(units, placements, strict=True) if unit.trained]
     rounds = micro_batches if (reduce or reduce_default(placements[0])) == "each" else 1
@@ -80,5 +80,5 @@ def step_traffic(
 
 
 def total(sent: dict[str, Sent]) -> tuple[int, int]:
-    """Elements of training state, and all bytes."""
+    """The elements of training state that are sent, and the bytes of all messages."""
     return sum(row.elements for row in sent.values()), sum(row.bytes for row in sent.values())

@@ -1,9 +1,9 @@
-"""What moves between device, host and disk in a step, and how long a step waits for it. Numbers only.
+"""Transfers between device, host and disk in a step, and how long a step waits for them. Numbers only.
 
-Updates on the host run beside the device: inside backward, beside the rest of it; after clipping, beside the next
-forward, where values are seen in passes only (stage 3). A CPU update is bound by memory: each parameter costs 26 bytes
-there with a split master, 28 with an fp32 one (Adam). Reading ahead, updating and sending back run side by side, so the
-slowest of processors, PCIe and disk counts.
+Host updates overlap with compute: started in backward, with the rest of it; after clipping, with the next forward,
+where parameters are hidden until they are used (stage 3). A CPU update is bound by memory bandwidth: each parameter
+costs 26 bytes with a split master, 28 with an fp32 one (Adam). Loading, updating and storing overlap too, so the
+slowest of CPU, PCIe and disk counts.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from onefold.settings.widths import Widths
 
 
 class Moves(NamedTuple):
-    """Bytes of one step and one rank."""
+    """Bytes that one rank moves in one step."""
 
     device: int = 0  # read and written by updates there
     host: int = 0
     down: int = 0  # over PCIe, for updates
     up: int = 0
     disk: int = 0  # read and written, for updates
-    fetched: int = 0  # values that come to the device for one pass
+    fetched: int = 0  # parameters copied to the device for one forward or backward
     in_file: int = 0  # of them, from disk
 
 
@@ -63,26 +63,28 @@ def moves_of(units: Sequence[UnitSize], placements: Sequence[Placement], cost: S
 
 
 def host_side_s(moves: Moves, hardware: Hardware, ranks: int) -> float:
-    """One step's updates on the host, hidden or not; `ranks` share it and its disk."""
+    """Seconds of one step's host updates, hidden or not; `ranks` share the host and its disk."""
     pcie = max(moves.down, moves.up) / hardware.pcie_rate
     disk = moves.disk * ranks / hardware.disk_rate if moves.disk else 0.0
     return max(moves.host * ranks / hardware.host_rate, pcie, disk)
 
 
 def time_beside(forward_s: float, backward_s: float, *, late: bool, inside: bool) -> float:
-    """Compute that runs beside updates on the host. `late`: an update may run beside the next forward; `inside`: it
-    starts inside backward."""
+    """Seconds of compute that host updates overlap with: backward if they start `inside` it, and the next forward if
+    they may be `late`."""
     return (backward_s if inside else 0.0) + (forward_s if late else 0.0)
 
 
 def exposed_update_s(host_s: float, beside_s: float, units: int) -> float:
-    """What a step waits for: what compute does not cover, and the tail: the last of `units` (0: none is waited for)."""
+    """Seconds that a step waits for host updates: what compute does not hide, and the last of `units` updates (0: none
+    is waited for)."""
     tail = host_s / units if units and beside_s else 0.0
     return max(0.0, host_s - beside_s) + tail
 
 
 def moving_s(moves: Moves, hardware: Hardware, ranks: int, *, passes: int, offloaded: int) -> float:
-    """All that PCIe or disk carry in a step of so many passes; `offloaded` activations go down and come up."""
+    """Seconds of transfers over PCIe or disk in a step of so many forwards and backwards; `offloaded` bytes of
+    activations go to the host and back."""
     up = moves.up + passes * moves.fetched + offloaded
     pcie = max(moves.down + offloaded, up) / hardware.pcie_rate
     disk = (moves.disk + passes * moves.in_file) * ranks

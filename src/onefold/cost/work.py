@@ -1,4 +1,4 @@
-"""What is to be trained: a bare number of parameters, or a GPT's shape, cut over a grid of ranks."""
+"""What is to be trained, over a grid of ranks: a number of parameters, a GPT's shape, or a rehearsed model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Grid(NamedTuple):
-    """How many ranks, and along which axes: `shard` × `replica` hold the data-parallel copies."""
+    """The number of ranks along each axis; `shard` × `replica` ranks are data-parallel."""
 
     shard: int = 1
     tp: int = 1
@@ -47,7 +47,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(ranks: int, tp: int = 1, pp: int = 1, replica: int = 1) -> Grid:
-    """All axes from the number of ranks; raises unless they fit.
+    """All axes from the number of ranks; raises unless their sizes multiply to it.
 
     >>> grid_of(64, tp=4)
     Grid(shard=16, tp=4, pp=1, replica=1)
@@ -65,13 +65,13 @@ def grid_of(ranks: int, tp: int = 1, pp: int = 1, replica: int = 1) -> Grid:
 
 @dataclass(frozen=True)
 class Module:
-    """Any model, as rehearsals saw it with one sample."""
+    """A model of any kind, as rehearsals with one sample measured it."""
 
     infos: tuple[ParamInfo, ...]
     widths: dict[str, Widths]  # by kind of parameter
     batch: int  # of the sample
     tokens: int  # of one row of it
-    activations: dict[str, int]  # policy -> bytes at the fullest instant
+    activations: dict[str, int]  # policy -> bytes at the peak
     block_inputs: tuple[int, ...]
     flops: dict[str, int]  # policy -> of one forward and backward
     frozen: frozenset[str] = frozenset()  # kinds that are not trained
@@ -80,7 +80,7 @@ class Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One of `numel`, `shape` and `module` is given."""
+    """What is to be trained: one of `numel`, `shape` and `module` is given."""
 
     widths: Widths
     numel: int | None = None
@@ -90,7 +90,7 @@ class Work:
     _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def remember(self, key: Any, make: Callable[[], T]) -> T:
-        """A search asks the same thing many times: what does not depend on the batch is computed once."""
+        """Caches what does not depend on the batch, since a search asks for it many times."""
         if key not in self._known:
             self._known[key] = make()
         found: T = self._known[key]
@@ -104,7 +104,7 @@ class Work:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         if self.module:
             return sum(info.numel for info in self.module.infos)
         return self.shape.numel if self.shape else self.numel or 0
@@ -144,11 +144,12 @@ class Work:
         return Sizes(tuple(rows), grid.shard, module.buffers_bytes, flags)
 
     def tied(self, sizes: Sizes) -> int | None:
-        """The unit that the output layer shares with the token embedding."""
+        """The index of the unit that the output layer shares with the token embedding."""
         return 0 if self.shape and sizes.units else None
 
     def passes(self, sizes: Sizes, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
-        """Units gathered in forward and in backward, as the runtime does. A bare count is gathered whole in both."""
+        """The units that are all-gathered in forward and in backward, as in the runtime; where only a number of
+        parameters is known, all of them in both."""
         sharded = [i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARDED]
         if self.module:
             return sharded, sharded[-2::-1]
@@ -167,7 +168,7 @@ class Work:
         return of_shape(self.shape, batch, policy, grid.tp, self.widths.compute)
 
     def flops(self, batch: int, policy: str, grid: Grid) -> float:
-        """Of one rank, for one micro-batch."""
+        """The activations of one rank for one micro-batch."""
         if self.module and self.module.flops:
             again = "keep" if policy == "keep" else "checkpoint"
             return self.module.flops[again] * batch / self.module.batch
@@ -179,14 +180,14 @@ class Work:
         return -(-self.shape.layers // grid.pp) if self.shape else 0
 
     def tensor_elements(self, batch: int, policy: str, grid: Grid) -> int:
-        """Sent for tensor parallelism in one micro-batch."""
+        """Bytes that one rank sends for tensor parallelism in one micro-batch."""
         if self.shape is None:
             return 0
         return self.layers_here(grid) * tensor_parallel_elements(self.shape, batch, policy, grid.tp)
 
 
 def _of_module(module: Module, batch: int, policy: str, grid: Grid) -> ActivationBytes:
-    """All of it is there at the fullest instant; P_a takes away what the others of a tensor-parallel group keep."""
+    """The activations of a rehearsed model: all at the peak; P_a leaves out what the other ranks of "tp" keep."""
     check_policy(policy, grid.tp)
 
     def scaled(nbytes: float) -> int:
@@ -204,5 +205,5 @@ def _of_module(module: Module, batch: int, policy: str, grid: Grid) -> Activatio
 
 
 def _throughout(working: int) -> tuple[int, int, int, int, int]:
-    """Which module holds what is not known: any of them may hold all of it."""
+    """Activations of which only the sum is known: any module may need all of it."""
     return working, 0, working, working, working

@@ -1,1 +1,1 @@
-"""Looking at a model and building it: survey, blocks, meta construction, DTensor shards."""
+"""The model before it is sharded: survey, blocks, construction from the meta device, DTensor shards."""

@@ -1,9 +1,9 @@
-"""Which modules of a model are its blocks: the pieces that make units.
+"""Which modules of a model are its blocks: the repeated modules whose parameters become units.
 
-By default a block is an element of a list (ModuleList, Sequential, ModuleDict) that holds two or more of its class, and
-is itself made of modules: transformer layers, residual blocks. The outermost counts: a block's experts belong to it. A
-list inside a list is looked into, never a block itself. Parameters outside every block (the plain layers of an MLP,
-embeddings, heads) form units with their neighbours.
+By default a block is an element of a container (ModuleList, Sequential, ModuleDict) that holds two or more of its
+class, and has submodules itself: transformer layers, residual blocks. The outermost counts: a block's experts belong to
+the block. A container is never a block; its elements may be. Parameters outside every block (the plain layers of an
+MLP, embeddings, heads) form units with their neighbours.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, units: Units) -> list[str]:
-    """Names of the blocks, in registration order, none inside another."""
+    """The names of the blocks, in registration order, none inside another."""
     blocks: list[str] = []
 
     def visit(name: str, module: nn.Module, listed: bool) -> None:
@@ -43,7 +43,7 @@ def _is_block(name: str, module: nn.Module, listed: bool, units: Units) -> bool:
 
 
 def block_of(name: str, blocks: list[str]) -> str:
-    """The block a parameter belongs to, or ''."""
+    """The name of the block that a parameter belongs to, or ''."""
     return next((block for block in blocks if name.startswith(block + ".")), "")
 
 

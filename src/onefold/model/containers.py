@@ -1,4 +1,4 @@
-"""Tensors in whatever modules take and give: mappings, sequences, dataclasses, objects."""
+"""Tensors inside the inputs and outputs of modules: in mappings, sequences, dataclasses and other objects."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-DEEPEST = 3  # levels of unknown objects that are searched for tensors
+MAX_DEPTH = 3  # levels of unknown objects that are searched for tensors
 
 
-def listed(output: Any) -> list[Tensor]:
-    """All of them; most modules give one."""
+def as_list(output: Any) -> list[Tensor]:
+    """All tensors in a module's output; fast for one tensor, which most modules return."""
     return [output] if isinstance(output, Tensor) else list(tensors_in(output))
 
 
 def tensors_in(output: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Each container is searched once: some hold themselves, or what holds them."""
+    """All tensors in an object. Each container is searched once, since some contain themselves."""
     if isinstance(output, Tensor):
         yield output
         return
@@ -29,7 +29,7 @@ def tensors_in(output: Any, depth: int = 0, seen: set[int] | None = None) -> Ite
         values = output
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         values = [getattr(output, f.name) for f in dataclasses.fields(output)]
-    elif depth < DEEPEST and hasattr(output, "__dict__") and not isinstance(output, type | nn.Module):
+    elif depth < MAX_DEPTH and hasattr(output, "__dict__") and not isinstance(output, type | nn.Module):
         values, depth = vars(output).values(), depth + 1  # an object of the user's own
     else:
         return
@@ -40,25 +40,26 @@ def tensors_in(output: Any, depth: int = 0, seen: set[int] | None = None) -> Ite
             yield from tensors_in(value, depth, seen)
 
 
-def cast_in(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in containers, cast; what holds none that changes stays the same object."""
+def cast_tensors(tree: Any, dtype: torch.dtype) -> Any:
+    """The object with its floating tensors cast. A container in which nothing changes stays the same object, others are
+    copied."""
     if isinstance(tree, Tensor):
         return tree.to(dtype) if tree.is_floating_point() else tree
     if isinstance(tree, Mapping):
-        changed = {key: cast for key, value in tree.items() if (cast := cast_in(value, dtype)) is not value}
+        changed = {key: cast for key, value in tree.items() if (cast := cast_tensors(value, dtype)) is not value}
         if not changed:
             return tree
         fresh = copy.copy(tree)
         fresh.update(changed)  # type: ignore[attr-defined]
         return fresh
     if isinstance(tree, list | tuple):
-        cast_all = [cast_in(value, dtype) for value in tree]
+        cast_all = [cast_tensors(value, dtype) for value in tree]
         if all(new is old for new, old in zip(cast_all, tree)):
             return tree
         return type(tree)(*cast_all) if hasattr(tree, "_fields") else type(tree)(cast_all)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-        changed = {name: cast for name, value in fields.items() if (cast := cast_in(value, dtype)) is not value}
+        changed = {name: cast for name, value in fields.items() if (cast := cast_tensors(value, dtype)) is not value}
         if not changed:
             return tree
         other = copy.copy(tree)

@@ -1,10 +1,10 @@
-"""Give a model that was built on the meta device its values, one module at a time.
+"""Initialises a model that was built on the meta device, one module at a time.
 
-Nothing here holds the whole model: a module's parameters become real, are filled, and go into their unit, which keeps
-one shard of them. They are filled from a state dict or safetensors file, one tensor at a time, or by the module's own
-`reset_parameters`, or by a function of the user's. Random numbers are seeded by (seed, module name), and a DTensor is
-filled whole before it is cut, so the values are the same on every rank, at every number of ranks, every stage and
-every "tp". What nobody filled is an error that names it.
+The full model is never in memory: a module's parameters are allocated, initialised, and copied into their unit, which
+keeps one shard of them. They are initialised from a state dict or safetensors file, one tensor at a time, or by the
+module's own `reset_parameters`, or by a function of the user. Random numbers are seeded by (seed, module name), and a
+DTensor is initialised as a full tensor before it is split, so the values are the same on every rank, at every number of
+ranks, every stage and every "tp". A parameter that stays uninitialised raises an error that names it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from onefold.errors import ConfigError, ModelError
-from onefold.model.dtensor_shards import become, cut, is_split
+from onefold.model.dtensor_shards import distribute_like, is_dtensor, replace_in_place
 from onefold.settings.zero import Source
 
 
 class Builder:
-    """Makes parameters real on demand."""
+    """Allocates and initialises parameters, module by module, when they are needed."""
 
     def __init__(self, model: nn.Module, device: torch.device, source: Source, seed: int) -> None:
         self._device, self._seed = device, seed
@@ -34,24 +34,24 @@ class Builder:
         self._values: Mapping[str, Tensor] | None = source if isinstance(source, Mapping) else None
         if isinstance(source, str | Path):
             self._values = Safetensors(source)
-        self._owner: dict[int, tuple[str, nn.Module]] = {}  # of each parameter: the first module that has it
+        self._owner: dict[int, tuple[str, nn.Module]] = {}  # id of a parameter -> the first module that has it
         self._modules = dict(model.named_modules())
         for prefix, module in self._modules.items():
             for param in module._parameters.values():
                 if param is not None:
                     self._owner.setdefault(id(param), (prefix, module))
         self._built: set[str] = set()
-        self._aliases: dict[int, list[str]] = {}  # all names of a parameter
+        self._aliases: dict[int, list[str]] = {}  # id of a parameter -> all its names
         for name, param in model.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(param), []).append(name)
 
     def build(self, params: Iterable[nn.Parameter]) -> None:
-        """Make the modules that own these parameters real."""
+        """Initialises the modules that own these parameters."""
         for param in params:
             self._build_module(*self._owner[id(param)])
 
     def finish(self) -> None:
-        """Modules with buffers only, and those whose parameters all belong to others."""
+        """Initialises the remaining modules: those with buffers only, or whose parameters all belong to others."""
         for prefix, module in self._modules.items():
             self._build_module(prefix, module)
 
@@ -62,22 +62,22 @@ class Builder:
         fresh = {n: t for n, t in _own(module) if t.device.type == "meta"}
         if not fresh:
             return
-        split = {name: tensor for name, tensor in fresh.items() if is_split(tensor)}
+        split = {name: tensor for name, tensor in fresh.items() if is_dtensor(tensor)}
         with _without_weak_references(module):
             for name, tensor in fresh.items():
                 whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in split else tensor
-                real = torch.full_like(whole, _unset(tensor.dtype), device=self._device)
+                real = torch.full_like(whole, _unset_value(tensor.dtype), device=self._device)
                 if not isinstance(tensor, nn.Parameter):
                     module._buffers[name] = real
-                elif name in split:  # a whole one stands in for it until it is filled
+                elif name in split:  # a full tensor takes its place until it is initialised
                     module._parameters[name] = nn.Parameter(real, requires_grad=tensor.requires_grad)
                     self._aliases[id(module._parameters[name])] = self._aliases[id(tensor)]
                 else:
-                    become(tensor, real)
+                    replace_in_place(tensor, real)
         empty = {name: (tensor, tensor._version) for name, tensor in _own(module) if name in fresh}
         if self._values is not None:
             self._fill_from_values(prefix, module, list(fresh))
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _spared(prefix, module, set(fresh)):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _only_own_parameters(prefix, module, set(fresh)):
             torch.manual_seed(zlib.crc32(f"{self._seed}/{prefix}".encode()))
             reset: Any = getattr(module, "reset_parameters", None)
             if self._values is None and reset is not None:
@@ -88,13 +88,14 @@ class Builder:
         if left:
             raise ModelError(
                 f"{', '.join(left)} got no values: {type(module).__name__} was built on the meta device, and neither "
-                f"its reset_parameters nor `init` fills it; give shard(init=…) a function that does, or a state dict"
+                f"its reset_parameters nor `init` initialises it; give shard(init=…) a function that does, or a state "
+                f"dict"
             )
         with torch.no_grad():
             for name, tensor in split.items():
-                part = cut(tensor, dict(_own(module))[name].detach())
+                part = distribute_like(tensor, dict(_own(module))[name].detach())
                 if isinstance(tensor, nn.Parameter):
-                    become(tensor, part)
+                    replace_in_place(tensor, part)
                     module._parameters[name] = tensor
                 else:
                     module._buffers[name] = part
@@ -108,10 +109,16 @@ class Builder:
             if not known:
                 if name in module._non_persistent_buffers_set:
                     continue
-                raise ModelError(f"{full} is not in the state that init= names; it holds {len(self._values)} tensors")
+                raise ModelError(
+                    f"{full} is not in the state dict of shard(init=…), which has {len(self._values)} other tensors; "
+                    f"give one of this model"
+                )
             value = self._values[known[0]]
             if value.shape != own[name].shape:
-                raise ModelError(f"{full} has shape {tuple(own[name].shape)}, in the state it is {tuple(value.shape)}")
+                raise ModelError(
+                    f"{full} has shape {tuple(own[name].shape)}, but {tuple(value.shape)} in the state dict of "
+                    f"shard(init=…); give one of this model"
+                )
             with torch.no_grad():
                 own[name].copy_(value)
 
@@ -143,9 +150,9 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 @contextmanager
-def _spared(prefix: str, module: nn.Module, fresh: set[str]) -> Iterator[None]:
-    """While a module fills itself, parameters it shares with a module built before stand aside; and so do those of the
-    modules below it, which fill themselves: a write to them would be lost, so it is an error."""
+def _only_own_parameters(prefix: str, module: nn.Module, fresh: set[str]) -> Iterator[None]:
+    """Inside, the module's other parameters are blanks: those it shares with a module that is initialised already, and
+    those of its submodules, which are initialised with them. A write to those would be lost, so it raises."""
     below = [
         (f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_modules() if child is not module
     ]
@@ -170,14 +177,14 @@ def _spared(prefix: str, module: nn.Module, fresh: set[str]) -> Iterator[None]:
         for key, param in child._parameters.items():
             if param is not None and id(param) in blanks and blanks[id(param)].is_meta and blanks[id(param)]._version:
                 raise ModelError(
-                    f"filling {prefix or 'the model'} wrote {name}.{key}, which belongs to a module below it and is "
-                    f"filled on its own; let each module's reset_parameters, or `init`, fill its own parameters only"
+                    f"initialising {prefix or 'the model'} wrote {name}.{key}, which belongs to a submodule and is "
+                    f"initialised with it; let each module's reset_parameters, or `init`, write its own parameters only"
                 )
 
 
 @contextmanager
 def _without_weak_references(module: nn.Module) -> Iterator[None]:
-    """nn.LSTM and its kin hold weak references to their parameters, which keep them from being swapped."""
+    """Inside, nn.LSTM and similar modules have no weak references to their parameters, which could not be swapped."""
     own: dict[str, Any] = module.__dict__
     weak = "_flat_weight_refs" in own
     if weak:
@@ -187,17 +194,17 @@ def _without_weak_references(module: nn.Module) -> Iterator[None]:
         own["_flat_weight_refs"] = [weakref.ref(w) if w is not None else None for w in own["_flat_weights"]]
 
 
-def _unset(dtype: torch.dtype) -> float | int | bool:
+def _unset_value(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _is_unset(tensor: Tensor, before: Tensor, version: int) -> bool:
-    """NaN somewhere; of other numbers, which have no mark of their own: as they were, and never written."""
+    """Whether a tensor has not been initialised: it has a NaN, or, if its dtype has none, was never written."""
     if tensor.numel() == 0:
         return False
-    mark = _unset(tensor.dtype)
-    if mark != mark:
+    unset = _unset_value(tensor.dtype)
+    if unset != unset:
         return bool(torch.isnan(tensor).any())
-    return tensor is before and tensor._version == version and bool((tensor == mark).all())
+    return tensor is before and tensor._version == version and bool((tensor == unset).all())

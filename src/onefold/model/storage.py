@@ -1,4 +1,4 @@
-"""How a tensor lies in memory: which storage is behind it, and in which order its elements lie."""
+"""The memory of a tensor: its storage, and the order of its elements."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from onefold.comm.buffers import key_of
-from onefold.model.dtensor_shards import held
+from onefold.model.dtensor_shards import local_tensor
 
 
 def storage_key(tensor: Tensor) -> int:
-    return key_of(held(tensor))
+    return key_of(local_tensor(tensor))
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind these tensors."""
-    return sum({storage_key(t): held(t).untyped_storage().nbytes() for t in tensors}.values())
+    """Bytes of the storages of these tensors, each storage once."""
+    return sum({storage_key(t): local_tensor(t).untyped_storage().nbytes() for t in tensors}.values())
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where it fills its memory (channels_last stays so), else those of a contiguous one."""
-    tensor = held(tensor)
+    """The tensor's own strides if it is dense (channels_last stays so), else those of a contiguous tensor."""
+    tensor = local_tensor(tensor)
     dims = sorted((stride, size) for size, stride in zip(tensor.size(), tensor.stride(), strict=True) if size > 1)
     filled = 1
     for stride, size in dims:

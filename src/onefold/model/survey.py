@@ -13,7 +13,7 @@ from onefold.comm.mesh import Axes
 from onefold.cost.layout import ParamInfo, UnitLayout, plan_units
 from onefold.errors import ConfigError, ModelError
 from onefold.model.blocks import block_of, find_blocks
-from onefold.model.dtensor_shards import check, held, tell
+from onefold.model.dtensor_shards import check, local_tensor, split_info
 from onefold.model.storage import dense_stride
 from onefold.model.unit_spec import UnitSpec, place
 from onefold.settings.precision import Precision
@@ -74,12 +74,14 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
         raise ConfigError("init= fills a model built on the meta device, and this one has values: build it on meta")
     blocks = find_blocks(model, settings.units)
     params = [
-        ParamInfo(name, held(param).numel(), dtypes[name].itemsize, _kind(param, dtypes[name]), block_of(name, blocks))
+        ParamInfo(
+            name, local_tensor(param).numel(), dtypes[name].itemsize, _kind(param, dtypes[name]), block_of(name, blocks)
+        )
         for name, param in named
     ]
     units = _units(plan_units(params, ranks, settings.bucket_bytes, replicas), params, dict(named), dtypes, settings)
     lines = settings.describe() + [
-        f"parameter {tell(name, param)}, strides {dense_stride(param)}, {dtypes[name]}" for name, param in named
+        f"parameter {split_info(name, param)}, strides {dense_stride(param)}, {dtypes[name]}" for name, param in named
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.layout.name}: {unit.layout.numel} elements, {unit.placement}" for unit in units]
@@ -145,7 +147,7 @@ def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
 def _check_overlap(named: list[tuple[str, Tensor]]) -> None:
     """Memory shared by two names that are not one Parameter would be parted silently."""
     seen: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in ((name, held(tensor)) for name, tensor in named):
+    for name, tensor in ((name, local_tensor(tensor)) for name, tensor in named):
         if tensor.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
             start = int(tensor.storage_offset())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onefold.comm.agreement import AGREE, compare_values, fingerprint, together
 from onefold.comm.communicator import Comm, Comms
 from onefold.errors import MismatchError, ModelError
-from onefold.model.dtensor_shards import held, is_split
+from onefold.model.dtensor_shards import is_dtensor, local_tensor
 from onefold.model.resolved import Resolved
 from onefold.settings.zero import Zero
 
@@ -21,7 +21,7 @@ def sync_parameters(model: nn.Module, resolved: Resolved, comms: Comms) -> None:
     split over "tp" is the same there. Collective. A model on the meta device has no values yet."""
     named = sorted(model.named_parameters(), key=lambda pair: not pair[1].requires_grad)  # trained ones first
     split = resolved.tensor_shards
-    if resolved.meta and (local := [name for name, param in named if name in split and not is_split(param)]):
+    if resolved.meta and (local := [name for name, param in named if name in split and not is_dtensor(param)]):
         raise ModelError(
             f"{', '.join(local[:5])} is a part of a tensor, on the meta device: filled here it would be alike on all "
             f"ranks of 'tp'; build it with its values, or split it with torch's parallelize_module"
@@ -32,7 +32,7 @@ def sync_parameters(model: nn.Module, resolved: Resolved, comms: Comms) -> None:
 
 
 def _sync(comm: Comm, named: Sequence[tuple[str, Tensor]], settings: Zero) -> None:
-    real = [(name, held(tensor)) for name, tensor in named if tensor.device.type != "meta"]
+    real = [(name, local_tensor(tensor)) for name, tensor in named if tensor.device.type != "meta"]
     if settings.sync == "check":
         compare_values(comm, real)
         return
@@ -56,7 +56,7 @@ def _batches(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tenso
 
 def _compare_over_tp(tp: Comm, named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """What is not split is the same on all ranks of "tp"; a part that nobody marked would be silently wrong."""
-    mine = [fingerprint(held(param)) for _, param in named]
+    mine = [fingerprint(local_tensor(param)) for _, param in named]
     rows = [json.loads(row) for row in tp.exchange(json.dumps(mine).encode(), AGREE)]
     for rank, row in enumerate(rows):
         if other := [name for (name, _), theirs, ours in zip(named, row, rows[0], strict=True) if theirs != ours]:

@@ -1,4 +1,4 @@
-"""Which parameters hang where in a model, and whether that is still so."""
+"""Checks that a model still has the parameters that it had when it was sharded."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NoReturn
 from torch import nn
 
 from onefold.errors import StateError
-from onefold.model.dtensor_shards import is_split
+from onefold.model.dtensor_shards import is_dtensor
 
 
 class ParameterTree:
-    """The parameters of a model at one moment.
+    """The parameters of a model at one moment, and whether it still has the same.
 
-    A walk through all modules takes a while, and every step looks twice. So a look is at what hangs on the modules that
-    the last walk met; only if that has changed is there another walk.
+    A walk through all modules is slow, and every step checks twice. So a check compares the ids of parameters and
+    submodules of the modules that the last walk found; only if they have changed does it walk again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -25,10 +25,10 @@ class ParameterTree:
         self._walk()
 
     def _walk(self) -> None:
-        self._modules = list(self._model.modules())  # held, so that no other module gets the id of one
-        self._hanging = self._look()
+        self._modules = list(self._model.modules())  # references, so that no new module gets the id of a freed one
+        self._known_ids = self._current_ids()
 
-    def _look(self) -> list[int]:
+    def _current_ids(self) -> list[int]:
         found: list[int] = []
         for module in self._modules:
             found += map(id, module._parameters.values())
@@ -36,17 +36,17 @@ class ParameterTree:
         return found
 
     def check(self) -> None:
-        """Raise, naming it, if a parameter was added, replaced or removed since."""
-        if self._look() == self._hanging:
+        """Raises, naming the parameter, if one was added, replaced or removed."""
+        if self._current_ids() == self._known_ids:
             return
         if [id(param) for param in _params(self._model)] != self._ids:
-            self._name_the_change()
+            self._raise_change()
         self._walk()
 
-    def _name_the_change(self) -> NoReturn:
+    def _raise_change(self) -> NoReturn:
         after = dict(_named(self._model))
         changed = [name for name in {**self._before, **after} if self._before.get(name) is not after.get(name)]
-        if any(is_split(after[name]) for name in changed if name in after):
+        if any(is_dtensor(after[name]) for name in changed if name in after):
             raise StateError(
                 f"{', '.join(changed[:5])} became a DTensor after shard(); call parallelize_module first, then shard()"
             )

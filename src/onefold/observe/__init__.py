@@ -1,1 +1,1 @@
-"""What a run holds, sends and takes: reports, profiles, rehearsals, simulation."""
+"""Reports of a run's memory, traffic and placement; profiles; rehearsals and simulated ranks."""

@@ -1,9 +1,9 @@
-"""Everything a rank holds of a model: which storages, on which tier, and what its layout says they should take.
+"""The inventory of one rank: the storages of each state on each tier, and the bytes that the layout predicts for them.
 
-Memory counts by storage, files by their length. Where the host updates, gradients stream through buffers of the device,
-which count as communication; those that wait on the host lie in buffers of a pool and count by their own length; what
-is left of the pools is staging. For buffers the plan is a bound. On a CPU the host's memory is the
-device's: what would leave a device counts as the host's there, too.
+Memory is counted by storage, files by their length. Gradients of units that the host updates pass through buffers of
+the device, which count as communication; gradients that wait on the host are in buffers of a pool and count by their
+own length, and the rest of the pools counts as staging. For buffers the prediction is an upper bound. On a CPU, device
+and host share memory; what would be offloaded from a device counts as the host's there too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from onefold.cost.limits import AT_HAND, IN_FLIGHT, LEAVING, READ_AHEAD, WAITING, WORKERS, under_way_bytes
+from onefold.cost.limits import BETWEEN_STEPS, COPYING, IN_FLIGHT, READ_AHEAD, WAITING, WORKERS, updating_bytes
 from onefold.cost.sizes import Sizes, of_layout
 from onefold.cost.states import StateCost, file_bytes, state_bytes
 from onefold.model.storage import storage_bytes, storage_key
-from onefold.offload.image import rests
+from onefold.offload.image import belongs_in_file
 from onefold.runtime.engine import Engine
 from onefold.settings.placement import Scope, Tier
 from onefold.state.unit import Unit
@@ -34,8 +34,8 @@ class TierRow(NamedTuple):
     planned: int  # bytes; of staging buffers: at most
 
 
-def held(engine: Engine) -> dict[str, list[Tensor]]:
-    """What is on the device, by category; and checkpoints on the host."""
+def device_tensors(engine: Engine) -> dict[str, list[Tensor]]:
+    """The tensors on the device, by category; and activation checkpoints on the host."""
     kept = list(engine.checkpoints.tensors()) if engine.checkpoints else []
     places = ("checkpoints", CHECKPOINTS_HOST)
     return {
@@ -51,8 +51,8 @@ def held(engine: Engine) -> dict[str, list[Tensor]]:
     }
 
 
-def held_on_host(engine: Engine) -> dict[tuple[str, str], list[Tensor]]:
-    """The same of host memory, by state and place. What rests in files is not in memory."""
+def host_tensors(engine: Engine) -> dict[tuple[str, str], list[Tensor]]:
+    """The tensors in host memory, by state and place; tensors that are only in files are left out."""
     host = engine.tiers.host
     near = PINNED if host.cuda else PAGEABLE
     found: dict[tuple[str, str], list[Tensor]] = {("staging", near): host.staging.buffers()}
@@ -73,29 +73,32 @@ def _on_host(unit: Unit, tensor: Tensor) -> bool:
 
 
 def _in_memory(unit: Unit) -> list[Tensor]:
-    """Of master and state."""
-    return [tensor for tensor in unit.state_tensors() if unit.image is None or not rests(tensor)]
+    """The tensors of master and optimizer state that are in memory, not only in a file."""
+    return [tensor for tensor in unit.state_tensors() if unit.image is None or not belongs_in_file(tensor)]
 
 
 def storages(engine: Engine) -> dict[int, tuple[str, Tensor]]:
     """Storage -> its category and a tensor of it. A borrowed buffer that holds a local sum counts as gradients."""
-    rows = [*held(engine).items(), *((f"{state}, {place}", t) for (state, place), t in held_on_host(engine).items())]
+    rows = [
+        *device_tensors(engine).items(),
+        *((f"{state}, {place}", t) for (state, place), t in host_tensors(engine).items()),
+    ]
     return {storage_key(tensor): (category, tensor) for category, tensors in rows for tensor in tensors}
 
 
 def on_device(engine: Engine) -> dict[int, tuple[str, Tensor]]:
-    """The same without the host's."""
-    rows = [row for row in held(engine).items() if row[0] != CHECKPOINTS_HOST]
+    """Storage -> its category and a tensor of it, of the device only."""
+    rows = [row for row in device_tensors(engine).items() if row[0] != CHECKPOINTS_HOST]
     return {storage_key(tensor): (category, tensor) for category, tensors in rows for tensor in tensors}
 
 
 class NotOnDevice:
-    """Storages that are not on the device, though on a CPU they look it."""
+    """Storages that count as the host's; on a CPU their tensors have the same device type as the others."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, host = engine, engine.tiers.host
         self._pools = (host.staging, host.scratch)
-        self._kept = {storage_key(t) for tensors in held_on_host(engine).values() for t in tensors}
+        self._kept = {storage_key(t) for tensors in host_tensors(engine).values() for t in tensors}
         self._kept -= {storage_key(buffer) for pool in self._pools for buffer in pool.buffers()}
 
     def __contains__(self, key: object) -> bool:
@@ -105,28 +108,28 @@ class NotOnDevice:
         return any(pool.holds(key) for pool in self._pools)
 
 
-# -- elsewhere --------------------------------------------------------------------------------------------------------
+# -- host memory and disk ---------------------------------------------------------------------------------------------
 
 
-def elsewhere(engine: Engine) -> tuple[TierRow, ...]:
-    """What is not on the device; nothing where all is. Updates that run are waited for."""
+def offloaded_rows(engine: Engine) -> tuple[TierRow, ...]:
+    """A row for each state and place that is not the device, if there is anything. Waits for host updates."""
     engine.updates.wait()
     offloaded = sum(unit.gradients.offloaded.nbytes for unit in engine.units if unit.gradients.offloaded is not None)
     near = PINNED if engine.tiers.host.cuda else PAGEABLE
-    measured = {row: storage_bytes(tensors) for row, tensors in held_on_host(engine).items()}
+    measured = {row: storage_bytes(tensors) for row, tensors in host_tensors(engine).items()}
     measured["staging", near] -= offloaded
     measured["gradients", near] = offloaded
     images = {"optimizer": [unit.image for unit in engine.units]}
     images["parameters"] = [unit.flat_params.image for unit in engine.all_units]
     for state, files in images.items():
         measured[state, DISK] = sum(image.nbytes for image in files if image is not None)
-    planned = _planned_elsewhere(engine, near)
+    planned = _planned_offloaded(engine, near)
     return tuple(
         TierRow(*row, measured.get(row, 0), plan) for row, plan in planned.items() if measured.get(row) or plan
     )
 
 
-def _planned_elsewhere(engine: Engine, near: str) -> dict[tuple[str, str], int]:
+def _planned_offloaded(engine: Engine, near: str) -> dict[tuple[str, str], int]:
     units = sizes_of(engine).units
     placements = [unit.placement for unit in engine.all_units]
     states = {tier: state_bytes(units, placements, StateCost(0), tier) for tier in (Tier.HOST, Tier.DISK)}
@@ -145,7 +148,7 @@ def _planned_elsewhere(engine: Engine, near: str) -> dict[tuple[str, str], int]:
 
 
 def planned_optimizer(engine: Engine, tier: Tier) -> int:
-    """Master and state on a tier; step counts are too small for a file."""
+    """Bytes of master and optimizer state on a tier, as predicted; step counts are never in a file."""
     total = 0
     for index, unit in enumerate(engine.units):
         vectors, counts = engine.optimizer.planned_state(index) if engine.optimizer is not None else (0, 0)
@@ -159,22 +162,22 @@ def planned_optimizer(engine: Engine, tier: Tier) -> int:
 
 
 def _staging_limits(engine: Engine) -> tuple[int, int]:
-    """Most bytes of buffers that copies and files use, and of those that updates work in."""
+    """The most bytes of buffers for transfers, and of scratch buffers for updates and files."""
     units = [unit for unit in engine.units if unit.updated_on_host]
     if not units:
         return 0, 0
     shards = [unit.layout.shard_numel * unit.gradients.dtype.itemsize for unit in units]
     values = [unit.layout.shard_numel * unit.flat_params.dtype.itemsize for unit in engine.all_units]
-    offloaded = sum(shards) if engine.updates.keeps_gradients else under_way_bytes(shards)
+    offloaded = sum(shards) if engine.updates.keeps_gradients else updating_bytes(shards)
     in_files = any(unit.flat_params.image is not None for unit in engine.all_units)
-    moved = (WORKERS + AT_HAND + (_gathered(engine) if in_files else 0)) * max(values)
+    moved = (WORKERS + BETWEEN_STEPS + (_gathered(engine) if in_files else 0)) * max(values)
     wide = [(1 + (u.dtypes.master == "split")) * 4 * u.master.owned.numel for u in units if u.dtypes.narrow]
     images = [unit.image.nbytes for unit in units if unit.image is not None]
-    return offloaded + moved, WORKERS * max(wide, default=0) + (WORKERS + 1 + AT_HAND) * max(images, default=0)
+    return offloaded + moved, WORKERS * max(wide, default=0) + (WORKERS + 1 + BETWEEN_STEPS) * max(images, default=0)
 
 
 def _gathered(engine: Engine) -> int:
-    """Units that a pass has open at once: in use, used before, on their way, and those being read ahead of that."""
+    """Units whose shards are loaded at once: in use, used before, prefetched, and read ahead from disk."""
     prefetch = engine.resolved.settings.prefetch
     return 2 + READ_AHEAD + (prefetch if isinstance(prefetch, int) else len(engine.unsharding.units))
 
@@ -183,7 +186,7 @@ def _gathered(engine: Engine) -> int:
 
 
 def sizes_of(engine: Engine) -> Sizes:
-    """All units as the planner sees them, at the widths they have now."""
+    """The sizes of all units, for the planner's formulas, with the dtypes they have now."""
     rank, units = engine.comm.rank, []
     for unit in engine.all_units:
         widths = unit.dtypes.widths._replace(grad=unit.gradients.dtype.itemsize)
@@ -210,15 +213,15 @@ def planned_on_device(engine: Engine) -> dict[str, int | None]:
 
 
 def _pool_limit_bytes(engine: Engine) -> int:
-    """What rounds need at most: those on the way with their scratch, one filling, a few that wait for another. Where
-    the host updates, what is summed and on its way down. And where 16 bits compute, fp32 vectors of what is summed or
-    updated here."""
+    """The most bytes of the pool: reductions in flight with their scratch, one whose gradients are added, a few that
+    wait for another; for host updates, gradients that are being copied to the host; and where 16 bits compute, fp32
+    vectors of what is summed or updated."""
     sizes = [unit.layout.numel * unit.gradients.local_itemsize for unit in engine.units]
     away = [unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units if unit.updated_on_host]
     wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
-    rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
+    reductions = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
     wide_sums = engine.accumulating.wide_sums
     kept = sum(sizes) if wide_sums and (away or engine.resolved.placement.gradients is Scope.SHARDED) else 0
     needed = engine.everyone.size > 1 or wide_sums or wide or away or not engine.updates.keeps_gradients
-    leaving = (LEAVING + 1) * max(away, default=0) + engine.updates.lent_bytes
-    return (rounds * max(sizes) if needed else 0) + leaving + 2 * wide + kept
+    leaving = (COPYING + 1) * max(away, default=0) + engine.updates.lent_bytes
+    return (reductions * max(sizes) if needed else 0) + leaving + 2 * wide + kept

@@ -1,12 +1,12 @@
-"""A rehearsal: the runtime itself takes two steps of a model on tensors without values, among peers that are not there.
+"""A rehearsal: the runtime itself takes two steps of a model on tensors without memory and with simulated peers.
 
-torch's FakeTensorMode gives tensors with shapes, dtypes and storages but no memory, so what is measured here is what a
-rank of N would measure: which units are whole when, what autograd keeps, which buffers are reused, what is sent. Only
-the optimizer's own arithmetic is left out; its state is counted from what the class keeps per element. Where the host
-updates, gradients go down as in a run; what host and disk hold then is counted, and no file is written.
+torch's FakeTensorMode gives tensors with shapes, dtypes and storages but no memory, so a rehearsal measures what a rank
+of N would measure: when units are unsharded, what autograd keeps, which buffers are reused, what is sent. Only the
+optimizer's arithmetic is left out; the bytes of its state follow from what the class keeps per element. Gradients of
+units that the host updates are offloaded as in a run; bytes on host and disk are counted, and no file is written.
 
-A model that decides by values (routing, early exit) cannot be rehearsed without them: `values=True` then takes the
-steps on real tensors of this machine, with the parameters whole, and adds what stage 3 would gather.
+A model whose control flow depends on values (routing, early exit) cannot be rehearsed so: `values=True` then takes the
+steps on real tensors of this machine, with replicated parameters, and adds what stage 3 would all-gather.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsuppor
 
 
 class GradientsToHost(NoUpdates):
-    """Gradients of units that the host would update go down, and nothing is updated."""
+    """The update policy of a rehearsal: offloads gradients of units that the host updates, and updates nothing."""
 
     def __init__(self, engine: Engine) -> None:
         self._host = HostGradients(engine)
 
     def reduced(self, index: int, *, final: bool) -> bool:
-        return self._host.take(index, final=final)
+        return self._host.on_reduced(index, final=final)
 
 
 class Rehearsal(NamedTuple):
-    """What one rank of N would measure in a steady step."""
+    """What one rank of N would measure in a step after the first."""
 
     states: StateBytes
     module_buffers: int
     communication: int
-    peak: dict[str, int]  # bytes by category at the fullest instant
+    peak: dict[str, int]  # bytes by category at the peak
     sent: dict[tuple[str, str], Flow]
     flops: int  # of one forward and backward
     padding: int  # elements
-    block_inputs: tuple[int, ...] = ()  # bytes of each, where blocks are computed again
-    checkpoints: int = 0  # what this rank keeps of them on the device
+    block_inputs: tuple[int, ...] = ()  # bytes of each block's input, where blocks are recomputed
+    checkpoints: int = 0  # bytes of them that this rank keeps on the device
     checkpoints_host: int = 0
-    host: StateBytes = StateBytes()  # states there; gradients as they wait for the update
+    host: StateBytes = StateBytes()  # states in host memory, with gradients that wait for the update
     disk: StateBytes = StateBytes()
 
     @property
     def peak_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device at the peak."""
         return sum(self.peak.values())
 
 
@@ -100,14 +100,14 @@ def rehearse(
     count_flops: bool = False,
     micro_batches: int = 1,
 ) -> Rehearsal:
-    """`sample` is what the model is called with: a tensor, a tuple of arguments, or a dict of keywords. `tp` ranks hold
-    the same block inputs; the model is this rank's part already."""
+    """Rehearses a step of one rank of `ranks`. `sample` is the model's input: a tensor, a tuple of arguments, or a dict
+    of keywords. With `tp`, the model must be this rank's part already."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
     assert zero.stage != "auto"
     asked, offload = zero, Offload.of(zero.offload)
-    if "disk" in (offload.optimizer, offload.parameters):  # to the device it is all one
+    if "disk" in (offload.optimizer, offload.parameters):  # the device's memory is the same with disk as with host
         offload = Offload(optimizer="host", parameters=offload.parameters and "host")
-    if values and asked.stage == 3:  # peers would have to send values
+    if values and asked.stage == 3:  # all-gathers would need the values of real peers
         zero = Zero.of(zero, {"stage": 2, "offload": dataclasses.replace(offload, parameters=None)})
     else:
         zero = Zero.of(zero, {"offload": offload})
@@ -131,7 +131,7 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
     engine = engine_of(model)
     engine.update_by(GradientsToHost(engine))
     one_pass = engine.resolved.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
-    _step(engine, inputs, loss, one_pass)  # the order of units is learnt, buffers grow
+    _step(engine, inputs, loss, one_pass)  # the first step learns the order of units and allocates buffers
     flops = 0
     if count_flops:
         with FlopCounterMode(display=False) as counter:
@@ -168,14 +168,14 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
 
 
 def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
-    """Of all units, where the rehearsal may have had them elsewhere."""
+    """The placements of all units that the settings ask for; the rehearsal may have used others."""
     auto = Offload.of(asked.offload).optimizer == AUTO
     decided = {unit.name: unit.placement.optimizer_tier for unit in engine.units if auto}
     return [place(unit.layout, asked, decided) for unit in engine.all_units]
 
 
 def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
-    """Everything of a step but the arithmetic of the update; the bytes of gradients it ends with."""
+    """A step without the arithmetic of the update; the bytes of gradients at its end."""
     half = engine.resolved.precision.compute is torch.float16
     with scaled_backward(1.0):
         loss(engine.model, inputs).backward()
@@ -183,15 +183,17 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
         engine.complete_gradients(Call.STEP)
         if half:
             engine.everyone.gather_bytes(bytes(len(engine.units)), Label("overflow", "step"))
-        engine.unsharding.release_all()
+        engine.unsharding.reshard_all()
         for index, unit in enumerate(engine.units):
             engine.wait_reduced(index)
             if engine.updates.reduced(index, final=True):
                 continue
-            if unit.dtypes.narrow and not one_pass and engine.comm.any_order:  # what torch borrows: see slices.py
+            if (
+                unit.dtypes.narrow and not one_pass and engine.comm.any_order
+            ):  # scratch of an update by torch's class: see unit_optimizer.py
                 vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
-                lent = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
-                for wide in lent:
+                scratch = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
+                for wide in scratch:
                     engine.pool.give(wide)
         for unit in engine.units:
             if unit.placement.optimizer is Scope.SHARDED and unit.placement.parameters is Scope.REPLICATED:
@@ -205,7 +207,7 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
 
 
 def _whole_step(loss: Loss, micro_batches: int) -> Loss:
-    """All micro-batches of a step but the last add up; the last one's loss is given back."""
+    """A loss function that first runs all micro-batches of a step but the last, accumulating their gradients."""
 
     def last(model: nn.Module, inputs: Any) -> Tensor:
         for _ in range(micro_batches - 1):
@@ -217,8 +219,8 @@ def _whole_step(loss: Loss, micro_batches: int) -> Loss:
 
 
 def _update_temporaries(engine: Engine, one_pass: bool) -> int:
-    """torch's Adam on a CPU makes two vectors of each one it updates; kernels of one pass, and those on CUDA, none. A
-    look for overflow, in fp16, makes the absolute values and three masks."""
+    """Bytes of temporaries in an update: torch's Adam on a CPU makes two vectors per vector it updates; Onefold's
+    kernels, and those on CUDA, none. The overflow check of fp16 makes the absolute values and three masks."""
     if not engine.comm.any_order:
         return 0
     here = [unit for unit in engine.units if not unit.updated_on_host]
@@ -231,7 +233,8 @@ def _update_temporaries(engine: Engine, one_pass: bool) -> int:
 def _as_stage_3(
     engine: Engine, states: StateBytes, peak: dict[str, int], sent: dict[tuple[str, str], Flow]
 ) -> tuple[StateBytes, dict[str, int], dict[tuple[str, str], Flow]]:
-    """From a rehearsal with whole parameters: shards instead, and the largest two units gathered."""
+    """Turns the figures of a rehearsal with replicated parameters into those of stage 3: shards, and the two largest
+    units unsharded."""
     largest = sorted((u.layout.numel * u.layout.itemsize for u in engine.units), reverse=True)[:2]
     gathered = sent.pop(("gather-updated", "all-gather"), Flow())
     sent[("gather-forward", "all-gather")] = sent[("gather-backward", "all-gather")] = gathered
@@ -239,7 +242,7 @@ def _as_stage_3(
 
 
 def _twin(model: nn.Module, values: bool) -> nn.Module:
-    """The same model, with parameters and buffers of its own."""
+    """A copy of the model with parameters and buffers of its own."""
     memo: dict[int, Any] = {}
     device = torch.device("cpu")
     for tensor in [*model.parameters(), *model.buffers()]:

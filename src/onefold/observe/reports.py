@@ -21,7 +21,7 @@ from onefold.observe.inventory import (
     PINNED,
     NotOnDevice,
     TierRow,
-    elsewhere,
+    offloaded_rows,
     on_device,
     planned_on_device,
     sizes_of,
@@ -200,16 +200,16 @@ def placement(model: nn.Module) -> PlacementReport:
             PlacementRow(
                 unit=unit.name,
                 elements=unit.layout.used_numel,
-                optimizer=_told(unit.placement.optimizer, unit.placement.optimizer_tier) if trained else "frozen",
-                gradients=_told(unit.placement.gradients, offloaded) if trained else "frozen",
-                parameters=_told(unit.placement.parameters, unit.placement.parameters_tier),
+                optimizer=_text(unit.placement.optimizer, unit.placement.optimizer_tier) if trained else "frozen",
+                gradients=_text(unit.placement.gradients, offloaded) if trained else "frozen",
+                parameters=_text(unit.placement.parameters, unit.placement.parameters_tier),
                 parameter_bytes=parameter_bytes(size, unit.placement),
             )
         )
     return PlacementReport(tuple(rows), engine.why)
 
 
-def _told(scope: Scope, tier: Tier) -> str:
+def _text(scope: Scope, tier: Tier) -> str:
     return scope.value if tier is Tier.DEVICE else f"{scope.value}, {tier.value}"
 
 
@@ -225,7 +225,7 @@ def memory(model: nn.Module) -> MemoryReport:
     16384
     """
     engine = engine_of(model)
-    away = elsewhere(engine)
+    away = offloaded_rows(engine)
     measured = dict.fromkeys((*CATEGORIES, HOST), 0)
     kept = [tensor for place, tensor in engine.checkpoints.tensors() if place == HOST] if engine.checkpoints else []
     measured[HOST] = storage_bytes(kept)
@@ -273,7 +273,7 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
     """
     engine = engine_of(model)
     tracker = Tracker(partial(on_device, engine), NotOnDevice(engine))
-    tracker.watch(tensor for _, tensor in on_device(engine).values())
+    tracker.add(tensor for _, tensor in on_device(engine).values())
     for unit in engine.unsharding.units:
         unit.flat_params.on_resize = tracker.note
     try:
@@ -285,7 +285,7 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
 
 
 def _planned_traffic(engine: Engine) -> dict[str, int]:
-    """One forward and backward per step, over the units that the passes gather."""
+    """Predicted bytes by purpose of a step of one forward and one backward, with the recorded gather schedule."""
     index = {id(unit): i for i, unit in enumerate(engine.all_units)}
     places = [index[id(unit)] for unit in engine.unsharding.units]
     others = engine.everyone.size - 1

@@ -1,11 +1,11 @@
-"""One rank of N with real memory, real compute and no peers: what a cluster's rank would need, measured on one device.
+"""Simulates one rank of N without peers, with real memory and compute: measures on one device what a rank would need.
 
-The model is built on the meta device and sharded as rank 0 of N, so only this rank's shards become real. Gathers fill
-their buffers with copies of this rank's shard or with zeros, reductions return its own part: values are meaningless,
-sizes, kernels and the order of events are those of the real run. What a network would add is not in it.
+The model is built on the meta device and sharded as rank 0 of N, so only this rank's shards are allocated. All-gathers
+fill their buffers with copies of this rank's shard or with zeros, reductions return its own part: values are
+meaningless, but sizes, kernels and the order of events are those of a real run. Network time is not included.
 
-A step's time is compute, the copies that stand for messages, and launch overhead: what the host takes and no compute
-hides (Python, hooks, launches; on a CPU all that is no operator).
+A step's time is compute, the copies that stand for messages, and launch overhead: the host's time that compute does not
+hide (Python, hooks, launches; on a CPU everything that is not an operator).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from onefold.optim.optimizer import Optimizer
 from onefold.settings.zero import Zero
 from onefold.shard import shard_over
 
-NOISE = 0.05  # a share of a step by which two of them may differ
+NOISE = 0.05  # the part of a step's time by which two steps may differ
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Planned and measured, of one rank of N."""
+    """What one rank of N needs, planned and measured."""
 
     ranks: int
     stage: int
@@ -49,13 +49,13 @@ class Simulation:
     reserved_bytes: int  # CUDA: what the allocator took from the device
     sent_bytes: int
     steps_s: tuple[float, ...]
-    busy: Busy | None  # of a step: operators on a CPU, kernels on CUDA; None where the profiler may not look at it
-    plan_s: float  # how long the rehearsal took
-    build_s: float  # and giving the shards their values
+    busy: Busy | None  # of a step: operators on a CPU, kernels on CUDA; None if the profiler cannot record the device
+    plan_s: float  # seconds of the rehearsal
+    build_s: float  # seconds of sharding and initialising the model
 
     @property
     def states_off(self) -> float:
-        """Measured over planned, less one."""
+        """Measured bytes of states over planned ones, less one."""
         return self.states.total / self.planned.states.total - 1
 
     @property
@@ -64,9 +64,9 @@ class Simulation:
 
     @property
     def launch_s(self) -> float | None:
-        """Of the last step, when nothing computed: the host's time that the device did not hide.
+        """Seconds of the last step in which nothing computed: the host's time that the device did not hide.
 
-        None if it cannot be told: many small operators take longer under the profiler than the whole step without it.
+        None if unknown: many small operators may take longer under the profiler than the whole step without it.
         """
         if self.busy is None:
             return None
@@ -89,7 +89,7 @@ def simulate(
     init: Callable[[nn.Module], None] | None = None,
     optimizer: str = "adamw",
 ) -> Simulation:
-    """Take `steps` steps as rank 0 of `ranks`. `build` makes the model; it is called under the meta device."""
+    """Takes `steps` steps as rank 0 of `ranks`. `build` makes the model; it is called under the meta device."""
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r}: torch finds no CUDA device on this machine; use cpu")
@@ -142,21 +142,21 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
 
 
 def _peak(model: nn.Module, optimizer: Optimizer, inputs: Any, device: torch.device) -> tuple[int, int]:
-    """At the fullest instant so far, used and reserved; on a CPU, where no allocator counts, of one more step."""
+    """Bytes used and reserved at the peak so far; on a CPU, whose allocator does not count, those of one more step."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     return train_step(model, optimizer, inputs), 0
 
 
 def plain_step(model: nn.Module, optimizer: Optimizer, inputs: Any) -> None:
-    """Gradients stay, to be counted."""
+    """One training step, after which gradients stay, to be counted."""
     optimizer.zero_grad()
     optimizer.backward(default_loss(model, inputs))
     optimizer.step()
 
 
 def train_step(model: nn.Module, optimizer: Optimizer, inputs: Any) -> int:
-    """One step, and the bytes at its fullest instant where no allocator counts them."""
+    """One training step; its peak bytes on a CPU, whose allocator does not count; 0 on CUDA."""
     on_cuda = optimizer.param_groups[0]["params"][0].is_cuda
     with nullcontext() if on_cuda else track_memory(model) as tracker:
         plain_step(model, optimizer, inputs)

@@ -1,6 +1,6 @@
-"""Live bytes by category, from watching every tensor operation, and the fullest instant.
+"""Live bytes by category, from every tensor operation, and their breakdown at the peak.
 
-Storages are counted, not what the process or its allocator keeps.
+Bytes of storages are counted, not what the process or its allocator has reserved.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.model.dtensor_shards import held
+from onefold.model.dtensor_shards import local_tensor
 
-CLOSE = 0.002  # the breakdown is of an instant that is at most so much less full than the peak
+CLOSE = 0.002  # the breakdown is of an instant with at most so much less than the peak
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "checkpoints", "activations")
 
 
 class Tracker(TorchDispatchMode):
     """Live bytes of every storage that tensor operations make while this mode is on, and their breakdown at the peak.
 
-    `known` says which category a storage belongs to; all others are activations (and temporaries). Storages in
-    `elsewhere` are not on the device, though they may look it.
+    `known` gives the category of a storage; all others are activations (and temporaries). Storages in `elsewhere` are
+    not on the device, and are not counted.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Tracker(TorchDispatchMode):
         self._serial = itertools.count()
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # storage key -> reference, serial, bytes
         self._live_bytes = 0
-        self._fullest: dict[int, int] = {}  # serial -> bytes, at the peak or a moment before
+        self._fullest: dict[int, int] = {}  # serial -> bytes, at the peak or shortly before
         self._fullest_bytes = 0
         self._category: dict[int, str] = {}  # serial -> category
         self.peak_bytes = 0
 
-    def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors made before the mode was on."""
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Adds tensors that were made before the mode was on."""
         for tensor in tensors:
             self.note(tensor)
 
@@ -59,8 +59,8 @@ class Tracker(TorchDispatchMode):
         self._classify()
 
     def note(self, tensor: Tensor) -> None:
-        """A tensor was made, or its storage was resized behind torch's back."""
-        tensor = held(tensor)
+        """Counts a tensor that was made, or whose storage was resized without a torch operation."""
+        tensor = local_tensor(tensor)
         if type(tensor) not in (Tensor, torch.nn.Parameter, FakeTensor):
             return
         storage = tensor.untyped_storage()
@@ -77,7 +77,7 @@ class Tracker(TorchDispatchMode):
         self._live[key] = (reference, next(self._serial), nbytes)
         self._live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        if self._live_bytes > self._fullest_bytes * (1 + CLOSE):  # a look at all of it is dear: not for every byte
+        if self._live_bytes > self._fullest_bytes * (1 + CLOSE):  # a breakdown is slow: not for every byte
             self._fullest_bytes = self._live_bytes
             self._classify()
             self._fullest = {serial: size for _, serial, size in self._live.values()}
@@ -93,7 +93,7 @@ class Tracker(TorchDispatchMode):
                 self._category[self._live[key][1]] = category
 
     def peak(self) -> dict[str, int]:
-        """Bytes by category at the fullest instant; what came in its last moment counts as activations."""
+        """Bytes by category at the peak; bytes after the last breakdown count as activations."""
         sums = dict.fromkeys(CATEGORIES, 0)
         for serial, nbytes in self._fullest.items():
             sums[self._category.get(serial, "activations")] += nbytes

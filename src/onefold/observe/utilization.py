@@ -1,8 +1,8 @@
-"""What the time of some work goes to: compute, copies that stand for messages, and the rest, which is the host's.
+"""How long a device is busy in a step: with compute, and with copies that stand for messages.
 
-torch's profiler says when operators ran (on a CPU) or kernels (on a GPU). In the rest of the time nothing computes:
-Python, hooks and launches hold the step up. A profiled step is a slow one, so only what it says of operators and
-kernels is taken from it; the rest is what an unprofiled step takes beyond that.
+torch's profiler records when operators ran (on a CPU) or kernels (on a GPU). In the rest of the step nothing computes:
+it is the time of Python, hooks and launches. A profiled step is slower, so only the times of operators and kernels are
+taken from it; the rest is what an unprofiled step takes beyond them.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ TICKS = 1000  # of a microsecond, which is the profiler's unit
 
 
 class Busy(NamedTuple):
-    """Seconds."""
+    """Seconds in which a device was busy."""
 
     compute_s: float
-    stand_ins_s: float  # copies in the place of messages
+    stand_ins_s: float  # copies that stand for messages
 
 
 def busy(work: Callable[[], Any], device: torch.device) -> Busy | None:
-    """Run some work, and see how long its device was busy with it. None if the profiler may not look at the device."""
+    """Runs some work, and returns how long its device was busy. None if the profiler cannot record the device."""
     cuda = device.type == "cuda"
     seen = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])], acc_events=True)
-    with _quiet():
+    with _without_stderr():
         seen.start()
     try:
         work()
         if cuda:
             torch.cuda.synchronize(device)
     finally:
-        with _quiet():
+        with _without_stderr():
             seen.stop()
     return _on_cuda(seen.events()) if cuda else _on_cpu(seen.events())
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """The profiler's library writes lines of its own to stderr, past Python."""
+def _without_stderr() -> Iterator[None]:
+    """Inside, stderr is discarded: the profiler's library writes to it directly."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -70,7 +70,7 @@ def _on_cpu(events: Iterable[Any]) -> Busy:
 
 
 def _on_cuda(events: Iterable[Any]) -> Busy | None:
-    """Stand-ins share their stream with compute, so the two never overlap."""
+    """Busy times on a GPU; copies that stand for messages are on the compute stream, so the two never overlap."""
     events = list(events)
     kernels = [_stretch(e) for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     if not kernels:

@@ -1,1 +1,1 @@
-"""Host memory and disk below the device: tiers, buffers, transfers."""
+"""Offload: state kept in host memory or on disk, and the transfers to and from the device."""

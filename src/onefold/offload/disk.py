@@ -1,12 +1,12 @@
-"""State that rests on disk: files that are read before use and written after it, beside compute.
+"""State on disk: scratch files that are read before use and written after it, by threads beside compute.
 
-Requests are cut into pieces of a few MiB, and a few threads run them in the order in which they were asked for; the
-system calls let Python go on meanwhile. The requests of one file run one after the other, so a read sees the write
-before it; files do not wait for each other. A request holds its buffer until it is done. The first error ends it all:
-what could not be written is lost, so whoever asks next hears of it too.
+Requests are cut into pieces of a few MiB, and a few threads run the pieces in the order of the requests; the system
+calls release the GIL. The requests of one file run one after the other, so a read sees the write before it; requests of
+different files run side by side. A request holds its buffer until it is done. After the first error every request
+raises: what could not be written is lost.
 
-Threads, not io_uring: they keep a disk as busy as it can be at these sizes (docs/performance.md), so nothing is left to
-gain by a binding that Python does not have.
+Threads, not io_uring: at these sizes they keep a disk as busy as it can be (docs/performance.md), so a binding, which
+Python does not have, would gain nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PIECE_BYTES = 4 << 20  # neither more threads nor larger pieces were faster
 
 
 class Scratch:
-    """A folder for files that live as long as this process, which needs so many bytes there all in all.
+    """A folder for scratch files, which live as long as this process. Raises unless `needed_bytes` are free there.
 
-    `buffered` goes through the page cache even where O_DIRECT works.
+    `buffered` files go through the page cache even where O_DIRECT works.
 
     >>> from onefold.offload.host_memory import host_bytes
     >>> scratch = Scratch("/tmp", needed_bytes=4096)
@@ -48,7 +48,7 @@ class Scratch:
     def __init__(self, path: str | Path, needed_bytes: int, *, buffered: bool = False) -> None:
         self.path = Path(path).expanduser().absolute()
         files.check_folder(self.path, needed_bytes)
-        self._direct = not buffered and files.takes_direct(self.path)
+        self._direct = not buffered and files.supports_direct(self.path)
         self.workers = Workers(self.path)
         self._files: weakref.WeakSet[DiskFile] = weakref.WeakSet()
         weakref.finalize(self, self.workers.stop)  # at the latest when the interpreter ends
@@ -59,7 +59,7 @@ class Scratch:
         return self._direct
 
     def file(self, nbytes: int, name: str) -> DiskFile:
-        """So many zeros, for as long as somebody holds the file; `name` says in errors what is in it."""
+        """A new file of so many zeros, freed with its object; `name` says in errors what it holds."""
         self.workers.check()
         try:
             number = files.nameless(self.path, direct=self._direct)
@@ -71,41 +71,41 @@ class Scratch:
         return file
 
     def close(self) -> None:
-        """Wait for what runs, give up what does not run yet, and free the disk."""
+        """Waits for the requests that run, drops those that wait, and frees the disk space."""
         self.workers.stop()
         for file in list(self._files):
             file.shut()
 
 
 class DiskFile:
-    """Bytes on disk, a multiple of 4096 of them."""
+    """A scratch file; its length is a multiple of 4096 bytes."""
 
     def __init__(self, scratch: Scratch, number: int, name: str) -> None:
         self.name, self.nbytes = name, 0
         self.scratch, self.workers = scratch, scratch.workers
-        self.asked: deque[Pending] = deque()  # the first of them runs
+        self.requests: deque[Request] = deque()  # the first one runs
         self._number = number
         self.shut = weakref.finalize(self, os.close, number)
-        self.shut.atexit = False  # the system does it then
+        self.shut.atexit = False  # at exit the kernel closes it
 
     def fileno(self) -> int:
         return self._number
 
-    def read(self, buffer: Tensor) -> Pending:
-        """Fill the buffer with the first bytes of the file."""
-        return self._ask("read", os.preadv, buffer)
+    def read(self, buffer: Tensor) -> Request:
+        """Starts to fill the buffer with the first bytes of the file."""
+        return self._request("read", os.preadv, buffer)
 
-    def write(self, buffer: Tensor) -> Pending:
-        """The buffer becomes the first bytes of the file. It must not change until that is done."""
-        return self._ask("write", os.pwritev, buffer)
+    def write(self, buffer: Tensor) -> Request:
+        """Starts to write the buffer to the start of the file. The buffer must not change until that is done."""
+        return self._request("write", os.pwritev, buffer)
 
     def resize(self, nbytes: int) -> None:
-        """Cut the file, or let it grow by zeros, after all that was asked of it before."""
+        """Truncates the file, or extends it by zeros, after the requests before."""
         assert nbytes % ALIGN == 0, nbytes
-        with self.workers.asking():
-            before = list(self.asked)[-1:]
-        for pending in before:
-            pending.done.wait()
+        with self.workers.accepting():
+            before = list(self.requests)[-1:]
+        for request in before:
+            request.done.wait()
         self.workers.check()
         try:
             files.resize(self._number, nbytes)
@@ -113,21 +113,21 @@ class DiskFile:
             raise self.workers.failed(error, f"make room for {self.name} in {self.scratch.path}") from error
         self.nbytes = nbytes
 
-    def _ask(self, verb: str, move: files.Move, buffer: Tensor) -> Pending:
+    def _request(self, verb: str, move: files.Move, buffer: Tensor) -> Request:
         assert buffer.dtype == torch.uint8 and buffer.ndim == 1 and buffer.is_contiguous() and buffer.is_cpu
         assert buffer.numel() % ALIGN == buffer.data_ptr() % ALIGN == 0, (buffer.numel(), buffer.data_ptr())
         assert buffer.numel() <= self.nbytes, (buffer.numel(), self.nbytes)
-        pending = Pending(self, verb, move, buffer)
-        with self.workers.asking():
-            self.workers.asked += 1
-            self.asked.append(pending)
-            if len(self.asked) == 1:
-                pending.start()
-        return pending
+        request = Request(self, verb, move, buffer)
+        with self.workers.accepting():
+            self.workers.unfinished += 1
+            self.requests.append(request)
+            if len(self.requests) == 1:
+                request.start()
+        return request
 
 
-class Pending:
-    """A read or write that was asked for."""
+class Request:
+    """A read or write of one file, run in pieces by the worker threads."""
 
     def __init__(self, file: DiskFile, verb: str, move: files.Move, buffer: Tensor) -> None:
         self._file, self._verb, self._move = file, verb, move
@@ -138,7 +138,7 @@ class Pending:
         self.done = threading.Event()
 
     def wait(self) -> None:
-        """Until it is done. Raises what went wrong, once."""
+        """Waits until the request is done, and raises its error, once."""
         self._file.workers.check_process()
         with NOTHING if self.done.is_set() else span("wait", "disk", self._file.name):
             self.done.wait()
@@ -147,13 +147,14 @@ class Pending:
             raise error
 
     def start(self) -> None:
+        """Queues all pieces for the worker threads."""
         for start in self._starts:
             self._file.workers.pieces.put(partial(self._piece, start))
 
     def _piece(self, start: int) -> None:
-        """In a thread: one piece, unless there is no more use in it; with the last one the request is done."""
+        """Runs one piece in a worker thread, unless an error came before; the last piece ends the request."""
         workers = self._file.workers
-        error = workers.trouble() or self._tried(self._move_piece, start)
+        error = workers.why_stopped() or self._tried(self._move_piece, start)
         with workers.lock:
             self._error = self._error or error
             self._left -= 1
@@ -167,15 +168,16 @@ class Pending:
         files.transfer(self._move, self._file.fileno(), memory, start)
 
     def _end(self) -> None:
+        """Marks the request done and starts the file's next one."""
         file, workers = self._file, self._file.workers
         if self._error is None and not file.scratch.direct:
-            self._error = self._tried(files.leave_cache, file.fileno(), self._verb == "write")
+            self._error = self._tried(files.drop_from_cache, file.fileno(), self._verb == "write")
         with workers.lock:
             self._buffer = None
-            file.asked.popleft()
-            if file.asked:
-                file.asked[0].start()
-            workers.asked -= 1
+            file.requests.popleft()
+            if file.requests:
+                file.requests[0].start()
+            workers.unfinished -= 1
             workers.lock.notify_all()
             self.done.set()
 
@@ -188,12 +190,13 @@ class Pending:
 
 
 class Workers:
-    """The threads of a Scratch, and why they work no more. They hold nothing of it but the pieces to run."""
+    """The threads of a Scratch, and the error that stopped them. They hold no reference to it but in the pieces that
+    are queued."""
 
     def __init__(self, path: Path) -> None:
         self.lock = threading.Condition()
         self.pieces: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.asked = 0  # requests that are not done
+        self.unfinished = 0  # requests
         self._path, self._process = path, os.getpid()
         self._first_error: OffloadError | None = None
         self._stopped = False
@@ -205,59 +208,59 @@ class Workers:
             thread.start()
 
     def failed(self, error: BaseException, doing: str) -> OffloadError:
-        """What to raise for it; if it is the first, for all that is asked from now on too."""
-        told = files.explained(error, doing)
+        """The error to raise for a failed system call; the first one is also raised by all later requests."""
+        explained = files.explained(error, doing)
         with self.lock:
-            self._first_error = self._first_error or told
-        return _again(told)
+            self._first_error = self._first_error or explained
+        return _fresh(explained)
 
-    def trouble(self) -> OnefoldError | None:
-        """Why nothing is read or written any more: an error of its own for each who asks."""
+    def why_stopped(self) -> OnefoldError | None:
+        """Why nothing is read or written any more, as a new exception object; None while requests are run."""
         if self._first_error is not None:
-            return _again(self._first_error)
+            return _fresh(self._first_error)
         return StateError(f"the files in {self._path} were closed; make another Scratch") if self._stopped else None
 
     @contextmanager
-    def asking(self) -> Iterator[None]:
-        """What is asked for inside will be run; raises if nothing is."""
-        self.check_process()  # before the lock, which a fork may have caught closed
+    def accepting(self) -> Iterator[None]:
+        """Holds the lock while a request is queued; raises if the workers have stopped."""
+        self.check_process()  # before the lock, which may have been held when this process was forked
         with self.lock:
             self.check()
             yield
 
     def check(self) -> None:
         self.check_process()
-        if (error := self.trouble()) is not None:
+        if (error := self.why_stopped()) is not None:
             raise error
 
     def check_process(self) -> None:
         if os.getpid() != self._process:
             raise StateError(
-                f"state in {self._path} was used in a process forked from the one that keeps it there, and its threads "
-                f"are not here; use it in the first one, or start others by spawn"
+                f"state in {self._path} was used in a forked process, which has not the threads that read and write "
+                f"it; use it in the process that made it, or start others by spawn"
             )
 
     def stop(self) -> None:
         if os.getpid() != self._process:
-            return  # the threads of another
+            return  # forked: the threads are the parent's
         with self.lock:
             self._stopped = True
-            self.lock.wait_for(lambda: self.asked == 0)
+            self.lock.wait_for(lambda: self.unfinished == 0)
         for _ in self._threads:
             self.pieces.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():  # one of them may hold the last reference
+            if thread is not threading.current_thread():  # a worker may hold the last reference to the Scratch
                 thread.join()
 
 
-def _again(error: OffloadError) -> OffloadError:
-    """The same, to be raised: one that was raised holds the frames it went through, and all that is in them."""
-    again = OffloadError(*error.args)
-    again.__cause__ = error.__cause__
-    return again
+def _fresh(error: OffloadError) -> OffloadError:
+    """A new exception object: one that was raised holds its traceback's frames, and the buffers in them."""
+    fresh = OffloadError(*error.args)
+    fresh.__cause__ = error.__cause__
+    return fresh
 
 
 def _work(pieces: SimpleQueue[Callable[[], None] | None]) -> None:
     while (piece := pieces.get()) is not None:
         piece()
-        del piece  # it holds a file, which may be waiting to be freed
+        del piece  # it holds a file, which could not be freed while this thread waits

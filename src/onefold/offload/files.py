@@ -1,8 +1,8 @@
-"""Files without a name: they take disk space while a process has them open, and none after it ends, however it ends.
+"""Unnamed files: they take disk space while a process has them open, and none after it ends, however it ends.
 
 So nothing is left behind, and nothing can be mistaken for a checkpoint. Space is reserved when a file is made or grows,
-so that the disk does not fill up in the middle of a run. Where the file system takes O_DIRECT, bytes go past the page
-cache, straight between disk and buffer; else through it, and out of it at once, so that host memory stays free.
+so that the disk does not fill up in the middle of a run. Where the file system supports O_DIRECT, transfers bypass the
+page cache; elsewhere their pages are dropped from the cache at once, so that host memory stays free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from onefold.errors import ConfigError, OffloadError
 from onefold.offload.host_memory import ALIGN, bytes_of, host_bytes, size_text
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-UNABLE = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOSYS)  # what a file system says that cannot do it
+UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.EISDIR, errno.ENOSYS)  # the file system lacks a feature
 REMEDIES = {
     errno.ENOSPC: "free space there, or choose a folder on a larger disk",
     errno.EDQUOT: "free space there, or ask for a larger quota",
@@ -34,7 +34,7 @@ Move = Callable[[int, list[memoryview], int], int]  # os.preadv or os.pwritev
 
 
 def check_folder(path: Path, needed_bytes: int) -> None:
-    """Raises unless it is a folder in which this process can keep so many bytes."""
+    """Raises unless `path` is a folder in which this process can make files and so many bytes are free."""
     try:
         if not path.is_dir():
             found = "is a file" if path.exists() else "does not exist"
@@ -56,14 +56,15 @@ def check_folder(path: Path, needed_bytes: int) -> None:
         )
 
 
-def takes_direct(path: Path) -> bool:
-    """Whether files there can bypass the page cache: tried out, since some file systems say no only when it is done."""
+def supports_direct(path: Path) -> bool:
+    """Whether files there can bypass the page cache: tried out, since some file systems refuse only the first read or
+    write."""
     block, file = host_bytes(ALIGN, pinned=False), None
     try:
         file = nameless(path, direct=True)
         return all(transfer(move, file, bytes_of(block), 0) for move in (os.pwritev, os.preadv))
     except OSError as error:
-        if error.errno in UNABLE:
+        if error.errno in UNSUPPORTED:
             return False
         raise explained(error, f"write a first block to {path}") from error
     finally:
@@ -72,12 +73,12 @@ def takes_direct(path: Path) -> bool:
 
 
 def nameless(folder: Path, *, direct: bool) -> int:
-    """A new file, open for reading and writing."""
+    """A new unnamed file, open for reading and writing."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_EXCL
     try:
         file = os.open(folder, flags | os.O_TMPFILE, 0o600)
     except OSError as error:
-        if error.errno not in UNABLE:
+        if error.errno not in UNSUPPORTED:
             raise
         path = folder / f".onefold-{secrets.token_hex(8)}"
         file = os.open(path, flags | os.O_CREAT, 0o600)
@@ -92,41 +93,41 @@ def nameless(folder: Path, *, direct: bool) -> int:
 
 
 def resize(file: int, nbytes: int) -> None:
-    """Cut it, or let it grow by zeros that have their place on the disk already."""
+    """Truncates the file, or extends it by zeros whose disk space is reserved."""
     os.ftruncate(file, nbytes)
-    libc = ctypes.CDLL(None, use_errno=True)  # os.posix_fallocate would write to each block where this cannot be done
+    libc = ctypes.CDLL(None, use_errno=True)  # os.posix_fallocate would write to each block where it is unsupported
     while nbytes and libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
         number = ctypes.get_errno()
-        if number in UNABLE:
+        if number in UNSUPPORTED:
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
 
 
 def transfer(move: Move, file: int, memory: memoryview, offset: int) -> int:
-    """All of `memory`, from or to this place in the file; its length."""
+    """Reads or writes all of `memory` at this offset of the file; the number of bytes."""
     done = 0
     while done < len(memory):
         moved = move(file, [memory[done:]], offset + done)
-        if moved < ALIGN:  # never but at the end of the file
+        if moved < ALIGN:  # only at the end of the file
             raise OSError(f"it ends at byte {offset + done + moved:,}; something cut it short")
-        done += moved - moved % ALIGN  # O_DIRECT goes on from multiples only
+        done += moved - moved % ALIGN  # O_DIRECT needs aligned offsets
     return done
 
 
-def leave_cache(file: int, written: bool) -> None:
-    """What went through the page cache stays there no longer."""
+def drop_from_cache(file: int, written: bool) -> None:
+    """Drops the file's pages from the page cache, after writing them to disk."""
     if written:
-        os.fdatasync(file)  # only what is on disk can be dropped; and a network's disk says only now that it is full
+        os.fdatasync(file)  # only clean pages can be dropped; and a network disk reports only now that it is full
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def explained(error: BaseException, doing: str) -> OffloadError:
-    """What the system said, in our words."""
+    """An OffloadError that says what could not be done, the system's reason, and the remedy."""
     if isinstance(error, OSError):
         remedy = REMEDIES.get(error.errno or 0, "choose a folder on another disk or file system")
-        told = OffloadError(f"could not {doing}: {error.strerror or error}; {remedy}")
+        explained = OffloadError(f"could not {doing}: {error.strerror or error}; {remedy}")
     else:
-        told = OffloadError(f"could not {doing}: {error!r}; that is a mistake in Onefold: please report it")
-    told.__cause__ = error.with_traceback(None)  # its frames hold the buffer
-    return told
+        explained = OffloadError(f"could not {doing}: {error!r}; that is a mistake in Onefold: please report it")
+    explained.__cause__ = error.with_traceback(None)  # the traceback's frames hold the buffer
+    return explained

@@ -1,8 +1,9 @@
-"""The host's side of a device: buffers that are used again, and copies that run beside compute.
+"""Transfers between a device and host memory, on streams of their own beside compute, and their pinned buffers.
 
-Down go gradients and values, up come new values; each way has a stream of its own. A copy starts when the device has
-come to its `after`, a mark that was set in the stream of compute, or by default to where compute is now. Who needs the
-result either waits for it, or lets compute wait. On a CPU both sides are one memory: a copy is a copy, done at once.
+Gradients and parameters are copied to the host, updated parameters back to the device; each direction has a CUDA
+stream. A copy starts once an event of the compute stream has passed: `after`, or by default one recorded now. It
+returns its own event: `wait` blocks the host until the copy has completed, `stream_wait` makes the compute stream wait.
+On a CPU a copy completes before the call returns, and events are empty.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from onefold.comm.spans import span
 from onefold.offload.host_memory import host_bytes
 
 
-class Mark(NamedTuple):
-    """A point in the work of the device; on a CPU there is nothing to wait for."""
+class StreamEvent(NamedTuple):
+    """An event of a CUDA stream; empty on a CPU, where there is nothing to wait for."""
 
     event: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Until the device has come there."""
+        """Blocks the host until the event has passed."""
         if self.event is not None:
             with span("wait", "copy", "the device"):
                 self.event.synchronize()
 
-    def passed(self) -> bool:
-        """Whether it has."""
+    def query(self) -> bool:
+        """Whether the event has passed."""
         return self.event is None or self.event.query()
 
-    def order(self) -> None:
-        """What compute does from here on comes after it."""
+    def stream_wait(self) -> None:
+        """Makes the current stream wait for the event; the host does not wait."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
 
 
 class HostPool(Pool):
-    """Buffers in host memory; pinned where a device copies from them."""
+    """A pool of buffers in host memory."""
 
     def __init__(self, *, pinned: bool) -> None:
         super().__init__(torch.device("cpu"))
@@ -53,39 +54,42 @@ class HostPool(Pool):
 
 
 class Host:
+    """The host side of one device: its buffer pools and its two copy streams."""
+
     def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
-        self.staging = HostPool(pinned=self.cuda)  # what copies start from or land in
-        self.scratch = HostPool(pinned=False)  # what only processors see
-        self.waiting = Pool(device, keeps=keeps)  # on the device: gradients that are to come here
+        self.staging = HostPool(pinned=self.cuda)  # sources and targets of transfers
+        self.scratch = HostPool(pinned=False)  # used by the CPU only
+        self.waiting = Pool(device, keeps=keeps)  # on the device: gradients until they have been copied to the host
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
     def keep(self, tensor: Tensor, *, pinned: bool = True) -> Tensor:
-        """A copy in host memory for good; pinned, the device can copy from it beside compute."""
+        """A copy of a tensor in host memory, in a buffer of its own, outside the pools."""
         kept = host_bytes(tensor.nbytes, pinned=pinned and self.cuda).view(tensor.dtype)
         return kept.copy_(tensor)
 
-    def mark(self) -> Mark:
-        """Where compute is now."""
+    def record_event(self) -> StreamEvent:
+        """An event recorded in the compute stream now."""
         if not self.cuda:
-            return Mark()
+            return StreamEvent()
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
-        return Mark(event)
+        return StreamEvent(event)
 
-    def to_host(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        """Start a copy from the device to the host; the mark that follows it."""
+    def to_host(self, source: Tensor, target: Tensor, after: StreamEvent | None = None) -> StreamEvent:
+        """Starts a copy from the device to the host once `after` has passed; the event of its end."""
         return self._copy("down", source, target, after)
 
-    def to_device(self, source: Tensor, target: Tensor, after: Mark | None = None) -> Mark:
-        """Start a copy from the host to the device; the mark that follows it."""
+    def to_device(self, source: Tensor, target: Tensor, after: StreamEvent | None = None) -> StreamEvent:
+        """Starts a copy from the host to the device once `after` has passed; the event of its end."""
         return self._copy("up", source, target, after)
 
     @contextmanager
-    def before(self, copied: Mark) -> Iterator[None]:
-        """What is started inside comes after a copy, and compute need not wait for it yet."""
+    def after_copy(self, copied: StreamEvent) -> Iterator[None]:
+        """Inside, the current stream is the one that copies to the device: what is enqueued runs after that copy, and
+        the compute stream does not wait."""
         if copied.event is None:
             yield
             return
@@ -98,15 +102,15 @@ class Host:
                 self._streams[way] = torch.cuda.Stream(self.device)
             return self._streams[way]
 
-    def _copy(self, way: str, source: Tensor, target: Tensor, after: Mark | None) -> Mark:
+    def _copy(self, way: str, source: Tensor, target: Tensor, after: StreamEvent | None) -> StreamEvent:
         if not self.cuda:
             target.copy_(source)
-            return Mark()
-        stream, after = self._stream(way), after or self.mark()
+            return StreamEvent()
+        stream, after = self._stream(way), after or self.record_event()
         assert after.event is not None
         stream.wait_event(after.event)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
         event = torch.cuda.Event()
         event.record(stream)
-        return Mark(event)
+        return StreamEvent(event)

@@ -1,8 +1,8 @@
-"""Host memory: buffers that a disk and a GPU can read and write directly, and how much is left for them.
+"""Host memory: buffers for direct transfers with disks (O_DIRECT) and GPUs (pinned), and how much memory is available.
 
-A disk that is used without the page cache wants addresses that are multiples of 4096; a GPU wants pages that stay where
-they are ("pinned"). Both get pages of their own from the kernel, as many as were asked for: torch's pinned allocator
-would round up to a power of two. They are zero, and cost memory from their first use on.
+O_DIRECT needs addresses that are multiples of 4096; a GPU needs pinned pages. Both get pages of their own from the
+kernel, exactly as many as are needed: torch's pinned allocator would round up to a power of two. The pages are zero,
+and take memory from their first use on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOST_SHARE = 0.9  # of what is available
 
 
 def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
-    """So many zero bytes on a multiple of ALIGN, pinned for the GPU if asked, given back with the last tensor in them.
+    """So many zero bytes at an address that is a multiple of ALIGN; freed with the last tensor that views them.
 
     >>> host_bytes(12345, pinned=False).untyped_storage().nbytes()
     12345
@@ -50,7 +50,7 @@ def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
 
 
 class Pages(mmap.mmap):
-    """Memory that lives as long as the storage above it. A finalizer of the storage would come after it is unmapped."""
+    """Mapped memory that unpins itself before it is unmapped: a finalizer of the storage would run too late."""
 
     pinned_at: int | None = None
 
@@ -65,7 +65,7 @@ class Pages(mmap.mmap):
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A dense host tensor's own memory, which lives as long as this view of it."""
+    """The memory of a dense host tensor; the view keeps the tensor alive."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
     size = tensor.numel() * tensor.itemsize
     if not size:
@@ -75,9 +75,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def give_back() -> None:
-    """Free pages of this process's heap go back to the kernel. glibc keeps those that something younger lies behind: a
-    model that is built one unit at a time, of which a shard stays, would end with all of it resident."""
+def trim_heap() -> None:
+    """Returns free pages of this process's heap to the kernel. glibc keeps those with a younger allocation behind them:
+    a model that is built one unit at a time, of which a shard stays, would end with all of it resident."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
@@ -86,7 +86,7 @@ def give_back() -> None:
 
 
 def check_host(needed_bytes: int, what: str) -> None:
-    """Raises if so many bytes (of all ranks of this machine together) cannot fit now; `what` they are for."""
+    """Raises unless so many bytes (of all ranks of this machine together) are available; `what` needs them."""
     found = available_bytes()
     if needed_bytes > found:
         raise OffloadError(
@@ -97,18 +97,19 @@ def check_host(needed_bytes: int, what: str) -> None:
 
 
 def host_share() -> int:
-    """What this rank may take of it, beside the other ranks of this machine, and with some to spare."""
+    """Bytes of host memory that this rank may use: its part of what is available to the ranks of this machine, less a
+    reserve."""
     return int(HOST_SHARE * available_bytes()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Host memory that can still be had: what the machine has, or less where a cgroup of this process allows less."""
+    """Bytes of host memory available to this process: the machine's, or fewer where its cgroup allows fewer."""
     machine = _counts(root / "proc/meminfo").get("MemAvailable:", 0) * 1024  # the file counts in KiB
     return max(0, min([machine, *_allowed(root)]))
 
 
 class Names(NamedTuple):
-    """What a version of cgroups calls its files and counts."""
+    """Names of files and counters in one version of cgroups."""
 
     limits: tuple[str, ...]
     used: str
@@ -122,7 +123,7 @@ VERSIONS = {
 
 
 def _allowed(root: Path) -> Iterator[int]:
-    """What each cgroup still allows in which this process is, from its own up to all that contain it."""
+    """Bytes still allowed by each cgroup of this process, from its own up to the root."""
     for version, folders in _cgroups(root):
         names = VERSIONS[version]
         for folder in folders:
@@ -134,7 +135,7 @@ def _allowed(root: Path) -> Iterator[int]:
 
 
 def _cgroups(root: Path) -> Iterator[tuple[str, list[Path]]]:
-    """By version: the folders of this process's memory cgroup and of those that contain it."""
+    """For each cgroup version: the folders of this process's memory cgroup and of its ancestors."""
     mine = {}  # /proc/self/cgroup: number:controllers:path, where version 2 is 0::path
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -162,7 +163,7 @@ def _number(path: Path) -> int | None:
 
 
 def _counts(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """A file with a name and a number on each line."""
     return {words[0]: int(words[1]) for line in _lines(path) if len(words := line.split()) >= 2}
 
 

@@ -1,8 +1,9 @@
-"""Tensors of one unit that rest in a file and come to memory together, as one stretch of bytes.
+"""The image of a unit's tensors in a file, from which they are loaded and to which they are stored together.
 
-While they rest, each is a placeholder of its own length that reads as NaN. Opened, they are views of a buffer that was
-read in one go; closed, the buffer is written in one go, and `reap` waits for that. Where they lie in the file is where
-they lie in the buffer: cutting a tensor in two moves nothing, and a new one makes all move together, once.
+While the tensors are only in the file, each is a placeholder of its own length that reads as NaN. `load` makes them
+views of one buffer that is read in one request; `store` writes that buffer in one request, and `wait_stored` waits for
+it. A tensor has the same offset in the file as in the buffer: cutting a tensor in two moves nothing, and a new tensor
+makes the next `store` lay them all out again.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from onefold.comm.buffers import Pool, key_of
 
 PAGE = 4096
-LEAST_NUMEL = 64  # what is shorter stays in memory: counts of steps
+LEAST_NUMEL = 64  # shorter tensors (step counts) stay in memory
 
 
 class Waiting(Protocol):
@@ -26,7 +27,7 @@ class Waiting(Protocol):
 
 
 class File(Protocol):
-    """As much as an image needs of a file."""
+    """What an image needs of a file."""
 
     nbytes: int
 
@@ -44,19 +45,19 @@ class Image:
         self._buffer: Tensor | None = None
         self._reading: Waiting | None = None
         self._writing: tuple[Waiting, Tensor] | None = None
-        self._failed: Exception | None = None  # why the file does not hold what was written last
-        self.is_open = False
+        self._failed: Exception | None = None  # the error of the last write: the file does not hold what it should
+        self.is_loaded = False
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """On disk."""
+        """Bytes of the file."""
         return self._file.nbytes
 
-    def start(self) -> None:
-        """Begin to read, ahead of need."""
+    def start_load(self) -> None:
+        """Starts to read the file, ahead of `load`."""
         if self._buffer is None and self._places:
-            self.reap()
+            self.wait_stored()
             buffer = self._pool.take(self._file.nbytes, torch.uint8)
             try:
                 self._reading = self._file.read(buffer)
@@ -65,19 +66,20 @@ class Image:
                 raise
             self._buffer = buffer
 
-    def open(self) -> None:
-        """All tensors are in memory, to be read or changed."""
-        self.start()
+    def load(self) -> None:
+        """Waits until the tensors are in memory, to be read or changed."""
+        self.start_load()
         if self._reading is not None:
             self._finish_read()
-        if not self.is_open:
-            self.is_open = True
+        if not self.is_loaded:
+            self.is_loaded = True
             for leaf, start, numel in self._places:
                 assert self._buffer is not None
                 leaf.data = self._buffer[start : start + numel * leaf.itemsize].view(leaf.dtype)
 
     def _finish_read(self) -> None:
-        """What was not read is not there. An interrupted wait is no end: the disk goes on."""
+        """Waits for the read; if it fails, its buffer is freed. After a KeyboardInterrupt the read goes on, and the
+        next call waits again."""
         assert self._reading is not None and self._buffer is not None
         try:
             self._reading.wait()
@@ -87,15 +89,16 @@ class Image:
             raise
         self._reading = None
 
-    def close(self, *, changed: bool) -> None:
-        """They rest again, as they are now, or as they were."""
-        if self._reading is not None:  # nobody opened them
+    def store(self, *, changed: bool) -> None:
+        """Makes the tensors placeholders again. If `changed`, starts to write them to the file as they are now; else
+        the file keeps what it has."""
+        if self._reading is not None:  # start_load without load
             with suppress(Exception):
                 self._finish_read()
-        self.is_open = False
+        self.is_loaded = False
         if changed:
-            leaves = [leaf for leaf in self._leaves() if rests(leaf)]
-            self._lay(leaves)
+            leaves = [leaf for leaf in self._leaves() if belongs_in_file(leaf)]
+            self._lay_out(leaves)
             self._places = [(leaf, _start(leaf, self._buffer), leaf.numel()) for leaf in leaves]
         for leaf, _, numel in self._places:
             blank = torch.full((), float("nan") if leaf.is_floating_point() else 0, dtype=leaf.dtype)
@@ -104,14 +107,14 @@ class Image:
         if buffer is None:
             return
         if changed:
-            self.reap()
+            self.wait_stored()
             self._writing = self._file.write(buffer), buffer
         else:
             self._pool.give(buffer)
 
-    def reap(self) -> None:
-        """What is being written has been written; its buffer is free."""
-        with self._lock:  # whoever updates and whoever reads may both come here: neither goes on before it is there
+    def wait_stored(self) -> None:
+        """Waits until the last write has completed, and returns its buffer to the pool; raises if the write failed."""
+        with self._lock:  # the thread that updates and the one that reads may both come here, and both must wait
             if self._writing is not None:
                 pending, buffer = self._writing
                 try:
@@ -119,12 +122,12 @@ class Image:
                     self._pool.give(buffer)
                 except Exception as error:
                     self._failed = error
-                self._writing = None  # not after an interrupt: the disk goes on
+                self._writing = None  # not reached after a KeyboardInterrupt: the write goes on
         if self._failed is not None:
             raise self._failed
 
-    def _lay(self, leaves: list[Tensor]) -> None:
-        """Into one buffer, unless they lie in it."""
+    def _lay_out(self, leaves: list[Tensor]) -> None:
+        """Copies the tensors into one new buffer, and resizes the file, unless they are in the current buffer."""
         old = self._buffer
         if old is not None and all(key_of(leaf) == key_of(old) for leaf in leaves):
             return
@@ -139,12 +142,12 @@ class Image:
             at += _padded(leaf)
         if old is not None:
             self._pool.give(old)
-        self.reap()
+        self.wait_stored()
         self._file.resize(total)
 
 
-def rests(leaf: Tensor) -> bool:
-    """Whether it is long enough for a file."""
+def belongs_in_file(leaf: Tensor) -> bool:
+    """Whether a tensor is kept in the file; short ones stay in memory."""
     return leaf.ndim == 1 and leaf.numel() >= LEAST_NUMEL
 
 

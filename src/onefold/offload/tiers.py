@@ -1,4 +1,4 @@
-"""The tiers below a device, as one run has them: host memory, and files on disk."""
+"""The tiers below one rank's device: host memory, and scratch files on disk."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ from onefold.offload.host_memory import check_host
 from onefold.offload.image import Image
 
 
-class Reader(Protocol):
-    def turned_to(self, here: bool) -> None: ...
+class Loadable(Protocol):
+    """A unit whose state can be loaded into memory and unloaded."""
+
+    def set_loaded(self, loaded: bool) -> None: ...
 
 
 class Tiers:
     def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
         self.host = Host(device, keeps=keeps)
         self._scratch: Scratch | None = None
-        self._turned_to: Reader | None = None
+        self._loaded: Loadable | None = None
 
     def reserve(self, what: str, *, host_bytes: int, disk_bytes: int, path: str | Path | None) -> None:
-        """Raises if what this rank is about to put there cannot fit; the ranks of a node share both. A rehearsal on
-        tensors without memory fills nothing."""
+        """Raises unless so many bytes per rank fit into host memory and on disk, which the ranks of a machine share;
+        `what` they are for. The first call with a path makes the scratch files' folder known. A rehearsal on tensors
+        without memory reserves nothing."""
         if isinstance(torch.empty(0, device="cpu"), FakeTensor):
             return
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -44,18 +47,19 @@ class Tiers:
                 check_folder(self._scratch.path, disk_bytes * ranks)
 
     def image(self, name: str, pool: Pool, leaves: Callable[[], list[Tensor]]) -> Image | None:
-        """Tensors that will rest in a file; in a rehearsal there is none."""
+        """An image that keeps these tensors in a new file; None in a rehearsal, which has no files."""
         return None if self._scratch is None else Image(self._scratch.file(0, name), pool, leaves)
 
-    def turn_to(self, unit: Reader | None) -> None:
-        """One unit at a time is kept at hand for reading."""
-        if self._turned_to is not unit:
-            before, self._turned_to = self._turned_to, None
+    def load_for_reading(self, unit: Loadable | None) -> None:
+        """Loads the state of a unit for reading, and unloads the unit that was loaded before: one unit at a time is in
+        memory. None unloads only."""
+        if self._loaded is not unit:
+            before, self._loaded = self._loaded, None
             if before is not None:
-                before.turned_to(False)
+                before.set_loaded(False)
             if unit is not None:
-                unit.turned_to(True)
-                self._turned_to = unit
+                unit.set_loaded(True)
+                self._loaded = unit
 
     def close(self) -> None:
         if self._scratch is not None:

@@ -1,4 +1,4 @@
-"""A complete gradient that goes to the host: at once, or when the thread that updates its unit comes for it."""
+"""The transfer of one unit's reduced gradient to the host: started at once, or by the thread that updates the unit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from torch import Tensor
 
 from onefold.comm.spans import span
-from onefold.offload.host import Host, Mark
+from onefold.offload.host import Host, StreamEvent
 
 
 class GradientTransfer:
-    """It waits where it was made until somebody brings it; `left` is called when it need not be there any more. Its
-    buffer on the host is free again when nobody holds it."""
+    """A gradient on the device that is, or will be, copied to the host. `on_released` is called once the device's
+    buffer is no longer needed; the host's buffer returns to the pool when this object is freed."""
 
     def __init__(
         self,
@@ -20,39 +20,40 @@ class GradientTransfer:
         host: Host,
         gradient: Tensor,
         norms: list[Tensor] | None = None,
-        left: Callable[[], None] | None = None,
+        on_released: Callable[[], None] | None = None,
     ) -> None:
-        self._name, self._host, self._made, self._left = name, host, host.mark(), left
+        self._name, self._host, self._reduced, self._on_released = name, host, host.record_event(), on_released
         self._gradient: Tensor | None = gradient
         self._tensor: Tensor | None = None
-        self.nbytes, self.landed = gradient.nbytes, Mark()
-        self.norms = norms  # found on the device, which is faster
+        self.nbytes, self.copied = gradient.nbytes, StreamEvent()
+        self.norms = norms  # of each parameter's part, computed on the device, which is faster
 
-    def bring(self) -> None:
-        """Begin to copy it to the host."""
+    def start_copy(self) -> None:
+        """Starts the copy to the host, unless it has been started."""
         if self._gradient is not None:
             gradient, self._gradient = self._gradient, None
             with span("download", "gradient", self._name):
                 self._tensor = self._host.staging.take(gradient.numel(), gradient.dtype)
-                self.landed = self._host.to_host(gradient, self._tensor, self._made)
+                self.copied = self._host.to_host(gradient, self._tensor, self._reduced)
 
-    def open(self) -> Tensor:
-        self.bring()
+    def wait(self) -> Tensor:
+        """Waits until the gradient is in host memory, where it may be read and changed."""
+        self.start_copy()
         assert self._tensor is not None
-        self.leave()
+        self.release_source()
         return self._tensor
 
-    def leave(self) -> None:
-        """Wait for a copy that is on the way; then it need not be where it was made any more."""
+    def release_source(self) -> None:
+        """Waits for a copy that was started, then releases the device's buffer; without a copy the gradient is lost."""
         try:
-            self.landed.wait()
+            self.copied.wait()
         finally:
-            left, self._left = self._left, None
-            if left is not None:
-                left()
+            on_released, self._on_released = self._on_released, None
+            if on_released is not None:
+                on_released()
 
     def __del__(self) -> None:
         if self._tensor is not None:
             self._host.staging.give(self._tensor)
-        if self._left is not None:
-            self.leave()
+        if self._on_released is not None:
+            self.release_source()

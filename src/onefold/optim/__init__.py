@@ -1,1 +1,1 @@
-"""The optimizer that users hold, and when and how units are updated."""
+"""The Optimizer class, the unit optimizers behind it, and the policies that say when units are updated."""

@@ -1,10 +1,10 @@
-"""Is an optimizer class element-wise? Asked of the class itself, on 128 numbers, instead of a list of names.
+"""Whether an optimizer class is element-wise, found by running it on 128 numbers instead of from a list of names.
 
-A flat unit is cut anywhere, so an optimizer may run on it only if every element's update depends on that element's
-own history. The class updates one small matrix, and the same numbers cut into two vectors, each with an optimizer of
-its own; the results must agree. LAMB, LARS and Adafactor scale by norms of whole tensors and differ; Muon wants
-matrices; LBFGS wants a closure.
-The same run shows how many bytes of state the class keeps.
+Shards cut parameters anywhere, so an optimizer can run on a shard only if every element's update depends on that
+element's own history. The class updates one small matrix, and the same numbers cut into two vectors, each with an
+optimizer of its own; the results must agree. LAMB, LARS and Adafactor scale by norms of whole tensors and differ; Muon
+needs matrices; LBFGS needs a closure.
+The same run shows how many bytes of optimizer state the class keeps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REMEDY = "Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
 def examine(
     cls: Any, kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[dict[str, Any], StateCost]:
-    """The class's default hyperparameters and what its state costs; raises unless it is element-wise."""
+    """The class's default hyperparameters and the bytes of its state; raises unless the class is element-wise."""
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise OptimizerError(
             f"{cls!r} is not an optimizer class; pass a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, "
@@ -46,12 +46,12 @@ def examine(
         try:
             before = _group_settings(optimizer)
             _train(optimizer, whole, grads)
-            for i, half in enumerate(halves):  # one optimizer each, as each unit has: nothing may couple them
+            for i, half in enumerate(halves):  # one optimizer each, as units have
                 part = cls([half], **kwargs)
                 _train(part, half, [grad[i] for grad in grads])
         except Exception as error:
             raise OptimizerError(
-                f"{cls.__name__} cannot update flat vectors, which is what a sharded unit is made of: {error}. {REMEDY}"
+                f"{cls.__name__} cannot update 1-D vectors, which is what a sharded unit is made of: {error}. {REMEDY}"
             ) from error
     if not torch.allclose(
         whole.detach(), torch.stack([h.detach() for h in halves]), rtol=1e-5, atol=1e-7, equal_nan=True
@@ -62,8 +62,8 @@ def examine(
         )
     if changed := [key for key, value in _group_settings(optimizer).items() if before.get(key) != value]:
         raise OptimizerError(
-            f"{cls.__name__} keeps state in its param group ({', '.join(changed)}), which every unit would count for "
-            f"itself. {REMEDY}"
+            f"{cls.__name__} keeps state in its param group ({', '.join(changed)}), but every unit has a param group "
+            f"of its own, so that state would differ between units. {REMEDY}"
         )
     return dict(optimizer.defaults), _cost(part, half)
 
@@ -71,7 +71,7 @@ def examine(
 def first_state(
     cls: Any, kwargs: dict[str, Any], settings: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """What the class keeps of a vector that it has updated once: which names, dtypes and devices."""
+    """The state that the class makes for a vector at its first update; read for its names, dtypes and devices."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         param = nn.Parameter(torch.zeros(ALIGN, dtype=dtype, device=device))
         optimizer = cls([param], **kwargs)
@@ -87,7 +87,7 @@ def _train(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Te
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """Step without the hooks and profiler ranges that torch puts around it: those are for the optimizer users hold."""
+    """Steps without the hooks and profiler ranges that torch adds: those are for the Optimizer that users call."""
     step: Any = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
@@ -113,7 +113,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 def cost_of(optimizer: str | type[torch.optim.Optimizer], settings: dict[str, Any] | None = None) -> StateCost:
-    """What an optimizer class keeps, asked of the class itself.
+    """The bytes of state that an optimizer class keeps, found by running it.
 
     >>> cost_of("adamw").per_element
     8

@@ -1,7 +1,8 @@
-"""Are the gradients finite? If not, every rank skips the step alike, or raises.
+"""Whether gradients are finite; if not, every rank skips the step, or every rank raises.
 
-Norms tell it for free, where clipping has found them. fp16 always looks, and its loss scale falls. Where every update
-is one CUDA kernel, a flag on the device decides, and the host hears of it one step later.
+Norms from clipping say so at no cost. With fp16 gradients are always checked, and an overflow lowers the loss scale.
+Where every update is one CUDA kernel, a flag on the device makes the kernels write nothing, and the host reads the
+flag in the next step, so that no step waits for the device.
 """
 
 from __future__ import annotations
@@ -24,45 +25,48 @@ class FiniteCheck:
     def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str) -> None:
         self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
         self._on_device = not any(one.unit.updated_on_host for one in by_unit)
-        self.norms: Tensor | None = None  # of each rank's shard of each unit, if clipping has found them
+        self.norms: Tensor | None = None  # of each rank's shard of each unit, if clipping has computed them
         self.skipped = 0
-        self._told: tuple[Tensor, torch.cuda.Event] | None = None  # what the device found in the last step
+        self._device_flags: tuple[Tensor, torch.cuda.Event] | None = None  # copied from the device in the last step
 
-    def start_anew(self, skipped: int) -> None:
-        """Other state was loaded."""
-        self._told, self.skipped = None, skipped
+    def reset(self, skipped: int) -> None:
+        """Forgets the last step, after a load; `skipped` steps were counted before."""
+        self._device_flags, self.skipped = None, skipped
 
     def flag_on_device(self, groups: list[dict[str, Any]]) -> Tensor | None:
-        """Where every update is one kernel, it decides by this flag, and the host hears of it in the next step."""
+        """A flag on the device, not 0 if gradients are not finite, at which update kernels write nothing. None where
+        some update is not one kernel, or no norms are known: then `bad_unit` must decide."""
         if self.norms is None or not self.norms.is_cuda or self._scaler or not self._on_device:
             return None
         if not all(unit.fused(group) for unit in self._by_unit for group in groups):
             return None
         finite = torch.isfinite(self.norms)
-        self._told = finite.to("cpu", non_blocking=True), torch.cuda.Event()
-        self._told[1].record()
+        self._device_flags = finite.to("cpu", non_blocking=True), torch.cuda.Event()
+        self._device_flags[1].record()
         return 1.0 - finite.all().float()
 
-    def hear_of_last_step(self) -> None:
-        if self._told is None:
+    def read_last_step(self) -> None:
+        """Reads the flags that the last step left on the device; if its kernels wrote nothing, counts it as skipped."""
+        if self._device_flags is None:
             return
-        (finite, event), self._told = self._told, None
-        event.synchronize()  # long past: it was recorded a step ago
+        (finite, event), self._device_flags = self._device_flags, None
+        event.synchronize()  # does not wait: it was recorded a step ago
         bad = self._first_bad(self._engine.comms.holders, finite)
         if bad is not None:
             for unit in self._by_unit:
-                unit.not_taken()
+                unit.undo_step()
             self.skip(bad)
 
     def _first_bad(self, comm: Comm, finite: Tensor) -> str | None:
-        """The unit that backward meets first among those whose gradients are not finite; `finite` is by rank."""
+        """The first unit in backward order whose gradients are not finite; `finite` has a row for each rank."""
         engine = self._engine
         near = finite[engine.pipeline.rows(comm)].all(dim=0).tolist()
         first = next((engine.units[index].name for index in engine.schedule.order if not near[index]), None)
         return first if first or bool(finite.all()) else "of another pipeline stage"
 
     def bad_unit(self) -> str | None:
-        """The unit whose gradients first went non-finite in backward, on any rank: looked for where it may be known."""
+        """The first unit in backward order whose gradients are not finite on some rank. None if all are, or if neither
+        clipping nor fp16 asks for the check. Collective with fp16."""
         engine, world = self._engine, self._engine.comms.world
         if self.norms is not None:
             return self._first_bad(engine.comms.holders, torch.isfinite(self.norms))
@@ -77,7 +81,7 @@ class FiniteCheck:
         return None
 
     def skip(self, bad: str) -> None:
-        """Everything is as it was. Every rank does the same."""
+        """Counts a skipped step and lowers the loss scale, or raises; the same on every rank. Nothing was updated."""
         self.skipped += 1
         if self._scaler:
             if not self._scaler.overflow():

@@ -1,8 +1,8 @@
-"""The loss scale of fp16: numbers only.
+"""The loss scale of fp16: how it grows and falls. Numbers only.
 
-Small gradients vanish in fp16, so the loss is multiplied by a scale and the gradients are divided by it before the
-update. If they overflow anywhere the step is skipped and the scale falls; after a run of good steps it grows. A scaled
-backward scales the gradients of every model it reaches, so they all can ask for its scale.
+Small gradients vanish in fp16, so the loss is multiplied by a scale, and the gradients are divided by it before the
+update. If gradients overflow on any rank, the step is skipped and the scale falls; after enough good steps in a row it
+grows.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LossScale:
 
 
 class Scaler:
-    """A scale in motion; the same on every rank, as all take the same decisions."""
+    """The current loss scale; equal on every rank, since all ranks count the same overflows."""
 
     def __init__(self, settings: LossScale) -> None:
         self.settings = settings
@@ -64,14 +64,14 @@ class Scaler:
         self._borne = 0
 
     def good(self) -> None:
-        """A step was taken."""
+        """Counts a step without overflow, after which the scale may grow."""
         self._good += 1
         if self._good >= self.settings.growth_interval:
             self.scale = min(self.scale * self.settings.factor, 2.0**127)
             self._good = self._borne = 0
 
     def overflow(self) -> bool:
-        """A step was skipped. False if the scale cannot fall any more."""
+        """Counts a skipped step, after which the scale may fall. False if the scale is at its floor already."""
         self._good = 0
         self._borne += 1
         if self._borne < self.settings.hysteresis:

@@ -1,9 +1,10 @@
-"""The optimizer users hold: a real torch.optim.Optimizer over the model's parameters, run on shards.
+"""onefold.Optimizer: a torch.optim.Optimizer over the model's parameters, which runs a wrapped class on shards.
 
-The wrapped class never sees the model's parameters, only the slices of each unit that this rank updates.
+The wrapped class never sees the model's parameters, only the elements of each unit that this rank updates.
 
-A step: 1 complete gradients  2 if gradients are not finite, skip or raise, on every rank alike  3 the engine's update
-policy updates the units, and brings new values to all ranks.
+A step: 1 complete the gradients: the ranks agree on which parameters were used, and reduce what is left  2 if gradients
+are not finite, skip or raise, on every rank alike  3 the update policy updates the units, and all-gathers parameters
+that are replicated.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from onefold.optim.elementwise import examine
 from onefold.optim.finite import FiniteCheck
 from onefold.optim.host_update import HostUpdates, UpdateOnHost
 from onefold.optim.loss_scale import LossScale, Scaler
-from onefold.optim.preflight import reserve, update_alike, updated_dtype
+from onefold.optim.preflight import agree_on_kernel, reserve, updated_dtype
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
@@ -72,7 +73,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.check(Call.OPTIMIZER)
         self.stepped = False  # whether the last step() updated anything
         self._tried = 0  # steps, taken or skipped
-        self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
+        self._clip: float | Tensor = 1.0  # clipping factor of 16-bit gradients, applied when the update reads them
         self._agreed = False
         error: Exception | None = None
         try:
@@ -81,10 +82,10 @@ class Optimizer(torch.optim.Optimizer):
             self._scaler = Scaler(loss_scale or LossScale()) if half else None
             self._build(cls, groups, kwargs)
             self._finite = FiniteCheck(engine, self._by_unit, self._scaler, on_nonfinite)
-        except Exception as mistake:  # whatever it is, the other ranks must hear of it
+        except Exception as mistake:  # all ranks raise it, or the others would hang in the next collective
             error = mistake
         self._agree(error, "Optimizer()")
-        update_alike(engine, self._by_unit, cls)
+        agree_on_kernel(engine, self._by_unit, cls)
         engine.update_by(self._policy(in_backward=step_in_backward), self)
 
     def _policy(self, *, in_backward: bool) -> UpdatePolicy:
@@ -107,7 +108,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def steps(self) -> int:
         """The number of steps taken, with those before the checkpoint that was loaded."""
-        self._finite.hear_of_last_step()
+        self._finite.read_last_step()
         return self._tried - self.skipped
 
     @property
@@ -121,11 +122,11 @@ class Optimizer(torch.optim.Optimizer):
             (loss.float() * self.loss_scale if self._scaler else loss).backward(**kwargs)
 
     def _agree(self, error: Exception | None, where: str) -> None:
-        """All ranks have the same groups with the same settings, or all raise."""
+        """Raises on every rank if one rank has an `error`, or if param groups or their settings differ. Collective."""
         comms, lines = self._engine.comms, self._describe() if error is None else []
         if comms.pp.size == 1:
             agree(comms.world, lines, error, where=where)
-        else:  # other stages have other parameters
+        else:  # pipeline stages have different parameters
             agree(comms.world, [], error, where=where)
             for near in (comms.everyone, comms.tp):
                 together(comms, partial(agree, near, lines, where=where), where=where)
@@ -143,12 +144,12 @@ class Optimizer(torch.optim.Optimizer):
         self._index = {id(p): index for index, p in enumerate(engine.params)}
         self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
         self._name = cls.__name__
-        with _as_ours():
+        with _as_optimizer_errors():
             super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
         self._check_hyperparameters()
 
     def _describe(self) -> list[str]:
-        """What all ranks must share."""
+        """Lines that must be equal on all ranks: the class, the param groups, their settings and parameters."""
         lines = [f"optimizer {self._name}"]
         for number, (group, names) in enumerate(zip(self.param_groups, self._names(), strict=True)):
             settings = {key: value for key, value in sorted(group.items()) if key not in NOT_SETTINGS}
@@ -171,8 +172,8 @@ class Optimizer(torch.optim.Optimizer):
             raise error
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        self._engine.updates.wait()  # an update knows the groups of its step
-        with _as_ours():
+        self._engine.updates.wait()  # host updates must finish with the groups of their step
+        with _as_optimizer_errors():
             given = param_group["params"]
             params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
             for param in params:
@@ -217,8 +218,8 @@ class Optimizer(torch.optim.Optimizer):
         engine.check(Call.STEP)
         engine.check_parameters()
         engine.complete_gradients(Call.STEP)
-        engine.unsharding.release_all()
-        self._finite.hear_of_last_step()
+        engine.unsharding.reshard_all()
+        self._finite.read_last_step()
         flag = self._finite.flag_on_device(self.param_groups)
         bad = self._finite.bad_unit() if flag is None else None
         self.stepped = bad is None
@@ -245,11 +246,11 @@ class Optimizer(torch.optim.Optimizer):
         return self._finite.norms is not None and self._engine.resolved.precision.narrow
 
     def gradients_change(self) -> None:
-        """Another backward of the step begins."""
+        """Called when another backward of the same step begins: raises if its gradients would escape clipping."""
         self._finite.norms = None
 
     def forget_clipping(self) -> None:
-        """The gradients that were clipped are gone."""
+        """Called when the gradients that were clipped are dropped."""
         self._finite.norms, self._clip = None, 1.0
 
     @spanned("clip", "gradients", "the model")
@@ -269,7 +270,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.check(Call.CLIP)
         engine.complete_gradients(Call.CLIP)
         engine.schedule.drain()
-        engine.updates.wait()  # what is clipped after step() must not change what updates still read
+        engine.updates.wait()  # a host update of the last step may still read the gradients
         holders = engine.comms.holders
         partials = torch.zeros(holders.size, engine.pipeline.most_units, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
@@ -307,45 +308,45 @@ class Optimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             _check_finite(group, f"param group {index}")
 
-    # -- what it holds -----------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def state_tensors(self) -> list[Tensor]:
         return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
 
     def planned_state(self, index: int) -> tuple[int, int]:
-        """Of one unit: bytes of vectors, and of step counts."""
+        """Bytes of a unit's optimizer state by formula: of its vectors, and of its step counts."""
         unit = self._by_unit[index]
         return unit.planned_state(self._costs[updated_dtype(unit.unit)])
 
-    def _whoami(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         world = self._engine.comms.world
         return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.resolved.digest}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer state of this rank's shards; only the same rank at the same number of ranks and stage can load
         it. `onefold.save` writes state that any number of ranks can load."""
-        self._finite.hear_of_last_step()
+        self._finite.read_last_step()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         slices = [row for unit in self._by_unit for row in unit.state_dict()]
         scale = self._scaler.state() if self._scaler else None
         return {
-            "onefold": self._whoami(), "param_groups": groups, "names": self._names(), "slices": slices,
+            "onefold": self._identity(), "param_groups": groups, "names": self._names(), "slices": slices,
             "tried": self._tried, "skipped": self.skipped, "loss_scale": scale,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() returned on this rank; state of another rank, number of ranks or stage raises."""
-        found, wanted = state_dict.get("onefold"), self._whoami()
+        found, wanted = state_dict.get("onefold"), self._identity()
         if found != wanted:
             raise StateError(
                 f"this optimizer state belongs to {found}, this rank is {wanted}; optimizer.state_dict() is one rank's "
-                f"part and goes back to the same rank, number of ranks, model and stage only"
+                f"shard and loads into the same rank, number of ranks, model and stage only: use onefold.save and load"
             )
         if state_dict["names"] != self._names():
             raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)  # the same objects: schedulers hold them
-        self._finite.start_anew(state_dict["skipped"])
+        self._finite.reset(state_dict["skipped"])
         self._tried = state_dict["tried"]
         if self._scaler:
             self._scaler.load(state_dict["loss_scale"])
@@ -354,11 +355,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def by_unit(self) -> list[UnitOptimizer]:
-        """What updates each unit, in the order of the engine's units."""
+        """The unit optimizers, in the order of the engine's units."""
         return self._by_unit
 
     def notes(self) -> dict[str, Any]:
-        """What it knows beside the state of parameters; the same on all ranks."""
+        """What a checkpoint records of the optimizer beside the state of parameters; equal on all ranks."""
         rows = [
             {"names": names, "settings": {key: value for key, value in group.items() if key not in NOT_SETTINGS}}
             for names, group in zip(self._names(), self.param_groups, strict=True)
@@ -367,11 +368,12 @@ class Optimizer(torch.optim.Optimizer):
         steps = self.steps
         return {"class": self._name, "steps": steps, "skipped": self.skipped, "loss_scale": scale, "groups": rows}
 
-    def take_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:
-        """Go on where another left off; `settings` are for each of our groups, None to keep them."""
+    def load_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:
+        """Loads the `notes` of the optimizer that wrote a checkpoint. `settings` has the settings of each of this
+        optimizer's param groups; None keeps what a group has."""
         for group, saved in zip(self.param_groups, settings, strict=True):
             group.update(saved or {})  # the same objects: schedulers hold them
-        self._finite.start_anew(notes["skipped"])
+        self._finite.reset(notes["skipped"])
         self._tried = notes["steps"] + notes["skipped"]
         if self._scaler and notes["loss_scale"]:
             self._scaler.load(notes["loss_scale"])
@@ -412,8 +414,8 @@ def _check_finite(settings: dict[str, Any], where: str) -> None:
 
 
 @contextmanager
-def _as_ours() -> Iterator[None]:
-    """torch's own complaints about groups, under our name."""
+def _as_optimizer_errors() -> Iterator[None]:
+    """Raises torch's own errors about param groups as OptimizerError, with a remedy."""
     try:
         yield
     except OnefoldError:

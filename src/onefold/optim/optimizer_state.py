@@ -1,7 +1,8 @@
-"""What the wrapped class keeps, parameter by parameter: given out by element range, and taken in from elsewhere.
+"""Optimizer state by parameter: read by element range for a checkpoint, and loaded from one.
 
-The other side may have cut its units and slices in any way. Vectors follow their elements; single values (step counts)
-belong to a parameter, and slices are cut where neighbours have different ones.
+The run that wrote a checkpoint may have had other units and other shards. State vectors (moments) follow their
+elements; single values (step counts) belong to a parameter, and neighbouring parameters with different single values
+become separate optimizer parameters.
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from onefold.optim.elementwise import first_state
 from onefold.optim.unit_optimizer import NOT_SETTINGS, OptimizerParam, UnitOptimizer, runs_of
 
 
-class SlotState(NamedTuple):
-    """What is kept of one parameter of a unit."""
+class ParamState(NamedTuple):
+    """The optimizer state of one parameter of a unit, as far as this rank has it."""
 
     slot: int
     elements: Span  # of the parameter
     vectors: dict[str, Tensor]  # over these elements
     singles: dict[str, Any]  # the same on all ranks
-    look: Callable[[str], Tensor]  # a vector as it is now; of a unit that is at hand
+    read: Callable[[str], Tensor]  # a vector by its name, while the unit's state is in memory
 
 
 class NewState(NamedTuple):
-    """State from elsewhere for one parameter."""
+    """Optimizer state to load for one parameter."""
 
     vectors: tuple[str, ...]
     singles: dict[str, Any]
-    fill: Callable[[str, Span, Tensor], None]  # (vector, elements of the parameter, where to)
+    fill: Callable[[str, Span, Tensor], None]  # (vector's name, elements of the parameter, target)
 
     def form(self) -> str:
-        """Parameters of the same form may share a slice."""
+        """Equal for parameters whose state may share one optimizer parameter."""
         return repr((sorted(self.vectors), sorted((key, _bare(value)) for key, value in self.singles.items())))
 
 
 BLANK = NewState((), {}, lambda *_: None)
 
 
-def states_of(optimizer: UnitOptimizer, span: Span) -> Iterator[SlotState]:
-    """What is kept of each parameter that was updated, in these elements of the unit."""
+def states_of(optimizer: UnitOptimizer, span: Span) -> Iterator[ParamState]:
+    """The optimizer state of each parameter that has been updated, clipped to these elements of the unit."""
     for piece in optimizer.optimizer_params():
         state = optimizer.inner.state.get(piece.tensor, {}) if optimizer.inner is not None else {}
         for slot in piece.slots if state else ():
@@ -54,33 +55,34 @@ def states_of(optimizer: UnitOptimizer, span: Span) -> Iterator[SlotState]:
             vectors = {k: v[at.start : at.stop] for k, v in state.items() if _is_vector(v, piece)}
             singles = {k: v for k, v in state.items() if not _is_vector(v, piece)}
 
-            def look(key: str, state: dict[str, Any] = state, at: Span = at) -> Tensor:
+            def read(key: str, state: dict[str, Any] = state, at: Span = at) -> Tensor:
                 return state[key][at.start : at.stop]
 
             if part.numel:
-                yield SlotState(slot, part.shift(-place.start), vectors, singles, look)
+                yield ParamState(slot, part.shift(-place.start), vectors, singles, read)
 
 
-def take_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: list[dict[str, Any]]) -> None:
-    """State from elsewhere for some slots; the others keep theirs. `groups` are the outer ones."""
+def load_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: list[dict[str, Any]]) -> None:
+    """Loads optimizer state for some parameters of a unit, by slot; the others keep theirs. `groups` are the
+    Optimizer's param groups."""
     with optimizer.unit.state_in_memory(write=True):
-        _take_states(optimizer, new, groups)
+        _load_states(optimizer, new, groups)
 
 
-def _take_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: list[dict[str, Any]]) -> None:
+def _load_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: list[dict[str, Any]]) -> None:
     old = {state.slot: _as_new(state) for state in states_of(optimizer, optimizer.unit.master.owned)}
     states = {**old, **new}
     for group in optimizer.group_numbers:
         settings = {key: value for key, value in groups[group].items() if key not in NOT_SETTINGS}
         like = first_state(optimizer.cls, optimizer.kwargs, settings, optimizer.device, optimizer.unit.master.dtype)
-        if optimizer.fused(settings):  # our kernel counts on the host
+        if optimizer.fused(settings):  # Onefold's kernels count steps on the host
             like = {
                 key: value.cpu() if isinstance(value, Tensor) and not value.ndim else value
                 for key, value in like.items()
             }
-        slots = sorted(slot for piece in optimizer.slices[group] for slot in piece.slots)
+        slots = sorted(slot for piece in optimizer.by_group[group] for slot in piece.slots)
         cuts = [
-            optimizer.cut(tuple(alike))
+            optimizer.make_param(tuple(alike))
             for run in runs_of(slots)
             for _, alike in groupby(run, key=lambda slot: states.get(slot, BLANK).form())
         ]
@@ -91,7 +93,8 @@ def _take_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: lis
 def _filled(
     optimizer: UnitOptimizer, cut: OptimizerParam, states: list[NewState], like: dict[str, Any]
 ) -> dict[str, Any]:
-    """The state of one slice, from that of its parameters; padding is zero. `like` tells dtypes and devices."""
+    """The state of one optimizer parameter, made from that of its parameters; padding is zero. `like` has the dtypes
+    and devices."""
     made: dict[str, Any] = {}
     for key in states[0].vectors:
         dtype = like[key].dtype if isinstance(like.get(key), Tensor) else optimizer.unit.master.dtype
@@ -105,10 +108,10 @@ def _filled(
         if isinstance(value, Tensor):
             value = value.to(like[key].device if isinstance(like.get(key), Tensor) else "cpu", copy=True)
         made[key] = value
-    return {key: made[key] for key in sorted(made, key=list(like | made).index)}  # in the class's own order
+    return {key: made[key] for key in sorted(made, key=list(like | made).index)}  # in the order of the wrapped class
 
 
-def _as_new(state: SlotState) -> NewState:
+def _as_new(state: ParamState) -> NewState:
     def fill(key: str, elements: Span, out: Tensor) -> None:
         at = elements.shift(-state.elements.start)
         out.copy_(state.vectors[key][at.start : at.stop])

@@ -1,4 +1,4 @@
-"""What an Optimizer needs before its first step: room for its state where it will lie, one kernel for all ranks."""
+"""What an Optimizer checks before its first step: that its state will fit, and that all ranks use the same kernel."""
 
 from __future__ import annotations
 
@@ -21,27 +21,30 @@ LOG = logging.getLogger("onefold")
 
 
 def updated_dtype(unit: Unit) -> torch.dtype:
-    """The dtype in which a unit is updated."""
+    """The dtype of what the optimizer updates: of the master, or of the parameters where there is none."""
     return torch.float32 if unit.dtypes.narrow else unit.dtypes.compute
 
 
 def reserve(engine: Engine, costs: Mapping[torch.dtype, StateCost]) -> None:
-    """Is there room for the state of units that the host updates, and for the gradients that wait there?"""
+    """Raises unless host memory and disk have room for the optimizer state of units that the host updates, and for
+    their gradients."""
     needed = dict.fromkeys(Tier, 0)
     for unit in engine.units:
         if unit.updated_on_host:
             needed[unit.placement.optimizer_tier] += unit.master.owned.numel * costs[updated_dtype(unit)].per_element
             needed[Tier.HOST] += unit.layout.shard_numel * unit.gradients.dtype.itemsize
     path = Offload.of(engine.resolved.settings.offload).path
-    what = "the optimizer's state"
+    what = "the optimizer state"
     engine.tiers.reserve(what, host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=path)
 
 
-def update_alike(engine: Engine, by_unit: Sequence[UnitOptimizer], cls: type[torch.optim.Optimizer]) -> None:
-    """The CPU's kernel updates on all ranks or on none: where ranks hold copies, these must stay equal. Collective."""
+def agree_on_kernel(engine: Engine, by_unit: Sequence[UnitOptimizer], cls: type[torch.optim.Optimizer]) -> None:
+    """Uses the CPU's update kernel on all ranks or on none, so that replicated parameters stay equal. Collective."""
     on_cpu = any(unit.pool.device.type == "cpu" and unit.dtypes.narrow for unit in engine.units)
     wanted = on_cpu and cls in KNOWN
-    if not wanted and engine.comms.pp.size == 1:  # stages of a pipeline may want different things: all answer
+    if (
+        not wanted and engine.comms.pp.size == 1
+    ):  # pipeline stages may differ in what they need, so there all ranks take part
         return
     mine = bytes([not wanted or available()])
     rows = engine.comms.world.gather_bytes(mine, Label("agree", "the CPU's update kernel"))

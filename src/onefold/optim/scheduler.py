@@ -1,4 +1,4 @@
-"""Learning-rate schedules that count steps taken, not steps tried."""
+"""Learning-rate schedules that count the steps that updated parameters, not those that were skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scheduler:
 
     def __init__(self, optimizer: Optimizer, scheduler: type[LRScheduler] | LRScheduler, **kwargs: Any) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise ConfigError(f"Scheduler wants a onefold.Optimizer, found {type(optimizer).__name__}")
+            raise ConfigError(f"Scheduler needs a onefold.Optimizer, found {type(optimizer).__name__}")
         by_class = isinstance(scheduler, type) and issubclass(scheduler, LRScheduler)
         if not (by_class or (isinstance(scheduler, LRScheduler) and not kwargs)):
             raise ConfigError(f"{scheduler!r} is neither a torch scheduler class, with its settings, nor a scheduler")

@@ -1,4 +1,4 @@
-"""Updates at step(): gradients are complete, clipped or unscaled, and then every unit is updated on the device."""
+"""The update policy "at step": optimizer.step() updates every unit on the device, from gradients that are complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class UpdateAtStep(NoUpdates):
             pending.wait()
 
     def _update(self, inputs: StepInputs) -> list[Pending]:
-        """Update units in the order of their reductions; the all-gathers of new values, which are in flight."""
+        """Updates the units whose state is on the device, in the order of their reductions; the all-gathers of updated
+        parameters, which are in flight."""
         engine, gathers = self._engine, []
         for index in engine.schedule.order:
             unit = engine.wait_reduced(index)

@@ -1,8 +1,8 @@
-"""Updates in backward: each unit as soon as its gradient is reduced, so that no gradients are held.
+"""The update policy "in backward": each unit is updated as soon as its gradient is reduced, and the gradient is freed.
 
-A unit then has one reduction only, whatever it waits for, and what ranks used of it travels beside that reduction.
-Nothing can be clipped, accumulated or skipped; each of those is refused with the reason. Units whose optimizer state is
-on the host are updated there, beside backward and the next forward.
+Every unit has exactly one reduction per step, and the flags that say which of its parameters a rank used are exchanged
+beside it. Clipping, accumulation and skipped steps are impossible; each raises with the reason. Units whose optimizer
+state is offloaded are updated on the host, beside backward and the next forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onefold.settings.placement import Scope
 
 
 class UpdateInBackward(NoUpdates):
-    """`groups` are the optimizer's param groups; `host` updates the units that are the host's, if there are any."""
+    """`groups` gives the optimizer's param groups; `host` updates the units whose optimizer state is offloaded."""
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class UpdateInBackward(NoUpdates):
         host: HostUpdates | None,
     ) -> None:
         self._engine, self._by_unit, self._groups, self.host = engine, by_unit, groups, host
-        self._flags: dict[int, Callable[[], list[bytes]]] = {}  # who used what of a unit whose reduction is in flight
+        self._flags: dict[int, Callable[[], list[bytes]]] = {}  # by unit in flight: waits for every rank
         self._gathers: list[Pending] = []
         self._awaited: list[int] = []  # units that the host updates before step() returns
         engine.schedule.one_reduction_each()
         for unit in engine.units:
             unit.gradients.make_transient()
         if host is not None:
-            host.make_room(in_backward=True)
+            host.reserve_buffers(in_backward=True)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -53,22 +53,23 @@ class UpdateInBackward(NoUpdates):
 
     @property
     def lent_bytes(self) -> int:
-        return self.host.room.total_bytes if self.host is not None else 0
+        return self.host.budget.total_bytes if self.host is not None else 0
 
     def reduction_starts(self, index: int) -> None:
-        """Ranks tell each other what they used of the unit. Its values change when the reduction ends, so what peers
-        offer of them is taken now."""
+        """Starts to exchange which of the unit's parameters each rank used. The parameters change when the reduction
+        ends, so the shards of them that peers have posted are received now."""
         engine, unit = self._engine, self._engine.units[index]
-        engine.unsharding.take(unit)
-        self._flags[index] = engine.everyone.start_bytes(engine.used.of_unit(index), Label("used-flags", unit.name))
+        engine.unsharding.receive_posted(unit)
+        used = engine.used.of_unit(index)
+        self._flags[index] = engine.everyone.start_gather_bytes(used, Label("used-flags", unit.name))
 
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:
-        """Update the unit, or start its update on the host, and let its gradient go."""
+        """Updates the unit, or queues its host update, and frees its gradient."""
         engine, unit, rows = self._engine, self._engine.units[index], self._flags.pop(index)()
         if unit.placement.optimizer is Scope.REPLICATED and not unit.updated_on_host:
             unit.gradients.gather().wait()
-        unit.flat_params.finish_posted()  # whoever has sent its gradients has had the values
+        unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
         engine.used.keep(index, rows)
         with unit.update():
             if unit.updated_on_host:

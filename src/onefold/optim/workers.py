@@ -1,10 +1,11 @@
-"""Updates as jobs of a few threads: of those whose gradients are made, the one whose unit the next forward needs first.
+"""The threads that run host updates, and the queue of their jobs: among jobs whose gradient is ready, the one whose
+unit the next forward uses first.
 
-While one thread is inside a kernel, which uses the cores and does not hold Python's lock, the others bring what their
-jobs need, or send away what came of them.
+While one thread is inside an update kernel, which uses the cores and not the GIL, the others load what their jobs need,
+or store results.
 
-Inside backward the host asks for work far ahead of the device, and the unit that the next forward needs first has its
-gradient last. So a job that was put last is not taken before the device has come to it, as long as others are ready.
+In backward the host queues jobs far ahead of the device, and the unit that the next forward uses first gets its
+gradient last. So a job is not taken before the device has computed its gradient, as long as other jobs are ready.
 """
 
 from __future__ import annotations
@@ -17,70 +18,70 @@ import torch
 from torch import Tensor
 
 from onefold.comm.spans import NOTHING, span
-from onefold.offload.host import Mark
-from onefold.offload.host_memory import give_back
+from onefold.offload.host import StreamEvent
+from onefold.offload.host_memory import trim_heap
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.unit_optimizer import UnitOptimizer
 
 
 @dataclass
 class Job:
-    """The update of one unit."""
+    """The host update of one unit."""
 
     optimizer: UnitOptimizer
     groups: list[dict[str, Any]]
-    kept: bytes  # of the unit's parameters
+    kept: bytes  # a flag for each of the unit's parameters: whether it is updated
     factor: float | Tensor
     transfer: GradientTransfer | None
-    after: Mark  # the device no longer reads the old values
-    values: bool  # some of them stay, so all are needed
+    after: StreamEvent  # after it the device reads the old parameters no more
+    load_parameters: bool  # False: the update writes every element, so the old parameters are not needed
     done: threading.Event = field(default_factory=threading.Event)
-    arrived: Mark = field(default_factory=Mark)
+    uploaded: StreamEvent = field(default_factory=StreamEvent)
     error: BaseException | None = None
 
     def ready(self) -> bool:
-        """Whether the device has come to where it can run."""
-        return self.after.passed() and (self.transfer is None or self.transfer.landed.passed())
+        """Whether the device has done what the job waits for."""
+        return self.after.query() and (self.transfer is None or self.transfer.copied.query())
 
     def wait(self) -> None:
-        """Until compute may use the new values."""
+        """Waits until the job is done, raises its error, and makes the current stream wait for the new parameters."""
         with NOTHING if self.done.is_set() else span("wait", "update", self.optimizer.unit.name):
             self.done.wait()
         if self.error is not None:
             raise self.error
-        self.arrived.order()
+        self.uploaded.stream_wait()
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self._let_go()
+        self._release_gradient()
         self.done.set()
 
     def run(self) -> None:
         unit = self.optimizer.unit
         try:
-            unit.prepare(self.after, values=self.values)
+            unit.start_load(self.after, parameters=self.load_parameters)
             if self.transfer is not None:
-                self.transfer.bring()
-            unit.open()
+                self.transfer.start_copy()
+            unit.finish_load()
             with torch.no_grad(), span("update", "host", unit.name):
                 self.optimizer.update(self.groups, self.kept, self.factor, transfer=self.transfer)
-            self.arrived = unit.close(changed=True, after=self.after)
+            self.uploaded = unit.store(changed=True, after=self.after)
         except BaseException as error:
             self.error = error
-        self._let_go()
+        self._release_gradient()
 
-    def _let_go(self) -> None:
-        """Of the gradient: backward may be waiting for its room, and what an error holds on to lives long."""
+    def _release_gradient(self) -> None:
+        """Frees the gradient's buffers: backward may be waiting for them, and a job that failed may live long."""
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
             try:
-                transfer.leave()
+                transfer.release_source()
             except BaseException as error:
                 self.error = self.error or error
 
 
 class ByteBudget:
-    """Bytes that may be taken at once: who asks for more waits until others have given theirs back."""
+    """A number of bytes that may be taken at once; `take` waits until others have given enough back."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -100,10 +101,10 @@ class ByteBudget:
 
 
 class UpdateQueue:
-    """Jobs that wait, each with its place in the next forward."""
+    """Jobs that wait for a thread, each with its unit's position in the next forward."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[int, Job]] = []  # in the order in which the device comes to them
+        self._jobs: list[tuple[int, Job]] = []  # in the order of their gradients on the device
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
@@ -117,15 +118,15 @@ class UpdateQueue:
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
-        """Nobody does jobs any more: whoever waits for one hears why."""
+        """Fails all jobs, now and from now on, because a worker thread died of this error."""
         with self._changed:
             self._error = error
             while self._jobs:
                 self._jobs.pop()[1].fail(error)
 
     def get(self) -> Job | None:
-        """The next job: the first in forward of those that are ready, else the one that will be ready first. None once
-        all is over."""
+        """Waits for a job and takes it: the first in forward order among those that are ready, else the one that will
+        be ready first. None once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closed)
             if self._closed:
@@ -139,26 +140,26 @@ class UpdateQueue:
             self._changed.notify_all()
 
 
-def work(line: UpdateQueue, room: ByteBudget, device: torch.device) -> None:
-    """The thread that updates."""
+def work(queue: UpdateQueue, budget: ByteBudget, device: torch.device) -> None:
+    """The main function of a worker thread."""
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _work(line)
+        _work(queue)
     except BaseException as error:
-        line.fail(error)
-        room.give(1 << 60)  # backward may be waiting for it
+        queue.fail(error)
+        budget.give(1 << 60)  # backward may be waiting for bytes that no job will give back
 
 
-def _work(line: UpdateQueue) -> None:
-    while (job := line.get()) is not None:
+def _work(queue: UpdateQueue) -> None:
+    while (job := queue.get()) is not None:
         job.run()
         job.done.set()
         if job.error is None:
             try:
-                job.optimizer.unit.reap()
+                job.optimizer.unit.wait_stored()
                 if job.optimizer.unit.image is not None:  # state is on disk because memory is short
-                    give_back()
+                    trim_heap()
             except BaseException as error:
                 job.error = error
-        del job  # hold nothing while waiting: a model that is let go of ends this thread
+        del job  # hold no model while waiting: freeing the model ends this thread

@@ -1,12 +1,12 @@
-"""A part of a model as one stage of torch's pipeline schedules, its state sharded among the ranks of that stage.
+"""One stage of torch's pipeline schedules, a part of a model whose state is sharded among the ranks of that stage.
 
-torch's schedules (GPipe, 1F1B) run forwards and backwards of micro-batches in an order of their own. What ZeRO needs of
-them is little: which backward is the last of a step, and that the mean over micro-batches is taken before gradients are
-reduced, not by dividing .grad afterwards, when .grad is gone.
+torch's schedules (GPipe, 1F1B) run forwards and backwards of micro-batches in an order of their own. ZeRO needs two
+things of them: which backward is the last of a step, and that the mean over micro-batches is taken before gradients are
+reduced, not by dividing .grad afterwards, when the gradients have left it.
 
 1 The last stage divides each loss by the number of micro-batches; so every gradient of every stage is divided.
 2 All backwards but the last run inside accumulate().
-3 At stage 3, units may stay whole across the micro-batches of a step, within a budget of bytes.
+3 At stage 3, units may stay unsharded across the micro-batches of a step, within a budget of bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage as TorchStage
 
-from onefold.comm.mesh import ends
+from onefold.comm.mesh import end_ranks
 from onefold.errors import ConfigError, StateError
 from onefold.parallel.tied import Tied
 from onefold.runtime.engine import Engine, engine_of
@@ -80,7 +80,7 @@ class PipelineStage(TorchStage):
             group=axis.get_group(),
         )
         if tied and self.is_first is not self.is_last:
-            Tied(self._engine, ends(mesh, AXIS), tied)
+            Tied(self._engine, end_ranks(mesh, AXIS), tied)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._learning_shapes():
@@ -92,7 +92,8 @@ class PipelineStage(TorchStage):
 
     @contextmanager
     def _learning_shapes(self) -> Iterator[None]:
-        """torch runs the part on inputs that hold nothing: no statistics, nothing to compare."""
+        """Around torch's run on uninitialised inputs, by which it learns shapes: buffers (BatchNorm's statistics) are
+        restored, and block inputs are not compared between ranks."""
         store = self._engine.checkpoints
         before = [buffer.clone() for buffer in self.submod.buffers()]
         if store:
@@ -104,7 +105,7 @@ class PipelineStage(TorchStage):
                 store.blind = False
             with torch.no_grad():
                 for buffer, value in zip(self.submod.buffers(), before, strict=True):
-                    buffer.data.copy_(value)  # .data: the graph that backward will learn from need not know
+                    buffer.data.copy_(value)  # .data: no new version, since the graph has saved it
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         if fwd_chunk_id == 0 and self.has_backward:
@@ -116,8 +117,8 @@ class PipelineStage(TorchStage):
     ) -> None:
         if not full_backward:
             raise ConfigError(
-                "this schedule computes gradients of inputs and of weights apart, past the hooks that reduce them; use "
-                "ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+                "this schedule computes gradients of inputs and of weights separately, without the hooks that reduce "
+                "them; use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
             )
         if loss is not None and self._mean:
             loss = loss / self.chunks
@@ -132,12 +133,12 @@ class PipelineStage(TorchStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """All backwards of all micro-batches are through, here and at the other stages."""
+        """Called by torch when the backwards of all micro-batches have ended, on this stage and on the others."""
         self.scale_grads(grad_scale_factor)
         self._engine.end_schedule()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """torch would divide .grad here."""
+        """Called by torch to divide .grad by the number of micro-batches; raises, as gradients were reduced before."""
         if grad_scale_factor != 1:
             raise StateError(
                 "the schedule would divide .grad by the number of micro-batches, after gradients were reduced; make it "
@@ -146,7 +147,7 @@ class PipelineStage(TorchStage):
 
 
 def _with_gradients(examples: Any, *, first: bool = False) -> Any:
-    """What passes between stages carries gradients, so its examples must; the first stage's inputs are the user's."""
+    """Example tensors that require a gradient, as tensors between stages do; the first stage's inputs stay as given."""
     if examples is None or first:
         return examples
     rows = (examples,) if isinstance(examples, Tensor) else tuple(examples)
@@ -165,15 +166,14 @@ def _check_mesh(mesh: Any) -> None:
 def _check(
     engine: Engine, keep_bytes: Any, index: int | None, stages: int | None, *, tied: bool, several: bool
 ) -> None:
-    """What no schedule could do."""
+    """Raises for settings that no schedule supports."""
     if (index is None) != (stages is None):
         raise ConfigError("give both index and stages, where a rank holds several stages, or neither")
     if type(keep_bytes) is not int or keep_bytes < 0:
         raise ConfigError(f"keep_bytes={keep_bytes!r} is not a number of bytes; 0 keeps nothing")
     if engine.resolved.precision.compute is torch.float16:
         raise ConfigError(
-            "a schedule calls backward itself, so no loss scale can go with it, which fp16 needs; shard with "
-            "precision='bf16'"
+            "a schedule calls backward itself, without the loss scale that fp16 needs; shard with precision='bf16'"
         )
     if several and tied:
         raise ConfigError(

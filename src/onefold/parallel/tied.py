@@ -1,8 +1,8 @@
-"""A parameter that the first and the last stage of a pipeline both hold, such as an embedding tied to the head.
+"""Parameters tied across pipeline stages: held by the first and the last stage, such as an embedding tied to the head.
 
-Both start with the same values and update them alike, so all they must share is the gradient: once per step, when each
-stage has reduced its own, the two sums are added, the first stage's first. Both ends then hold the same bits. A tied
-parameter is a unit of its own, so that both ends cut it into the same shards; only shards travel.
+Both stages start with the same values and make the same updates, so only gradients are exchanged: once per step, when
+each stage has reduced its own, the two sums are added, the first stage's first, so that both stages get the same bits.
+A tied parameter is a unit of its own, so that both stages shard it in the same way and send shards only.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from onefold.comm.mesh import Axis
 from onefold.comm.meter import Label, Meter
 from onefold.errors import ModelError
 from onefold.runtime.engine import Engine
-from onefold.runtime.untied import Untied
+from onefold.runtime.untied import NoTiedParameters
 
 
-class Tied(Untied):
+class Tied(NoTiedParameters):
     def __init__(self, engine: Engine, ends: Axis, names: Sequence[str]) -> None:
         self._engine, self.names = engine, tuple(names)
         self._comm = Comm(ends, engine.device, engine.resolved.settings.timeout_s, engine.comm.meter)
@@ -41,10 +41,10 @@ class Tied(Untied):
     def _master(self, index: int) -> torch.Tensor:
         unit = self._engine.units[index]
         out = torch.empty(unit.master.owned.numel, dtype=torch.float32, device=self._engine.device)
-        unit.master.peek(unit.master.owned, out)
+        unit.master.read(unit.master.owned, out)
         return out
 
-    def speaks_for(self, name: str) -> bool:
+    def saves(self, name: str) -> bool:
         return name not in self.names or self._comm.rank == 0
 
     def counts(self, index: int) -> bool:
@@ -71,7 +71,7 @@ def _alone(engine: Engine, name: str) -> int:
         names = [slot.name for slot in unit.layout.slots]
         if name in names and len(names) > 1:
             raise ModelError(
-                f"tied parameter {name} shares its unit with {names[names[0] == name]}, so the stages would cut it "
+                f"tied parameter {name} shares its unit with {names[names[0] == name]}, so the stages would shard it "
                 f"differently; make its module a unit of its own: shard(part, units=lambda name, module: ...)"
             )
         if name in names:

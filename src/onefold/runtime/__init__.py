@@ -1,1 +1,1 @@
-"""The engine: hooks, unsharding, gather and reduce schedules."""
+"""The engine that runs a sharded model: hooks, unsharding, gather and reduce schedules."""

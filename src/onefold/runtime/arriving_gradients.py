@@ -59,7 +59,7 @@ class ArrivingGradients:
     def _add(self, index: int, grad: Tensor) -> None:
         at, slot = self._places[index]
         unit, schedule = self._units[at], self._schedule
-        if schedule.patient and schedule.started(at):  # its one reduction ends in its update
+        if schedule.one_reduction and schedule.started(at):  # its one reduction ends in its update
             refuse(Call.GRADIENT, Situation.UNIT_UPDATED, name=unit.layout.slots[slot].name)
         unit.gradients.add(slot, grad if type(grad) is Tensor else self._aligned(index, grad))
         self._used.mark(index)

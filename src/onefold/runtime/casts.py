@@ -1,4 +1,4 @@
-"""Ties precision to a model: inputs are cast, modules kept in fp32 get fp32, and whole states reach the masters."""
+"""Mixed precision by hooks: inputs are cast to the compute dtype, and load_state_dict() sets the fp32 masters too."""
 
 from __future__ import annotations
 
@@ -9,48 +9,53 @@ import torch
 from torch import Tensor, nn
 
 from onefold.errors import StateError
-from onefold.model.containers import cast_in
-from onefold.model.dtensor_shards import held, is_split, wrapped
+from onefold.model.containers import cast_tensors
+from onefold.model.dtensor_shards import is_dtensor, local_tensor, wrapped
 from onefold.runtime.engine import Engine
 from onefold.state.edits import Author
 from onefold.state.rounding import narrowed
 
 
 def attach_casts(engine: Engine) -> None:
-    """Inputs of the model are cast to what computes; modules kept in fp32 get fp32 and give back what computes."""
+    """Hooks that cast the model's inputs to the compute dtype, and the inputs of modules kept in fp32 to fp32, their
+    outputs back; and hooks for load_state_dict()."""
     compute = engine.resolved.precision.compute
     assert isinstance(compute, torch.dtype)
     engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: (cast_in(args, compute), cast_in(kwargs, compute)), prepend=True, with_kwargs=True
+        lambda module, args, kwargs: (cast_tensors(args, compute), cast_tensors(kwargs, compute)),
+        prepend=True,
+        with_kwargs=True,
     )
     modules = dict(engine.model.named_modules())
     for kept in (modules[name] for name in engine.resolved.kept_fp32):
         kept.register_forward_pre_hook(
-            lambda module, args, kwargs: (cast_in(args, torch.float32), cast_in(kwargs, torch.float32)),
+            lambda module, args, kwargs: (cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)),
             with_kwargs=True,
         )
-        kept.register_forward_hook(lambda module, args, output: cast_in(output, compute))
+        kept.register_forward_hook(lambda module, args, output: cast_tensors(output, compute))
     holding = [m for m in modules.values() if any(True for _ in m.parameters(recurse=False))]
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
     for module in holding:
         module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
-        module.register_load_state_dict_post_hook(partial(_know_loaded, engine, places))
+        module.register_load_state_dict_post_hook(partial(_record_load, engine, places))
 
 
-def _know_loaded(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
+def _record_load(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
+    """After a load: its writes to the parameters are no edits by the user, as the masters have them already."""
     for index in _units(places, module):
         engine.units[index].edits.accept(Author.LOAD)
 
 
 def _units(places: dict[int, Any], module: nn.Module) -> set[int]:
-    """Those that hold parameters of a module itself."""
+    """The units of a module's own parameters, without those of its submodules."""
     return {places[id(param)].unit for param in module._parameters.values() if id(param) in places}
 
 
 def _load_masters(
     engine: Engine, places: dict[int, Any], module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
-    """Whole values of a state dict go to the master in full, and to the parameters as the master rounds them."""
+    """Before a load: sets the masters from the unsharded fp32 tensors of a state dict, and rounds these in the state
+    dict as the masters round, so that the parameters get the same values."""
     for index in _units(places, module):
         engine.units[index].take_edits()
     for name, param in module._parameters.items():
@@ -66,9 +71,9 @@ def _load_masters(
 
 
 def _local(name: str, value: Any, param: Any) -> Tensor:
-    if is_split(param) and getattr(value, "placements", None) != param.placements:
+    if is_dtensor(param) and getattr(value, "placements", None) != param.placements:
         raise StateError(
-            f"{name} is split over the ranks of 'tp' and the state has it in another way; use onefold.load, which cuts "
-            f"whole tensors, or load DTensors with placements {param.placements}"
+            f"{name} is split over the ranks of 'tp', but not in the state dict; use onefold.load, which splits full "
+            f"tensors, or load DTensors with placements {param.placements}"
         )
-    return held(value)
+    return local_tensor(value)

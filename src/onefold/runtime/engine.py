@@ -43,7 +43,7 @@ from onefold.runtime.replicated_gradients import ReplicatedGradients
 from onefold.runtime.scaled import GradientScale
 from onefold.runtime.situations import check
 from onefold.runtime.unsharding import Unsharding
-from onefold.runtime.untied import Untied
+from onefold.runtime.untied import NoTiedParameters
 from onefold.runtime.update_policy import NoUpdates, UpdatePolicy
 from onefold.runtime.used_parameters import UsedParameters
 from onefold.settings.placement import Scope
@@ -78,10 +78,10 @@ class Engine:
         self.tiers = tiers
         self.optimizer: AttachedOptimizer | None = None  # the Optimizer that was made for this model
         self.alone_in_rank = True  # no other part of the same model is here
-        self.tied = Untied()  # which of these parameters another stage of a pipeline holds too
+        self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.device = pool.device
-        self._aside: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
+        self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
@@ -117,7 +117,7 @@ class Engine:
         """Units are updated by this policy from now on."""
         self.updates, self.optimizer = policy, optimizer
 
-    def tie(self, tied: Untied) -> None:
+    def tie(self, tied: NoTiedParameters) -> None:
         """Another stage of a pipeline holds some of these parameters too."""
         self.tied = tied
 
@@ -142,11 +142,11 @@ class Engine:
         """Autograd itself forgets a node, and its hooks, that nobody holds."""
         self._accumulators.append(node)
 
-    def aside(self, timeout_s: float) -> Comm:
+    def background_comm(self, timeout_s: float) -> Comm:
         """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
-        if self._aside is None:
-            self._aside = self.comms.world.beside("aside", timeout_s)
-        return self._aside
+        if self._background_comm is None:
+            self._background_comm = self.comms.world.new_gloo_group("background", timeout_s)
+        return self._background_comm
 
     def mark_broken(self, how: Situation, unit: str = "") -> None:
         """Values are of no use until a load has replaced them all."""

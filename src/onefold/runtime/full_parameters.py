@@ -1,4 +1,4 @@
-"""Whole parameters for a while: to read, to write, to copy out."""
+"""Unsharded parameters for a while, to read, write or copy: full_parameters() and full_state_dict()."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
 from onefold.comm.meter import Label
 from onefold.errors import StateError
-from onefold.model.dtensor_shards import held
+from onefold.model.dtensor_shards import local_tensor
 from onefold.runtime.engine import Engine, engine_of
 from onefold.runtime.refusals import Call
 
@@ -43,20 +43,20 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
             yield
             return
         for unit in engine.units:
-            unit.watch()
+            unit.begin_user_writes()
         try:
             yield
-            _absorb(engine)
+            _take_user_writes(engine)
         except BaseException:
-            for unit in engine.all_units:  # the error is what users hear
-                unit.unwatch()
+            for unit in engine.all_units:  # without an error of its own, which would hide this one
+                unit.drop_user_writes()
             raise
 
 
-def _absorb(engine: Engine) -> None:
-    """What users have written is the truth."""
+def _take_user_writes(engine: Engine) -> None:
+    """Keeps what users have written, in the shards and in the masters."""
     for unit in engine.all_units:
-        unit.absorb()
+        unit.take_user_writes()
 
 
 @torch.no_grad()
@@ -75,22 +75,22 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     engine = engine_of(model)
     engine.check(Call.FULL_STATE_DICT)
     engine.quiesce()
-    near = engine.everyone.rank == 0  # shares "tp" with the first rank: brings its parts
+    near = engine.everyone.rank == 0  # a rank of the first rank's "tp" group, which needs its split tensors
     first = near and engine.comms.tp.rank == 0
     engine.unsharding.gathers.catch_up()
     copies: dict[int, Tensor] = {}
 
     def copy(name: str, param: nn.Parameter, local: Tensor) -> None:
         if near:
-            whole = joined(engine, name, local)
+            whole = gather_over_tp(engine, name, local)
             copies[id(param)] = whole.to("cpu", copy=True) if first else NOTHING
 
     for name in engine.resolved.tensor_shards:
-        check_part(engine, name, "full_state_dict()")
+        check_split_dim(engine, name, "full_state_dict()")
     if engine.contexts.writable:
-        _absorb(engine)
+        _take_user_writes(engine)
         for unit in engine.units:
-            unit.watch()
+            unit.begin_user_writes()
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
         for slot, param, view in zip(unit.layout.slots, unit.params, unit.unsharded_master(), strict=True):
@@ -98,13 +98,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     for index, unit in enumerate(engine.unsharding.units):
         if unit in narrow:
             continue
-        engine.unsharding.gathers.need(index)
+        engine.unsharding.gathers.unshard(index)
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
-            copy(slot.name, param, held(param).detach())
-        engine.unsharding.gathers.done(index)
-    for name, param in model.named_parameters():  # frozen, or whole
+            copy(slot.name, param, local_tensor(param).detach())
+        engine.unsharding.gathers.reshard(index)
+    for name, param in model.named_parameters():  # frozen or replicated parameters
         if id(param) not in copies:
-            copy(name, param, held(param).detach())
+            copy(name, param, local_tensor(param).detach())
     if not first:
         return {}
     state: dict[str, Any] = {n: copies[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
@@ -112,8 +112,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return state | buffers | extra_states(model)
 
 
-def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
-    """A parameter as it is without "tp", from the parts of its ranks. Collective over them where it is split."""
+def gather_over_tp(engine: Engine, name: str, local: Tensor) -> Tensor:
+    """The full tensor of a parameter that may be split over "tp". Collective over "tp" if it is."""
     part, tp = engine.resolved.tensor_shards.get(name), engine.comms.tp
     if part is None:
         return local
@@ -127,26 +127,27 @@ def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
     return torch.cat(pieces, dim=part.dim)
 
 
-def check_part(engine: Engine, name: str, where: str) -> None:
+def check_split_dim(engine: Engine, name: str, where: str) -> None:
+    """Raises if a parameter is split over "tp" along an unknown dim."""
     if name in engine.resolved.tensor_shards and engine.resolved.tensor_shards[name] is None:
         raise StateError(
-            f"{where}: {name} is split over the ranks of 'tp', but nobody said along which dim; set "
-            f"param.partition_dim (and tensor_model_parallel) before shard(), or use torch's parallelize_module"
+            f"{where}: {name} is split over the ranks of 'tp', but along which dim is unknown; set param.partition_dim "
+            f"(and tensor_model_parallel) before shard(), or use torch's parallelize_module"
         )
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Themselves, by every name they have."""
+    """The model's persistent buffers, not copied, by every name they have."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = held(buffer)
+                found[f"{prefix}.{name}" if prefix else name] = local_tensor(buffer)
     return found
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules add to their state dict by get_extra_state."""
+    """What modules add to the state dict by get_extra_state."""
     return {
         f"{prefix}.{EXTRA}" if prefix else EXTRA: module.get_extra_state()
         for prefix, module in model.named_modules(remove_duplicate=False)

@@ -1,7 +1,8 @@
-"""Ties an engine to the forward and backward of its model.
+"""The hooks that connect an engine to the forward and backward of its model.
 
-Forward of the root: parameters are checked, buffers brought in line, and the outputs get a hook that opens backward.
-Backward: each parameter's gradient goes to its unit as soon as autograd has made it.
+Before the root's forward, parameters are checked and buffers broadcast; after it, its outputs get a hook that opens
+backward. In backward, each parameter's gradient is added to its unit as soon as autograd has computed it. Where
+parameters are sharded, hooks unshard and reshard units around modules, and guard state_dict() and load_state_dict().
 """
 
 from __future__ import annotations
@@ -17,33 +18,33 @@ from torch import Tensor, nn
 
 from onefold.comm.meter import Label
 from onefold.errors import StateError
-from onefold.model.containers import listed, tensors_in
-from onefold.model.dtensor_shards import held
+from onefold.model.containers import as_list, tensors_in
+from onefold.model.dtensor_shards import local_tensor
 from onefold.model.survey import ATTRIBUTE
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
 from onefold.runtime.refusals import Call, Situation, refuse
-from onefold.runtime.unsharding import in_backward, watch_parameters
+from onefold.runtime.unsharding import in_backward, intercept_lookups
 
 
 def attach(engine: Engine) -> None:
     model = engine.model
     for index, param in enumerate(engine.params):
-        _watch_gradient(engine, index, param)
+        _hook_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
     model.register_forward_hook(partial(_after_forward, engine))
     if engine.resolved.precision.narrow:
         attach_casts(engine)
     if engine.unsharding.units:
-        _attach_passes(engine)
+        _attach_unsharding(engine)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
     model.__dict__["zero_grad"] = partial(_zero_grad, engine, model.zero_grad)
 
 
-def _attach_passes(engine: Engine) -> None:
-    """Gather and release around blocks, around plain layers outside them, and around the root."""
+def _attach_unsharding(engine: Engine) -> None:
+    """Hooks that unshard and reshard around blocks, around leaf modules outside them, and around the root."""
     unsharding, model, blocks = engine.unsharding, engine.model, engine.resolved.blocks
     unit_of = {id(param): index for index, unit in enumerate(unsharding.units) for param in unit.params}
     frozen = {index for index, unit in enumerate(unsharding.units) if unit not in engine.units}
@@ -68,32 +69,32 @@ def _attach_passes(engine: Engine) -> None:
             # its own parameters are gathered when it looks them up, which also works if it is called by itself
             module.register_forward_pre_hook(lambda m, args: unsharding.enter(id(m), []))
             module.register_forward_hook(
-                lambda m, args, output: unsharding.leave(id(m), [], listed(output)), always_call=True
+                lambda m, args, output: unsharding.leave(id(m), [], as_list(output)), always_call=True
             )
     model.register_forward_pre_hook(lambda *_: _enter_root(engine))
     model.register_forward_hook(
-        lambda m, args, output: unsharding.leave(id(m), [], listed(output), root=True), always_call=True
+        lambda m, args, output: unsharding.leave(id(m), [], as_list(output), root=True), always_call=True
     )
-    unsharding.looked_up_only = _of_embeddings(model, unit_of)
-    watch_parameters(model.modules(), unit_of, unsharding)
+    unsharding.embedding_units = _embedding_units(model, unit_of)
+    intercept_lookups(model.modules(), unit_of, unsharding)
     for module in modules.values():
         indices = sorted({unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of})
         if indices:
             _attach_state(engine, module, indices)
-    model.register_load_state_dict_post_hook(lambda *_: unsharding.release_all())
+    model.register_load_state_dict_post_hook(lambda *_: unsharding.reshard_all())
 
 
 def _enter_root(engine: Engine) -> None:
     if torch.is_autocast_enabled(engine.device.type):
         warnings.warn(  # once per place, as warnings are
-            "autocast casts whole weights and keeps the casts for its region, so they are not sharded; "
+            "autocast casts unsharded weights and keeps the casts for its region, so they are not resharded; "
             "with stage 3, cast inputs instead or leave autocast around single modules",
             stacklevel=2,
         )
     engine.unsharding.enter(id(engine.model), [], root=True)
 
 
-def _of_embeddings(model: nn.Module, unit_of: dict[int, int]) -> set[int]:
+def _embedding_units(model: nn.Module, unit_of: dict[int, int]) -> set[int]:
     """Units all of whose parameters belong to embeddings and to nothing else."""
     plain = {
         unit_of[id(p)]
@@ -107,7 +108,8 @@ def _of_embeddings(model: nn.Module, unit_of: dict[int, int]) -> set[int]:
 
 
 def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None:
-    """A whole state dict may come in, one unit at a time; none goes out while values are spread over ranks."""
+    """Hooks that let load_state_dict() take a full state dict, one unit at a time, and make state_dict() raise while
+    parameters are sharded."""
     unsharding = engine.unsharding
 
     def before_load(module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any) -> None:
@@ -116,7 +118,7 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
         unsharding.begin_load(indices)
 
     def after_save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Copies: the buffers behind the parameters are emptied when full_parameters ends."""
+        """Replaces views by copies, since the flat buffers lose their memory when full_parameters ends."""
         for name in module._parameters:
             if prefix + name in state and not isinstance(state[prefix + name], nn.Parameter):
                 state[prefix + name] = state[prefix + name].clone()
@@ -137,18 +139,19 @@ def _enter_module(
     unsharding = engine.unsharding
     unsharding.enter(id(module), indices)
     counted = not in_backward()
-    inputs = [  # a leaf cannot tell under autograd.grad; those of a reentrant recomputation are never asked by it
+    inputs = [  # hooks of leaves do not run under autograd.grad; a reentrant recomputation never runs under it
         t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad and not (t.is_leaf and counted)
     ]
     if inputs and torch.is_grad_enabled():
         if counted:
-            unsharding.ran(indices)
-        _when_all_have_gradients(inputs, lambda _: unsharding.left(indices, frozen, counted=counted))
+            unsharding.count_call(indices)
+        _when_all_have_gradients(inputs, lambda _: unsharding.backward_left(indices, frozen, counted=counted))
 
 
 def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], None]) -> None:
-    """torch's hook for several holds their nodes, which hold it: the graph of an abandoned forward would stay until
-    Python collects garbage, and its activations with it. One tensor, the usual case, needs no such circle."""
+    """Calls `then` once all tensors have gradients. torch's hook for several tensors and their nodes refer to each
+    other: the graph of an abandoned forward, and its activations, would live until Python's garbage collector runs. One
+    tensor, the usual case, needs no such cycle."""
     if len(tensors) == 1:
         tensors[0].register_hook(then)
     else:
@@ -156,7 +159,7 @@ def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], No
 
 
 def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
-    given = listed(output)
+    given = as_list(output)
     engine.unsharding.leave(id(module), indices, given)
     if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
         for tensor in given:
@@ -164,8 +167,10 @@ def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: A
                 tensor.register_hook(lambda _: engine.unsharding.need_in_backward(indices))
 
 
-def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
-    weak = weakref.ref(engine)  # autograd's hooks are out of sight of Python's collector: a strong one would never go
+def _hook_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
+    weak = weakref.ref(
+        engine
+    )  # Python's garbage collector does not see autograd's hooks: a strong reference would leak
 
     def coming(_: Any) -> None:
         if (live := weak()) is not None:
@@ -175,7 +180,7 @@ def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
         if (live := weak()) is not None:
             live.arriving.take(index)
 
-    node = torch.autograd.graph.get_gradient_edge(param).node  # which adds to .grad
+    node = torch.autograd.graph.get_gradient_edge(param).node  # AccumulateGrad, which adds to .grad
     node.register_prehook(coming)
     param.register_post_accumulate_grad_hook(arrived)
     engine.hold_accumulator(node)
@@ -188,7 +193,7 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
     engine.before_forward()
     if engine.resolved.settings.buffers == "rank0" and module.training:
         with torch.no_grad():
-            engine.everyone.broadcast([held(b) for b in module.buffers()], Label("buffers", "the model"))
+            engine.everyone.broadcast([local_tensor(b) for b in module.buffers()], Label("buffers", "the model"))
 
 
 def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:
@@ -199,9 +204,9 @@ def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) ->
 
 
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
-    """`.to()`, `.half()`, `.cuda()` arrive here: what would move or cast a parameter raises before it happens."""
+    """nn.Module._apply, behind .to(), .half() and .cuda(): raises before a parameter would be moved or cast."""
     for unit in engine.units:
-        sample = torch.empty(0, dtype=unit.flat_params.whole.dtype, device=unit.flat_params.whole.device)
+        sample = torch.empty(0, dtype=unit.flat_params.buffer.dtype, device=unit.flat_params.buffer.device)
         result = fn(sample)
         if result.dtype != sample.dtype or result.device != sample.device:
             raise StateError(
@@ -215,4 +220,4 @@ def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, rec
 def _zero_grad(engine: Engine, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:
     engine.drop_gradients(keep_as_zeros=not set_to_none)
     if set_to_none:
-        zero_grad(set_to_none=True)  # parameters that are not ours, if any
+        zero_grad(set_to_none=True)  # parameters that Onefold does not manage, if any

@@ -1,12 +1,13 @@
-"""What to reduce next: one order for all ranks, a bounded number in flight.
+"""The reduce schedule: in which order units are reduce-scattered in backward, and how many are in flight at once.
 
 Every rank starts the reductions of a backward in the same order: registration order reversed at first, then the order
 in which rank 0's units became complete in the first backward. A unit is complete when as many gradients have arrived as
-in recent backwards; a complete unit waits for those before it in the order. Where too many wait for one, that one is
-taken to be skipped in this backward and starts as it is; should its gradients come after all, they take a reduction of
-their own later. Whatever is still open when backward ends is started then, in the same order. So ranks may skip, branch
-or repeat; the sequence of collectives stays the same, and no rank holds all gradients. When a reduction starts depends
-on the gradients of this rank alone, not on how fast messages travel: every stage adds the same numbers in one order.
+in recent backwards; a complete unit waits for the reductions before it in the order. Where too many units wait for one,
+that one counts as skipped in this backward and is reduced as it is; if its gradients come after all, they are reduced
+by themselves later. What is not reduced when backward ends is reduced then, in the same order. So ranks may skip,
+branch or repeat modules; the sequence of collectives stays the same, and no rank keeps all gradients. When a reduction
+starts depends on the gradients of this rank alone, not on how fast messages are: every stage adds the same numbers in
+one order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from onefold.cost.limits import IN_FLIGHT, WAITING
 from onefold.state.unit import Unit
 
-REMEMBERED = 8  # backwards or steps; what is used now and then is expected for that long
+REMEMBERED = 8  # backwards or steps for which a unit that was used once is expected again
 
 
 class ReduceSchedule:
@@ -25,32 +26,32 @@ class ReduceSchedule:
         self, units: Sequence[Unit], on_start: Callable[[int], None], on_reduced: Callable[[int, bool], None]
     ) -> None:
         self._units, self._on_start, self._on_reduced = units, on_start, on_reduced
-        self.patient = False  # see `one_reduction_each`
+        self.one_reduction = False  # see `one_reduction_each`
         self.order = list(reversed(range(len(units))))
-        self.agreed = False  # the order is one that a backward has shown
-        self.completed: list[int] = []  # in this backward, by the time of their last gradient
+        self.agreed = False  # whether the order is rank 0's in its first backward
+        self.completed: list[int] = []  # units complete in this backward, in the order of their last gradients
         self._counts = [deque([len(unit.params)], maxlen=REMEMBERED) for unit in units]
         self._unused = [0] * len(units)  # steps since some rank used a unit
-        self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether of a step's last backward
+        self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether this is the last backward of the step
         self.begin(final=True)
 
     def one_reduction_each(self) -> None:
-        """From now on a unit has one reduction in a backward: none counts as skipped before backward ends."""
-        self.patient = True
+        """From now on every unit has exactly one reduction per backward: none counts as skipped before its end."""
+        self.one_reduction = True
 
     def begin(self, *, final: bool) -> None:
-        """A backward starts."""
+        """Begins a backward; `final` if it is the last one of a step."""
         self._final = final
         self.completed = []
         self._arrived = [0] * len(self._units)
-        self._expected = [self._usual(index) for index in range(len(self._units))]
+        self._expected = [self._expected_count(index) for index in range(len(self._units))]
         self._first = True  # no gradient has arrived
         self._next = 0
         self._started: set[int] = set()
 
     def arrived(self, index: int, *, start: bool) -> bool:
-        """One gradient has been added to a unit; start every reduction that may start: some do with the first gradient
-        of a backward, others when a unit becomes complete. True if as many came as usual."""
+        """Counts a gradient of a unit, and with `start` starts every reduction that may start: with the first gradient
+        of a backward, and when a unit becomes complete. True if the unit is complete."""
         arrived = self._arrived[index] = self._arrived[index] + 1
         if arrived == self._expected[index]:
             self.completed.append(index)
@@ -66,11 +67,11 @@ class ReduceSchedule:
         return index in self._started
 
     def count(self, index: int) -> int:
-        """Gradients that this backward has brought to a unit."""
+        """The number of gradients of a unit in this backward."""
         return self._arrived[index]
 
     def flush(self, *, start: bool) -> None:
-        """Backward is over: start what is left and remember how many gradients came."""
+        """Ends a backward: with `start` starts the remaining reductions, and remembers how many gradients came."""
         while start and self._next < len(self.order):
             self._start_next()
         for count, arrived in zip(self._counts, self._arrived, strict=True):
@@ -78,7 +79,7 @@ class ReduceSchedule:
                 count.append(arrived)
 
     def step_over(self, index: int, *, used: bool) -> None:
-        """Whether any rank has used a unit in this step: after a while without, nobody waits for it."""
+        """Records whether any rank used a unit in this step; after some steps without use, no unit waits for it."""
         self._unused[index] = 0 if used else self._unused[index] + 1
 
     def waiting(self) -> bytes:
@@ -86,43 +87,44 @@ class ReduceSchedule:
         return bytes(unit.gradients.waiting for unit in self._units)
 
     def reduce_late(self, waiting: bytes) -> None:
-        """One more reduction for the units that wait on some rank, a flag each, which all ranks agreed on."""
+        """Starts one more reduction of every unit that waits on some rank, a flag each, which all ranks agreed on."""
         for index in self.order:
             if waiting[index]:
                 self._start(index)
 
     def finish(self, index: int) -> None:
-        """End reductions, oldest first, until this unit has none in flight."""
+        """Finishes reductions, the oldest first, until none of this unit is in flight."""
         while any(index == other for other, _ in self._in_flight):
-            self._retire()
+            self._finish_oldest()
 
     def drain(self) -> None:
+        """Finishes all reductions in flight."""
         while self._in_flight:
-            self._retire()
+            self._finish_oldest()
 
     def learn(self, order: list[int]) -> None:
         """All ranks follow this order from now on."""
         self.order, self.agreed = order, True
 
     def order_seen(self) -> list[int]:
-        """The order this backward showed; units that never became complete come last."""
+        """The order in which units became complete in this backward; those that did not come last."""
         return self.completed + [index for index in self.order if index not in self.completed]
 
     def _may_start(self, index: int) -> bool:
         if self._complete(index):
             return True
-        if self.patient:
+        if self.one_reduction:
             return False
         waiting = [other for other in self.completed if other not in self._started]
         return self.agreed and len(waiting) >= WAITING
 
     def _complete(self, index: int) -> bool:
-        skipped = self._unused[index] >= REMEMBERED and not self.patient
+        skipped = self._unused[index] >= REMEMBERED and not self.one_reduction
         return skipped or self._arrived[index] >= self._expected[index]
 
-    def _usual(self, index: int) -> int:
-        """Gradients per backward: the most there were lately, counting one for each parameter as seen at first."""
-        return max(max(self._counts[index]), len(self._units[index].params) if self.patient else 0)
+    def _expected_count(self, index: int) -> int:
+        """Gradients of a unit per backward: the most in recent ones, or one per parameter before the first."""
+        return max(max(self._counts[index]), len(self._units[index].params) if self.one_reduction else 0)
 
     def _start_next(self) -> None:
         self._started.add(self.order[self._next])
@@ -131,12 +133,12 @@ class ReduceSchedule:
 
     def _start(self, index: int) -> None:
         while len(self._in_flight) >= IN_FLIGHT:
-            self._retire()
+            self._finish_oldest()
         self._on_start(index)
         self._units[index].gradients.launch()
         self._in_flight.append((index, self._final))
 
-    def _retire(self) -> None:
+    def _finish_oldest(self) -> None:
         index, final = self._in_flight.popleft()
         self._units[index].gradients.finish()
         self._on_reduced(index, final)

@@ -1,4 +1,4 @@
-"""All-gathers of reduced gradients, where every rank updates all of a unit (stage 0) and needs its whole gradient."""
+"""All-gathers of reduced gradients at stage 0, where every rank updates all of a unit and needs the full gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onefold.state.unit import Unit
 
 
 class ReplicatedGradients:
-    """Does nothing where the optimizer is sharded."""
+    """The all-gathers in flight; without `wanted`, where the optimizer is sharded, all methods are no-ops."""
 
     def __init__(self, units: Sequence[Unit], *, wanted: bool) -> None:
         self._units, self.wanted = units, wanted
@@ -17,7 +17,8 @@ class ReplicatedGradients:
         self._reduced: set[int] = set()  # units whose gradient is reduced and not gathered
 
     def reduced(self, index: int, *, gather: bool) -> None:
-        """A unit's gradient is reduced; gather it at once, or when `gather_all` is called."""
+        """Called when a unit's gradient is reduced; starts its all-gather, or without `gather` leaves it to
+        `gather_all`."""
         if self.wanted:
             self._reduced.add(index)
             if gather:
@@ -34,7 +35,7 @@ class ReplicatedGradients:
         self._in_flight.clear()
 
     def drop(self) -> None:
-        """All gradients are about to be dropped."""
+        """Waits for all-gathers in flight, and forgets the others: all gradients are about to be dropped."""
         self.wait()
         self._reduced.clear()
 

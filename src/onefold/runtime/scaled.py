@@ -1,4 +1,4 @@
-"""What losses are multiplied by, so that small gradients do not vanish in fp16: one number per step."""
+"""The loss scale of the running backward, which scales the gradients of every model that the backward reaches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _running: list[float] = []  # the scales of scaled backwards, the innermost last
 
 @contextmanager
 def scaled_backward(scale: float) -> Iterator[None]:
-    """Inside, gradients are multiplied by `scale`."""
+    """Inside runs a backward of a loss that was multiplied by `scale`."""
     _running.append(scale)
     try:
         yield
@@ -19,7 +19,7 @@ def scaled_backward(scale: float) -> Iterator[None]:
 
 
 def running_scale() -> float | None:
-    """The scale of the backward that runs now; None if its loss is not scaled."""
+    """The loss scale of the backward that runs now; None if its loss was not scaled."""
     return _running[-1] if _running else None
 
 

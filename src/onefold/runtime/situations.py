@@ -14,7 +14,7 @@ from onefold.runtime.accumulating import Accumulating
 from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.refusals import REFUSED_IN, Call, Situation, refuse
 from onefold.runtime.scaled import GradientScale
-from onefold.runtime.untied import Untied
+from onefold.runtime.untied import NoTiedParameters
 from onefold.runtime.update_policy import UpdatePolicy
 from onefold.runtime.used_parameters import UsedParameters
 
@@ -45,7 +45,7 @@ class Asked(Protocol):
     def optimizer(self) -> ClippedGradients | None: ...
 
     @property
-    def tied(self) -> Untied: ...
+    def tied(self) -> NoTiedParameters: ...
 
     @property
     def updates(self) -> UpdatePolicy: ...

@@ -1,6 +1,7 @@
-"""Times a few passes for prefetch="auto": how long gathers take, and the compute between needs.
+"""Times the first forwards and backwards for prefetch="auto": how long all-gathers and the compute between them take.
 
-While it watches nothing is gathered ahead: a gather that runs under compute is seen to end only when it is needed.
+While it times, nothing is prefetched: the end of an all-gather that overlaps compute is noticed only when its unit is
+needed.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from collections.abc import Callable, Sequence
 
 from onefold.cost.prefetch import choose
 
-WATCHED_PASSES = 3  # of each kind, before it decides
+TIMED_PASSES = 3  # forwards, and backwards, before prefetch is chosen
 LOG = logging.getLogger("onefold")
 
 
 class GatherTimer:
-    """Decides once for forward and once for backward, when it has seen enough of each."""
+    """Chooses the number of prefetched units once for forward and once for backward, after timing a few of each."""
 
     def __init__(
         self, unit_bytes: Sequence[int], live_bytes: int | None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._bytes, self._live_bytes, self._clock = unit_bytes, live_bytes, clock
         self._started: dict[int, float] = {}
-        self._gather_s: dict[int, float] = {}  # in this pass
+        self._gather_s: dict[int, float] = {}  # in this forward or backward
         self._compute_s: dict[int, float] = {}
-        self._shortest_s: dict[tuple[str, int], float] = {}  # gathers, by kind of pass: peers may be late
+        self._shortest_s: dict[
+            tuple[str, int], float
+        ] = {}  # all-gathers by purpose and unit: the shortest, since peers may be late
         self._order: list[int] = []
         self._since = 0.0
         self._passes: dict[str, int] = {}
@@ -46,14 +49,14 @@ class GatherTimer:
             self._gather_s[index] = self._since - self._started.pop(index)
 
     def end_of_pass(self, purpose: str) -> int | None:
-        """What to use from now on for this kind of pass, when enough has been seen."""
+        """Ends a forward or backward; the number of units to prefetch from now on, once enough have been timed."""
         order, compute = self._order, self._compute_s
         for index in order:
             seen = self._gather_s.get(index, 0.0)
             self._shortest_s[purpose, index] = min(seen, self._shortest_s.get((purpose, index), seen))
         self._order, self._gather_s, self._compute_s = [], {}, {}
         self._passes[purpose] = self._passes.get(purpose, 0) + 1
-        if self._passes[purpose] != WATCHED_PASSES or not order:
+        if self._passes[purpose] != TIMED_PASSES or not order:
             return None
         gather_s = [self._shortest_s[purpose, index] for index in order]
         compute_s = [compute.get(index, 0.0) for index in order]

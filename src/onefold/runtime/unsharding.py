@@ -1,16 +1,16 @@
-"""Forward and backward over units whose values are sharded: who needs which unit when.
+"""When units with sharded parameters are unsharded and resharded in forward and backward (stage 3).
 
-Forward. A block's units are gathered before it runs and idle when it has run. So are those of a module outside every
-block that has parameters of its own and no modules below it (an embedding, a norm, a head). A parameter looked up
-anywhere else while the root runs (a tied weight, a bare parameter of the root) is gathered at the look-up and stays
-until the root's forward ends, since nobody knows what was made of it.
+Forward. A block's units are unsharded before the block runs, and idle when it has run. So are the units of a module
+outside every block that has parameters of its own and no submodules (an embedding, a norm, a head). A parameter looked
+up anywhere else while the root runs (a tied weight, a parameter of the root itself) is unsharded at the look-up and
+stays so until the root's forward ends, since its uses cannot be followed.
 
-Backward. Tensors that autograd saves during forward are remembered with their unit where they are parameters, or
-views of them; when autograd unpacks one, its unit is gathered first. A hook on a module's output gathers all its units
-(an embedding's values are not needed), for functions that keep a parameter without telling autograd. A unit is released
-when all its parameters have their gradients, or as many as usual and the graph holds none of its values any more; what
-a recomputation saved is out of sight, so there, and where units are frozen, when the inputs of the module have their
-gradients. What is left is released when backward ends.
+Backward. When autograd saves a parameter, or a view of one, during forward, its unit is remembered; when autograd
+unpacks that tensor, the unit is unsharded first. A hook on a module's output unshards all its units (not those of an
+embedding, whose weights are not needed), for functions that keep a parameter without autograd's saved tensors. A unit
+is resharded when all its parameters have their gradients, or when as many as usual have and no graph has saved its
+tensors. Tensors that a recomputation saves cannot be followed, so there, and for frozen units, it is resharded when the
+inputs of the module have their gradients. The rest is resharded when backward ends.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm.communicator import Comm
-from onefold.comm.inflight import serve_at_the_end
-from onefold.model.dtensor_shards import PLAIN, held
+from onefold.comm.inflight import finish_posted_at_exit
+from onefold.model.dtensor_shards import PLAIN, local_tensor
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, GatherSchedule
 from onefold.state.edits import Author
 from onefold.state.unit import Unit
 
 
 class SavedParameter:
-    """Stands in autograd's memory for a tensor that lives in a unit's flat buffer."""
+    """What autograd keeps of a saved tensor that is a view of a unit's flat buffer."""
 
     __slots__ = ("_alive", "tensor", "unit", "version")
 
@@ -43,7 +43,7 @@ class SavedParameter:
 
 
 class SavedActivation(NamedTuple):
-    """Any other tensor in autograd's memory."""
+    """What autograd keeps of any other saved tensor."""
 
     tensor: Tensor
     version: int
@@ -61,57 +61,60 @@ class Unsharding:
         negotiate: bool,
     ) -> None:
         self._on_backward = on_backward
-        serve_at_the_end(self)
+        finish_posted_at_exit(self)
         self.units = list(units)
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
         self._index = {id(unit): index for index, unit in enumerate(self.units)}
         self._by_storage = {unit.flat_params.storage: index for index, unit in enumerate(units)}
-        self._recomputed: set[int] = set()  # in this backward: what that saved is out of our sight
-        self._running: list[int] = []  # hooked modules, the innermost last
-        self._looked_up: set[int] = set()  # held until the root's forward ends
-        self._pinned: set[int] = set()  # in the root's outputs, or in a graph that backward made: until backward ends
+        self._recomputed: set[int] = (
+            set()
+        )  # units recomputed in this backward: the tensors that saved cannot be followed
+        self._running: list[int] = []  # ids of hooked modules that run, the innermost last
+        self._looked_up: set[int] = set()  # units that stay unsharded until the root's forward ends
+        self._pinned: set[int] = set()  # units in the root's outputs or in a graph that backward made: until it ends
         self._backward = False
         self._graph_made = False
         self._loading = False
-        self._all_whole = 0  # full_parameters contexts that are open
-        self._kept: list[int] = []  # whole over several passes, so no pass gathers them
-        self.looked_up_only: set[int] = set()  # units of embeddings: backward does without their values
-        self._calls = [0] * len(self.units)  # of modules that backward has not left yet
+        self._full_contexts = 0  # open full_parameters contexts
+        self._kept: list[int] = []  # units that stay unsharded over several forwards and backwards (keep_across)
+        self.embedding_units: set[int] = set()  # units of embeddings alone, whose weights backward does not need
+        self._calls = [0] * len(self.units)  # per unit: calls of its modules whose backward has not ended
         self.forward_seen: list[int] = []
         self.backward_seen: list[int] = []
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def enter(self, module: int, indices: Sequence[int], *, root: bool = False) -> None:
-        """A hooked module starts."""
-        if in_backward():  # a recomputation; backward decides when to release
+        """A hooked module begins its forward: unshards its units."""
+        if in_backward():  # a recomputation; backward decides when to reshard
             self._on_backward()
             self.open_backward()
             self._recomputed.update(indices)
-            self.gathers.need(*indices)
+            self.gathers.unshard(*indices)
             return
         if not self._running:
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
             if root:
-                keep = self.gathers.kept if torch.is_grad_enabled() else None
-                self._begin(FORWARD, self.gathers.forward, release_when_idle=True, keep=keep)
+                keep = self.gathers.kept_unit if torch.is_grad_enabled() else None
+                self._begin(FORWARD, self.gathers.forward, reshard_when_idle=True, keep=keep)
         self._running.append(module)
         self.gathers.hold(*indices)
 
-    def _begin(self, purpose: str, order: list[int], *, release_when_idle: bool, keep: int | None = None) -> None:
-        order = [] if self._all_whole else [index for index in order if index not in self._kept]
-        self.gathers.begin(purpose, order, release_when_idle=release_when_idle, keep=keep)
+    def _begin(self, purpose: str, order: list[int], *, reshard_when_idle: bool, keep: int | None = None) -> None:
+        order = [] if self._full_contexts else [index for index in order if index not in self._kept]
+        self.gathers.begin(purpose, order, reshard_when_idle=reshard_when_idle, keep=keep)
 
     def leave(self, module: int, indices: Sequence[int], output: Sequence[Tensor], *, root: bool = False) -> None:
-        """It has run, or failed; one that failed before it was entered has not."""
+        """A hooked module has ended its forward, also by an error: its units may be resharded. A module that failed
+        before `enter` is ignored."""
         if in_backward() or module not in self._running:
             return
         while self._running.pop() != module:
             pass
-        for tensor in output if self._running else ():  # a parameter, or a part of one, handed on to other modules
+        for tensor in output if self._running else ():  # a parameter, or a view of one, that other modules get
             handed_on = self._unit_of(tensor)
             if handed_on is not None:
-                self._hold_until_the_end(handed_on)
+                self._hold_until_forward_ends(handed_on)
         for index in indices:
             self.gathers.idle(index)
         if self._running:
@@ -126,55 +129,56 @@ class Unsharding:
         self.gathers.end()
 
     def _keep_returned(self, output: Sequence[Tensor]) -> None:
-        """A parameter among the outputs stays whole until backward is over."""
+        """Keeps a parameter that the root returns unsharded until backward ends."""
         for tensor in output:
             index = self._unit_of(tensor)
             if index is not None:
-                self._keep_whole(index)
+                self._pin(index)
 
     def _unit_of(self, tensor: Tensor) -> int | None:
-        """The unit whose buffer a tensor lies in."""
+        """The unit whose flat buffer a tensor is a view of."""
         try:
-            local = tensor if type(tensor) in PLAIN else held(tensor)
+            local = tensor if type(tensor) in PLAIN else local_tensor(tensor)
             return self._by_storage.get(local.untyped_storage()._cdata)
         except NotImplementedError:  # inside torch.func transforms
             return None
 
-    def _keep_whole(self, index: int) -> None:
+    def _pin(self, index: int) -> None:
         if index not in self._pinned:
             self._pinned.add(index)
             self.units[index].flat_params.pins += 1
 
-    def _hold_until_the_end(self, index: int) -> None:
-        """Of the root's forward: nobody knows what was made of it."""
+    def _hold_until_forward_ends(self, index: int) -> None:
+        """Keeps a unit unsharded until the root's forward ends, since the uses of a parameter cannot be followed."""
         if index not in self._looked_up:
             self._looked_up.add(index)
             self.gathers.hold(index)
 
     def look_up(self, index: int) -> None:
-        """A parameter of this unit was asked for by name."""
+        """A module looked up a parameter of this unit by name: unshards it while the model runs."""
         if self._backward:
             self._recomputed.add(index)
             if not self.gathers.ready(index):
-                self.gathers.need(index)
+                self.gathers.unshard(index)
         elif self._running and not self.gathers.busy(index):
-            self._hold_until_the_end(index)
+            self._hold_until_forward_ends(index)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in a unit's buffer."""
+        """Whether a tensor is a view of some unit's flat buffer."""
         return self._unit_of(tensor) is not None
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps of a tensor that forward saves."""
+        """The saved_tensors_hooks' pack: what autograd keeps of a tensor that forward saves."""
         index = self._unit_of(tensor)
         if index is not None:
             return SavedParameter(index, tensor, self.gathers.saved)
-        # an output that its own node saves would keep itself alive; autograd gives the detached one its history back
+        # detached: an output that its own node saves would keep itself alive; autograd restores its history
         return SavedActivation(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
 
     def unpack(self, saved: Any) -> Tensor:
+        """The saved_tensors_hooks' unpack: unshards the unit of a saved parameter first."""
         tensor: Tensor = saved.tensor
-        if tensor._version != saved.version:  # autograd leaves this check to whoever has the hooks
+        if tensor._version != saved.version:  # with hooks autograd does not check this itself
             what = "a parameter was updated" if isinstance(saved, SavedParameter) else "an activation was changed"
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -188,48 +192,49 @@ class Unsharding:
 
     @property
     def in_backward(self) -> bool:
-        """A backward of this model has begun, and its end has not been told."""
+        """True from `open_backward` to `close_backward`."""
         return self._backward
 
     def open_backward(self) -> None:
         if not self._backward:
             self._backward = True
             self.gathers.catch_up()
-            self._begin(BACKWARD, self.gathers.backward, release_when_idle=False)
+            self._begin(BACKWARD, self.gathers.backward, reshard_when_idle=False)
 
     def need_in_backward(self, indices: Sequence[int]) -> None:
         if not self._backward:
             self._on_backward()
             self.open_backward()
         if not all(map(self.gathers.ready, indices)):
-            self.gathers.need(*indices)
-        if torch.is_grad_enabled():  # create_graph: what this backward saves is out of our sight
+            self.gathers.unshard(*indices)
+        if torch.is_grad_enabled():  # create_graph: the tensors that this backward saves cannot be followed
             self._graph_made = True
             for index in indices:
-                self._keep_whole(index)
+                self._pin(index)
 
-    def take(self, unit: Unit) -> None:
-        """A unit's values are about to change."""
+    def receive_posted(self, unit: Unit) -> None:
+        """Receives what peers have posted of a unit whose parameters are about to change."""
         index = self._index.get(id(unit))
         if index is not None:
-            self.gathers.take(index)
+            self.gathers.receive_posted(index)
 
     def gradients_came(self, index: int, *, every: bool) -> None:
-        """A unit has as many gradients as usual, or one for every parameter."""
+        """A unit has as many gradients as usual, or `every` parameter's: reshards it if backward needs it no more."""
         if index not in self._recomputed and (every or not self.gathers.saved[index]):
-            self.gathers.done(index)
+            self.gathers.reshard(index)
 
-    def ran(self, indices: Sequence[int]) -> None:
-        """A module was run whose inputs will tell when backward has left it."""
+    def count_call(self, indices: Sequence[int]) -> None:
+        """Counts a call of a module, whose backward has ended when its inputs have gradients (`backward_left`)."""
         for index in indices:
             self._calls[index] += 1
 
-    def left(self, indices: Sequence[int], frozen: Sequence[int], *, counted: bool) -> None:
-        """Backward has left a module. It may have others of its calls before it."""
+    def backward_left(self, indices: Sequence[int], frozen: Sequence[int], *, counted: bool) -> None:
+        """The backward of one call of a module has ended: reshards units that are frozen or recomputed, if it was the
+        last call."""
         for index in indices:
             self._calls[index] -= counted
             if self._calls[index] <= 0 and (index in frozen or index in self._recomputed):
-                self.gathers.done(index)
+                self.gathers.reshard(index)
 
     def close_backward(self) -> None:
         if self._backward:
@@ -242,18 +247,19 @@ class Unsharding:
             self.gathers.end()
 
     def learn(self, forwards: Sequence[list[int]], backwards: Sequence[list[int]]) -> None:
-        """Take the order rank 0 showed. Units it did not use keep a place, as any rank may use them later. In backward
-        those are left out that no rank needed, if they are of embeddings, or frozen and used by some rank."""
+        """Sets the gather schedule to the orders that rank 0 saw. Units it did not use keep a place, since any rank may
+        use them later; but backward leaves out units of embeddings, and frozen units that some rank used in forward, if
+        no rank needed them in backward."""
         everything = range(len(self.units))
         self.gathers.forward = _with_missing(forwards[0], everything)
         forward, backward = set().union(*forwards), set().union(*backwards)
-        spared = self.looked_up_only | {i for i in everything if not self.units[i].trained and i in forward}
+        spared = self.embedding_units | {i for i in everything if not self.units[i].trained and i in forward}
         wanted = [index for index in everything if index in backward or index not in spared]
         order = list(dict.fromkeys(backwards[0]))
-        self.gathers.backward = [i for i in _with_missing(order, reversed(wanted)) if i != self.gathers.kept]
+        self.gathers.backward = [i for i in _with_missing(order, reversed(wanted)) if i != self.gathers.kept_unit]
 
-    def release_all(self) -> None:
-        """Before values change: no whole copy may outlive them, and peers have had the old ones."""
+    def reshard_all(self) -> None:
+        """Reshards all units and waits until peers have received this rank's shards, before the shards change."""
         self._unpin()
         self._loading = False
         self.gathers.end()
@@ -264,44 +270,45 @@ class Unsharding:
             unit.flat_params.finish_posted()
 
     def pin_all(self) -> None:
-        """Make every unit whole and keep it so."""
+        """Unshards every unit and keeps it unsharded until `unpin_all`."""
         self.gathers.catch_up()
         for index, unit in enumerate(self.units):
-            self.gathers.need(index)
+            self.gathers.unshard(index)
             unit.flat_params.pins += 1
-        self._all_whole += 1
+        self._full_contexts += 1
 
     def unpin_all(self) -> None:
         for unit in self.units:
             unit.flat_params.pins -= 1
-        self._all_whole -= 1
+        self._full_contexts -= 1
         self.gathers.end()
 
     def keep_across(self, nbytes: int) -> None:
-        """Make the first units of forward whole, as many as the budget holds, until this is called again."""
+        """Keeps the first units of forward unsharded, as many as fit into so many bytes, until the next call."""
         for index in self._kept:
             self.units[index].flat_params.pins -= 1
         released, self._kept = self._kept, []
-        left = 0 if self._all_whole else nbytes
+        left = 0 if self._full_contexts else nbytes
         for index in self.gathers.forward:
             size = self.units[index].layout.numel * self.units[index].layout.itemsize
             if size <= left and index not in self._kept:
                 left -= size
                 self._kept.append(index)
-                self.gathers.need(index)
+                self.gathers.unshard(index)
                 self.units[index].flat_params.pins += 1
         if released and not self._backward:
             self.gathers.end()
 
     def begin_load(self, indices: Sequence[int]) -> None:
-        """New values are about to be copied into the parameters of these units."""
+        """Unshards units into whose parameters load_state_dict() is about to copy."""
         if not self._loading:
             self._loading = True
             self.gathers.catch_up()
-            self.gathers.begin("load", [], release_when_idle=True)
+            self.gathers.begin("load", [], reshard_when_idle=True)
         self.gathers.hold(*indices)
 
     def end_load(self, indices: Sequence[int]) -> None:
+        """Keeps what load_state_dict() has copied into the parameters of these units."""
         for index in indices:
             self.units[index].flat_params.write_back(Author.LOAD)
             self.gathers.idle(index)
@@ -313,16 +320,16 @@ class Unsharding:
 
 
 class GatheringDict(dict[str, "nn.Parameter | None"]):
-    """A module's parameters by name; a look-up makes the parameter whole while the model runs."""
+    """A module's `_parameters`; a look-up of a parameter unshards its unit while the model runs."""
 
     def __init__(self, params: dict[str, nn.Parameter | None], unsharding: Unsharding, units: dict[str, int]) -> None:
         super().__init__(params)
-        self._passes, self._unit_of = unsharding, units
+        self._unsharding, self._unit_of = unsharding, units
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         index = self._unit_of.get(name)
         if index is not None:
-            self._passes.look_up(index)
+            self._unsharding.look_up(index)
         return dict.__getitem__(self, name)
 
 
@@ -330,8 +337,8 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def watch_parameters(modules: Iterator[nn.Module], unit_of: dict[int, int], unsharding: Unsharding) -> None:
-    """Let every module that owns a sharded parameter tell when it is looked up."""
+def intercept_lookups(modules: Iterator[nn.Module], unit_of: dict[int, int], unsharding: Unsharding) -> None:
+    """Replaces `_parameters` of every module that owns sharded parameters by a GatheringDict."""
     for module in modules:
         units = {name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of}
         if units:
@@ -339,7 +346,7 @@ def watch_parameters(modules: Iterator[nn.Module], unit_of: dict[int, int], unsh
 
 
 def _with_missing(order: list[int], everything: Iterable[int]) -> list[int]:
-    """`order` with what it lacks of `everything`, each before the first one that follows it there."""
+    """`order` and what it lacks of `everything`, each inserted before the first that comes after it there."""
     rank = {index: place for place, index in enumerate(everything)}
     result = list(order)
     for index in rank:

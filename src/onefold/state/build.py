@@ -10,10 +10,10 @@ from torch import nn
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comms
 from onefold.cost.states import updated_numel
-from onefold.model.dtensor_shards import held, put
+from onefold.model.dtensor_shards import local_tensor, set_local_tensor
 from onefold.model.meta import Builder
 from onefold.model.resolved import Resolved
-from onefold.offload.host_memory import give_back
+from onefold.offload.host_memory import trim_heap
 from onefold.offload.tiers import Tiers
 from onefold.settings.offload import Offload
 from onefold.settings.placement import Tier
@@ -45,10 +45,10 @@ def build_units(model: nn.Module, resolved: Resolved, comms: Comms, pool: Pool, 
         else:
             for param in members:
                 if param.dtype is not spec.dtype:
-                    put(param, narrowed(held(param).detach(), spec.dtype))
+                    set_local_tensor(param, narrowed(local_tensor(param).detach(), spec.dtype))
         del members
         if resolved.device.type == "cpu" and spec.layout.numel * spec.layout.itemsize >= LARGE_BYTES:
-            give_back()
+            trim_heap()
     if builder:
         builder.finish()
     return units

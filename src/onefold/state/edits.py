@@ -1,9 +1,9 @@
-"""Who wrote the parameters of a unit last: the ledger that tells users' writes from our own.
+"""Who wrote the parameters of a unit last: the ledger that tells users' writes from Onefold's own.
 
-torch counts the writes to every parameter (its version). The ledger knows the counts up to which every write is
-accounted for. Our own writes go through `ours`, which moves both counts together; so whatever is beyond the known
-count is a user's write, also if it came before or between ours. What that means is the unit's to say: it reaches the
-fp32 master (replicated 16-bit parameters), it is the truth already (replicated fp32 parameters), or it is lost and
+torch counts the writes to every parameter (`_version`). The ledger stores the counts up to which every write is known.
+Onefold's own writes go through `record_own_write`, which raises both counts by the same amount; so a count beyond the
+stored one is a user's write, also if it came before or between Onefold's. The unit decides what follows: a user's write
+reaches the fp32 master (replicated 16-bit parameters), needs nothing (replicated fp32 parameters), or is lost and
 raises (sharded parameters).
 """
 
@@ -15,13 +15,13 @@ from enum import Enum
 import torch
 from torch import nn
 
-from onefold.model.dtensor_shards import versions
+from onefold.model.dtensor_shards import write_counts
 
 
 class Author(Enum):
-    """Who wrote last, as far as the ledger was told."""
+    """Who wrote the parameters last, as far as the ledger knows."""
 
-    NOBODY = "the values are those that shard() was given"
+    NOBODY = "nobody since shard()"
     TRAINING = "an optimizer step"
     USER = "the user, in place or inside full_parameters"
     LOAD = "a checkpoint or a state dict"
@@ -30,25 +30,25 @@ class Author(Enum):
 class Edits:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = list(params)
-        self._known = versions(self._params)
+        self._known = write_counts(self._params)
         self.last = Author.NOBODY
 
     def written(self) -> list[int]:
-        """Which parameters were written by a user since the last write that is accounted for."""
-        now = versions(self._params)
+        """Indices of the parameters that a user has written since the last known write."""
+        now = write_counts(self._params)
         return [] if now == self._known else [i for i, new in enumerate(now) if new != self._known[i]]
 
     def accept(self, author: Author | None = None) -> None:
-        """Every write until now is accounted for: taken over, or dropped (`None`)."""
-        self._known = versions(self._params)
+        """Counts every write until now as known. `author` is None where users' writes were dropped."""
+        self._known = write_counts(self._params)
         self.last = author or self.last
 
-    def ours(self, author: Author, which: Sequence[int] | None = None) -> None:
-        """We have written all parameters, or some (a flag each). Autograd hears of it, so that a graph that still needs
-        the old values raises; what users wrote is still to be accounted for."""
+    def record_own_write(self, author: Author, which: Sequence[int] | None = None) -> None:
+        """Records that Onefold has written all parameters, or those flagged in `which`. It increments their versions,
+        so that an autograd graph that saved the old values raises; users' writes stay unknown, to be found later."""
         params = self._params if which is None else [p for p, one in zip(self._params, which, strict=True) if one]
-        before = versions(self._params)
+        before = write_counts(self._params)
         torch.autograd.graph.increment_version(params)
-        grown = zip(self._known, versions(self._params), before, strict=True)
+        grown = zip(self._known, write_counts(self._params), before, strict=True)
         self._known = [known + now - was for known, now, was in grown]
         self.last = author

@@ -1,17 +1,18 @@
-"""The flat parameters of one unit: replicated on every rank, or a shard that is gathered for use.
+"""The flat parameters of one unit: replicated on every rank, or sharded and unsharded for use.
 
-Replicated: the parameters are views of one flat buffer for good. An all-gather after the optimizer's step writes it.
+Replicated: the parameters are views of one flat buffer at all times. An all-gather after the optimizer's step writes
+the buffer.
 
-Sharded: SHARDED -> GATHERING -> UNSHARDED -> SHARDED. This rank keeps its shard, which it posts to its peers before a
-pass and which must not change before they have received it; the flat buffer's storage is empty. An all-gather gives the
-storage its bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so
-views that autograd saved lose their memory too and come back to life with the next all-gather. A released parameter
-reads as NaN: it is a placeholder of its true shape, one NaN of its own seen many times. Most writes to a placeholder
-raise in torch; those that do not change the NaN, and the next all-gather finds it.
+Sharded: SHARDED -> GATHERING -> UNSHARDED -> SHARDED. This rank keeps its shard, and the flat buffer's storage has no
+memory. Before a forward or backward the rank posts its shard to its peers; the shard must not change before they have
+received it. `receive_shards` gives the storage its memory back and fills it; then the parameters become views of it.
+`reshard` frees the memory again, so views that autograd saved lose theirs too, and have it back after the next unshard.
+A resharded parameter reads as NaN: it is a placeholder of its true shape, one NaN expanded with stride 0. torch refuses
+most writes to such a tensor; a write that it does not refuse changes the NaN, and the next unshard raises for it.
 
-My shard may rest in host memory, or in a file (an image of one tensor), from where an all-gather brings it to the
-device. Where the host updates, new values may still be on their way when the next pass begins (`expect`): whoever posts
-or gathers the shard waits first, and replicated parameters are hidden, as released ones are, until they are needed.
+This rank's shard may be kept in host memory or in a file; `receive_shards` then copies it to the device. Where the host
+updates the unit, the update may still run when the next forward begins (`hide_until_updated`): posting and receiving
+wait for it, and until then replicated parameters are placeholders, as resharded ones are.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from onefold.comm.meter import Label
 from onefold.comm.spans import span
 from onefold.cost.layout import Span
 from onefold.errors import StateError
-from onefold.model.dtensor_shards import held, put_all
+from onefold.model.dtensor_shards import local_tensor, set_local_tensors
 from onefold.model.storage import storage_key
-from onefold.offload.host import Host, Mark
+from onefold.offload.host import Host, StreamEvent
 from onefold.offload.image import Image
 from onefold.settings.placement import Placement, Scope, Tier
 from onefold.state.edits import Author, Edits
@@ -41,25 +42,25 @@ from onefold.state.views import FlatViews
 
 
 class ParameterState(Enum):
-    """What of a unit's parameters is in this rank's memory, and seen in the model."""
+    """What this rank has in memory of a unit's parameters, and what the model's parameters are meanwhile."""
 
-    SHARDED = "my shard; the parameters are placeholders"
-    GATHERING = "my shard and the buffer that new values are travelling into; the parameters are placeholders"
-    UNSHARDED = "all of them; the parameters are views of the buffer"
+    SHARDED = "this rank's shard; the parameters are placeholders"
+    GATHERING = "this rank's shard and the flat buffer, which is being filled; the parameters are placeholders"
+    UNSHARDED = "the flat buffer; the parameters are views of it"
 
 
 class ParameterEvent(Enum):
     GATHER_STARTED = auto()  # the buffer has its memory, and shards are coming
     UPDATE_STARTED = auto()  # the host updates replicated parameters, which nobody sees meanwhile
     COMPLETED = auto()  # the all-gather, or the host update
-    RELEASED = auto()  # the buffer's memory is free
+    RESHARDED = auto()  # the buffer's memory is free
 
 
 PARAMETER_STATES: dict[tuple[ParameterState, ParameterEvent], ParameterState] = {
     (ParameterState.SHARDED, ParameterEvent.GATHER_STARTED): ParameterState.GATHERING,
     (ParameterState.UNSHARDED, ParameterEvent.UPDATE_STARTED): ParameterState.GATHERING,
     (ParameterState.GATHERING, ParameterEvent.COMPLETED): ParameterState.UNSHARDED,
-    (ParameterState.UNSHARDED, ParameterEvent.RELEASED): ParameterState.SHARDED,
+    (ParameterState.UNSHARDED, ParameterEvent.RESHARDED): ParameterState.SHARDED,
 }
 
 
@@ -76,53 +77,53 @@ class FlatParameters:
         self._views, self._params, self._comm, self._host = views, list(params), comm, host
         self.scope, self._late, self._tier = placement.parameters, placement.late, placement.parameters_tier
         self._mine = views.layout.shard(comm.rank)
-        self.whole = views.empty(views.layout.numel)
-        self._my_slot = self.whole[self._mine.start : self._mine.stop]
-        self._whole_bytes = self.whole.nbytes
-        self.storage = storage_key(self.whole)
-        self._flat_views = views.all(self.whole)
-        self._arriving: Pending | None = None
-        self.on_resize: Callable[[Tensor], None] | None = None  # whoever counts bytes
-        self._posted: dict[str, list[Pending]] = {}  # of my shard, by purpose
-        self.pins = 0  # while above zero, release does nothing
-        self._shard: Tensor | None = None
-        self.image: Image | None = None  # the file in which my shard rests
-        self._coming: Callable[[], None] | None = None  # waits for an update that is on the way
-        self._updated: Callable[[], bool] = bool  # whether it has left my shard alone
-        self._copied: Mark | None = None  # my shard is on its way to the device
-        self._read = Mark()  # the last such copy
+        self.buffer = views.empty(views.layout.numel)
+        self._own_slice = self.buffer[self._mine.start : self._mine.stop]
+        self._buffer_bytes = self.buffer.nbytes
+        self.storage = storage_key(self.buffer)
+        self._flat_views = views.all(self.buffer)
+        self._receiving: Pending | None = None
+        self.on_resize: Callable[[Tensor], None] | None = None  # called when the buffer's memory is freed or returns
+        self._posted: dict[str, list[Pending]] = {}  # messages with this rank's shard, by purpose
+        self.pins = 0  # while above zero, reshard does nothing
+        self._shard: Tensor | None = None  # None: replicated
+        self.image: Image | None = None  # the file in which this rank's shard is kept
+        self._wait_for_host: Callable[[], None] | None = None  # while a host update runs: waits for it
+        self._host_is_done: Callable[[], bool] = bool  # whether that update uses the shard no more
+        self._copying: StreamEvent | None = None  # a copy of this rank's shard from the host to the device
+        self._last_copy = StreamEvent()
         self._edits = edits
-        self._lay_marks()
+        self._init_placeholders()
         if self.scope is Scope.REPLICATED:
-            self._lay_whole()
+            self._init_replicated()
         else:
-            self._lay_shard()
+            self._init_sharded()
 
-    def _lay_whole(self) -> None:
-        self._views.zero_gaps(self.whole)
+    def _init_replicated(self) -> None:
+        self._views.zero_padding(self.buffer)
         for param, view in zip(self._params, self._flat_views, strict=True):
-            view.copy_(narrowed(held(param).detach(), view.dtype))
+            view.copy_(narrowed(local_tensor(param).detach(), view.dtype))
         self.state = ParameterState.UNSHARDED
-        self._show()
+        self._show_views()
 
-    def _lay_shard(self) -> None:
-        self.whole.untyped_storage().resize_(0)
+    def _init_sharded(self) -> None:
+        self.buffer.untyped_storage().resize_(0)
         dtypes = {param.dtype for param in self._params}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
-        self._shard = narrowed(self._views.lay(self._params, self._mine, dtype), self._views.dtype)
+        self._shard = narrowed(self._views.flatten(self._params, self._mine, dtype), self._views.dtype)
         if self._tier is not Tier.DEVICE:
             self._shard = self._host.keep(self._shard)
         self.state = ParameterState.SHARDED
-        self._hide()
+        self._show_placeholders()
 
-    def _lay_marks(self) -> None:
-        """Make the placeholders of parameters that are not to be seen."""
+    def _init_placeholders(self) -> None:
+        """Makes one NaN per parameter, expanded to its shape: what users see of a parameter that is resharded."""
         if self.scope is Scope.SHARDED or self._late:
             dtype, device = self._views.dtype, self._views.device
-            self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
-            self._placeholders = [self._marks[i].expand(held(p).size()) for i, p in enumerate(self._params)]
+            self._nans = torch.full((len(self._params),), _blank(dtype), dtype=dtype, device=device)
+            self._placeholders = [self._nans[i].expand(local_tensor(p).size()) for i, p in enumerate(self._params)]
 
-    # -- what the optimizer updates ---------------------------------------------------------------------------------
+    # -- updates ----------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -134,206 +135,211 @@ class FlatParameters:
 
     @property
     def offloaded_or_updating(self) -> bool:
-        """My shard is not in memory, or an update of it is on the way."""
-        return self._coming is not None or self.image is not None
+        """This rank's shard is kept in a file, or a host update of it is running."""
+        return self._wait_for_host is not None or self.image is not None
 
-    def expect(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
-        """An update was started elsewhere: nobody sees values before `wait` has returned. Until it is `done` my shard,
-        and the file in which it rests, are its own."""
-        assert self._coming is None
-        self.check_unwritten()
-        self._coming, self._updated = wait, done
-        if self._seen_late:
+    def hide_until_updated(self, wait: Callable[[], None], done: Callable[[], bool]) -> None:
+        """A host update of the unit has been queued: users see the parameters only after `wait` has returned. Until
+        `done` returns True, the update alone uses this rank's shard and its file."""
+        assert self._wait_for_host is None
+        self.check_no_user_writes()
+        self._wait_for_host, self._host_is_done = wait, done
+        if self._hidden_by_updates:
             self._move(ParameterEvent.UPDATE_STARTED)
-            self._hide()
+            self._show_placeholders()
 
     @property
-    def _seen_late(self) -> bool:
-        """True for replicated parameters that are shown now and that a host update will hide."""
+    def _hidden_by_updates(self) -> bool:
+        """The parameters are replicated and visible now, and a host update replaces them by placeholders."""
         return self.scope is Scope.REPLICATED and self._late and self.state is ParameterState.UNSHARDED
 
-    def check_unwritten(self) -> None:
-        """Raises, once, if users wrote to parameters that a host update is about to replace."""
-        if self._seen_late and (written := self._edits.written()):
+    def check_no_user_writes(self) -> None:
+        """Before a host update: raises if a user wrote parameters outside full_parameters. Raises once per write."""
+        if self._hidden_by_updates and (written := self._edits.written()):
             self._edits.accept()
             self._refuse_write(written)
 
     def wait_for_update(self) -> None:
-        """Wait until no host update of this unit is on the way. An interrupted wait may be repeated."""
-        if self._coming is not None:
+        """Waits until a running host update has finished, and raises its error. After a KeyboardInterrupt the next call
+        waits again."""
+        if self._wait_for_host is not None:
             try:
-                self._coming()
+                self._wait_for_host()
             except Exception:
-                self._coming = None  # it failed, and has been heard
+                self._wait_for_host = None  # the update failed, and its error has been raised
                 raise
-            self._coming = None
+            self._wait_for_host = None
 
     def part(self, span: Span) -> Tensor:
-        """The values of these elements of the unit, which this rank updates."""
+        """These elements of the unit, all of which this rank updates."""
         if self._shard is None:
-            return self.whole[span.start : span.stop]
+            return self.buffer[span.start : span.stop]
         mine = span.shift(-self._mine.start)
         return self._shard[mine.start : mine.stop]
 
     def gather_updated(self) -> Pending:
-        """After an update of replicated parameters, send my shard to all ranks and receive theirs."""
-        return self._comm.gather(self.whole, Label("gather-updated", self._views.layout.name))
+        """Starts the all-gather of replicated parameters after each rank has updated its shard of them."""
+        return self._comm.gather(self.buffer, Label("gather-updated", self._views.layout.name))
 
-    # -- life cycle -------------------------------------------------------------------------------------------------
+    # -- unshard and reshard ----------------------------------------------------------------------------------------
 
     def _move(self, event: ParameterEvent) -> None:
         self.state = follow(PARAMETER_STATES, self.state, event, self.name)
 
     def post_shard(self, purpose: str, to: Sequence[int] | None = None) -> None:
-        """Start to send my shard to all peers, or to some, which receive it when they like."""
+        """Starts to send this rank's shard to all peers, or to some: the first half of an all-gather, whose other half
+        is `receive_shards`."""
         self.wait_for_update()
         if self._shard is None or self._comm.size == 1:
             return
         self.load_shard()
-        post_shard = self._comm.post_shard(self._shard, Label(purpose, self._views.layout.name), to)
-        self._posted.setdefault(purpose, []).append(post_shard)
+        posted = self._comm.post_shard(self._shard, Label(purpose, self._views.layout.name), to)
+        self._posted.setdefault(purpose, []).append(posted)
 
     def finish_posted(self, purpose: str | None = None) -> None:
-        """Wait until peers have received the shards that were posted, for one purpose or for all."""
+        """Waits until the peers have received every shard that was posted, for one purpose or for all."""
         for known in list(self._posted) if purpose is None else [purpose]:
-            for post_shard in self._posted.pop(known, ()):
-                post_shard.wait()
+            for posted in self._posted.pop(known, ()):
+                posted.wait()
 
     def receive_shards(self, purpose: str) -> None:
-        """SHARDED -> GATHERING. Unsharded parameters are received all the same: each posted shard is taken once."""
+        """SHARDED -> GATHERING: starts to receive the peers' shards. Also if the unit is unsharded already: every
+        shard that a peer has posted must be received once."""
         if self._shard is None:
             return
         self.wait_for_update()
         self.finish_gather()
         if self.state is ParameterState.SHARDED:
-            self.whole.untyped_storage().resize_(self._whole_bytes)
+            self.buffer.untyped_storage().resize_(self._buffer_bytes)
             self._resized()
-            self._fill_mine()
+            self._copy_own_shard()
             self._move(ParameterEvent.GATHER_STARTED)
         if self._comm.size > 1:
-            with self._host.before(self._copied) if self._copied else nullcontext():
-                self._arriving = self._comm.receive_shards(self.whole, Label(purpose, self._views.layout.name))
+            with self._host.after_copy(self._copying) if self._copying else nullcontext():
+                self._receiving = self._comm.receive_shards(self.buffer, Label(purpose, self._views.layout.name))
 
-    def _fill_mine(self) -> None:
-        """Fill my slot of the buffer; a shard on the host is copied beside compute."""
+    def _copy_own_shard(self) -> None:
+        """Copies this rank's shard into the flat buffer; from the host on the copy stream, beside compute."""
         assert self._shard is not None
         self.load_shard()
         if self.on_host:
             with span("upload", "shard", self._views.layout.name):
-                self._copied = self._host.to_device(self._shard, self._my_slot)
+                self._copying = self._host.to_device(self._shard, self._own_slice)
         else:
-            self._my_slot.copy_(self._shard)
+            self._own_slice.copy_(self._shard)
 
     @property
     def on_host(self) -> bool:
-        """True if my shard rests on the host or on disk."""
+        """This rank's shard is kept in host memory or in a file."""
         return self._shard is not None and self._tier is not Tier.DEVICE
 
-    def rest(self, image: Image) -> None:
-        """From now on my shard rests in a file."""
+    def keep_in_file(self, image: Image) -> None:
+        """From now on this rank's shard is kept in a file, and is in host memory only while it is needed."""
         self.image = image
-        image.close(changed=True)
-        image.reap()
+        image.store(changed=True)
+        image.wait_stored()
 
-    def start(self) -> None:
-        """My shard will be needed soon."""
+    def start_load(self) -> None:
+        """Starts to read this rank's shard from its file."""
         if self.image is not None:
-            self.image.start()
+            self.image.start_load()
 
     def read_ahead(self) -> None:
-        """My shard will be needed soon: read it, unless a host update has it, whose file holds old values meanwhile."""
-        if self._coming is None or self._updated():
-            self.start()
+        """Starts to read this rank's shard from its file, unless a host update has still to write it there."""
+        if self._wait_for_host is None or self._host_is_done():
+            self.start_load()
 
     def load_shard(self) -> None:
-        """Bring my shard to memory."""
+        """Waits until this rank's shard is in memory, if it is kept in a file."""
         if self.image is not None:
-            self.image.open()
+            self.image.load()
 
     def unload_shard(self, *, changed: bool = False) -> None:
-        """Let my shard rest in its file: it is not needed for a while."""
-        if self.image is not None and self.image.is_open:
-            (self._copied or self._read).wait()
+        """Frees the memory of a shard that is kept in a file, and starts to write it there if it was `changed`."""
+        if self.image is not None and self.image.is_loaded:
+            (self._copying or self._last_copy).wait()
             self.finish_posted()
-            self.image.close(changed=changed)
+            self.image.store(changed=changed)
 
-    def reap(self) -> None:
-        """Wait until my shard is in its file."""
+    def wait_stored(self) -> None:
+        """Waits until the write that `unload_shard` started has completed."""
         if self.image is not None:
-            self.image.reap()
+            self.image.wait_stored()
 
     def shards(self) -> list[Tensor]:
         return [] if self._shard is None else [self._shard]
 
     def finish_gather(self) -> None:
-        """GATHERING -> UNSHARDED: wait for the all-gather, and make the parameters views of the buffer."""
-        if self._arriving is not None:
-            arriving, self._arriving = self._arriving, None
-            arriving.wait()
-        if self._copied is not None:
-            self._read, self._copied = self._copied, None
-            self._read.order()
+        """GATHERING -> UNSHARDED: waits for the peers' shards and makes the parameters views of the flat buffer."""
+        if self._receiving is not None:
+            receiving, self._receiving = self._receiving, None
+            receiving.wait()
+        if self._copying is not None:
+            self._last_copy, self._copying = self._copying, None
+            self._last_copy.stream_wait()
         if self.state is ParameterState.GATHERING:
             self.wait_for_update()
-            self._check_marks()
+            self._check_placeholders()
             self._check_places(self._placeholders)
             self._move(ParameterEvent.COMPLETED)
-            self._show()
+            self._show_views()
 
-    def release(self) -> None:
-        """-> SHARDED: free the buffer, unless pinned."""
+    def reshard(self) -> None:
+        """UNSHARDED -> SHARDED: frees the flat buffer's memory, unless the unit is pinned."""
         if self._shard is None or self.pins:
             return
         self.finish_gather()
         if self.state is ParameterState.UNSHARDED:
             written = self._edits.written()
-            self._hide()
-            self.whole.untyped_storage().resize_(0)
+            self._show_placeholders()
+            self.buffer.untyped_storage().resize_(0)
             self._resized()
-            self._move(ParameterEvent.RELEASED)
-            if self._coming is None:  # else the update has my shard, and puts it away
+            self._move(ParameterEvent.RESHARDED)
+            if self._wait_for_host is None:  # else the host update uses the shard, and unloads it
                 self.unload_shard()
             if written:
                 self._refuse_write(written)
 
     def _resized(self) -> None:
         if self.on_resize is not None:
-            self.on_resize(self.whole)
+            self.on_resize(self.buffer)
 
     def write_back(self, author: Author) -> None:
-        """Copy my part of the unsharded parameters to my shard."""
+        """Copies what the unsharded parameters hold now into this rank's shard; `author` wrote it."""
         self._edits.accept(author)
         if self._shard is not None:
             assert self.state is ParameterState.UNSHARDED
             self.finish_posted()
             self.load_shard()
-            self._shard.copy_(self._my_slot)
+            self._shard.copy_(self._own_slice)
             self.unload_shard(changed=True)
 
     def forget_writes(self) -> None:
-        """Writes to unsharded parameters are lost when they are released; they are no mistake."""
+        """Drops what users wrote into the flat buffer: sharded parameters lose it at `reshard`, without an error."""
         if self.state is ParameterState.UNSHARDED:
             self._edits.accept()
 
-    def _show(self) -> None:
-        put_all(self._params, self._flat_views)
+    def _show_views(self) -> None:
+        set_local_tensors(self._params, self._flat_views)
         self._edits.accept()
 
-    def _hide(self) -> None:
-        put_all(self._params, self._placeholders)
+    def _show_placeholders(self) -> None:
+        set_local_tensors(self._params, self._placeholders)
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every parameter is still ours: a view of the flat buffer, or its placeholder."""
+        """Raises unless every parameter is the view of the flat buffer, or the placeholder, that was assigned to it."""
         self._check_places(self._flat_views if self.state is ParameterState.UNSHARDED else self._placeholders)
 
     def _check_places(self, expected: Sequence[Tensor]) -> None:
         if self._comm.simulated:  # tensors may have no memory
             return
         for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True):
-            here = held(param)
-            if here.is_set_to(ours) and here.dtype is ours.dtype:  # in one call, for every parameter in every pass
+            here = local_tensor(param)
+            if (
+                here.is_set_to(ours) and here.dtype is ours.dtype
+            ):  # one call: this runs for every parameter in a forward
                 continue
             if (here.numel() and here.data_ptr() != ours.data_ptr()) or _form(here) != _form(ours):
                 raise StateError(
@@ -341,34 +347,36 @@ class FlatParameters:
                     f"load_state_dict(assign=True) after shard()); do that before shard(), or copy values in place"
                 )
 
-    def _check_marks(self) -> None:
+    def _check_placeholders(self) -> None:
+        """Raises if a user wrote to a placeholder, whose NaN is gone then."""
         if (
             self._comm.simulated
-            or self._marks.is_cuda
-            or not self._marks.is_floating_point()
-            or bool(torch.isnan(self._marks).all())
+            or self._nans.is_cuda  # to look would wait for the device
+            or not self._nans.is_floating_point()
+            or bool(torch.isnan(self._nans).all())
         ):
             return
-        written = torch.nonzero(~torch.isnan(self._marks)).flatten().tolist()
-        self._marks.fill_(_mark(self._marks.dtype))
+        written = torch.nonzero(~torch.isnan(self._nans)).flatten().tolist()
+        self._nans.fill_(_blank(self._nans.dtype))
         self._refuse_write(written)
 
     def _refuse_write(self, written: Sequence[int]) -> NoReturn:
         names = ", ".join(self._views.layout.slots[i].name for i in written)
         raise StateError(
-            f"{names} was written while its values are spread over ranks, so the write is lost; write inside "
+            f"{names} was written while it is sharded (spread over ranks), so the write is lost; write inside "
             f"onefold.full_parameters(model, write=True), and not in forward (nn.Embedding(max_norm=…) does)"
         )
 
     def tensors(self) -> list[Tensor]:
-        """All memory that holds parameters now."""
-        marks = [self._marks] if self.scope is Scope.SHARDED or self._late else []
-        return [self.whole, *marks] if self._shard is None else [self._shard, self.whole, *marks]
+        """Every tensor that holds parameters, or stands for them, now."""
+        nans = [self._nans] if self.scope is Scope.SHARDED or self._late else []
+        return [self.buffer, *nans] if self._shard is None else [self._shard, self.buffer, *nans]
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.size(), tensor.stride(), tensor.dtype
 
 
-def _mark(dtype: torch.dtype) -> float | int:
+def _blank(dtype: torch.dtype) -> float | int:
+    """What a placeholder of this dtype reads as."""
     return float("nan") if dtype.is_floating_point or dtype.is_complex else 0

@@ -57,7 +57,7 @@ class GradientBuffer:
             for index in range(len(self._layout.slots)):
                 view = self._views.view(self._whole, index)
                 view.copy_(by_slot[index]) if index in by_slot else view.zero_()
-            self._views.zero_gaps(self._whole)
+            self._views.zero_padding(self._whole)
         return self._whole
 
     def own(self) -> Tensor:

@@ -25,7 +25,7 @@ from onefold.comm.communicator import Comm, Pending
 from onefold.comm.meter import Label
 from onefold.cost.layout import Span
 from onefold.errors import ModelError
-from onefold.offload.host import Host, Mark
+from onefold.offload.host import Host, StreamEvent
 from onefold.offload.transfer import GradientTransfer
 from onefold.settings.placement import Scope
 from onefold.settings.precision import Dtypes
@@ -63,7 +63,7 @@ class Gradients:
         self._local: FlatSum | UnflattenedSum | None = None
         self._in_flight: deque[ReductionInFlight | UnflattenedSum] = deque()  # oldest first
         self._leaving: list[Tensor] = []  # buffers that a copy to the host still reads
-        self._left = Mark()
+        self._left = StreamEvent()
 
     def _move(self, event: GradientEvent) -> None:
         self.state = follow(GRADIENT_STATES, self.state, event, self._layout.name)
@@ -161,7 +161,7 @@ class Gradients:
         else:
             own = self._buffer.own()
             if self.offloaded is not None:
-                own.copy_(self.offloaded.open())
+                own.copy_(self.offloaded.wait())
                 self.offloaded = None
             self._reducer.finish(oldest, own, add=self.reduced)
             self._let_go(oldest.flat)
@@ -179,9 +179,9 @@ class Gradients:
         assert self._host is not None and self.offloaded is None
         own = self._buffer.own()
         self.offloaded = GradientTransfer(self._layout.name, self._host, own, self.norms(2.0) if own.is_cuda else None)
-        self.offloaded.bring()
+        self.offloaded.start_copy()
         self._leaving += self._buffer.hand_over()
-        self._left = self.offloaded.landed
+        self._left = self.offloaded.copied
 
     def lend(self, left: Callable[[], None]) -> GradientTransfer:
         """The gradient is complete, and a host update brings it to the host, perhaps from another thread; `left` is
@@ -195,11 +195,11 @@ class Gradients:
                 pool.give(buffers.pop())
             left()
 
-        return GradientTransfer(self._layout.name, self._host, own, left=give)
+        return GradientTransfer(self._layout.name, self._host, own, on_released=give)
 
     def left(self) -> None:
         """Give back the buffers of an offloaded gradient; compute that uses them runs after the copy."""
-        self._left.order()
+        self._left.stream_wait()
         while self._leaving:
             self._homes.give(self._leaving.pop())
 
@@ -232,7 +232,7 @@ class Gradients:
     def from_transfer(self, transfer: GradientTransfer, span: Span) -> Tensor:
         """The gradient of these elements, on the host."""
         mine = span.clip(self._mine).shift(-self._mine.start)
-        return transfer.open()[mine.start : mine.stop]
+        return transfer.wait()[mine.start : mine.stop]
 
     def multiply(self, span: Span, factor: Tensor) -> None:
         """Scale the reduced gradient of these elements, in place."""

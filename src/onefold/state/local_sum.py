@@ -33,7 +33,7 @@ class FlatSum:
     """A local sum in a flat buffer. Slots in `written` hold gradients already; all others are overwritten."""
 
     def __init__(self, flat: Tensor, views: FlatViews, scale: Scale, written: Iterable[int] = ()) -> None:
-        views.zero_gaps(flat)
+        views.zero_padding(flat)
         self.flat, self._slots, self._written = flat, views.all(flat), set(written)
         self._alpha, self._factor = scale
 

@@ -1,6 +1,9 @@
-"""What the optimizer updates of one unit: the values themselves, an fp32 master beside them, or their missing halves.
+"""The master copy of one unit: the fp32 values that the optimizer updates.
 
-The optimizer borrows fp32 vectors with `open` and gives them back with `close`, which rounds them into the values.
+Where parameters are fp32 (or fp64) they are their own master. Where 16 bits compute, the master is either an fp32 copy
+beside the 16-bit parameters, or split: the bf16 parameters are its upper halves, and only the 16 remaining bits of each
+element are stored. The optimizer asks for fp32 vectors with `begin_update` and returns them with `end_update`, which
+rounds them into the parameters that compute reads (the compute copy).
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from onefold.cost.layout import Span
 from onefold.state.rounding import join, narrow, split
 
 
-class Copies(Protocol):
-    """The values that compute sees, of what this rank owns: themselves, or a copy of them on the host."""
+class ComputeCopy(Protocol):
+    """The parameters in their compute dtype, as far as this rank owns them: the flat parameters themselves, or their
+    staging buffer on the host."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -25,166 +29,169 @@ class Copies(Protocol):
 
 
 class Master:
-    """fp32 (or fp64) values: they are their own master."""
+    """The master of fp32 or fp64 parameters: the parameters themselves. All spans are elements of the unit."""
 
-    def __init__(self, values: Copies, owned: Span) -> None:
-        self._flat_params, self.owned = values, owned
+    def __init__(self, params: ComputeCopy, owned: Span) -> None:
+        self._params, self.owned = params, owned
 
-    def open(self, span: Span) -> Tensor:
-        """The master's values of these elements of the unit, to be updated in place."""
-        return self._flat_params.part(span)
+    def begin_update(self, span: Span) -> Tensor:
+        """The master's elements as a vector that the optimizer updates in place; `end_update` must follow."""
+        return self._params.part(span)
 
-    def close(self, span: Span, wide: Tensor) -> None:
-        """They have been updated."""
+    def end_update(self, span: Span, wide: Tensor) -> None:
+        """Stores a vector from `begin_update` after its update, and rounds it into the compute copy."""
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._flat_params.dtype
+        return self._params.dtype
 
-    def peek(self, span: Span, out: Tensor) -> None:
-        """A copy of some master values."""
-        out.copy_(self._flat_params.part(span))
+    def read(self, span: Span, out: Tensor) -> None:
+        """Copies elements of the master into `out`."""
+        out.copy_(self._params.part(span))
 
-    def look(self, span: Span, scratch: Tensor) -> Tensor:
-        """Some master values to read: as they lie here, or put together in `scratch`."""
-        return self._flat_params.part(span)
+    def view(self, span: Span, scratch: Tensor) -> Tensor:
+        """Elements of the master for reading: a view where they are stored as such, else joined in `scratch`."""
+        return self._params.part(span)
 
-    def take(self, span: Span, wide: Tensor) -> None:
-        """New master values; the compute copy follows."""
-        narrow(wide, self._flat_params.part(span))
+    def write_both(self, span: Span, wide: Tensor) -> None:
+        """Sets elements of the master, and the compute copy to their rounded values."""
+        narrow(wide, self._params.part(span))
 
-    def poke(self, span: Span, wide: Tensor) -> None:
-        """New master values, which the compute copy has already, rounded."""
+    def write(self, span: Span, wide: Tensor) -> None:
+        """Sets elements of the master whose rounded values are in the compute copy already."""
 
-    def adopt(self, span: Span) -> None:
-        """The values of a parameter were edited in place: they are the truth now."""
+    def take_from_parameters(self, span: Span) -> None:
+        """Sets elements of the master from the compute copy, which a user has edited in place."""
 
-    def watch(self) -> None:
-        """The values may be edited by hand from here to `absorb`."""
+    def begin_user_writes(self) -> None:
+        """Remembers the compute copy, so that `take_user_writes` can tell which elements a user has changed."""
 
-    def absorb(self) -> None:
-        """Where values differ from what they were at `watch`, they are the truth now."""
+    def take_user_writes(self) -> None:
+        """Sets the master from the compute copy in every element that changed since `begin_user_writes`."""
 
-    def unwatch(self) -> None:
-        """They were not edited after all, or it shall not count."""
+    def drop_user_writes(self) -> None:
+        """Ends what `begin_user_writes` began, and leaves the master as it is."""
 
     def tensors(self) -> list[Tensor]:
+        """What the master stores beside the parameters."""
         return []
 
 
 class NarrowMaster(Master):
-    """16 bits compute, and `beside` them is what makes them a master: fp32 values, or remainders."""
+    """The master of 16-bit parameters, with what is `stored` beside them: fp32 values, or 16-bit remainders."""
 
-    _before: Tensor | None = None
+    _before: Tensor | None = None  # the compute copy at begin_user_writes
 
-    def __init__(self, values: Copies, owned: Span, beside: Tensor) -> None:
-        super().__init__(values, owned)
-        self._beside = beside
+    def __init__(self, params: ComputeCopy, owned: Span, stored: Tensor) -> None:
+        super().__init__(params, owned)
+        self._stored = stored
 
     dtype = torch.float32
 
-    def parts(self, span: Span) -> tuple[Tensor, Tensor]:
-        """The compute copy, and what is beside it."""
-        return self._flat_params.part(span), self._at(span)
+    def copy_and_stored(self, span: Span) -> tuple[Tensor, Tensor]:
+        """Elements of the compute copy, and what is stored beside them; update kernels write both."""
+        return self._params.part(span), self._at(span)
 
     def tensors(self) -> list[Tensor]:
-        return [self._beside]
+        return [self._stored]
 
     def _at(self, span: Span) -> Tensor:
-        return self._beside[span.start - self.owned.start : span.stop - self.owned.start]
+        return self._stored[span.start - self.owned.start : span.stop - self.owned.start]
 
-    def watch(self) -> None:
-        self._before = self._flat_params.part(self.owned).clone()
+    def begin_user_writes(self) -> None:
+        self._before = self._params.part(self.owned).clone()
 
-    def unwatch(self) -> None:
+    def drop_user_writes(self) -> None:
         self._before = None
 
     def _remember(self, span: Span, wide: Tensor) -> None:
-        """New values that are no edit."""
+        """Records a write that is not a user's, so that `take_user_writes` does not take it for one."""
         if self._before is not None:
             narrow(wide, self._before[span.start - self.owned.start : span.stop - self.owned.start])
 
-    def _edited(self, values: Tensor) -> Tensor:
+    def _changed(self, copy: Tensor) -> Tensor:
+        """Which elements of the compute copy differ from what they were at `begin_user_writes`."""
         assert self._before is not None
         before, self._before = self._before, None
-        return before.view(torch.int16) != values.view(torch.int16)
+        return before.view(torch.int16) != copy.view(torch.int16)
 
 
 class WideMaster(NarrowMaster):
-    """16-bit values, and an fp32 master beside them."""
+    """An fp32 master stored beside the 16-bit parameters."""
 
-    def open(self, span: Span) -> Tensor:
+    def begin_update(self, span: Span) -> Tensor:
         return self._at(span)
 
-    def close(self, span: Span, wide: Tensor) -> None:
-        narrow(wide, self._flat_params.part(span))
+    def end_update(self, span: Span, wide: Tensor) -> None:
+        narrow(wide, self._params.part(span))
 
-    def peek(self, span: Span, out: Tensor) -> None:
+    def read(self, span: Span, out: Tensor) -> None:
         out.copy_(self._at(span))
 
-    def look(self, span: Span, scratch: Tensor) -> Tensor:
+    def view(self, span: Span, scratch: Tensor) -> Tensor:
         return self._at(span)
 
-    def take(self, span: Span, wide: Tensor) -> None:
+    def write_both(self, span: Span, wide: Tensor) -> None:
         self._at(span).copy_(wide)
-        narrow(self._at(span), self._flat_params.part(span))
+        narrow(self._at(span), self._params.part(span))
 
-    def poke(self, span: Span, wide: Tensor) -> None:
+    def write(self, span: Span, wide: Tensor) -> None:
         self._at(span).copy_(wide)
         self._remember(span, wide)
 
-    def adopt(self, span: Span) -> None:
+    def take_from_parameters(self, span: Span) -> None:
         part = span.clip(self.owned)
-        self._at(part).copy_(self._flat_params.part(part))
+        self._at(part).copy_(self._params.part(part))
 
-    def absorb(self) -> None:
-        values = self._flat_params.part(self.owned)
-        self._beside.copy_(torch.where(self._edited(values), values.float(), self._beside))
+    def take_user_writes(self) -> None:
+        copy = self._params.part(self.owned)
+        self._stored.copy_(torch.where(self._changed(copy), copy.float(), self._stored))
 
 
 class SplitMaster(NarrowMaster):
-    """bf16 values that are the upper halves of the master, and the remainders beside them."""
+    """A master whose upper halves are the bf16 parameters; the 16-bit remainders are stored beside them."""
 
-    def __init__(self, values: Copies, owned: Span, remainder: Tensor, pool: Pool) -> None:
-        super().__init__(values, owned, remainder)
+    def __init__(self, params: ComputeCopy, owned: Span, remainder: Tensor, pool: Pool) -> None:
+        super().__init__(params, owned, remainder)
         self._pool = pool
 
-    def open(self, span: Span) -> Tensor:
+    def begin_update(self, span: Span) -> Tensor:
         wide = self._pool.take(span.numel, torch.float32)
-        self.peek(span, wide)
+        self.read(span, wide)
         return wide
 
-    def close(self, span: Span, wide: Tensor) -> None:
-        self.poke(span, wide)
+    def end_update(self, span: Span, wide: Tensor) -> None:
+        self.write(span, wide)
         self._pool.give(wide)
 
-    def peek(self, span: Span, out: Tensor) -> None:
-        copy = self._flat_params.part(span)
+    def read(self, span: Span, out: Tensor) -> None:
+        copy = self._params.part(span)
         join(copy, self._at(span), out)
         broken = torch.isnan(out) & ~torch.isnan(copy)  # zeroed through .data, where the remainder means nothing
         if out.is_cuda or broken.any():
             out.copy_(torch.where(broken, copy.float(), out))
 
-    def look(self, span: Span, scratch: Tensor) -> Tensor:
-        self.peek(span, scratch[: span.numel])
+    def view(self, span: Span, scratch: Tensor) -> Tensor:
+        self.read(span, scratch[: span.numel])
         return scratch[: span.numel]
 
-    def take(self, span: Span, wide: Tensor) -> None:
-        split(wide.float(), self._flat_params.part(span), self._at(span))
+    def write_both(self, span: Span, wide: Tensor) -> None:
+        split(wide.float(), self._params.part(span), self._at(span))
 
-    def poke(self, span: Span, wide: Tensor) -> None:
-        split(wide, self._flat_params.part(span), self._at(span))
+    def write(self, span: Span, wide: Tensor) -> None:
+        split(wide, self._params.part(span), self._at(span))
         self._remember(span, wide)
 
-    def adopt(self, span: Span) -> None:
+    def take_from_parameters(self, span: Span) -> None:
         self._at(span.clip(self.owned)).zero_()
 
-    def absorb(self) -> None:
-        self._beside.masked_fill_(self._edited(self._flat_params.part(self.owned)), 0)
+    def take_user_writes(self) -> None:
+        self._stored.masked_fill_(self._changed(self._params.part(self.owned)), 0)
 
 
-def beside(wide: Tensor, kind: str | None) -> Tensor | None:
-    """What is kept of fp32 values beside the 16-bit copy that `narrow` makes of them."""
+def stored_master(wide: Tensor, kind: str | None) -> Tensor | None:
+    """What a master of this kind ("fp32", "split" or None) stores beside the 16-bit copy that `narrow` makes of `wide`:
+    the fp32 values themselves, their remainders, or nothing."""
     if kind != "split":
         return wide if kind else None
     remainder = torch.empty(wide.numel(), dtype=torch.int16, device=wide.device)
@@ -192,10 +199,10 @@ def beside(wide: Tensor, kind: str | None) -> Tensor | None:
     return remainder
 
 
-def master_of(values: Copies, owned: Span, beside: Tensor | None, pool: Pool) -> Master:
-    """The master of one unit, with what is beside its values."""
-    if beside is None:
-        return Master(values, owned)
+def make_master(params: ComputeCopy, owned: Span, stored: Tensor | None, pool: Pool) -> Master:
+    """The master of one unit, given what `stored_master` made for it; int16 tensors are remainders."""
+    if stored is None:
+        return Master(params, owned)
     return (
-        SplitMaster(values, owned, beside, pool) if beside.dtype is torch.int16 else WideMaster(values, owned, beside)
+        SplitMaster(params, owned, stored, pool) if stored.dtype is torch.int16 else WideMaster(params, owned, stored)
     )

@@ -1,13 +1,13 @@
-"""From fp32 to 16 bit and back without loss: the bits behind the compute copy and its remainder.
+"""Rounding fp32 to 16 bits, and splitting fp32 into a bf16 copy and a 16-bit remainder, from which it joins exactly.
 
-bf16 is the upper half of an fp32, so a master is its bf16 copy and what the copy lacks, a signed 16-bit *remainder*:
+bf16 is the upper half of an fp32, so an fp32 master equals its bf16 copy and a signed 16-bit *remainder*:
 
     bits of the master = (bits of the copy << 16) + remainder
 
 The copy is rounded half away from zero: then the remainder always fits. (Rounded half to even, a tie that rounds down
 leaves +32768, one too many.) Adding 0x8000 to the fp32 bits does the rounding; the upper half of the sum is the copy,
-and the lower half with its top bit flipped is the remainder. NaNs would carry into the sign, so they get the canonical
-NaN and no remainder. fp16 has another exponent: there torch rounds, and no remainder exists.
+and the lower half with its top bit flipped is the remainder. NaNs would carry into the sign, so their copy is the
+canonical NaN and their remainder 0. fp16 has another exponent: there torch rounds, and no remainder exists.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 HALF = 0x8000
-CHUNK = 1 << 17  # elements at a time, so that the sum stays in cache and needs no buffer of its own
+CHUNK = 1 << 17  # elements at a time, so that the sum stays in cache and needs no buffer as long as the vector
 
 
 def narrow(wide: Tensor, out: Tensor) -> None:
-    """out = wide, rounded. Flat tensors; bf16 half away from zero."""
-    if isinstance(out, FakeTensor):  # a plan: there are no values
+    """out = wide, rounded: to bf16 half away from zero, to other dtypes as torch rounds. Both are 1-D."""
+    if isinstance(out, FakeTensor):  # a rehearsal, on tensors without memory
         return
     if out.dtype is not torch.bfloat16 or wide.dtype is not torch.float32:
         out.copy_(wide)
@@ -35,7 +35,7 @@ def narrow(wide: Tensor, out: Tensor) -> None:
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy of a tensor of any shape in another dtype, rounded as `narrow` does, its strides kept where dense."""
+    """A copy of a tensor of any shape in another dtype, rounded as `narrow` does; a dense tensor keeps its strides."""
     out = torch.empty_like(tensor, dtype=dtype)
     source = tensor if tensor.stride() == out.stride() else torch.empty_like(out, dtype=tensor.dtype).copy_(tensor)
     narrow(_flat(source), _flat(out))
@@ -43,7 +43,7 @@ def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
-    """An fp32 vector as its bf16 copy and the signed 16-bit rest."""
+    """Writes an fp32 vector as its bf16 copy and signed 16-bit remainder; `join` undoes it."""
     if isinstance(copy, FakeTensor):
         return
     upper = copy.view(torch.int16)
@@ -57,7 +57,7 @@ def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
 
 
 def join(copy: Tensor, remainder: Tensor, out: Tensor) -> None:
-    """The fp32 vector that `split` took apart."""
+    """out = the fp32 vector that `split` made `copy` and `remainder` of."""
     if isinstance(copy, FakeTensor):
         return
     upper, bits = copy.view(torch.int16), out.view(torch.int32)
@@ -70,7 +70,7 @@ def join(copy: Tensor, remainder: Tensor, out: Tensor) -> None:
 
 
 def _rounded(wide: Tensor):  # type: ignore[no-untyped-def]
-    """For each chunk of fp32 bits plus half a unit of bf16: where it is, and its lower and upper halves."""
+    """For each chunk of the fp32 bits, rounded to bf16: its slice, and its 16-bit halves (column 0 lower, 1 upper)."""
     bits = wide.view(torch.int32)
     scratch = torch.empty(min(CHUNK, wide.numel()), dtype=torch.int32, device=wide.device)
     for start in range(0, wide.numel(), CHUNK):
@@ -81,7 +81,7 @@ def _rounded(wide: Tensor):  # type: ignore[no-untyped-def]
 
 
 def _has_nan(wide: Tensor) -> bool:
-    """Perhaps: infinities of both signs say yes too. On CUDA to ask would wait for the device."""
+    """Whether there may be a NaN: infinities of both signs give True too. Not for CUDA, where it would wait."""
     return bool(torch.isnan(wide.sum()))
 
 

@@ -1,6 +1,7 @@
-"""Where a unit's own values lie while the host updates them.
+"""The staging buffer of one unit: where the host updates the part of its parameters that this rank owns.
 
-Values that are on the device come down into a buffer and go up again; values that rest on the host are updated there.
+Parameters kept on the device are copied into a pinned buffer and back. Parameters kept on the host, or in a file, are
+updated where they are, and the staging buffer only forwards to them.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from torch import Tensor
 
 from onefold.comm.spans import span
 from onefold.cost.layout import Span
-from onefold.offload.host import Host, Mark
+from onefold.offload.host import Host, StreamEvent
 from onefold.state.flat_parameters import FlatParameters
 
 
 class StagingBuffer:
-    def __init__(self, values: FlatParameters, owned: Span, host: Host) -> None:
-        self._flat_params, self._owned, self._host = values, owned, host
+    def __init__(self, flat_params: FlatParameters, owned: Span, host: Host) -> None:
+        self._flat_params, self._owned, self._host = flat_params, owned, host
         self._buffer: Tensor | None = None
-        self._coming = Mark()
-        self._leaving: tuple[Mark, Tensor] | None = None
+        self._loaded = StreamEvent()  # the copy into the buffer
+        self._storing: tuple[StreamEvent, Tensor] | None = None  # the copy back to the device, and its source
         self._lock = threading.Lock()
 
     @property
@@ -29,53 +30,56 @@ class StagingBuffer:
         return self._flat_params.dtype
 
     def part(self, span: Span) -> Tensor:
-        """These elements, to be read and changed."""
+        """These elements of the unit, to be read and changed; between `finish_load` and `store`."""
         if self._flat_params.on_host:
             return self._flat_params.part(span)
         assert self._buffer is not None
         return self._buffer[span.start - self._owned.start : span.stop - self._owned.start]
 
-    def start(self, after: Mark | None = None, *, fill: bool) -> None:
-        """Begin to bring the values; without `fill` all of them will be written."""
+    def start_load(self, after: StreamEvent | None = None, *, fill: bool) -> None:
+        """Starts to copy the parameters into the buffer once `after` has passed. Without `fill` the buffer stays
+        uninitialised, for an update that writes every element."""
         if self._flat_params.on_host:
-            self._flat_params.start()
-            self._coming = after or self._host.mark()  # until then the device may be copying from there
+            self._flat_params.start_load()
+            self._loaded = after or self._host.record_event()  # until then the device may be copying from there
         elif self._buffer is None:
-            self.reap()
+            self.wait_stored()
             self._buffer = self._host.staging.take(self._owned.numel, self.dtype)
-            self._coming = Mark()
+            self._loaded = StreamEvent()
             if fill:
-                with span("download", "values", self._flat_params.name):
-                    self._coming = self._host.to_host(self._flat_params.part(self._owned), self._buffer, after)
+                with span("download", "parameters", self._flat_params.name):
+                    self._loaded = self._host.to_host(self._flat_params.part(self._owned), self._buffer, after)
 
-    def open(self) -> None:
+    def finish_load(self) -> None:
+        """Waits until the parameters are in host memory."""
         if self._flat_params.on_host:
             self._flat_params.load_shard()
-        self._coming.wait()
+        self._loaded.wait()
 
-    def close(self, *, changed: bool, after: Mark | None = None) -> Mark:
-        """Back to where they belong; when they are there."""
+    def store(self, *, changed: bool, after: StreamEvent | None = None) -> StreamEvent:
+        """Starts to copy `changed` parameters back to where they are kept, once `after` has passed, and frees the
+        buffer; the event after which the device may read them."""
         if self._flat_params.on_host:
             self._flat_params.unload_shard(changed=changed)
-            return Mark()
+            return StreamEvent()
         assert self._buffer is not None
         buffer, self._buffer = self._buffer, None
         if not changed:
-            self._coming.wait()  # nobody may have
+            self._loaded.wait()  # an error may have come before finish_load
             self._host.staging.give(buffer)
-            return Mark()
-        with span("upload", "values", self._flat_params.name):
-            there = self._host.to_device(buffer, self._flat_params.part(self._owned), after)
-        self._leaving = there, buffer
-        if there.event is None:
-            self.reap()
-        return there
+            return StreamEvent()
+        with span("upload", "parameters", self._flat_params.name):
+            stored = self._host.to_device(buffer, self._flat_params.part(self._owned), after)
+        self._storing = stored, buffer
+        if stored.event is None:
+            self.wait_stored()
+        return stored
 
-    def reap(self) -> None:
-        """What went up, or into a file, is there; its buffer is free."""
-        self._flat_params.reap()
-        with self._lock:  # whoever updates and whoever reads may both come here
-            behind, self._leaving = self._leaving, None
-        if behind is not None:
-            behind[0].wait()
-            self._host.staging.give(behind[1])
+    def wait_stored(self) -> None:
+        """Waits until the copy that `store` started has completed, and returns its buffer to the pool."""
+        self._flat_params.wait_stored()
+        with self._lock:  # the thread that updates and the one that reads may both come here
+            storing, self._storing = self._storing, None
+        if storing is not None:
+            storing[0].wait()
+            self._host.staging.give(storing[1])

@@ -1,7 +1,8 @@
-"""One flat unit: a few parameters whose values and gradients live, move and are updated together.
+"""A unit: a few parameters in one flat buffer that are gathered, reduced and updated together.
 
-Where the host updates, the master and the optimizer's state are the host's, in memory or in a file, and values come to
-a *staging buffer* there: `state_in_memory` is for whoever wants to see or change them between steps.
+Where the host updates a unit, its master copy and optimizer state are in host memory or in a file, and its parameters
+are copied to a staging buffer for the update: 1 `start_load`  2 `finish_load`  3 update  4 `store`  5 `wait_stored`.
+Between steps, whoever reads or changes that state does so inside `state_in_memory`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.cost.layout import UnitLayout
-from onefold.offload.host import Mark
+from onefold.offload.host import StreamEvent
 from onefold.offload.image import Image
 from onefold.offload.tiers import Tiers
 from onefold.settings.placement import Placement, Scope, Tier
@@ -24,7 +25,7 @@ from onefold.settings.precision import Dtypes
 from onefold.state.edits import Author, Edits
 from onefold.state.flat_parameters import FlatParameters
 from onefold.state.gradients import Gradients
-from onefold.state.master import beside, master_of
+from onefold.state.master import make_master, stored_master
 from onefold.state.staging import StagingBuffer
 from onefold.state.views import FlatViews
 
@@ -48,183 +49,182 @@ class Unit:
         self.mine = layout.shard(comm.rank)
         views = FlatViews(layout, params, dtypes.compute)
         owned = layout.body if placement.optimizer is Scope.REPLICATED else layout.body.clip(self.mine)
-        self.updated_on_host = placement.updated_on_host and trained  # the host updates
-        wide = views.lay(params, owned, torch.float32) if trained and dtypes.narrow else None
+        self.updated_on_host = placement.updated_on_host and trained
+        wide = views.flatten(params, owned, torch.float32) if trained and dtypes.narrow else None
         self.edits = Edits(params)
         self.flat_params = FlatParameters(views, params, placement, comm, tiers.host, self.edits)
         self._views, self._comm = views, comm
-        self.pool = tiers.host.scratch if self.updated_on_host else pool  # for updates
+        self.pool = tiers.host.scratch if self.updated_on_host else pool  # for scratch vectors of updates
         self.staging = StagingBuffer(self.flat_params, owned, tiers.host) if self.updated_on_host else None
-        kept = beside(wide, dtypes.master) if wide is not None else None
-        kept = tiers.host.keep(kept, pinned=False) if kept is not None and self.updated_on_host else kept
-        self.master = master_of(self.staging or self.flat_params, owned, kept, self.pool)
+        stored = stored_master(wide, dtypes.master) if wide is not None else None
+        stored = tiers.host.keep(stored, pinned=False) if stored is not None and self.updated_on_host else stored
+        self.master = make_master(self.staging or self.flat_params, owned, stored, self.pool)
         host = tiers.host if self.updated_on_host else None
         self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes, host)
-        self.more_state: Callable[[], list[Tensor]] = list  # of the optimizer
-        self.image: Image | None = None  # of master and state, where they are in a file
+        self.optimizer_state: Callable[[], list[Tensor]] = list  # replaced by the unit optimizer
+        self.image: Image | None = None  # master and optimizer state, where they are kept in a file
         if self.updated_on_host and placement.optimizer_tier is Tier.DISK:
             self.image = tiers.image(f"optimizer state of {self.name}", tiers.host.scratch, self.state_tensors)
         if self.image is not None:
-            self.image.close(changed=True)
-            self.image.reap()  # or the buffers of all units would be held at once
+            self.image.store(changed=True)
+            self.image.wait_stored()  # else the buffers of all units would be in memory at once
         if placement.parameters_tier is Tier.DISK:
-            offloaded_or_updating = tiers.image(
-                f"parameters of {self.name}", tiers.host.staging, self.flat_params.shards
-            )
-            assert offloaded_or_updating is not None
-            self.flat_params.rest(offloaded_or_updating)
-        self._tiers, self._held, self._will_change = tiers, False, False
-        self._elsewhere = (
-            self.updated_on_host or self.flat_params.image is not None
-        )  # frozen ones may rest in a file, too
-        self._seen_in_passes = placement.parameters is Scope.SHARDED or placement.late
+            image = tiers.image(f"parameters of {self.name}", tiers.host.staging, self.flat_params.shards)
+            assert image is not None
+            self.flat_params.keep_in_file(image)
+        self._tiers, self._in_memory, self._will_change = tiers, False, False
+        self._offloaded = self.updated_on_host or self.flat_params.image is not None  # frozen parameters may be, too
+        self._hidden_between_passes = placement.parameters is Scope.SHARDED or placement.late
         self._may_be_edited = dtypes.narrow and placement.parameters is Scope.REPLICATED and not placement.late
 
     @property
     def gathers_updated(self) -> bool:
-        """Each rank updates its shard, and all have them whole."""
+        """Each rank updates its shard of parameters that are replicated, so an all-gather follows the update."""
         return self.placement.optimizer is Scope.SHARDED and self.placement.parameters is Scope.REPLICATED
 
     def state_tensors(self) -> list[Tensor]:
-        """The master and the optimizer's state."""
-        return [*self.master.tensors(), *self.more_state()]
+        """The tensors of the master copy and of the optimizer state."""
+        return [*self.master.tensors(), *self.optimizer_state()]
 
     def take_edits(self) -> None:
-        """Whole 16-bit parameters that were edited in place tell their master."""
+        """Copies what users wrote in place into replicated 16-bit parameters to their fp32 master."""
         if self._may_be_edited and (written := self.edits.written()):
             with self.state_in_memory(write=True):
                 for slot in written:
-                    self.master.adopt(self.layout.slots[slot].span)
+                    self.master.take_from_parameters(self.layout.slots[slot].span)
             self.edits.accept(Author.USER)
 
     @contextmanager
     def update(self, kept: Sequence[int] | None = None) -> Iterator[None]:
-        """Around every update by the optimizer, of all parameters or of those that are kept (a flag each): what users
-        wrote before counts, and what is written inside is ours."""
+        """Surrounds every optimizer update of the unit: users' edits reach the master first, and the update's own
+        writes are not taken for edits. `kept` flags the parameters that are updated; None: all of them."""
         self.take_edits()
         yield
-        self.edits.ours(Author.TRAINING, kept)
+        self.edits.record_own_write(Author.TRAINING, kept)
 
-    def watch(self) -> None:
-        """From here on users may write values of which every element counts by itself."""
+    def begin_user_writes(self) -> None:
+        """Users may write parameters from here to `take_user_writes`; each element they change reaches the master."""
         if self.dtypes.narrow:
             self.take_edits()
             with self.state_in_memory():
-                self.master.watch()
+                self.master.begin_user_writes()
 
-    def absorb(self) -> None:
-        """What users have written since `watch` is the truth."""
-        if self._seen_in_passes:
+    def take_user_writes(self) -> None:
+        """Keeps what users have written since `begin_user_writes`: in the shard, and in the master."""
+        if self._hidden_between_passes:
             self.flat_params.write_back(Author.USER)
         if self.trained and self.dtypes.narrow:
             with self.state_in_memory(write=True):
-                self.master.absorb()
+                self.master.take_user_writes()
             if self._may_be_edited:
                 self.edits.accept(Author.USER)
 
-    def unwatch(self) -> None:
-        """What users have written since `watch` is dropped where values are sharded, and is no edit."""
-        if self._seen_in_passes:
+    def drop_user_writes(self) -> None:
+        """Ends `begin_user_writes` after an error: writes to sharded parameters are lost, and none reaches a master."""
+        if self._hidden_between_passes:
             self.flat_params.forget_writes()
-        self.master.unwatch()
+        self.master.drop_user_writes()
 
-    # -- on the host -------------------------------------------------------------------------------------------------
+    # -- state on the host and on disk -------------------------------------------------------------------------------
 
-    def prepare(self, after: Mark | None = None, *, values: bool = True) -> None:
-        """Start to bring what an update needs to where it runs."""
+    def start_load(self, after: StreamEvent | None = None, *, parameters: bool = True) -> None:
+        """Starts to load what a host update needs: optimizer state from its file, and with `parameters` these from the
+        device, once `after` has passed."""
         if self.image is not None:
-            self.image.start()
+            self.image.start_load()
         if self.staging is not None:
-            self.staging.start(after, fill=values)
+            self.staging.start_load(after, fill=parameters)
 
-    def open(self) -> None:
-        """It is there."""
+    def finish_load(self) -> None:
+        """Waits until all that `start_load` began is in host memory."""
         if self.image is not None:
-            self.image.open()
+            self.image.load()
         if self.staging is not None:
-            self.staging.open()
+            self.staging.finish_load()
 
-    def close(self, *, changed: bool, after: Mark | None = None) -> Mark:
-        """Back to where it belongs; when the values are there."""
+    def store(self, *, changed: bool, after: StreamEvent | None = None) -> StreamEvent:
+        """Starts to write state and parameters, if `changed`, back to where they are kept; the event after which the
+        device may read the parameters."""
         if self.image is not None:
-            self.image.close(changed=changed)
-        return self.staging.close(changed=changed, after=after) if self.staging is not None else Mark()
+            self.image.store(changed=changed)
+        return self.staging.store(changed=changed, after=after) if self.staging is not None else StreamEvent()
 
-    def reap(self) -> None:
-        """Wait until what was changed is back."""
+    def wait_stored(self) -> None:
+        """Waits until the writes that `store` started have completed."""
         if self.image is not None:
-            self.image.reap()
+            self.image.wait_stored()
         if self.staging is not None:
-            self.staging.reap()
+            self.staging.wait_stored()
 
     @contextmanager
     def state_in_memory(self, *, write: bool = False) -> Iterator[None]:
-        """Master and state can be read, and with `write` changed."""
-        self._will_change = self._will_change or (write and self._held)
-        if not self._elsewhere or self._held:
+        """Inside, master, optimizer state and parameters are in memory, to be read, and with `write` to be changed."""
+        self._will_change = self._will_change or (write and self._in_memory)
+        if not self._offloaded or self._in_memory:
             yield
             return
-        self._tiers.turn_to(None)  # this one too: nobody writes what was brought to be read
-        self._bring()
-        self._held, self._will_change = True, write
+        self._tiers.load_for_reading(None)  # also if it is this unit: what was loaded for reading is not written back
+        self._load()
+        self._in_memory, self._will_change = True, write
         try:
             yield
         finally:
-            self._held = False
-            self._take_away(changed=self._will_change)
+            self._in_memory = False
+            self._unload(changed=self._will_change)
 
     def keep_state_in_memory(self) -> None:
-        """The same for whoever reads bit by bit: until another unit, or none, is turned to."""
-        if self._elsewhere and not self._held:
-            self._tiers.turn_to(self)
+        """Loads master, optimizer state and parameters for reading in several calls, as a save does: they stay in
+        memory until another unit is loaded for reading, or none."""
+        if self._offloaded and not self._in_memory:
+            self._tiers.load_for_reading(self)
 
-    def _bring(self) -> None:
+    def _load(self) -> None:
         self.flat_params.wait_for_update()
         try:
             if self.updated_on_host:
-                self.prepare()
-                self.open()
+                self.start_load()
+                self.finish_load()
             else:
                 self.flat_params.load_shard()
         except Exception:
             with suppress(Exception):
-                self._take_away(changed=False)
+                self._unload(changed=False)
             raise
 
-    def _take_away(self, *, changed: bool) -> None:
+    def _unload(self, *, changed: bool) -> None:
         if self.updated_on_host:
-            self.close(changed=changed).order()
-            self.reap()
+            self.store(changed=changed).stream_wait()
+            self.wait_stored()
         else:
             self.flat_params.unload_shard(changed=changed)
-            self.flat_params.reap()
+            self.flat_params.wait_stored()
 
-    def turned_to(self, here: bool) -> None:
-        self._bring() if here else self._take_away(changed=False)
+    def set_loaded(self, loaded: bool) -> None:
+        self._load() if loaded else self._unload(changed=False)
 
-    # -- of the master -----------------------------------------------------------------------------------------------
+    # -- the master --------------------------------------------------------------------------------------------------
 
     def stride(self, slot: int) -> tuple[int, ...]:
-        """In which order the elements of a parameter lie here, whole or not."""
+        """The strides of a parameter in the flat buffer; the same while it is sharded."""
         return self._views.stride(slot)
 
     def load_master(self, slot: int, value: Tensor) -> None:
-        """New fp32 values of one parameter, on every rank alike; each keeps what it owns."""
+        """Sets the master of one parameter from its unsharded fp32 values; this rank keeps the elements it owns."""
         part = self.layout.slots[slot].span.clip(self.master.owned)
-        self.flat_params.finish_posted()  # peers have had the old ones
+        self.flat_params.finish_posted()  # peers may still be reading the old shard
         if part.numel:
             flat = self._views.in_memory_order(value, slot)
             at = part.shift(-self.layout.slots[slot].start)
             with self.state_in_memory(write=True):
-                self.master.poke(part, flat[at.start : at.stop].to(self.pool.device))
+                self.master.write(part, flat[at.start : at.stop].to(self.pool.device))
 
     def unsharded_master(self) -> list[Tensor]:
-        """Every parameter as the master has it, gathered from all ranks. Collective where the optimizer is sharded."""
+        """The fp32 master of every parameter, all-gathered. Collective where the optimizer is sharded."""
         flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self._views.device)
         owned = self.master.owned
         with self.state_in_memory():
             mine = torch.empty(owned.numel, dtype=torch.float32, device=self.pool.device)
-            self.master.peek(owned, mine)
+            self.master.read(owned, mine)
         flat[owned.start : owned.stop].copy_(mine)
         if self.placement.optimizer is Scope.SHARDED:
             self._comm.gather(flat, Label("gather", self.name)).wait()

@@ -1,8 +1,8 @@
-"""What users see in a parameter's .grad after backward, and what they did with it.
+"""The gradients users see: what a parameter's .grad holds after backward, and what users did with it.
 
-Where the optimizer holds gradients whole, .grad is the reduced gradient itself, a view: it may be read and changed in
-place. Where gradients are spread over ranks, .grad is a placeholder of the right shape that raises when used. Setting
-.grad to None forgets that gradient, as in plain PyTorch; putting another tensor there raises.
+Where gradients are replicated, .grad is a view of the reduced gradient, which may be read and changed in place. Where
+gradients are sharded, .grad is a placeholder of the right shape that raises when used. Setting .grad to None drops that
+gradient, as in plain PyTorch; assigning another tensor raises.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class VisibleGradients:
         for index in indices:
             param, shown = self._params[index], gradient(index)
             if shown.dtype is not param.dtype:
-                param.grad_dtype = None  # fp32 gradients of 16-bit parameters may be shown
+                param.grad_dtype = None  # lets a 16-bit parameter have an fp32 .grad
             self._shown[index] = param.grad = shown
 
     def show_placeholders(self) -> None:
-        """Of all parameters: which of them some rank used is known at the step."""
+        """Sets every parameter's .grad to a placeholder: which parameters some rank used is known only at the step."""
         if not self._placeholders:
             self._placeholders = [ShardedGradient(param) for param in self._params]
         self.show(range(len(self._params)), self._placeholders.__getitem__)
 
     def dropped(self) -> list[int]:
-        """Parameters whose .grad the user has set to None since; raises if it was replaced."""
+        """The parameters whose .grad the user has set to None since `show`; raises if one was replaced."""
         found = []
         for index, shown in self._shown.items():
             grad = self._params[index].grad
@@ -49,7 +49,7 @@ class VisibleGradients:
         return found
 
     def hide(self, indices: Sequence[int] | None = None) -> None:
-        """Take back what was shown: all of it, or these."""
+        """Removes what `show` put into .grad, of all parameters or of these; a user's own tensor stays."""
         if indices is None:
             taken, self._shown = self._shown, {}
         else:
@@ -63,7 +63,7 @@ class VisibleGradients:
 
 
 class ShardedGradient(Tensor):
-    """Stands in a parameter's .grad when the gradient is spread over ranks: right shape, no values, raises if used."""
+    """The .grad of a parameter whose gradient is sharded: the parameter's shape, no values; every operation raises."""
 
     @staticmethod
     def __new__(cls, param: Tensor) -> ShardedGradient:
@@ -75,14 +75,14 @@ class ShardedGradient(Tensor):
         pass
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedGradient({tuple(self.shape)}, {self.dtype}: each rank holds a part of it)"
+        return f"ShardedGradient({tuple(self.shape)}, {self.dtype}: each rank holds its shard)"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         raise StateError(
-            f"{func} was called on a gradient that is spread over ranks: use optimizer.clip_grad_norm() instead of "
-            f"torch's clip_grad_norm_, step onefold.Optimizer instead of a plain torch optimizer, and no GradScaler; "
-            f"stage=0 keeps gradients whole"
+            f"{func} was called on a sharded gradient, which is spread over ranks: use optimizer.clip_grad_norm() "
+            f"instead of torch's clip_grad_norm_, step onefold.Optimizer instead of a plain torch optimizer, and no "
+            f"GradScaler; stage=0 keeps gradients replicated"
         )

@@ -58,7 +58,7 @@ def use_placeholder(stage: int) -> list[str]:
     model(batch(0, 0)).sum().backward()
     for param in model.parameters():
         assert param.grad is not None and param.grad.shape == param.shape and param.grad.dtype == param.dtype
-        assert "each rank holds a part" in repr(param.grad)
+        assert "each rank holds its shard" in repr(param.grad)
     grad = model[0].weight.grad
     raised = []
     uses: list[Any] = [

@@ -215,4 +215,4 @@ def test_saved_state_continues_bit_for_bit_and_is_refused_by_another_rank(stage:
     for through, again, error in run_ranks(2, resume, stage, rewind):
         for name in through:
             assert torch.equal(through[name], again[name]), name
-        assert "one rank's part" in error
+        assert "one rank's shard" in error

@@ -1,1 +1,1 @@
-"""What is on disk: files, manifests, folders. No processes."""
+"""The format of checkpoints on disk: files, manifests, folders. No communication between ranks."""

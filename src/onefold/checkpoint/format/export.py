@@ -1,7 +1,7 @@
-"""A checkpoint's weights as a Hugging Face folder: safetensors shards and their index, streamed tensor by tensor.
+"""Exports a checkpoint's weights as a Hugging Face folder: safetensors files and their index, written tensor by tensor.
 
-Runs in one process, needs no model, and holds one chunk at a time (one tensor where it is stored in parts, or its
-strides are not those of safetensors). Like a checkpoint, the folder gets its name when all of it is written.
+Runs in one process, needs no model, and has one chunk in memory at a time (one tensor, if it is stored in parts or with
+strides that safetensors lacks). Like a checkpoint, the folder gets its name when all of it is written.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from onefold.checkpoint.format.folder import remove_all
 from onefold.checkpoint.format.manifest import ParamRecord
-from onefold.checkpoint.format.order import rows_of
-from onefold.checkpoint.format.reading import Checkpoint, read_laid, with_newest
+from onefold.checkpoint.format.order import contiguous_order
+from onefold.checkpoint.format.reading import Checkpoint, read_in_order, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import Block, write_tensors
 from onefold.cost.layout import Span
@@ -100,7 +100,7 @@ def _block(record: ParamRecord, wanted: torch.dtype | None) -> Block:
 
 
 def _shards(tensors: Sequence[tuple[ParamRecord, Block]], shard_bytes: int) -> list[Shard]:
-    """In order, each as full as it can be."""
+    """Distributes tensors, in order, to files of at most `shard_bytes`, each as full as it can be."""
     shards: list[Shard] = [[]]
     filled = 0
     for record, block in tensors:
@@ -110,7 +110,9 @@ def _shards(tensors: Sequence[tuple[ParamRecord, Block]], shard_bytes: int) -> l
         shards[-1].append((record, block))
         filled += block.bytes
     for shard in shards:
-        shard.sort(key=lambda tensor: -tensor[1].dtype.itemsize)  # widest first: then each starts on its own width
+        shard.sort(
+            key=lambda tensor: -tensor[1].dtype.itemsize
+        )  # widest first: then each starts at a multiple of its itemsize
     return shards
 
 
@@ -132,14 +134,14 @@ def _chunks(checkpoint: Checkpoint, shard: Shard) -> Iterator[Tensor]:
 
 
 def _values(checkpoint: Checkpoint, record: ParamRecord) -> Iterator[Tensor]:
-    """Row by row, whatever the strides were."""
-    rows = rows_of(record.shape)
+    """The elements of a parameter in row-major order, chunk by chunk, whatever its strides were."""
+    rows = contiguous_order(record.shape)
     alike = record.order.same(rows)
     step = CHUNK_BYTES // record.dtype().itemsize if alike else max(record.numel, 1)
     scratch = torch.empty(min(step, record.numel), dtype=record.dtype())
     for start in range(0, record.numel, step):
         span = Span(start, min(start + step, record.numel))
-        read_laid(checkpoint, record.name, rows, span, scratch[: span.numel])
+        read_in_order(checkpoint, record.name, rows, span, scratch[: span.numel])
         yield scratch[: span.numel]
 
 

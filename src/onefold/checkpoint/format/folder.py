@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: its name, its manifest, and the newest of a run."""
+"""The folders of checkpoints: their names, their manifests, and which one of a run is the newest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
 
 
 def find(storage: Storage, path: Path) -> list[Path]:
-    """The checkpoints a path means, the one to take first: a folder of checkpoints means all of them, newest first."""
+    """The checkpoints that a path names: all in a folder of checkpoints, newest first, or the path itself if it is
+    one."""
     if not storage.is_folder(path):
         raise CheckpointError(f"{path} is no folder; wanted is a folder of checkpoints, or one step-… in it")
     steps = committed(storage, path)
@@ -57,16 +58,16 @@ def find(storage: Storage, path: Path) -> list[Path]:
 
 
 def _further_in(storage: Storage, path: Path) -> str:
-    """Where checkpoints are instead: the folder that `onefold train` made holds them one further in."""
+    """A hint for the error: a subfolder that has checkpoints, as in the folders that `onefold train` makes."""
     for name in sorted(storage.names(path)):
-        with suppress(CheckpointError):  # a folder that we may not read is no answer
+        with suppress(CheckpointError):  # a folder that this user may not read
             if storage.is_folder(path / name) and committed(storage, path / name):
                 return f"; there are some in {path / name}"
     return ""
 
 
 def remove_all(storage: Storage, path: Path) -> None:
-    """A folder with all that is in it; of a link only the link: what it leads to is someone else's."""
+    """Removes a folder and its contents. Links are removed, not followed."""
     if storage.is_link(path) or not storage.is_folder(path):
         storage.remove(path)
         return

@@ -1,8 +1,8 @@
-"""What a checkpoint holds and where: one JSON file, written last, believed only after every line of it was checked.
+"""The manifest: one JSON file that says what a checkpoint holds in which file; written last, and checked when read.
 
-A record says what a tensor is; an entry says which file holds which elements of which of its states. Elements are
-counted as they lie in memory, which the strides tell; of a tensor that is cut, part by part. The manifest's first line
-holds the SHA-256 of all that follows.
+A record describes a tensor; an entry says which file holds which elements of one of its states. Elements are numbered
+in memory order, which the strides give; those of a tensor split over "tp" part by part. The first line of the manifest
+has the SHA-256 of the rest.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from onefold.errors import CheckpointDamaged, CheckpointError
 VERSION = 1
 FORMAT = {"format": "onefold checkpoint", "version": VERSION, "chunk_bytes": CHUNK_BYTES}
 MANIFEST_BYTES_LIMIT = 256 << 20  # some 10 TB of state
-DEPTH_LIMIT = 100  # of what users put in: Python's own limits are not far above
-SCALAR_LIMIT = 1 << 63  # of an optimizer's whole numbers
-VALUE = "value"  # the state that is the tensor itself; the others are the optimizer's
-KINDS = ("trained", "frozen", "buffer", "extra")  # extra: what belongs to no module
+DEPTH_LIMIT = 100  # of nesting in what users save: Python's own limit is not far above
+SCALAR_LIMIT = 1 << 63  # of integers in optimizer state
+VALUE = "value"  # the state that is the tensor itself; other states are the optimizer's
+KINDS = ("trained", "frozen", "buffer", "extra")  # extra: tensors that belong to no module
 
 HEAD = '{"sha256": "%s",\n'
 HEX = re.compile(r"[0-9a-f]{64}")
@@ -48,7 +48,7 @@ class FileRecord(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Some elements of one state of one tensor: a tensor of their own in one file."""
+    """Some elements of one state of one tensor, which are one tensor in one file."""
 
     name: str
     state: str
@@ -68,17 +68,17 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """What one tensor is: a parameter, a buffer, or something else to keep."""
+    """Describes one tensor: a parameter, a buffer, or another tensor that was saved."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]  # of a dense tensor: the order in which its elements are stored
-    states: Mapping[str, str]  # to the dtype's safetensors name
-    scalars: Mapping[str, Any] = field(default_factory=dict)  # the optimizer's: step counts
+    states: Mapping[str, str]  # state -> its dtype's name in safetensors
+    scalars: Mapping[str, Any] = field(default_factory=dict)  # single values of the optimizer: step counts
     also: tuple[str, ...] = ()  # other names of the same tensor
-    dim: int = 0  # along which it is cut into parts that are stored one behind the other
-    bounds: tuple[int, ...] = ()  # where they begin along that dim, and its size; none where it is in one piece
+    dim: int = 0  # along which it was split over "tp"; the parts are stored one after the other
+    bounds: tuple[int, ...] = ()  # where parts begin along that dim, and its size; empty if it was not split
 
     @property
     def order(self) -> Order:
@@ -104,7 +104,7 @@ class Manifest:
     extra: Any = None
 
     def to_json(self) -> bytes:
-        """As it is written; checked first, so that nothing is committed that could not be read."""
+        """The manifest as it is written; checked first, so that nothing is committed that could not be read."""
         Check("the manifest to be written").all(self)
         rows = {
             **FORMAT,
@@ -122,7 +122,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: bytes, where: str) -> Manifest:
-        """`where` is for the error message."""
+        """Parses and checks a manifest; `where` names it in errors."""
         check = Check(where)
         head, body = text[: len(HEAD % "") + 64], text[len(HEAD % "") + 64 :]
         check.that(head == (HEAD % hashlib.sha256(body).hexdigest()).encode(), "was changed after it was written")
@@ -132,7 +132,9 @@ class Manifest:
             raise check.failed(f"is no JSON: {error}") from error
         found = {key: rows.pop(key, None) for key in FORMAT}
         version = found["version"]
-        if found["format"] == FORMAT["format"] and type(version) is int and version > VERSION:  # no damage: no fallback
+        if (
+            found["format"] == FORMAT["format"] and type(version) is int and version > VERSION
+        ):  # not damaged, so load(fallback=True) must not skip it
             raise CheckpointError(f"{where} has format {version}, this onefold reads {VERSION}; upgrade onefold")
         check.that(found == FORMAT, f"is {found}; this version of onefold reads {FORMAT}")
         rows.pop("sha256")
@@ -141,15 +143,15 @@ class Manifest:
         return manifest
 
 
-def part_to_json(written: Written, entries: Iterable[Entry], records: Iterable[ParamRecord]) -> str:
-    """What one rank wrote, for rank 0 to put together."""
+def rank_part_to_json(written: Written, entries: Iterable[Entry], records: Iterable[ParamRecord]) -> str:
+    """What one rank wrote, as JSON for rank 0, which merges the parts of all ranks."""
     file = FileRecord(written.name, written.bytes, written.header_sha256)
-    told = [entry._replace(file=written.name, sha256=written.sha256[entry.key]) for entry in entries]
-    return json.dumps([list(file), [list(entry) for entry in told], [asdict(record) for record in records]])
+    filled = [entry._replace(file=written.name, sha256=written.sha256[entry.key]) for entry in entries]
+    return json.dumps([list(file), [list(entry) for entry in filled], [asdict(record) for record in records]])
 
 
-def put_together(parts: Sequence[str], bare: Manifest) -> Manifest:
-    """The manifest from what all ranks wrote; `bare` has the rest. Records that several ranks tell must agree."""
+def merge_rank_parts(parts: Sequence[str], bare: Manifest) -> Manifest:
+    """The manifest of what all ranks wrote; `bare` has its other fields. Records from several ranks must agree."""
     files: list[FileRecord] = []
     entries: list[Entry] = []
     records: dict[str, ParamRecord] = {}
@@ -166,12 +168,12 @@ def put_together(parts: Sequence[str], bare: Manifest) -> Manifest:
 
 
 def block_of(entry: Entry, record: ParamRecord) -> Block:
-    """The tensor in the file that holds an entry."""
+    """The tensor of an entry in its file."""
     return Block(entry.key, record.dtype(entry.state), (entry.span.numel,))
 
 
 class Check:
-    """Reads and checks a manifest that anyone may have written."""
+    """Parses and checks a manifest, which may be damaged or hostile."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -180,7 +182,7 @@ class Check:
         return CheckpointDamaged(f"{self._where} {why}; the checkpoint is damaged or was not written by onefold")
 
     def that(self, right: bool, why: str) -> None:
-        """Where there may be a hundred thousand rows, ask first and then make the message: `if …: raise failed(…)`."""
+        """Raises unless `right`. In loops over many rows use `if …: raise failed(…)`, which builds no message."""
         if not right:
             raise self.failed(why)
 
@@ -229,7 +231,7 @@ class Check:
         if not isinstance(row, list) or tuple(map(type, row)) != types:
             raise self.failed(f"has {str(row)[:200]} where {[kind.__name__ for kind in types]} belong")
 
-    # -- what it says -----------------------------------------------------------------------------------------------
+    # -- contents ---------------------------------------------------------------------------------------------------
 
     def all(self, manifest: Manifest) -> None:
         for what, value in (("about", manifest.about), ("optimizer", manifest.optimizer), ("extra", manifest.extra)):
@@ -290,7 +292,7 @@ class Check:
 
 
 def shallow(value: Any) -> bool:
-    """Whether lists and objects lie at most so deep in each other that every reader and writer of JSON can follow."""
+    """Whether lists and objects are nested at most DEPTH_LIMIT deep, which every JSON reader and writer supports."""
     layer = [value]
     for _ in range(DEPTH_LIMIT):
         layer = [
@@ -305,7 +307,7 @@ def shallow(value: Any) -> bool:
 
 
 def _lines(value: Any) -> str:
-    """JSON with one line per row, for people and for diff."""
+    """JSON with one line per row, readable for people and diff."""
     if isinstance(value, list) and value:
         return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
     return json.dumps(value)

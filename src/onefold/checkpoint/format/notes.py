@@ -1,7 +1,7 @@
-"""What users and modules want kept beside parameters, as JSON and tensors: nested dicts, lists, tuples, plain values.
+"""Notes: nested dicts, lists, tuples and plain values that users and modules save, encoded as JSON and tensors.
 
-JSON knows neither tuples, nor keys that are numbers, nor infinity; a tagged list says what is meant, so that what comes
-back equals what went in:
+JSON has no tuples, no numbers as keys, and no infinity; a tagged list stands for them, so that what is loaded equals
+what was saved:
 
     3, "a", true, null    themselves                  ["list", a, b]           ["tuple", a, b]
     ["dict", [k, v], …]   keys are plain values       ["counter", [k, n], …]   as LR schedulers keep
@@ -26,7 +26,7 @@ DEPTH = 64  # nesting deeper than this is a cycle, or nonsense
 
 
 def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; its tensors go to `tensors` under the path where each was found, which starts with `where`."""
+    """`value` as JSON. Its tensors are added to `tensors` by their paths in it, which start with `where`."""
     if where.count("/") > DEPTH:
         raise CheckpointError(f"{where[:80]}… is nested more than {DEPTH} deep; keep it flatter")
     if type(value) in PLAIN:
@@ -37,7 +37,7 @@ def encode(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
         return _encode_tensor(value, where, tensors)
     if type(value) in (list, tuple):
         return [type(value).__name__, *(encode(item, f"{where}/{i}", tensors) for i, item in enumerate(value))]
-    if type(value) in (dict, Counter, OrderedDict):  # an ordered one comes back as a dict, which is ordered too
+    if type(value) in (dict, Counter, OrderedDict):  # an OrderedDict is loaded as a dict, which is ordered too
         rows = [[_plain_key(key, where), encode(item, f"{where}/{key}", tensors)] for key, item in value.items()]
         return ["counter" if type(value) is Counter else "dict", *rows]
     raise CheckpointError(
@@ -66,7 +66,7 @@ def _plain_key(key: Any, where: str) -> Any:
 
 
 def encode_single(value: Any, where: str) -> Any:
-    """A step count and the like, as one word: a number, or a tensor of one element as "tensor F32 3.0"."""
+    """A single value such as a step count as JSON: a number, or a 0-d tensor as "tensor F32 3.0"."""
     if isinstance(value, Tensor) and value.shape == () and value.dtype in DTYPE_NAMES:
         return f"tensor {DTYPE_NAMES[value.dtype]} {value.item()!r}"
     if type(value) in (bool, int, float, type(None)):
@@ -91,7 +91,7 @@ def decode_single(word: Any) -> Any:
 
 
 def decode(note: Any, read: Callable[[str, torch.dtype, tuple[int, ...]], Tensor]) -> Any:
-    """What `encode` was given; `read` brings a tensor."""
+    """The value that `encode` was given; `read` gives a tensor by its path."""
     if type(note) in PLAIN or type(note) is float:
         return note
     if not isinstance(note, list) or not note or note[0] not in READERS:

@@ -1,4 +1,4 @@
-"""A committed checkpoint, open for reading: any elements of any state, from the files that hold them, each checked."""
+"""Reads committed checkpoints: any elements of any state, from the files that hold them, checked by their digests."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from onefold.errors import CheckpointDamaged, CheckpointError, CheckpointRemoved
 
 T = TypeVar("T")
 P = TypeVar("P")
-TRIES = 20  # of reading the newest while a run removes what was the newest a moment ago
+TRIES = 20  # to read the newest checkpoint while a run removes older ones
 
 
 class Source(Protocol):
-    """Tensors by name and range: a Checkpoint, or weights that others wrote."""
+    """Tensors read by name and element range: a Checkpoint, or safetensors files of other programs."""
 
     records: Mapping[str, ParamRecord]
 
@@ -34,12 +34,12 @@ class Source(Protocol):
 
 
 class Checkpoint:
-    """Opens a file when the first of its elements is wanted, and reads no more of it than those. Raises
-    CheckpointRemoved where its run removes it meanwhile: a run that keeps few checkpoints may be read by others."""
+    """A checkpoint to read from. A file is opened when some of its elements are needed, and only those are read. Raises
+    CheckpointRemoved if the run that wrote the checkpoint removes it meanwhile."""
 
     def __init__(self, storage: Storage, folder: Path) -> None:
         self.folder, self._storage = folder, storage
-        with unless_removed(storage, folder):
+        with removal_noticed(storage, folder):
             self.manifest = read_manifest(storage, folder)
         self.records: Mapping[str, ParamRecord] = {name: r for r in self.manifest.records for name in (r.name, *r.also)}
         self._records = {record.name: record for record in self.manifest.records}
@@ -52,7 +52,7 @@ class Checkpoint:
             self._of_file[entry.file].append(entry)
 
     def read(self, name: str, span: Span, out: Tensor, state: str = VALUE) -> None:
-        """These elements of one state, in memory order, into a flat host tensor of the same dtype."""
+        """Reads these elements of one state, numbered in the stored order, into a 1-D host tensor of the same dtype."""
         entries = self._entries[self.records[name].name, state]
         assert span.clip(Span(0, self.records[name].numel)) == span and out.numel() == span.numel
         first = max(bisect_right(entries, span.start, key=lambda entry: entry.start) - 1, 0)
@@ -66,8 +66,8 @@ class Checkpoint:
         self.read(name, Span(0, self.records[name].numel), out, state)
 
     def read_entry(self, entry: Entry, part: Span, out: Tensor) -> None:
-        """Some elements that one entry holds."""
-        with unless_removed(self._storage, self.folder):
+        """Reads some elements of one entry."""
+        with removal_noticed(self._storage, self.folder):
             self.file(entry.file).read(entry.key, part.shift(-entry.start), out, entry.sha256)
 
     def entries_of(self, file: str) -> list[Entry]:
@@ -77,9 +77,9 @@ class Checkpoint:
         return self._records[entry.name]
 
     def file(self, name: str) -> TensorFile:
-        """An open file; what its header says is what the manifest says."""
+        """A file of the checkpoint, open, after its header was compared with the manifest."""
         if name not in self._open:
-            with unless_removed(self._storage, self.folder):
+            with removal_noticed(self._storage, self.folder):
                 self._open[name] = self._checked(self._files[name])
         return self._open[name]
 
@@ -105,7 +105,7 @@ class Checkpoint:
 
 
 @contextmanager
-def unless_removed(storage: Storage, folder: Path) -> Iterator[None]:
+def removal_noticed(storage: Storage, folder: Path) -> Iterator[None]:
     """Turns an error into CheckpointRemoved if the run has deleted this checkpoint."""
     try:
         yield
@@ -118,7 +118,7 @@ def unless_removed(storage: Storage, folder: Path) -> Iterator[None]:
 
 
 def removal(storage: Storage, folder: Path) -> CheckpointRemoved | None:
-    """What to say where a committed checkpoint has lost its name; None while it is there."""
+    """The error to raise if a committed checkpoint no longer exists under its name; None while it does."""
     if step_of(folder.name) is None:
         return None
     try:
@@ -132,23 +132,23 @@ def removal(storage: Storage, folder: Path) -> CheckpointRemoved | None:
 
 
 def with_newest(storage: Storage, path: Path, act: Callable[[Path], T]) -> T:
-    """What `act` returns for the newest checkpoint that a path means."""
+    """What `act` returns for the newest checkpoint that a path names."""
 
     def newest(found: list[Path]) -> T:
-        with unless_removed(storage, found[0]):
+        with removal_noticed(storage, found[0]):
             return act(found[0])
 
-    return with_found(storage, path, newest)
+    return with_checkpoints(storage, path, newest)
 
 
-def with_found(storage: Storage, path: Path, act: Callable[[list[Path]], T]) -> T:
-    """What `act` returns for the checkpoints that a path means, newest first; if they are removed meanwhile, for those
-    that are there then. A path that names one checkpoint means no other."""
+def with_checkpoints(storage: Storage, path: Path, act: Callable[[list[Path]], T]) -> T:
+    """What `act` returns for the checkpoints that a path names, newest first. If one is removed meanwhile, `act` is
+    called again with those that exist then; a path to one checkpoint names no other."""
     found = find(storage, path)
-    return until_not_removed(act, found, lambda: [] if found == [path] else find(storage, path))
+    return retry_if_removed(act, found, lambda: [] if found == [path] else find(storage, path))
 
 
-def until_not_removed(act: Callable[[list[P]], T], found: list[P], find_again: Callable[[], list[P]]) -> T:
+def retry_if_removed(act: Callable[[list[P]], T], found: list[P], find_again: Callable[[], list[P]]) -> T:
     """What `act` returns for the checkpoints found. After CheckpointRemoved it is called with those found again, until
     there are none, at most TRIES times."""
     for attempt in range(TRIES):
@@ -161,8 +161,8 @@ def until_not_removed(act: Callable[[list[P]], T], found: list[P], find_again: C
     raise AssertionError("the last attempt returns or raises")
 
 
-def read_laid(source: Source, name: str, order: Order, span: Span, out: Tensor, state: str = VALUE) -> None:
-    """Like `source.read`, for a span counted in another element order; reads the rows that contain it."""
+def read_in_order(source: Source, name: str, order: Order, span: Span, out: Tensor, state: str = VALUE) -> None:
+    """Like `source.read`, for elements numbered in another order; reads the rows that contain them."""
     stored = source.records[name].order
     if stored.same(order):
         source.read(name, span, out, state)

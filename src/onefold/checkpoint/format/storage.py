@@ -1,7 +1,7 @@
-"""The only caller of the file system. Each method is one operation, so a test can log, drop, tear or fail any of them.
+"""The file operations of checkpoints. Each method is one operation, so a test can log, drop, tear or fail any of them.
 
-What is written is on disk for good only after `Out.finish` (the bytes) and `sync_folder` (the name). An operation that
-fails raises CheckpointError: what was tried, on which path, and what to do.
+What is written survives a power loss only after `Out.finish` (the bytes) and `sync_folder` (the name). An operation
+that fails raises CheckpointError: what was tried, on which path, and what to do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SYNC_FILE_RANGE_WRITE = 2
 WORTH_BYTES = 1 << 20
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # the disk itself says the bytes are gone
+UNREADABLE = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)  # the disk reports that the bytes are lost
 FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -28,67 +28,69 @@ class Storage:
     """The local or shared file system."""
 
     def at(self, operation: str, path: Path) -> None:
-        """Called before each operation; a test fails, counts or stops here."""
+        """Called before each operation; tests override it to count operations or make them fail."""
 
     def make_folder(self, path: Path) -> None:
-        with self._told("make_folder", path):
+        with self._explaining_errors("make_folder", path):
             os.mkdir(path)
 
     def create(self, path: Path) -> Out:
-        """A new file; one that is there already is never touched."""
-        with self._told("create", path):
+        """Creates a new file; raises if it exists."""
+        with self._explaining_errors("create", path):
             return Out(self, path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def sync_folder(self, path: Path) -> None:
-        """What was made, renamed and removed in this folder stays so after power loss."""
-        with self._told("sync_folder", path):
+        """Makes what was created, renamed and removed in this folder survive a power loss."""
+        with self._explaining_errors("sync_folder", path):
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # a file system that knows no fsync of folders
+                if error.errno != errno.EINVAL:  # a file system without fsync of folders
                     raise
             finally:
                 os.close(folder)
 
     def rename(self, old: Path, new: Path) -> None:
-        with self._told("rename", old):
+        with self._explaining_errors("rename", old):
             os.rename(old, new)
 
     def remove(self, path: Path) -> None:
-        with self._told("remove", path):
+        with self._explaining_errors("remove", path):
             os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
-        """An empty one."""
-        with self._told("remove_folder", path):
+        """Removes an empty folder."""
+        with self._explaining_errors("remove_folder", path):
             os.rmdir(path)
 
     def names(self, path: Path) -> list[str]:
-        with self._told("names", path):
+        with self._explaining_errors("names", path):
             return sorted(os.listdir(path))
 
     def exists(self, path: Path) -> bool:
-        with self._told("exists", path):
+        with self._explaining_errors("exists", path):
             return _there(os.lstat, path) is not None
 
     def is_folder(self, path: Path) -> bool:
-        with self._told("is_folder", path):
+        with self._explaining_errors("is_folder", path):
             found = _there(os.stat, path)
             return found is not None and stat.S_ISDIR(found.st_mode)
 
     def is_link(self, path: Path) -> bool:
-        with self._told("is_folder", path):
+        with self._explaining_errors("is_folder", path):
             return os.path.islink(path)
 
     def size(self, path: Path) -> int:
-        with self._told("size", path):
+        with self._explaining_errors("size", path):
             return regular(path, os.stat(path)).st_size
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fills `into`, or raises."""
-        with self._told("read", path):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
+        with self._explaining_errors("read", path):
+            file = os.open(
+                path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            )  # NONBLOCK: opening a pipe would wait for its writer
             try:
                 regular(path, os.fstat(file))
                 filled = 0
@@ -101,44 +103,45 @@ class Storage:
                 os.close(file)
 
     @contextmanager
-    def _told(self, operation: str, path: Path) -> Iterator[None]:
+    def _explaining_errors(self, operation: str, path: Path) -> Iterator[None]:
+        """Runs one operation; its OSError becomes a CheckpointError with the operation, the path and the remedy."""
         try:
             self.at(operation, path)
             yield
         except OSError as error:
             raise explained(operation, path, error) from error
-        except ValueError as error:  # a name that no file can have: with a NUL, or of characters that are none
+        except ValueError as error:  # an impossible file name: with a NUL, or with lone surrogates
             raise CheckpointError(f"could not {VERBS[operation]} {path}: {error}") from error
 
 
 def _there(look: Callable[[Path], os.stat_result], path: Path) -> os.stat_result | None:
-    """None if nothing is there; raises where that cannot be told, as in a folder that this user may not search."""
+    """The status of a path; None if it does not exist. Raises if that cannot be known, as without permission."""
     try:
         return look(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        if error.errno == errno.ELOOP:  # links that lead to each other lead to nothing
+        if error.errno == errno.ELOOP:  # a cycle of links
             return None
         raise
 
 
 class Out:
-    """A new file, written once from front to back. Leaving the `with` block closes it; only `finish` makes it last."""
+    """A new file, written once from start to end. Leaving the `with` block closes it; only `finish` flushes it."""
 
     def __init__(self, storage: Storage, path: Path, file: int) -> None:
         self._storage, self._path, self._file = storage, path, file
 
     def write(self, data: memoryview) -> None:
-        with self._storage._told("write", self._path):
+        with self._storage._explaining_errors("write", self._path):
             written = 0
             while written < len(data):
                 written += os.write(self._file, data[written:])
             start_writeback(self._file, len(data))
 
     def finish(self) -> None:
-        """All bytes are on disk for good; the name is not yet."""
-        with self._storage._told("finish", self._path):
+        """Flushes the bytes to disk (fsync); the file's name may still be lost until `sync_folder`."""
+        with self._storage._explaining_errors("finish", self._path):
             os.fsync(self._file)
 
     def close(self) -> None:
@@ -154,7 +157,7 @@ class Out:
 
 
 def start_writeback(file: int, size: int) -> None:
-    """Let the disk begin with what was written last, so that less is left for the flush. A hint: it may do nothing."""
+    """Starts to write the last bytes to disk, so that the final flush has less to do. A hint: it may do nothing."""
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux; Python has no name for it
     if begin is not None and size >= WORTH_BYTES:
         end = os.lseek(file, 0, os.SEEK_CUR)
@@ -170,7 +173,7 @@ VERBS = {
 
 
 def explained(operation: str, path: Path, error: OSError) -> CheckpointError:
-    """What the system said, in our words."""
+    """A CheckpointError that says what was tried, the system's reason, and the remedy."""
     if error.errno in FULL:
         remedy = "; free space there, save elsewhere, or keep fewer checkpoints (keep=)"
     elif error.errno in FORBIDDEN:

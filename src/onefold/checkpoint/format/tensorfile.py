@@ -1,14 +1,14 @@
-"""One safetensors file: streamed out in constant memory, read by ranges, and never trusted.
+"""Safetensors files: written in constant memory, read by ranges, and checked as hostile input.
 
     8 bytes    length of the header, little endian
     header     JSON: {key: {"dtype": "F32", "shape": [...], "data_offsets": [start, stop]}}, padded with spaces
-    data       the tensors, one behind the other in the header's order, no gaps
+    data       the tensors, one after the other in the header's order, no gaps
 
 Every CHUNK_BYTES of a tensor have a SHA-256 of their own, so a range is checked by reading little more than the range,
-and whoever finds damage can name the tensor.
+and an error can name the damaged tensor.
 
-The safetensors library is not used here: it writes from memory that holds the whole file, and reads by mapping, where a
-file that is cut short ends the process instead of raising. Tests compare the two.
+The safetensors library is not used here: it writes a file from a copy of all of it in memory, and reads by mapping,
+where a truncated file kills the process instead of raising. Tests compare the two.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Block(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A file that is on disk for good."""
+    """A file that was written and flushed."""
 
     name: str
     bytes: int
@@ -69,12 +69,12 @@ class Written(NamedTuple):
     sha256: dict[str, tuple[str, ...]]  # by key: of each CHUNK_BYTES of the tensor
 
 
-# -- out ------------------------------------------------------------------------------------------------------------
+# -- writing --------------------------------------------------------------------------------------------------------
 
 
 def write_tensors(storage: Storage, path: Path, blocks: Sequence[Block], chunks: Iterable[Tensor]) -> Written:
-    """Writes the blocks in order. `chunks` gives their elements: flat host tensors, each of one block; a chunk may be
-    overwritten as soon as the next is asked for. Large ones (16 MiB) are written fastest."""
+    """Writes the blocks in order. `chunks` yields their elements: 1-D host tensors, each of one block; a chunk may be
+    overwritten once the next one is requested. Large chunks (16 MiB) are fastest."""
     header = _header(blocks)
     source = iter(chunks)
     sha256 = {}
@@ -92,7 +92,7 @@ def write_tensors(storage: Storage, path: Path, blocks: Sequence[Block], chunks:
                         sha.update(part)
                     else:
                         hashing.append(hashers.submit(sha.update, part))
-                out.write(data)  # beside the hashing: both let go of the interpreter
+                out.write(data)  # while threads hash: both release the GIL
                 for done in hashing:
                     done.result()
                 left -= chunk.numel()
@@ -104,14 +104,14 @@ def write_tensors(storage: Storage, path: Path, blocks: Sequence[Block], chunks:
 
 
 class Digests:
-    """The SHA-256 of each CHUNK_BYTES of one tensor, fed piece by piece."""
+    """The SHA-256 of each CHUNK_BYTES of one tensor, whose bytes come piece by piece."""
 
     def __init__(self) -> None:
         self._shas: list[Any] = []
-        self._room = 0  # bytes the last one still takes
+        self._room = 0  # bytes that the last digest still takes
 
     def cut(self, data: memoryview) -> Iterator[tuple[Any, memoryview]]:
-        """Which digest takes which part; no digest occurs twice, so they may be fed at the same time."""
+        """Pairs of a digest and the bytes for it; no digest occurs twice, so threads may update them at once."""
         while len(data):
             if not self._room:
                 self._shas.append(hashlib.sha256())
@@ -138,17 +138,17 @@ def _header(blocks: Sequence[Block]) -> bytes:
         }
         start += block.bytes
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % 64)  # so that data starts on a full vector
+    text += b" " * (-(8 + len(text)) % 64)  # data starts at a multiple of 64 bytes
     if len(text) > HEADER_BYTES_LIMIT:
         raise CheckpointError(f"{len(blocks):,} tensors are too many for one file; use more ranks or larger parameters")
     return len(text).to_bytes(8, "little") + text
 
 
-# -- in -------------------------------------------------------------------------------------------------------------
+# -- reading --------------------------------------------------------------------------------------------------------
 
 
 class TensorFile:
-    """A file to read from. Its header is read and checked once; tensors are read when asked for."""
+    """A safetensors file to read from. The header is read and checked at once; tensors are read by `read`."""
 
     def __init__(self, storage: Storage, path: Path, header_bytes_limit: int = HEADER_BYTES_LIMIT) -> None:
         self._storage, self.path = storage, path
@@ -164,7 +164,7 @@ class TensorFile:
         self._check_offsets()
 
     def read(self, key: str, span: Span, out: Tensor, sha256: Sequence[str] | None = None) -> None:
-        """These elements of one tensor, flattened; checked where its digests are given."""
+        """Reads these elements of one tensor, in row-major order; checks them if its digests are given."""
         block, size = self.blocks[key], out.itemsize
         assert out.dtype == block.dtype and out.numel() == span.numel and span.clip(Span(0, block.numel)) == span
         data, wanted = bytes_of(out), Span(span.start * size, span.stop * size)
@@ -188,7 +188,7 @@ class TensorFile:
                 target[:] = whole[part.start - chunk.start : part.stop - chunk.start]
 
     def end(self, key: str) -> int:
-        """Where a tensor ends in the file."""
+        """The offset in the file at which a tensor ends."""
         return self._data + self._starts[key] + self.blocks[key].bytes
 
     def _read_header(self, limit: int) -> bytes:
@@ -229,7 +229,7 @@ class TensorFile:
         return block, offsets[0]
 
     def _check_offsets(self) -> None:
-        """One behind the other, no overlap, no gap, to the end of the file."""
+        """Raises unless the tensors fill the file without overlap and without gaps."""
         end, last = 0, "the header"
         for key, start in sorted(self._starts.items(), key=lambda item: (item[1], self.blocks[item[0]].bytes)):
             if start != end:
@@ -248,7 +248,7 @@ class TensorFile:
 
 
 def unique(pairs: Sequence[tuple[str, Any]]) -> Mapping[str, Any]:
-    """For json.loads: a key that occurs twice means two readers may see two things."""
+    """For json.loads: raises if a key occurs twice, of which two readers might take different values."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key occurs twice")
@@ -256,5 +256,5 @@ def unique(pairs: Sequence[tuple[str, Any]]) -> Mapping[str, Any]:
 
 
 def sizes(value: Any) -> bool:
-    """A list of sizes or offsets, small enough to be of something real."""
+    """Whether a value is a list of plausible sizes or offsets."""
     return isinstance(value, list) and len(value) <= 64 and all(type(n) is int and 0 <= n < 1 << 62 for n in value)

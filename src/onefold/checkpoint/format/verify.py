@@ -1,4 +1,4 @@
-"""Is a committed checkpoint what was written? Reads every byte and checks every digest, in constant memory."""
+"""Verifies a committed checkpoint: reads every byte and checks every digest, in constant memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onefold.errors import CheckpointDamaged
 
 
 class Damage(NamedTuple):
-    """What is wrong with which tensor in which file; no tensor where the whole file is unreadable."""
+    """What is damaged: a tensor in a file, or the file, if no tensor in it can be read."""
 
     file: str
     tensor: str | None
@@ -25,8 +25,8 @@ class Damage(NamedTuple):
 
 
 def verify(storage: Storage, folder: Path, progress: Callable[[int], None] = lambda _: None) -> list[Damage]:
-    """All damage there is. `progress` is told the bytes as they are checked. What cannot be told raises: a file that
-    this user may not read, or a checkpoint that its run removes meanwhile, is not damaged."""
+    """All damage in a checkpoint; calls `progress` with the number of bytes checked. Raises if damage cannot be known:
+    a file that this user may not read, or a checkpoint that its run removes meanwhile, is not damaged."""
     try:
         checkpoint = Checkpoint(storage, folder)
     except CheckpointDamaged as error:
@@ -35,7 +35,7 @@ def verify(storage: Storage, folder: Path, progress: Callable[[int], None] = lam
 
 
 def check(storage: Storage, folder: Path) -> None:
-    """Raises at damage, naming all of it."""
+    """Raises CheckpointDamaged, naming all damage, if there is any."""
     damages = verify(storage, folder)
     if damages:
         raise CheckpointDamaged("; ".join(damage.what for damage in damages))

@@ -1,7 +1,7 @@
-"""Weights that others wrote: a safetensors file or a Hugging Face folder, read by name and range like a checkpoint.
+"""Weights of other programs: a safetensors file or a Hugging Face folder, read by name and range like a checkpoint.
 
-Pickle is refused: reading it runs whatever its author put in. The error names the command that converts it, for those
-who trust the file.
+Pickle files are refused, since reading pickle runs code from the file. The error names the command that converts such a
+file, for users who trust it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onefold.errors import CheckpointDamaged, CheckpointError
 
 INDEX = ".safetensors.index.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
-CONVERTER = (  # dicts in dicts become names with dots; what is no tensor stays behind
+CONVERTER = (  # nested dicts become names with dots; values that are not tensors are dropped
     "import sys, torch, safetensors.torch as s; "
     'f = lambda d, p="": {k: v for n, x in d.items() for k, v in '
     '(f(x, f"{p}{n}.") if isinstance(x, dict) else {f"{p}{n}": x}).items()}; '
@@ -38,10 +38,10 @@ def converting(path: Path | str) -> str:
 
 
 class Weights:
-    """The tensors of some safetensors files. Headers are read at once; data when it is asked for."""
+    """The tensors of some safetensors files. Headers are read at once; tensors by `read`."""
 
     def __init__(self, storage: Storage, files: Mapping[Path, list[str] | None]) -> None:
-        """From each file these names, or all."""
+        """`files` has the names of the tensors to take from each file; None takes all."""
         self._homes: dict[str, TensorFile] = {}
         self.records: dict[str, ParamRecord] = {}
         for path, names in files.items():
@@ -60,7 +60,7 @@ class Weights:
 
 
 def open_weights(storage: Storage, path: Path) -> Weights | None:
-    """What others wrote under this path; None where there is nothing of the kind, as in our own folders."""
+    """The weights of another program at this path; None if there are none, as in a folder of Onefold's checkpoints."""
     if not storage.is_folder(path):
         if not storage.exists(path):
             raise CheckpointError(f"{path} does not exist; wanted is a folder of checkpoints or a safetensors file")
@@ -68,7 +68,7 @@ def open_weights(storage: Storage, path: Path) -> Weights | None:
             raise refusal(path, "is a pickle file", converting(path))
         return Weights(storage, {path: None})
     names = storage.names(path)
-    if any(step_of(name) is not None for name in names):  # a run's folder, whatever else lies in it
+    if any(step_of(name) is not None for name in names):  # a folder of checkpoints, whatever else is in it
         return None
     indexes = [name for name in names if name.endswith(INDEX)]
     if len(indexes) > 1:
@@ -87,8 +87,8 @@ def open_weights(storage: Storage, path: Path) -> Weights | None:
 
 
 def _looks_pickled(storage: Storage, path: Path) -> bool:
-    """Whatever its name: a zip file, as torch writes, or bare pickle. A safetensors file begins with a length, whose
-    upper half is zero."""
+    """Whether the first bytes are those of a zip file, as torch.save writes, or of pickle. A safetensors file begins
+    with a length whose upper half is zero."""
     if storage.size(path) < 8:
         return False
     head = bytearray(8)

@@ -1,6 +1,6 @@
-"""At most one save in the background: whoever comes next waits for it, and hears what became of it.
+"""Saves in the background, one at a time: the next save or load waits for it, and raises its error.
 
-A process that ends waits too, before Python tears down what the save needs, and says so if it failed.
+A process that ends waits for it too, before Python shuts down the threads that the save needs, and logs its error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOG = logging.getLogger("onefold")
 
 
 class Worker:
-    """One thread at a time, and the host memory it writes from, which is kept for the next."""
+    """The thread of the running save, and the host memory from which saves are written, which is kept for the next."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -29,14 +29,14 @@ class Worker:
 
     @property
     def kept(self) -> int:
-        """Bytes of that memory."""
+        """Bytes of host memory that are kept between saves."""
         return 0 if self._memory is None else self._memory.numel()
 
     def memory(self, size: int, *, pinned: bool) -> Tensor:
-        """Bytes that live until the next call; only with nothing in flight."""
+        """Host memory for a save, valid until the next call; no save may be running."""
         assert self._thread is None
         if self._memory is None or self._memory.numel() < size or self._pinned != pinned:
-            self._memory = None  # before the next is made: never both
+            self._memory = None  # first, so that both are never allocated at once
             self._memory, self._pinned = host_bytes(size, pinned=pinned), pinned
         return self._memory[:size]
 
@@ -52,10 +52,10 @@ class Worker:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for what is in flight; raises what it raised, once."""
+        """Waits for a running save, and raises its error, once."""
         if self._thread is not None:
             self._thread.join()
-            self._thread = None  # only now: an interrupted wait is no end
+            self._thread = None  # only now: after a KeyboardInterrupt the save goes on
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -82,5 +82,5 @@ def finish_saves() -> None:
 
 
 atexit.register(WORKER.finish_at_exit)
-with suppress(AttributeError):  # earlier still: before Python refuses new work to the thread pools that hash
+with suppress(AttributeError):  # earlier than atexit: before Python shuts down the thread pools that hash
     threading._register_atexit(WORKER.finish_at_exit)  # type: ignore[attr-defined]

@@ -1,12 +1,12 @@
-"""How a checkpoint comes to be, all or nothing, on one storage. No processes: rank 0 calls all of this.
+"""The commit of a checkpoint, all or nothing. Rank 0 calls these functions; they do not communicate.
 
-    begin    the run's folder exists for good; leftovers of saves that died are gone; a hidden folder is made
-    (write)  every rank writes and flushes its file in there
-    commit   all files are seen; manifest, flushed; folder, flushed; renamed to its name; run folder, flushed
-    retain   an older checkpoint is renamed out of sight, that is flushed, and only then is it deleted
+    begin    makes the run's folder, flushed; removes what failed saves left; makes a hidden folder
+    (write)  every rank writes and flushes its file there
+    commit   checks all files; writes and flushes the manifest and the folder; renames it; flushes the run's folder
+    retain   renames an older checkpoint to a hidden name, flushes that, and only then deletes it
 
-So a folder named step-… is whole, at any instant and after any loss of power, and is never written again. The newest
-is the one with the highest step; no file points to it.
+So a folder named step-… is complete at any instant and after any power loss, and is never written again. The newest is
+the one with the highest step; no file points to it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def begin(storage: Storage, run: Path, step: int) -> Draft:
         )
     try:
         clean(storage, run)
-    except CheckpointError as error:  # a file that someone keeps open on a network disk must not stop all saves
-        LOG.warning("leftovers stay: %s", error)
+    except CheckpointError as error:  # a file that is open on a network disk must not stop all saves
+        LOG.warning("files of an earlier save that failed could not be removed: %s", error)
     draft = Draft(run, step, run / f"{WRITING}{step_name(step)}-{secrets.token_hex(4)}")
     storage.make_folder(draft.folder)
     return draft
 
 
 def commit(storage: Storage, draft: Draft, manifest: Manifest) -> Path:
-    """The folder of the checkpoint, which is there for good."""
+    """Commits a checkpoint whose files all ranks have written; its folder."""
     text = manifest.to_json()
     seen = set(storage.names(draft.folder))
     for file in manifest.files:
@@ -75,7 +75,7 @@ def commit(storage: Storage, draft: Draft, manifest: Manifest) -> Path:
 
 
 def retain(storage: Storage, run: Path, keep: int | None) -> None:
-    """Removes all but the newest `keep`; to be called when the newest is committed."""
+    """Removes all checkpoints but the newest `keep`; to be called after a commit."""
     for step in committed(storage, run)[: -keep if keep else 0]:
         hidden = run / f"{REMOVING}{step_name(step)}-{secrets.token_hex(4)}"
         storage.rename(run / step_name(step), hidden)
@@ -84,9 +84,9 @@ def retain(storage: Storage, run: Path, keep: int | None) -> None:
 
 
 def clean(storage: Storage, run: Path) -> None:
-    """Removes what saves and removals left that died."""
+    """Removes what saves and removals left behind when their process died."""
     for name in storage.names(run):
-        if name.startswith(WRITING):  # out of the way first: should its writer live after all, it cannot commit it now
+        if name.startswith(WRITING):  # renamed first: if its writer is alive after all, its commit fails
             hidden = run / f"{REMOVING}{name.removeprefix('.')}"
             storage.rename(run / name, hidden)
             remove_all(storage, hidden)
@@ -95,7 +95,7 @@ def clean(storage: Storage, run: Path) -> None:
 
 
 def set_aside(storage: Storage, run: Path, step: int) -> Path:
-    """Gives a damaged checkpoint another name, so that it is no longer the newest and its step can be saved again."""
+    """Renames a damaged checkpoint, so that it is no longer the newest and its step can be saved again."""
     aside = run / f"{DAMAGED}{step_name(step)}-{secrets.token_hex(4)}"
     storage.rename(run / step_name(step), aside)
     storage.sync_folder(run)
@@ -103,8 +103,8 @@ def set_aside(storage: Storage, run: Path, step: int) -> Path:
 
 
 def _make_run_folder(storage: Storage, run: Path) -> None:
-    """Makes the run's folder and those above it. Each one's name is made to last before anything is put in it; so is
-    that of the deepest one that was there: whoever made it may have died before."""
+    """Makes the run's folder and its parents. Each name is flushed before anything is put into the folder; also that of
+    the deepest folder that exists, whose maker may have died before flushing it."""
     there = run.absolute()
     missing = []
     while not storage.exists(there):
@@ -113,7 +113,9 @@ def _make_run_folder(storage: Storage, run: Path) -> None:
     try:
         storage.sync_folder(there.parent)
     except CheckpointError as error:
-        if not isinstance(error.__cause__, PermissionError):  # a folder that we may not even read, we did not make
+        if not isinstance(
+            error.__cause__, PermissionError
+        ):  # a parent that this user may not read: it was not made here
             raise
     for folder in reversed(missing):
         storage.make_folder(folder)

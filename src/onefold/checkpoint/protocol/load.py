@@ -1,8 +1,8 @@
-"""Loading: find the checkpoint, match names, fill what each rank holds, and hand back what the user had put in.
+"""Loads a checkpoint: finds it, matches names, fills each rank's shards, and returns what the user had saved.
 
-1 Rank 0 says which checkpoint; all open it and match its names with the model's. Up to here nothing has changed.
-2 Every rank reads its ranges into place. If one fails, all raise, and the model refuses to run until a load succeeds.
-3 Values travel to whoever keeps them whole; random states come last, so that the run goes on where it was.
+1 Rank 0 chooses the checkpoint; all ranks open it and match its names with the model's. Nothing has changed so far.
+2 Every rank reads the elements it owns. If one fails, all raise, and the model raises until a load succeeds.
+3 Replicated parameters are all-gathered; random states are set last, so that the run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.format.folder import find, step_of
-from onefold.checkpoint.format.reading import Checkpoint, Source, until_not_removed
+from onefold.checkpoint.format.reading import Checkpoint, Source, retry_if_removed
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.weights import open_weights
 from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import set_aside
 from onefold.checkpoint.protocol.names import Choice, match, match_modules, patterns
-from onefold.checkpoint.protocol.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
-from onefold.checkpoint.protocol.quiesce import aside, begin_load, end_load, quiesce
-from onefold.checkpoint.protocol.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
+from onefold.checkpoint.protocol.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, place_of, set_random_state
+from onefold.checkpoint.protocol.quiesce import background_comm, begin_load, check_and_quiesce, end_load
+from onefold.checkpoint.protocol.restore import check_kinds, fill_buffers, fill_optimizer, fill_parameters
 from onefold.checkpoint.protocol.save import check_optimizer
-from onefold.checkpoint.protocol.stages import StageContents, elsewhere, part_of
-from onefold.checkpoint.protocol.state import params_of, truths
+from onefold.checkpoint.protocol.stages import StageContents, names_elsewhere, stage_contents
+from onefold.checkpoint.protocol.state import params_of, stored_dtypes
 from onefold.checkpoint.protocol.together import attempt, check_same
 from onefold.comm.agreement import digest
 from onefold.comm.communicator import Comm
@@ -44,14 +44,14 @@ LOG = logging.getLogger("onefold")
 
 
 class Plan(NamedTuple):
-    """What will be loaded from where."""
+    """What will be loaded, and from where."""
 
     source: Source
     found: dict[str, str]  # the model's name -> the saved one
     own: OwnNotes | None
     notes: dict[str, Any] | None  # the optimizer's
-    settings: list[dict[str, Any] | None]  # of its groups
-    modules: dict[str, Any]  # what set_extra_state will be given
+    settings: list[dict[str, Any] | None]  # of the optimizer's param groups
+    modules: dict[str, Any]  # module -> the argument of its set_extra_state
     random: dict[str, torch.Tensor]
     extra: Any = None
 
@@ -86,7 +86,7 @@ def load(
     {'epoch': 3}
     """
     engine = engine_of(model)
-    comm = aside(engine)
+    comm = background_comm(engine)
     WORKER.finish()
     storage, choices = Storage(), []
 
@@ -96,26 +96,26 @@ def load(
         missing, extra = patterns("allow_missing", allow_missing), patterns("allow_extra", allow_extra)
         choices.append(Choice(rename=_mapping(rename), subset=chosen, allow_missing=missing, allow_extra=extra))
         asked = [optimizer is not None, bool(fallback), list(choices[0].rename.items()), chosen, missing, extra]
-        quiesce(engine, Call.LOAD)
-        part = part_of(engine, None)
+        check_and_quiesce(engine, Call.LOAD)
+        part = stage_contents(engine, None)
         if open_weights(storage, Path(folder)) is not None:
             return [asked, None, part]
         return [asked, _found(storage, folder) if comm.rank == 0 else [], part]
 
-    told = attempt(comm, prepare)
+    answers = attempt(comm, prepare)
     settings = "whether an optimizer is given, fallback, rename, subset, allow_missing, allow_extra"
-    check_same(comm, [row[0] for row in told], "loads", settings)
-    candidates = told[0][1]
-    others = elsewhere([StageContents(*row[2]) for row in told], engine.comms.pp.rank)
+    check_same(comm, [row[0] for row in answers], "loads", settings)
+    candidates = answers[0][1]
+    others = names_elsewhere([StageContents(*row[2]) for row in answers], engine.comms.pp.rank)
     choice = replace(choices[0], elsewhere=others)
     if candidates is None:
         return _load_one(engine, optimizer, choice, lambda: open_weights(storage, Path(folder)))
-    alone = str(Path(folder)) == candidates[0]  # the path names one checkpoint, and means no other
+    alone = str(Path(folder)) == candidates[0]  # the path is one checkpoint: no other may be taken
 
     def find_again() -> list[str]:
         return attempt(comm, partial(_found, storage, folder) if comm.rank == 0 and not alone else list)[0]
 
-    return until_not_removed(partial(_load_first, engine, optimizer, choice, fallback), candidates, find_again)
+    return retry_if_removed(partial(_load_first, engine, optimizer, choice, fallback), candidates, find_again)
 
 
 def _found(storage: Storage, folder: str | Path) -> list[str]:
@@ -125,8 +125,8 @@ def _found(storage: Storage, folder: str | Path) -> list[str]:
 def _load_first(
     engine: Engine, optimizer: Optimizer | None, choice: Choice, fallback: bool, candidates: list[str]
 ) -> Any:
-    """The first checkpoint; with fallback, the first that is not damaged."""
-    storage, comm, damaged = Storage(), aside(engine), list[Path]()
+    """Loads the first checkpoint; with `fallback`, the first that is not damaged."""
+    storage, comm, damaged = Storage(), background_comm(engine), list[Path]()
     for path in map(Path, candidates):
         try:
             extra = _load_one(engine, optimizer, choice, lambda path=path: Checkpoint(storage, path))
@@ -134,7 +134,7 @@ def _load_first(
             if not fallback or str(path) == candidates[-1]:
                 raise
             damaged.append(path)
-            _shout(comm, f"{path} is damaged and passed over, older state is loaded instead: {error}")
+            _warn(comm, f"{path} is damaged and passed over, older state is loaded instead: {error}")
         else:
             _set_aside(comm, storage, damaged)
             return extra
@@ -149,14 +149,14 @@ def _mapping(rename: Any) -> dict[str, str]:
     return dict(rename or {})
 
 
-def _shout(comm: Comm, message: str) -> None:
+def _warn(comm: Comm, message: str) -> None:
     LOG.error(message)
     if comm.rank == 0:
         warnings.warn(message, stacklevel=3)
 
 
 def _set_aside(comm: Comm, storage: Storage, damaged: list[Path]) -> None:
-    """So that their steps can be saved again. Where we may not write, they stay."""
+    """Renames damaged checkpoints, so that their steps can be saved again; without permission they stay."""
     for path in damaged if comm.rank == 0 else ():
         step = step_of(path.name)
         try:
@@ -168,7 +168,7 @@ def _set_aside(comm: Comm, storage: Storage, damaged: list[Path]) -> None:
 
 @torch.no_grad()
 def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opened: Any) -> Any:
-    comm, plans = aside(engine), []
+    comm, plans = background_comm(engine), []
 
     def plan() -> str:
         plans.append(_plan(engine, optimizer, choice, opened()))
@@ -195,14 +195,14 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
 def _plan(engine: Engine, optimizer: Optimizer | None, choice: Choice, source: Source) -> Plan:
     records = {record.name: record for record in source.records.values() if record.kind != "extra"}
     found = match(params_of(engine), records.values(), choice)
-    check_kinds(source, found, truths(engine))
+    check_kinds(source, found, stored_dtypes(engine))
     if not isinstance(source, Checkpoint):
         if optimizer is not None:
             raise CheckpointError(
                 "these are weights without optimizer state; leave the optimizer out: load(path, model)"
             )
         return Plan(source, found, None, None, [], {}, {})
-    own = OwnNotes(source, seat_of(engine))
+    own = OwnNotes(source, place_of(engine))
     notes, settings = None, []
     if optimizer is not None:
         notes = _optimizer_notes(source, own, optimizer)
@@ -233,7 +233,7 @@ def _optimizer_notes(source: Checkpoint, own: OwnNotes, optimizer: Optimizer) ->
 def _settings(
     params: list[nn.Parameter], found: Mapping[str, str], notes: dict[str, Any], engine: Engine, number: int
 ) -> dict[str, Any] | None:
-    """Of the saved group that has the parameters of one of ours."""
+    """The settings of the saved param group that has these parameters; None if none has."""
     names = {id(param): name for name, param in zip(engine.names, engine.params, strict=True)}
     saved = {found[names[id(param)]] for param in params if names[id(param)] in found}
     groups = [group for group in notes["groups"] if saved & set(group["names"])]
@@ -246,14 +246,14 @@ def _settings(
 
 
 def _module_notes(engine: Engine, own: OwnNotes, choice: Choice) -> dict[str, Any]:
-    """By module: what set_extra_state is to be given."""
+    """The arguments of set_extra_state, by module."""
     wanted = {key.removesuffix(EXTRA).removesuffix(".") for key in extra_states(engine.model)}
     saved = own.get(MODULES) or {}
     return {name: saved[old] for name, old in match_modules(wanted, set(saved), choice).items()}
 
 
 def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
-    fill_values(engine, plan.source, plan.found)
+    fill_parameters(engine, plan.source, plan.found)
     fill_buffers(
         persistent_buffers(engine.model), plan.source, plan.found, (plan.own.get(BUFFERS) if plan.own else None) or {}
     )
@@ -261,7 +261,7 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
     for name, value in plan.modules.items():
         modules[name].set_extra_state(value)
     if optimizer is not None and plan.notes is not None:
-        optimizer.take_notes(plan.notes, plan.settings)
+        optimizer.load_notes(plan.notes, plan.settings)
         fill_optimizer(engine, optimizer, plan.source, plan.found)
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
@@ -269,7 +269,7 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
 
 
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:
-    """Once, on rank 0: what cannot be as it was with another number of ranks."""
+    """Warns, on rank 0, about state that depends on the number of ranks and cannot be restored exactly."""
     ranks, first = engine.everyone.size, engine.comms.world.rank == 0
     if ranks > own.streams and first:
         warnings.warn(
@@ -277,8 +277,9 @@ def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:
             f"so dropout differs from any run of {own.streams} ranks",
             stacklevel=5,
         )
-    if not own.same_ranks and own.parted and first:
+    if not own.same_ranks and own.differing_names and first:
         warnings.warn(
-            f"{', '.join(own.parted)} differed between the {own.ranks} ranks that saved; all ranks now have rank 0's",
+            f"{', '.join(own.differing_names)} differed between the {own.ranks} ranks that saved; all ranks now have "
+            f"rank 0's",
             stacklevel=5,
         )

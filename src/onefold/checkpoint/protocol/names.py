@@ -1,6 +1,6 @@
-"""Which saved tensor goes to which of the model's: by name, by another name of the same tensor, or as the user says.
+"""Matches saved tensors with the model's: by name, by another name of the same tensor, or as the user maps them.
 
-Whatever is left over on either side is an error that lists it, unless it was allowed by name.
+Tensors without a match, on either side, raise an error that lists them, unless they are allowed by name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Named(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the user asked for. Patterns are names, or contain * and ?."""
+    """The arguments of load() that say which tensors to load. Patterns are names that may contain * and ?."""
 
     rename: Mapping[str, str] = field(default_factory=dict)
-    """Saved name -> the model's name; or the beginnings of names, both ending in a dot."""
+    """Saved name -> the model's name; or prefixes of names, both ending in a dot."""
 
     subset: tuple[str, ...] | None = None
     """Which of the model's tensors to load; the others stay as they are."""
@@ -55,10 +55,10 @@ def patterns(what: str, given: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def match(wanted: Iterable[Named], saved: Iterable[Named], choice: Choice) -> dict[str, str]:
-    """The model's name -> the saved name, for all that is to be loaded."""
+    """The model's name -> the saved name, of all tensors to load."""
     wanted, saved = list(wanted), list(saved)
     unused = set(choice.rename)
-    offered: dict[str, Named] = {}
+    candidates: dict[str, Named] = {}
     renamed: dict[str, Named] = {}
     for record in saved:
         for name in (record.name, *record.also):
@@ -67,13 +67,13 @@ def match(wanted: Iterable[Named], saved: Iterable[Named], choice: Choice) -> di
                 if renamed.setdefault(new, record) is not record:
                     raise CheckpointError(f"rename= maps {renamed[new].name} and {record.name} both to {new}")
             else:
-                offered[new] = record
-    offered |= renamed  # what the user says goes before what only has the name
+                candidates[new] = record
+    candidates |= renamed  # the user's mapping has precedence over equal names
     if unused:
         raise CheckpointError(f"rename= names {_some(unused)}, which the checkpoint does not have")
     every = [name for param in wanted for name in (param.name, *param.also)]
-    if vain := [p for p in choice.subset or () if not _any(every, [p])]:
-        raise CheckpointError(f"subset= names {_some(vain)}, which the model does not have")
+    if unknown := [p for p in choice.subset or () if not _any(every, [p])]:
+        raise CheckpointError(f"subset= names {_some(unknown)}, which the model does not have")
     found: dict[str, str] = {}
     taken: set[str] = set()
     missing: list[str] = []
@@ -82,7 +82,7 @@ def match(wanted: Iterable[Named], saved: Iterable[Named], choice: Choice) -> di
         names = (param.name, *param.also)
         if choice.subset is not None and not _any(names, choice.subset):
             continue
-        source = next((offered[name] for name in names if name in offered), None)
+        source = next((candidates[name] for name in names if name in candidates), None)
         if source is None:
             missing += [] if _any(names, choice.allow_missing) else [param.name]
         elif source.shape != param.shape:
@@ -91,7 +91,7 @@ def match(wanted: Iterable[Named], saved: Iterable[Named], choice: Choice) -> di
         else:
             found[param.name] = source.name
             taken.add(source.name)
-    theirs = {offered[name].name for name in choice.elsewhere & offered.keys()}
+    theirs = {candidates[name].name for name in choice.elsewhere & candidates.keys()}
     left = [r for r in saved if r.name not in taken | theirs and not _any((r.name, *r.also), choice.allow_extra)]
     tied = {name for param in wanted for name in param.also}
     apart = [record.name for record in left if record.name in tied]
@@ -113,11 +113,11 @@ def match(wanted: Iterable[Named], saved: Iterable[Named], choice: Choice) -> di
 
 
 def match_modules(wanted: set[str], saved: set[str], choice: Choice) -> dict[str, str]:
-    """The model's module -> the saved one, for all whose extra state is to be loaded."""
+    """The model's module -> the saved module, of all whose extra state is to be loaded."""
     became = {name: _renamed(f"{name}.", choice.rename, set()).removesuffix(".") for name in saved if name}
-    offered = {name: name for name in saved if became.get(name, name) == name}
-    offered |= {new: name for name, new in became.items() if new != name}
-    found = {name: offered[name] for name in wanted & offered.keys()}
+    candidates = {name: name for name in saved if became.get(name, name) == name}
+    candidates |= {new: name for name, new in became.items() if new != name}
+    found = {name: candidates[name] for name in wanted & candidates.keys()}
     for what, names, allowed in (
         ("missing", wanted - found.keys(), choice.allow_missing),
         ("left over", saved - set(found.values()), choice.allow_extra),
@@ -131,7 +131,7 @@ def match_modules(wanted: set[str], saved: set[str], choice: Choice) -> dict[str
 
 
 def extra_name(module: str) -> str:
-    """What a state dict calls a module's extra state."""
+    """The key of a module's extra state in a state dict."""
     return f"{module}.{EXTRA}" if module else EXTRA
 
 

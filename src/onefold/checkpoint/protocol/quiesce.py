@@ -1,4 +1,4 @@
-"""Before save() and load(): nothing of the model is in flight, and ranks have a group of their own to talk over."""
+"""Quiesces a model before a save or load, and marks it broken while a load is replacing its state."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from onefold.runtime.refusals import Call, Situation
 from onefold.settings.placement import Scope
 from onefold.state.edits import Author
 
-TIMEOUT_S = 24 * 3600.0  # a disk may be slow; a peer that has ended is noticed at once
+TIMEOUT_S = 24 * 3600.0  # disks may be slow; the end of a peer is noticed at once
 
 
-def aside(engine: Engine) -> Comm:
-    """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
-    return engine.aside(TIMEOUT_S)
+def background_comm(engine: Engine) -> Comm:
+    """A communicator of all ranks over a group of its own, for messages that may take long or come from another
+    thread. The first call is collective."""
+    return engine.background_comm(TIMEOUT_S)
 
 
-def quiesce(engine: Engine, call: Call) -> None:
-    """Wait until nothing is in flight, so that save() may read all values, or load() replace them, as one state."""
+def check_and_quiesce(engine: Engine, call: Call) -> None:
+    """Raises if the model is in the middle of a step; then waits until nothing is in flight, so that all state can be
+    read or replaced."""
     engine.check(call)
     if call is Call.LOAD:
         engine.updates.abandon()
@@ -25,20 +27,20 @@ def quiesce(engine: Engine, call: Call) -> None:
 
 
 def begin_load(engine: Engine) -> None:
-    """Every value is about to be replaced: drop gradients of old values, and release unsharded parameters."""
+    """Drops gradients and unsharded parameters before all state is replaced, and marks the model broken until then."""
     engine.mark_broken(Situation.LOAD_FAILED)
     engine.drop_gradients()
     engine.unsharding.gathers.catch_up()
-    engine.unsharding.release_all()
+    engine.unsharding.reshard_all()
 
 
 def end_load(engine: Engine) -> None:
-    """Each rank has new values of its shards: gather replicated parameters, and note that a load wrote all."""
+    """All-gathers replicated parameters after each rank has loaded the elements it owns, and records the writes."""
     owners = [u for u in engine.units if u.placement.optimizer is Scope.SHARDED]
     gathers = [u.flat_params.gather_updated() for u in owners if u.placement.parameters is Scope.REPLICATED]
     for pending in gathers:
         pending.wait()
     for unit in engine.all_units:
-        unit.edits.ours(Author.LOAD)
+        unit.edits.record_own_write(Author.LOAD)
     engine.comm.meter.cut()
     engine.mark_repaired()

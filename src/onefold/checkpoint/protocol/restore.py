@@ -1,7 +1,7 @@
-"""Filling a sharded model and its optimizer, whatever its stage, precision and number of ranks, from named ranges.
+"""Fills a sharded model and its optimizer from a checkpoint of any stage, precision and number of ranks.
 
-Each rank reads the elements that its master and its optimizer state hold, and no others; where values are whole and the
-optimizer is sharded, the rest arrives by the gather that follows every update.
+Each rank reads the elements of its master and its optimizer state, and no others; replicated parameters whose optimizer
+is sharded are completed by the same all-gather that follows every update.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from torch import Tensor
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
 from onefold.checkpoint.format.notes import decode_single
 from onefold.checkpoint.format.order import Order
-from onefold.checkpoint.format.reading import Source, read_laid
+from onefold.checkpoint.format.reading import Source, read_in_order
 from onefold.checkpoint.protocol.state import Param, params_of, pieces
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError
-from onefold.model.dtensor_shards import held
+from onefold.model.dtensor_shards import local_tensor
 from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
-from onefold.optim.optimizer_state import NewState, take_states
+from onefold.optim.optimizer_state import NewState, load_states
 from onefold.runtime.engine import Engine
 from onefold.state.rounding import narrow
 
-CHUNK_BYTES = 64 << 20  # of host memory at a time; a range is read together with what shares its digests
+CHUNK_BYTES = 64 << 20  # of host memory at a time; all bytes of a digest are read together
 
 
 def chunks(source: Source, name: str, state: str, order: Order, elements: Span) -> Iterator[tuple[Span, Tensor]]:
-    """Elements of a parameter, counted in this order, some at a time, on the host, in their saved dtype."""
+    """Elements of a parameter, numbered in this order, chunk by chunk: their span and a host tensor in the saved
+    dtype."""
     record = source.records[name]
     dtype = record.dtype(state)
-    together = not record.order.same(order)  # then each call would read all of it
+    together = not record.order.same(order)  # then each read_in_order would read all of it
     scratch = torch.empty(0, dtype=dtype)
     for span in [elements] if together else pieces(elements, CHUNK_BYTES // dtype.itemsize):
         scratch = scratch if scratch.numel() >= span.numel else torch.empty(span.numel, dtype=dtype)
-        read_laid(source, name, order, span, scratch[: span.numel], state)
+        read_in_order(source, name, order, span, scratch[: span.numel], state)
         yield span, scratch[: span.numel]
 
 
 def check_kinds(source: Source, found: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> None:
-    """What is complex does not fit into a real tensor, nor a fraction into a whole number."""
+    """Raises if a saved tensor cannot be cast to the model's: complex to real, or floating to integer."""
     for name, saved in found.items():
         for state in source.records[saved].states:
             dtype = source.records[saved].dtype(state)
@@ -53,7 +54,7 @@ def check_kinds(source: Source, found: Mapping[str, str], dtypes: Mapping[str, t
 
 
 def check_fits(name: str, values: Tensor, dtype: torch.dtype) -> None:
-    """No number becomes infinite, nor another one."""
+    """Raises if a cast would make a finite number infinite, or change an integer."""
     if _range(dtype) >= _range(values.dtype):
         return
     made = values.to(dtype)
@@ -72,8 +73,8 @@ def _range(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
-def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> None:
-    """Parameters; `found` gives the saved name of each that is to be loaded."""
+def fill_parameters(engine: Engine, source: Source, found: Mapping[str, str]) -> None:
+    """Fills parameters and their masters; `found` has the saved name of each parameter to load."""
     params = {param.name: param for param in params_of(engine)}
     for unit in engine.all_units:
         for slot in unit.layout.slots:
@@ -84,8 +85,8 @@ def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> Non
                 with unit.state_in_memory(write=True):
                     for span, values in chunks(source, found[slot.name], VALUE, order, elements):
                         check_fits(slot.name, values, unit.dtypes.compute)
-                        unit.master.take(span.shift(start), values.to(unit.pool.device))
-    for name, param in ((name, held(param)) for name, param in engine.frozen):
+                        unit.master.write_both(span.shift(start), values.to(unit.pool.device))
+    for name, param in ((name, local_tensor(param)) for name, param in engine.frozen):
         if name in found and param.numel():
             flat = torch.empty_strided(param.shape, dense_stride(param), dtype=param.dtype, device=param.device)
             line, base = flat.as_strided((param.numel(),), (1,)), params[name].base
@@ -99,7 +100,7 @@ def fill_values(engine: Engine, source: Source, found: Mapping[str, str]) -> Non
 def fill_buffers(
     buffers: Mapping[str, Tensor], source: Source, found: Mapping[str, str], own: Mapping[str, Tensor]
 ) -> None:
-    """This rank's own where it had its own."""
+    """Fills buffers: from this rank's own notes where it has them, else from the checkpoint."""
     for name, buffer in buffers.items():
         if name in found:
             record = source.records[found[name]]
@@ -113,7 +114,7 @@ def fill_buffers(
 
 
 def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: Mapping[str, str]) -> None:
-    """The state of every parameter that was loaded; one that had none has none."""
+    """Loads the optimizer state of every parameter in `found`; a parameter without saved state gets none."""
     params = {param.name: param for param in params_of(engine)}
     for by_unit in optimizer.by_unit:
         new = {
@@ -121,7 +122,7 @@ def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: 
             for index, slot in enumerate(by_unit.unit.layout.slots)
             if slot.name in found
         }
-        take_states(by_unit, new, optimizer.param_groups)
+        load_states(by_unit, new, optimizer.param_groups)
 
 
 def _new_state(source: Source, record: ParamRecord, param: Param) -> NewState:

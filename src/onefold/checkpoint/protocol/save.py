@@ -1,9 +1,9 @@
-"""Saving: every rank writes what it answers for, rank 0 puts the manifest together and commits.
+"""Saves a checkpoint: every rank writes the elements it owns, rank 0 merges the manifest and commits.
 
-1 Look, on the calling thread: what this rank holds; for a save in the background, copy it to host memory, if all ranks
-have room for that.
-2 Rank 0 begins. 3 Each rank streams its file and flushes it. 4 Tables of contents go to rank 0, which commits.
-Steps 2 to 4 talk over a group of their own, and each ends with all ranks well, or all raising the same error.
+1 On the calling thread: describe what this rank owns; for a save in the background, copy it to host memory, if all
+ranks have room for that.
+2 Rank 0 begins. 3 Each rank writes and flushes its file. 4 Rank 0 collects what each file holds, and commits.
+Steps 2 to 4 communicate over a group of their own; in each, if one rank fails, all raise the same error.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.format.folder import step_name
-from onefold.checkpoint.format.manifest import Manifest, ParamRecord, block_of, file_name, part_to_json, put_together
+from onefold.checkpoint.format.manifest import (
+    Manifest,
+    ParamRecord,
+    block_of,
+    file_name,
+    merge_rank_parts,
+    rank_part_to_json,
+)
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import write_tensors
 from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
-from onefold.checkpoint.protocol.quiesce import aside, quiesce
-from onefold.checkpoint.protocol.stages import StageContents, joined_groups, part_of
-from onefold.checkpoint.protocol.state import Held, hold, on_host, vector
+from onefold.checkpoint.protocol.quiesce import background_comm, check_and_quiesce
+from onefold.checkpoint.protocol.stages import StageContents, joined_groups, stage_contents
+from onefold.checkpoint.protocol.state import OwnedElements, on_host, rank_contents, vector
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
 from onefold.comm.communicator import Comm
 from onefold.errors import CheckpointError, ConfigError
@@ -41,29 +48,29 @@ from onefold.runtime.refusals import Call
 from onefold.version import VERSION
 
 LOG = logging.getLogger("onefold")
-ALIGN = 64  # bytes: any dtype may lie there
-LAST_STEP = 10**18 - 1  # what a folder's name holds
+ALIGN = 64  # bytes: a multiple of every dtype's itemsize
+LAST_STEP = 10**18 - 1  # that fits into a folder's name
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a save needs; nothing of the model, if it is a copy."""
+    """All that a save needs; in the background it refers to copies, not to the model."""
 
     comm: Comm
     storage: Storage
     run: Path
     step: int
     keep: int | None
-    held: Sequence[Held]
+    owned: Sequence[OwnedElements]
     records: Sequence[ParamRecord]
     own: dict[str, Note]
     optimizer: Note | None
     about: dict[str, Any]
-    device: torch.device  # where `held` lies
+    device: torch.device  # where `owned` lies
 
 
-class Asked(NamedTuple):
-    """What the user wants."""
+class SaveRequest(NamedTuple):
+    """The arguments of save()."""
 
     run: Path
     optimizer: Optimizer | None
@@ -116,22 +123,22 @@ def save_on(
     keep: int | None = None,
     wait: bool = True,
 ) -> Path:
-    """As `save`, on a storage of the caller's."""
+    """save() with a given Storage."""
     engine = engine_of(model)
-    comm = aside(engine)
+    comm = background_comm(engine)
     WORKER.finish()
     jobs: list[Job] = []
 
-    def look() -> list[Any]:
-        job = _job(engine, comm, storage, Asked(Path(folder).absolute(), optimizer, extra, step, keep, wait))
+    def describe() -> list[Any]:
+        job = _job(engine, comm, storage, SaveRequest(Path(folder).absolute(), optimizer, extra, step, keep, wait))
         jobs.append(job)
-        return [[job.step, job.keep, optimizer is not None], part_of(engine, optimizer), wait or _fits(job)]
+        return [[job.step, job.keep, optimizer is not None], stage_contents(engine, optimizer), wait or _fits(job)]
 
     try:
-        told = attempt(comm, look)
-        check_same(comm, [row[0] for row in told], "saves", "step, keep, whether an optimizer is given")
-        groups = attempt(comm, lambda: joined_groups([StageContents(*row[1]) for row in told]))[0]
-        wait = wait or not all(row[2] for row in told)
+        answers = attempt(comm, describe)
+        check_same(comm, [row[0] for row in answers], "saves", "step, keep, whether an optimizer is given")
+        groups = attempt(comm, lambda: joined_groups([StageContents(*row[1]) for row in answers]))[0]
+        wait = wait or not all(row[2] for row in answers)
         if not wait:
             attempt(comm, lambda: jobs.append(_copied(jobs.pop())))
         job = jobs[0]
@@ -145,18 +152,18 @@ def save_on(
             WORKER.start(lambda: write(job))
         return job.run / step_name(job.step)
     finally:
-        engine.tiers.turn_to(None)
+        engine.tiers.load_for_reading(None)
 
 
 @torch.no_grad()
-def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
-    optimizer = asked.optimizer
+def _job(engine: Engine, comm: Comm, storage: Storage, request: SaveRequest) -> Job:
+    optimizer = request.optimizer
     check_optimizer(engine, optimizer)
-    step = _check(asked)
-    quiesce(engine, Call.SAVE)
-    holding = hold(engine, optimizer)
+    step = _check(request)
+    check_and_quiesce(engine, Call.SAVE)
+    contents = rank_contents(engine, optimizer)
     settings = engine.resolved.settings
-    own = notes_of(engine.model, asked.extra, engine.device, copy=not asked.wait)
+    own = notes_of(engine.model, request.extra, engine.device, copy=not request.wait)
     about = {
         "stage": settings.stage, "precision": str(engine.resolved.precision), "settings": settings.describe(),
         "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.accumulating.wide_sums,
@@ -164,12 +171,14 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
         "python": platform.python_version(),
     }  # fmt: skip
     device = engine.device
-    return Job(comm, storage, asked.run, step, asked.keep, holding.held, holding.records, own, None, about, device)
+    return Job(
+        comm, storage, request.run, step, request.keep, contents.owned, contents.records, own, None, about, device
+    )
 
 
 def _fits(job: Job) -> bool:
-    """Whether host memory has room for a copy of what this rank holds."""
-    needed, found = sum(one.bytes for one in job.held) - WORKER.kept, host_share()
+    """Whether host memory has room for a copy of what this rank owns."""
+    needed, found = sum(one.bytes for one in job.owned) - WORKER.kept, host_share()
     if needed > found:
         LOG.warning(
             "rank %d: a copy of its state needs %s more of host memory, of which it may take %s: the checkpoint is "
@@ -181,16 +190,16 @@ def _fits(job: Job) -> bool:
 
 @torch.no_grad()
 def _copied(job: Job) -> Job:
-    return replace(job, held=staged(job.held, job.device), device=torch.device("cpu"))
+    return replace(job, owned=staged(job.owned, job.device), device=torch.device("cpu"))
 
 
-def _check(asked: Asked) -> int:
-    """The step that the checkpoint is of."""
-    step, keep = asked.step, asked.keep
-    if step is None and asked.optimizer is None:
+def _check(request: SaveRequest) -> int:
+    """The step of the checkpoint; raises for invalid arguments."""
+    step, keep = request.step, request.keep
+    if step is None and request.optimizer is None:
         raise ConfigError("nothing counts steps without an optimizer: give save(step=…)")
-    if step is None and asked.optimizer is not None:
-        step = asked.optimizer.steps + asked.optimizer.skipped  # else a save after a skipped step would be refused
+    if step is None and request.optimizer is not None:
+        step = request.optimizer.steps + request.optimizer.skipped  # else a save after a skipped step would be refused
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ConfigError(f"step={step!r} is not a whole number of at least 0")
     if keep is not None and (type(keep) is not int or keep < 1):
@@ -205,19 +214,19 @@ def check_optimizer(engine: Engine, optimizer: Any) -> None:
         )
 
 
-def staged(held: Sequence[Held], device: torch.device) -> list[Held]:
-    """The same, copied to host memory that is kept between saves."""
+def staged(owned: Sequence[OwnedElements], device: torch.device) -> list[OwnedElements]:
+    """What this rank owns, copied to host memory that is kept between saves."""
     cuda = device.type == "cuda"
-    starts = list(accumulate((-(-one.bytes // ALIGN) * ALIGN for one in held), initial=0))
+    starts = list(accumulate((-(-one.bytes // ALIGN) * ALIGN for one in owned), initial=0))
     memory = WORKER.memory(starts[-1], pinned=cuda)
     copies = []
-    for one, start in zip(held, starts):
+    for one, start in zip(owned, starts):
         flat = memory[start : start + one.bytes].view(one.dtype)
         copies.append(vector(one.name, one.state, one.elements, flat))
         for span in one.spans():
             there = flat[span.start - one.elements.start : span.stop - one.elements.start]
             elsewhere = cuda and not one.on_host
-            part = one.look(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
+            part = one.read(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
             if part.data_ptr() != there.data_ptr():
                 there.copy_(part, non_blocking=cuda)
     if cuda:
@@ -226,17 +235,19 @@ def staged(held: Sequence[Held], device: torch.device) -> list[Held]:
 
 
 def write(job: Job) -> Path:
-    """Steps 2 to 4. Collective, on any thread."""
+    """Steps 2 to 4 of a save. Collective, on any thread."""
     comm, rank = job.comm, job.comm.rank
 
     def start() -> list[Any]:
         draft = begin(job.storage, job.run, job.step) if rank == 0 else None
         return [draft.folder.name if draft else None, {name: one.digest() for name, one in job.own.items()}]
 
-    told = attempt(comm, start)
-    draft = Draft(job.run, job.step, job.run / told[0][0])  # by name: it may be mounted elsewhere here
+    answers = attempt(comm, start)
+    draft = Draft(
+        job.run, job.step, job.run / answers[0][0]
+    )  # by its name only: ranks may mount the folder at different paths
     try:
-        return _fill(job, draft, [row[1] for row in told])
+        return _fill(job, draft, [row[1] for row in answers])
     except Exception:
         if rank == 0:
             with suppress(Exception):  # the next save tries again
@@ -248,28 +259,28 @@ def _fill(job: Job, draft: Draft, digests: list[dict[str, str]]) -> Path:
     comm, rank = job.comm, job.comm.rank
     own = differing(job.own, rank, digests)
     notes = [*own.values(), *([job.optimizer] if job.optimizer and rank == 0 else [])]
-    held = [*job.held, *(one for n in notes for one in n.held(rank) if one.elements.numel)]
+    owned = [*job.owned, *(one for n in notes for one in n.owned(rank) if one.elements.numel)]
     records = [*job.records, *(record for n in notes for record in n.records(rank))]
     parts: list[str] = []
 
     def write_mine() -> None:
         by_name = {record.name: record for record in records}
-        entries = [one.entry for one in held]
+        entries = [one.entry for one in owned]
         blocks = [block_of(entry, by_name[entry.name]) for entry in entries]
-        written = write_tensors(job.storage, draft.folder / file_name(rank), blocks, on_host(held, job.device))
-        parts.append(part_to_json(written, entries, records))
+        written = write_tensors(job.storage, draft.folder / file_name(rank), blocks, on_host(owned, job.device))
+        parts.append(rank_part_to_json(written, entries, records))
 
     attempt(comm, write_mine)
-    told = {name: one.json for name, one in own.items() if rank or name != EXTRA_NOTE}
-    mine = json.dumps([parts[0], told]).encode()
-    rows = [json.loads(row) for row in comm.collect(mine, CHECKPOINT)]
+    answers = {name: one.json for name, one in own.items() if rank or name != EXTRA_NOTE}
+    mine = json.dumps([parts[0], answers]).encode()
+    rows = [json.loads(row) for row in comm.gather_to_first(mine, CHECKPOINT)]
 
     def commit_all() -> None:
         if rank == 0:
             about = {**job.about, "own": [row[1] for row in rows]}
             optimizer = {"notes": job.optimizer.json} if job.optimizer else None
             bare = Manifest(job.step, comm.size, (), (), (), about, optimizer, job.own[EXTRA_NOTE].json)
-            commit(job.storage, draft, put_together([row[0] for row in rows], bare))
+            commit(job.storage, draft, merge_rank_parts([row[0] for row in rows], bare))
 
     attempt(comm, commit_all)
     final = job.run / step_name(job.step)

@@ -1,7 +1,7 @@
-"""A model that a pipeline has cut into stages, in one checkpoint: each stage brings its part, under the whole's names.
+"""The stages of a pipeline in one checkpoint: each stage saves its part under the full model's names.
 
-Names must tell the parts from each other; only what is tied across stages is in two of them. Param groups have the same
-settings in all stages, and in the checkpoint the parameters of all.
+Names must differ between stages, except those of tied parameters. Param groups have the same settings in all stages,
+and in the checkpoint the parameters of all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onefold.runtime.engine import Engine
 
 
 class StageContents(NamedTuple):
-    """What one rank's stage holds. As JSON carries it."""
+    """The parameters and param groups of one rank's stage, exchanged as JSON."""
 
     stage: int
     names: list[str]
@@ -24,7 +24,7 @@ class StageContents(NamedTuple):
     groups: list[list[str]]  # names of each param group
 
 
-def part_of(engine: Engine, optimizer: Optimizer | None) -> StageContents:
+def stage_contents(engine: Engine, optimizer: Optimizer | None) -> StageContents:
     names = [name for param in params_of(engine) for name in (param.name, *param.also)]
     tied = list(engine.tied.names)
     groups = [group["names"] for group in optimizer.notes()["groups"]] if optimizer is not None else []
@@ -32,7 +32,7 @@ def part_of(engine: Engine, optimizer: Optimizer | None) -> StageContents:
 
 
 def joined_groups(parts: Sequence[StageContents]) -> list[list[str]]:
-    """The names of each param group over all stages; raises where names clash."""
+    """The names in each param group over all stages; raises if two stages use one name."""
     stages = {part.stage: part for part in parts}
     owner: dict[str, StageContents] = {}
     for part in stages.values():
@@ -50,7 +50,7 @@ def joined_groups(parts: Sequence[StageContents]) -> list[list[str]]:
     return [list(dict.fromkeys(name for names in row for name in names)) for row in rows]
 
 
-def elsewhere(parts: Sequence[StageContents], stage: int) -> frozenset[str]:
-    """Names that only other stages hold."""
+def names_elsewhere(parts: Sequence[StageContents], stage: int) -> frozenset[str]:
+    """Names of parameters that only other stages have."""
     others = {name for part in parts if part.stage != stage for name in part.names}
     return frozenset(others.difference(*(part.names for part in parts if part.stage == stage)))

@@ -1,10 +1,10 @@
-"""What a sharded model and its optimizer hold, as named ranges: the same at every stage and for every master.
+"""What one rank saves of a sharded model and its optimizer, as named element ranges: the same at every stage.
 
-The truth of a trained parameter is its master: fp32 (or fp64) values, whatever holds them; 16-bit copies are rounded
-from it, so they are not kept. Frozen parameters and buffers are themselves. The optimizer's state is vectors, by
-element range like the values, and single values (step counts) per parameter. A rank answers for the elements that
-its shard of the layout holds, also where it has all of them; of replicas, the first does. Of a parameter that is split
-over "tp" each rank there has a part of the elements; of all others the first rank answers.
+Of a trained parameter the master is saved: fp32 (or fp64) values; 16-bit parameters are rounded from it, so they are
+not saved. Frozen parameters and buffers are saved as they are. Optimizer state is vectors, saved by element range, and
+single values (step counts), saved per parameter. A rank saves the elements in its shard of the layout, also where
+parameters are replicated; of replicas, the first one saves. Of a parameter split over "tp" each rank saves its part; of
+all others the first rank of "tp" does.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 
 from onefold.checkpoint.format.manifest import VALUE, Entry, ParamRecord
 from onefold.checkpoint.format.notes import encode_single
-from onefold.checkpoint.format.order import Order, nested_stride, rows_of
+from onefold.checkpoint.format.order import Order, contiguous_order, nested_stride
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES
 from onefold.cost.layout import Span, UnitLayout
 from onefold.errors import CheckpointError
-from onefold.model.dtensor_shards import held as local
+from onefold.model.dtensor_shards import local_tensor as local
 from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
-from onefold.optim.optimizer_state import SlotState, states_of
+from onefold.optim.optimizer_state import ParamState, states_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.full_parameters import check_part, persistent_buffers
+from onefold.runtime.full_parameters import check_split_dim, persistent_buffers
 from onefold.state.unit import Unit
 from onefold.state.views import FlatViews
 
 CHUNK_BYTES = 16 << 20  # of host memory at a time
 
-Look = Callable[[Span, Tensor], Tensor]  # (elements of a parameter, scratch for them) -> their values, where they lie
+Reader = Callable[[Span, Tensor], Tensor]  # (elements of a parameter, scratch) -> their values
 
 
 def pieces(elements: Span, step: int) -> Iterator[Span]:
@@ -40,22 +40,22 @@ def pieces(elements: Span, step: int) -> Iterator[Span]:
         yield Span(start, min(start + step, elements.stop))
 
 
-class Held(NamedTuple):
-    """Some elements of one state of one tensor, which this rank answers for."""
+class OwnedElements(NamedTuple):
+    """Some elements of one state of one tensor, which this rank saves."""
 
     name: str
     state: str
     elements: Span  # in memory order
     dtype: torch.dtype
-    look: Look
-    on_host: bool = False  # they lie on the host, and so must the scratch
+    read: Reader
+    on_host: bool = False  # the elements are on the host, and the scratch must be too
 
     @property
     def bytes(self) -> int:
         return self.elements.numel * self.dtype.itemsize
 
     def spans(self) -> Iterator[Span]:
-        """The elements, so many at a time as fit a chunk."""
+        """The elements, cut into spans of at most CHUNK_BYTES."""
         return pieces(self.elements, CHUNK_BYTES // self.dtype.itemsize)
 
     @property
@@ -70,7 +70,7 @@ class Param(NamedTuple):
     also: tuple[str, ...]  # other names of the same tensor
     kind: str
     order: Order
-    base: int = 0  # the number of the first element that is here
+    base: int = 0  # the number of this rank's first element, if it is split over "tp"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,65 +82,65 @@ class Param(NamedTuple):
         return ParamRecord(self.name, self.kind, shape, stride, named, scalars, self.also, dim, bounds)
 
 
-class Holding(NamedTuple):
-    """All that one rank answers for."""
+class RankContents(NamedTuple):
+    """All that one rank saves."""
 
-    held: list[Held]
-    records: list[ParamRecord]  # of what it holds a part of; rank 0 also of what has no elements
+    owned: list[OwnedElements]
+    records: list[ParamRecord]  # of the tensors of which it saves elements; rank 0 also of empty tensors
 
 
-def hold(engine: Engine, optimizer: Optimizer | None) -> Holding:
-    """Look at everything; copy nothing."""
-    held: list[Held] = []
+def rank_contents(engine: Engine, optimizer: Optimizer | None) -> RankContents:
+    """What this rank saves; nothing is copied yet."""
+    owned: list[OwnedElements] = []
     scalars: dict[str, dict[str, Any]] = {}
     every = params_of(engine)
     base = {param.name: param.base for param in every}
     if engine.comms.replica.rank == 0:
-        held += (one for one in _values(engine, base) if _answers(engine, one.name))
+        owned += (one for one in _values(engine, base) if _saves(engine, one.name))
         for by_unit in optimizer.by_unit if optimizer is not None else ():
             for state in states_of(by_unit, by_unit.unit.mine):
                 name = by_unit.unit.layout.slots[state.slot].name
-                if not _answers(engine, name):
+                if not _saves(engine, name):
                     continue
                 scalars[name] = {key: encode_single(value, f"{name}: {key}") for key, value in state.singles.items()}
                 elements = state.elements.shift(base[name])
                 for key, flat in state.vectors.items():
-                    look = _look_at_state(by_unit.unit, state, key, elements)
-                    held.append(Held(name, key, elements, flat.dtype, look, by_unit.unit.updated_on_host))
+                    read = _state_reader(by_unit.unit, state, key, elements)
+                    owned.append(OwnedElements(name, key, elements, flat.dtype, read, by_unit.unit.updated_on_host))
     first = engine.everyone.rank == engine.comms.tp.rank == 0
     if first:
-        held += [hold_tensor(name, buffer) for name, buffer in persistent_buffers(engine.model).items()]
+        owned += [own_tensor(name, buffer) for name, buffer in persistent_buffers(engine.model).items()]
     states: dict[str, dict[str, torch.dtype]] = {}
-    for one in held:
+    for one in owned:
         states.setdefault(one.name, {})[one.state] = one.dtype
     params = [p for p in every if p.name in states or (first and 0 in p.shape)]
-    dtypes = truths(engine)
+    dtypes = stored_dtypes(engine)
     records = [p.record(states.get(p.name, {VALUE: dtypes[p.name]}), scalars.get(p.name, {})) for p in params]
-    return Holding([one for one in held if one.elements.numel], records)
+    return RankContents([one for one in owned if one.elements.numel], records)
 
 
-def _look_at_state(unit: Unit, state: SlotState, key: str, elements: Span) -> Look:
-    def look(span: Span, scratch: Tensor) -> Tensor:
+def _state_reader(unit: Unit, state: ParamState, key: str, elements: Span) -> Reader:
+    def read(span: Span, scratch: Tensor) -> Tensor:
         unit.keep_state_in_memory()
-        return state.look(key)[span.start - elements.start : span.stop - elements.start]
+        return state.read(key)[span.start - elements.start : span.stop - elements.start]
 
-    return look
+    return read
 
 
-def _answers(engine: Engine, name: str) -> bool:
-    if not engine.tied.speaks_for(name):
-        return False  # the other end of a pipeline does
+def _saves(engine: Engine, name: str) -> bool:
+    if not engine.tied.saves(name):
+        return False  # the other pipeline stage that has it does
     return name in engine.resolved.tensor_shards or engine.comms.tp.rank == 0
 
 
-def truths(engine: Engine) -> dict[str, torch.dtype]:
-    """The dtype in which each parameter and buffer is kept."""
+def stored_dtypes(engine: Engine) -> dict[str, torch.dtype]:
+    """The dtype in which each parameter and buffer is saved: of a trained parameter, its master's."""
     found = {name: tensor.dtype for name, tensor in [*engine.frozen, *persistent_buffers(engine.model).items()]}
     return found | {slot.name: unit.master.dtype for unit in engine.all_units for slot in unit.layout.slots}
 
 
 def params_of(engine: Engine) -> list[Param]:
-    """Every parameter under its first name, then every buffer. The same on all ranks."""
+    """Every parameter by its first name, then every buffer; in the same order on all ranks."""
     names: dict[int, list[str]] = {}
     for name, param in engine.model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -153,13 +153,13 @@ def params_of(engine: Engine) -> list[Param]:
         order, base = _order(engine, name, tuple(local(param).shape), stride)
         found.append(Param(name, also, "trained" if name in trained else "frozen", order, base))
     for name, buffer in persistent_buffers(engine.model).items():
-        found.append(Param(name, (), "buffer", rows_of(buffer.shape)))
+        found.append(Param(name, (), "buffer", contiguous_order(buffer.shape)))
     return found
 
 
 def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Order, int]:
-    """How the whole of a parameter is stored, and where in it this rank's part begins."""
-    check_part(engine, name, "a checkpoint")
+    """The stored element order of a full parameter, and the number of this rank's first element in it."""
+    check_split_dim(engine, name, "a checkpoint")
     part = engine.resolved.tensor_shards.get(name)
     if part is None:
         return Order(shape, stride), 0
@@ -167,7 +167,7 @@ def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int,
     return order, part.start * order.row_numel
 
 
-def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[Held]:
+def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[OwnedElements]:
     units = {unit.name: unit for unit in engine.all_units}
     frozen = dict(engine.frozen)
     for layout in (spec.layout for spec in engine.resolved.units):
@@ -177,20 +177,22 @@ def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[Held]:
             yield from _whole(layout, engine.comm.rank, frozen, base)
 
 
-def _in_unit(unit: Unit, layout: UnitLayout, rank: int, base: Mapping[str, int]) -> Iterator[Held]:
+def _in_unit(unit: Unit, layout: UnitLayout, rank: int, base: Mapping[str, int]) -> Iterator[OwnedElements]:
     for piece in layout.pieces(rank):
         elements = piece.elements.shift(base[piece.name])
         start = unit.mine.start + piece.offset - elements.start  # of element 0, in the unit
 
-        def look(elements: Span, scratch: Tensor, start: int = start) -> Tensor:
+        def read(elements: Span, scratch: Tensor, start: int = start) -> Tensor:
             unit.keep_state_in_memory()
-            return unit.master.look(elements.shift(start), scratch)
+            return unit.master.view(elements.shift(start), scratch)
 
-        yield Held(piece.name, VALUE, elements, unit.master.dtype, look, unit.updated_on_host)
+        yield OwnedElements(piece.name, VALUE, elements, unit.master.dtype, read, unit.updated_on_host)
 
 
-def _whole(layout: UnitLayout, rank: int, params: dict[str, nn.Parameter], base: Mapping[str, int]) -> Iterator[Held]:
-    """Frozen parameters that every rank has whole."""
+def _whole(
+    layout: UnitLayout, rank: int, params: dict[str, nn.Parameter], base: Mapping[str, int]
+) -> Iterator[OwnedElements]:
+    """Elements of frozen parameters that are replicated."""
     members = [params[slot.name] for slot in layout.slots]
     index = {slot.name: i for i, slot in enumerate(layout.slots)}
     for piece in layout.pieces(rank):
@@ -200,37 +202,37 @@ def _whole(layout: UnitLayout, rank: int, params: dict[str, nn.Parameter], base:
         yield vector(piece.name, VALUE, piece.elements.shift(base[piece.name]), here)
 
 
-def vector(name: str, state: str, elements: Span, flat: Tensor) -> Held:
-    """A flat tensor that holds just these elements."""
+def vector(name: str, state: str, elements: Span, flat: Tensor) -> OwnedElements:
+    """Elements that are in a 1-D tensor of their own."""
 
-    def look(span: Span, scratch: Tensor) -> Tensor:
+    def read(span: Span, scratch: Tensor) -> Tensor:
         return flat[span.start - elements.start : span.stop - elements.start]
 
-    return Held(name, state, elements, flat.dtype, look)
+    return OwnedElements(name, state, elements, flat.dtype, read)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor whose memory holds its values row by row: no lazy conjugate or negative, no gaps."""
+    """A contiguous tensor of the same values, without lazy conjugation or negation."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def hold_tensor(name: str, tensor: Tensor) -> Held:
-    """All of a tensor, as if it were contiguous."""
+def own_tensor(name: str, tensor: Tensor) -> OwnedElements:
+    """All elements of a tensor, in row-major order."""
     if tensor.dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name} is {tensor.dtype}, which safetensors cannot hold; convert it first")
     return vector(name, VALUE, Span(0, tensor.numel()), plain(tensor).view(-1))
 
 
-def on_host(held: Sequence[Held], device: torch.device) -> Iterator[Tensor]:
-    """All elements in order, on the host, in chunks; each may be scratch that the next one overwrites."""
+def on_host(owned: Sequence[OwnedElements], device: torch.device) -> Iterator[Tensor]:
+    """All elements in order as chunks in host memory; a chunk may be overwritten when the next one is requested."""
     scratch: dict[tuple[torch.dtype, bool], Tensor] = {}
-    landing = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
-    for one in held:
+    pinned = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) if device.type == "cuda" else None
+    for one in owned:
         kind, where = (one.dtype, one.on_host), "cpu" if one.on_host else device
         if kind not in scratch:
             scratch[kind] = torch.empty(CHUNK_BYTES // one.dtype.itemsize, dtype=one.dtype, device=where)
         for span in one.spans():
-            part = one.look(span, scratch[kind])
-            if landing is not None and part.device.type != "cpu":
-                part = landing[: part.nbytes].view(part.dtype).copy_(part)
+            part = one.read(span, scratch[kind])
+            if pinned is not None and part.device.type != "cpu":
+                part = pinned[: part.nbytes].view(part.dtype).copy_(part)
             yield part

@@ -1,4 +1,4 @@
-"""Steps that all ranks take or none: where one fails, every rank raises the same error with the same words."""
+"""Steps of a save or load that succeed on all ranks or on none: if one fails, every rank raises the same error."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ CHECKPOINT = Label("checkpoint", "the state")
 
 
 def attempt(comm: Comm, work: Callable[[], Any]) -> list[Any]:
-    """What `work` gives on each rank, as JSON carries it. If it raises anywhere, all raise what the first rank did."""
+    """Runs `work` on each rank, and returns the results of all, through JSON. If it raises on some rank, all ranks
+    raise the error of the first of them. Collective."""
     cause: Exception | None = None
     said: dict[str, Any] = {}
     try:
         said = {"value": work()}
         blob = json.dumps(said).encode()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # all ranks raise it
         cause, blob = error, json.dumps({"error": [type(error).__name__, str(error)]}).encode()
     rows = [json.loads(row) for row in comm.exchange(blob, CHECKPOINT)]
     failed = next((rank for rank, row in enumerate(rows) if "error" in row), None)
@@ -32,7 +33,7 @@ def attempt(comm: Comm, work: Callable[[], Any]) -> list[Any]:
 
 
 def _same(name: str, message: str, rank: int) -> Exception:
-    """The error under its own name if it is one of ours."""
+    """The error of another rank: of the same class if that is Onefold's, else a CheckpointError."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, OnefoldError):
         return kind(f"rank {rank}: {message}")
@@ -40,7 +41,7 @@ def _same(name: str, message: str, rank: int) -> Exception:
 
 
 def check_same(comm: Comm, asked: list[Any], verb: str, settings: str) -> None:
-    """Every rank asks for the same, or all raise who does not."""
+    """Raises on every rank, naming the first rank whose arguments differ from rank 0's."""
     for rank, row in enumerate(asked):
         if row != asked[0]:
             raise CheckpointError(

@@ -1,9 +1,10 @@
-"""Where the time of a step went. Pure: a trace in, nanoseconds out, which add up to the step.
+"""Where the time of a step went: from a trace to nanoseconds per part, which add up to the step. No torch, no files.
 
-On a CPU a step is what the training thread does, and a wait for a message is exposed as it stands. On a GPU the thread
-only launches: there an instant belongs to the kernel that the stream of compute runs, named after the place in the
-thread that launched it. While that stream is idle it belongs to the message or copy that runs on another stream, which
-is then exposed; or to what the thread waits for; else the device is idle because nothing was launched.
+On a CPU a step is what the training thread does, and every wait for a message is exposed. On a GPU the thread only
+launches: there an instant belongs to the kernel that runs on the compute stream, and is named after what the thread was
+doing when it launched that kernel. While the compute stream is idle, an instant belongs to the message or copy that
+runs on another stream, which is exposed then; or to what the thread waits for; else the device is idle because nothing
+was launched.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from onefold.comm.spans import Said, read
+from onefold.comm.spans import SpanName, read
 from onefold.observe.profiling.intervals import Stretch, at, innermost, shares
 from onefold.observe.profiling.trace import BACKWARD, OTHERS, Trace, Work
 
@@ -54,12 +55,12 @@ class Breakdown(NamedTuple):
     name: str
     wall: int
     parts: dict[Part, int]
-    exposed: dict[tuple[str, str], int]  # what and of whom -> time in which nothing was computed because of it
-    beside: int  # updates that ran on the host, beside the step
+    exposed: dict[tuple[str, str], int]  # (what was waited for, unit) -> time in which nothing was computed
+    beside: int  # time of host updates in other threads during the step
 
 
 def breakdowns(trace: Trace) -> list[Breakdown]:
-    """Every step that the trace holds, in order."""
+    """The breakdown of every step in the trace, in order."""
     steps = [(thread, one) for thread, events in trace.threads.items() for one in events if _verb(one) == STEP]
     if not steps:
         return []
@@ -86,18 +87,20 @@ def _step(
     for (part, what, of), time in shares(start, stop, layers, rest).items():
         parts[part] = parts.get(part, 0) + time
         if part in WAITS and part is not Part.SMALL and of:
-            unit = of.partition(" (")[0]  # activations say which input of which forward
+            unit = of.partition(" (")[0]  # labels of activations add which input of which forward
             exposed[what, unit] = exposed.get((what, unit), 0) + time
     beside = shares(start, stop, [updates], "").items()
-    said = read(name)
-    return Breakdown(said.of if said else "", stop - start, parts, exposed, sum(time for what, time in beside if what))
+    name_parts = read(name)
+    return Breakdown(
+        name_parts.of if name_parts else "", stop - start, parts, exposed, sum(time for what, time in beside if what)
+    )
 
 
 def spent_on(name: str, around: Spent | None) -> Spent | None:
-    """What an event says of its time, inside another."""
-    said = read(name)
-    if said is not None:
-        return _ours(said, around)
+    """What the time of an event is spent on, given its name and what the event around it is spent on."""
+    name_parts = read(name)
+    if name_parts is not None:
+        return _of_span(name_parts, around)
     if name.startswith(BACKWARD):
         return Spent(Part.BACKWARD)
     if name.startswith(OTHERS) and (around is None or around.part not in (*WAITS, Part.MESSAGES)):
@@ -105,8 +108,8 @@ def spent_on(name: str, around: Spent | None) -> Spent | None:
     return around
 
 
-def _ours(said: Said, around: Spent | None) -> Spent | None:
-    verb, what, of = said
+def _of_span(name_parts: SpanName, around: Spent | None) -> Spent | None:
+    verb, what, of = name_parts
     if verb == "wait":
         return Spent(_wait(what), what, of)
     if verb in ("start", "sum"):
@@ -130,7 +133,8 @@ def _wait(what: str) -> Part:
 
 
 def gaps(events: Sequence[Stretch[str]]) -> list[Stretch[Spent]]:
-    """Between two nodes of a backward it is backward; between a forward and the backward behind it comes the loss."""
+    """Times between events that belong to a phase: between two nodes of a backward to backward, between a forward and
+    the backward after it (the loss) to forward."""
     found: list[Stretch[Spent]] = []
     before: tuple[int, Part] | None = None  # where the last phase ends
     for event in sorted(events, key=lambda one: (one.start, -one.stop)):
@@ -155,8 +159,8 @@ def _is_backward(event: Stretch[str]) -> bool:
 
 
 def _verb(event: Stretch[str]) -> str:
-    said = read(event.label)
-    return "" if said is None else said.verb
+    name_parts = read(event.label)
+    return "" if name_parts is None else name_parts.verb
 
 
 # -- on a device -------------------------------------------------------------------------------------------------------
@@ -165,21 +169,22 @@ def _verb(event: Stretch[str]) -> str:
 def _on_device(
     device: Sequence[Work], busy: dict[int, list[Stretch[Spent]]], between: list[Stretch[Spent]]
 ) -> list[list[Stretch[Spent]]]:
-    """Layers: kernels of compute, then what runs beside them, then what the threads wait for."""
+    """Layers in the order in which they claim an instant: kernels on the compute stream, messages and copies on other
+    streams, waits of threads."""
     stream = compute_stream(device)
     compute, beside = [], []
     for work in device:
-        where = launched_from(work, busy, between)
+        where = spent_at_launch(work, busy, between)
         if work.stream == stream and not is_message(work):
             compute.append(Stretch(work.start, work.stop, where))
         else:
-            beside.append(Stretch(work.start, work.stop, exposed_as(where)))
+            beside.append(Stretch(work.start, work.stop, as_exposed(where)))
     waits = [one for stretches in busy.values() for one in stretches if one.label.part in WAITS]
     return [compute, beside, waits]
 
 
 def compute_stream(device: Sequence[Work]) -> int:
-    """The one whose kernels take longest, messages aside."""
+    """The stream whose kernels take longest, without messages."""
     times: dict[int, int] = {}
     for work in device:
         if not work.is_copy and not is_message(work):
@@ -191,14 +196,14 @@ def is_message(work: Work) -> bool:
     return work.name.startswith("nccl")
 
 
-def launched_from(work: Work, busy: dict[int, list[Stretch[Spent]]], between: list[Stretch[Spent]]) -> Spent:
-    """What the thread that launched it was busy with."""
+def spent_at_launch(work: Work, busy: dict[int, list[Stretch[Spent]]], between: list[Stretch[Spent]]) -> Spent:
+    """What the thread that launched a kernel was doing at that time."""
     if work.launched is None:
         return Spent(Part.OTHER)
     thread, instant = work.launched
     return at(busy.get(thread, []), instant) or at(between, instant) or Spent(Part.OTHER)
 
 
-def exposed_as(where: Spent) -> Spent:
-    """A message or a copy that nothing hides."""
+def as_exposed(where: Spent) -> Spent:
+    """The part of a step to which a message or copy belongs while it is exposed."""
     return where._replace(part=_wait(where.what)) if where.part is Part.MESSAGES else where

@@ -1,8 +1,8 @@
-"""Which of several things fills each instant of a stretch of time. Nanoseconds in, nanoseconds out; no torch, no files.
+"""Attributes each instant of an interval to one label. Integers of nanoseconds; no torch, no files.
 
-Things overlap: a wait lies inside a backward, a kernel runs beside a copy. Each instant is counted once: inside one
-thread for the innermost thing that has a label, between layers for the first layer that has something there. So what is
-found always adds up to the whole.
+Events overlap: a wait is inside a backward, a kernel runs beside a copy. Each instant is counted once: inside one
+thread for the innermost event that has a label, between layers for the first layer that has an event there. So the
+times of all labels always add up to the interval.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ L = TypeVar("L")
 
 
 class Stretch(NamedTuple, Generic[L]):
-    """From an instant up to another, without it."""
+    """A half-open interval of time with a label."""
 
     start: int
     stop: int
@@ -23,9 +23,10 @@ class Stretch(NamedTuple, Generic[L]):
 
 
 def innermost(events: Iterable[Stretch[str]], label: Callable[[str, L | None], L | None]) -> list[Stretch[L]]:
-    """One thread's events, one inside the other, as neighbours: each instant with the label of the innermost event.
+    """One thread's nested events as adjacent intervals: each instant has the label of the innermost event.
 
-    `label` says it from an event's name and the label around it. An event that outlasts the one around it is cut there.
+    `label` makes an event's label from its name and the label around it. An event that outlasts the one around it is
+    cut at its end.
     """
     found: list[Stretch[L]] = []
     open_: list[tuple[int, L | None]] = []  # stop and label, the innermost last
@@ -52,7 +53,7 @@ def innermost(events: Iterable[Stretch[str]], label: Callable[[str, L | None], L
 
 
 def disjoint(stretches: Iterable[Stretch[L]]) -> list[Stretch[L]]:
-    """In order, each instant once: where two overlap, for the one that began first.
+    """The intervals in order without overlap: an instant in two of them belongs to the one that began first.
 
     >>> disjoint([Stretch(0, 4, "a"), Stretch(2, 6, "b"), Stretch(3, 4, "c")])
     [Stretch(start=0, stop=4, label='a'), Stretch(start=4, stop=6, label='b')]
@@ -68,7 +69,7 @@ def disjoint(stretches: Iterable[Stretch[L]]) -> list[Stretch[L]]:
 
 
 def covered(stretches: Iterable[Stretch[L]]) -> int:
-    """How much lies in at least one of them.
+    """The time that is in at least one of the intervals.
 
     >>> covered([Stretch(0, 4, "a"), Stretch(2, 6, "b"), Stretch(10, 11, "c")])
     7
@@ -77,7 +78,7 @@ def covered(stretches: Iterable[Stretch[L]]) -> int:
 
 
 def shares(start: int, stop: int, layers: Sequence[Iterable[Stretch[L]]], rest: L) -> dict[L, int]:
-    """How long each label has the whole from `start` to `stop`: earlier layers first, and what is left is `rest`'s.
+    """The time of each label from `start` to `stop`: earlier layers first; what no layer has belongs to `rest`.
 
     >>> shares(0, 10, [[Stretch(2, 5, "kernel")], [Stretch(4, 8, "copy")]], "idle")
     {'kernel': 3, 'copy': 3, 'idle': 4}
@@ -97,7 +98,7 @@ def shares(start: int, stop: int, layers: Sequence[Iterable[Stretch[L]]], rest: 
 def _take(
     free: Sequence[tuple[int, int]], layer: Sequence[Stretch[L]]
 ) -> tuple[list[Stretch[L]], list[tuple[int, int]]]:
-    """What a layer has of the free time, and what it leaves. Both are in order."""
+    """The intervals that a layer takes of the free time, and the free time that is left; both in order."""
     taken: list[Stretch[L]] = []
     left: list[tuple[int, int]] = []
     first = 0
@@ -118,7 +119,7 @@ def _take(
 
 
 def at(stretches: Sequence[Stretch[L]], instant: int) -> L | None:
-    """What is there, of neighbours in order."""
+    """The label at an instant, of intervals in order without overlap."""
     place = bisect_right(stretches, instant, key=_start) - 1
     return stretches[place].label if place >= 0 and instant < stretches[place].stop else None
 

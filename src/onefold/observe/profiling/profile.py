@@ -27,7 +27,7 @@ from onefold.comm.spans import span
 from onefold.errors import ConfigError, OnefoldError, StateError
 from onefold.observe.profiling.breakdown import STEP, breakdowns
 from onefold.observe.profiling.report import ProfileReport, step_profile
-from onefold.observe.profiling.trace import read_trace, tidied
+from onefold.observe.profiling.trace import read_trace, with_message_rows
 from onefold.runtime.engine import Engine, engine_of
 
 FILE = "rank{}.json.gz"
@@ -46,7 +46,7 @@ class Profile:
         self._seen = 0
         self._sent: dict[str, dict[str, int]] = {}  # recorded step -> bytes by purpose
         self._recorder: TorchProfile | None = None
-        self._names = Names(self._engine)
+        self._names = ForwardSpans(self._engine)
         self._report: ProfileReport | None = None
 
     @property
@@ -59,8 +59,8 @@ class Profile:
         """The figures of this rank."""
         if self._report is None:
             raise StateError(
-                f"no step has been recorded: {self._seen} were run, and {self._warmup} are let pass; put each step in "
-                f"`with profile.step():`, or lower warmup="
+                f"no step has been recorded: {self._seen} were run, of which the first {self._warmup} are warm-up; put "
+                f"each step in `with profile.step():`, or lower warmup="
             )
         return self._report
 
@@ -142,7 +142,7 @@ class Profile:
         )
 
     def _write(self, recorder: TorchProfile) -> dict[str, Any]:
-        """To its place, whole or not at all; what it says."""
+        """Writes the trace to its file, completely or not at all; the parsed trace."""
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".profile-", dir=self._folder) as folder:
@@ -151,7 +151,7 @@ class Profile:
             trace = _parsed(plain)
             if self.path is not None:
                 with gzip.open(packed, "wt", compresslevel=5) as target:
-                    json.dump(tidied(trace, f"rank {self._engine.comms.world.rank}"), target)
+                    json.dump(with_message_rows(trace, f"rank {self._engine.comms.world.rank}"), target)
                 packed.replace(self.path)
             return trace
 
@@ -166,8 +166,8 @@ def _parsed(path: Path) -> dict[str, Any]:
         ) from error
 
 
-class Names:
-    """Names for forwards, while a profile runs."""
+class ForwardSpans:
+    """Spans around the forwards of the model and its blocks, while a profile runs."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -187,7 +187,7 @@ class Names:
             self._open.append((module, opened))
 
         def leave(*_: Any) -> None:
-            while any(module is other for other, _ in self._open):  # also what an error left open inside
+            while any(module is other for other, _ in self._open):  # also inner spans that an error left open
                 last, opened = self._open.pop()
                 opened.__exit__(None, None, None)
                 if last is module:

@@ -25,7 +25,7 @@ class StepProfile(NamedTuple):
 
 
 def step_profile(found: Breakdown, sent_bytes: dict[str, int]) -> StepProfile:
-    """From the time of a step, and the bytes it sent by purpose."""
+    """A StepProfile from the breakdown of a step and the bytes that it sent by purpose."""
     exposed: dict[str, dict[str, int]] = {}
     for (what, of), time in found.exposed.items():
         exposed.setdefault(of, {})[what] = time
@@ -110,7 +110,7 @@ def _table(value: Any) -> dict[str, Any]:
 
 
 def summary(reports: Sequence[ProfileReport]) -> str:
-    """The first rank's figures, and for each the least and the most of all of them."""
+    """The first rank's figures as text, with the least and the most of all ranks."""
     first = reports[0]
     walls = sorted(step.wall_ns * 1e-9 for step in first.steps)
     several = f" ({_ms(walls[0])} to {_ms(walls[-1])})" if len(walls) > 1 else ""

@@ -1,7 +1,7 @@
-"""What a Chrome trace of torch's profiler holds, as far as a summary needs it.
+"""Reads the Chrome trace of torch's profiler, as far as a breakdown needs it.
 
-gloo's messages outlast the calls that start them, and torch puts them among those all the same, where viewers expect
-one event inside the other. `tidied` gives them rows of their own, named after the span that started them.
+gloo's messages outlast the calls that start them, but torch records them in the same row, where viewers expect nested
+events. `with_message_rows` gives them rows of their own, named after the span that started them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from onefold.comm.spans import PREFIX, read
 from onefold.observe.profiling.intervals import Stretch, at, innermost
 
-BACKWARD = "autograd::engine::evaluate_function"  # one node of a graph
-OTHERS = ("_c10d_functional::", "c10d_functional::", "c10d::")  # messages that are not ours
+BACKWARD = "autograd::engine::evaluate_function"  # one node of an autograd graph
+OTHERS = ("_c10d_functional::", "c10d_functional::", "c10d::")  # messages that Onefold did not send
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-TRAVELLING = "gloo:"  # a message, until it has arrived
+TRAVELLING = "gloo:"  # a message, until it has completed
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 
@@ -30,14 +30,14 @@ class Work(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Times in nanoseconds."""
+    """Events of each thread and work of the device; times in nanoseconds."""
 
     threads: dict[int, list[Stretch[str]]]  # events by name
     device: list[Work]
 
 
 def read_trace(chrome: dict[str, Any]) -> Trace:
-    """From the parsed file."""
+    """A Trace from the parsed JSON of a Chrome trace."""
     threads: dict[int, list[Stretch[str]]] = {}
     launches: dict[int, tuple[int, int]] = {}
     work: list[tuple[dict[str, Any], int, int]] = []
@@ -63,8 +63,8 @@ def _work(event: dict[str, Any], start: int, stop: int, launches: dict[int, tupl
     return Work(event["name"], start, stop, stream, event["cat"] == "gpu_memcpy", launched)
 
 
-def tidied(chrome: dict[str, Any], process: str) -> dict[str, Any]:
-    """The same for viewers: messages that travel in rows of their own, and the process by name."""
+def with_message_rows(chrome: dict[str, Any], process: str) -> dict[str, Any]:
+    """The Chrome trace for viewers: messages in rows of their own, and the process with its name."""
     starts = {thread: innermost(events, _start) for thread, events in read_trace(chrome).threads.items()}
     events: list[dict[str, Any]] = []
     for number, event in enumerate(chrome["traceEvents"]):
@@ -82,5 +82,5 @@ def tidied(chrome: dict[str, Any], process: str) -> dict[str, Any]:
 
 
 def _start(name: str, around: str | None) -> str | None:
-    said = read(name)
-    return f"{said.what} {said.of}" if said is not None and said.verb == "start" else around
+    name_parts = read(name)
+    return f"{name_parts.what} {name_parts.of}" if name_parts is not None and name_parts.verb == "start" else around

@@ -1,1 +1,1 @@
-"""One pass over memory per update: Triton on CUDA, C on CPUs."""
+"""Update kernels that read and write each vector once: Triton on CUDA, C on CPUs."""

@@ -1,11 +1,11 @@
-"""Compiled libraries that are kept between runs, in a folder that only this user may write.
+"""The cache of compiled libraries, in a folder that only this user may write.
 
 Loading a library runs its code, so nothing is loaded that another user could have written. The folder and each file are
-opened without following a link, judged by what the descriptor says, and loaded through that descriptor: there is no
-moment between the check and the load at which a name could be made to lead elsewhere.
+opened without following a link, checked by their descriptor, and loaded through that descriptor, so that nobody can
+replace the file between the check and the load.
 
-What is unfinished is named making-… and locked by its process. A lock ends with its process, so whoever comes next can
-tell what was left by one that was killed, and removes it.
+An unfinished file or folder is named making-… and locked by its process. The lock ends with the process, so a later
+process recognises what a killed one left behind, and removes it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor of the folder, which is made if need be. A folder of ours that others may write is closed to them;
-    raises NotOurs for any other that they may write."""
+    """A descriptor of the folder, which is made if it does not exist. If it is this user's and others may write to it,
+    their permission is removed; raises NotOurs for any other folder that others may write."""
     for folder in (*reversed(path.parents), path):
         with suppress(FileExistsError):
             os.mkdir(folder, 0o700)
@@ -57,7 +57,7 @@ def opened(path: Path) -> Iterator[int]:
     try:
         status = os.fstat(found)
         if status.st_uid == os.geteuid() and status.st_mode & OTHERS_WRITE:
-            os.fchmod(found, stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)  # what they put there is still theirs
+            os.fchmod(found, stat.S_IMODE(status.st_mode) & ~OTHERS_WRITE)  # files they put there still belong to them
         if why := why_untrusted(os.fstat(found)):
             raise NotOurs(f"{path} is not used: {why}")
         yield found
@@ -66,7 +66,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def kept(folder: int, stem: str) -> ctypes.CDLL | None:
-    """The library of this name, if it is whole and nobody else could have written it."""
+    """The cached library of this name, loaded, if it is undamaged and no other user could have written it."""
     for name in sorted(os.listdir(folder)):
         if not name.startswith(f"{stem}-") or not name.endswith(".so"):
             continue
@@ -81,7 +81,7 @@ def kept(folder: int, stem: str) -> ctypes.CDLL | None:
 
 
 def keep(folder: int, stem: str, content: bytes) -> ctypes.CDLL:
-    """Writes the library under a name made from its bytes, all or nothing, and loads it."""
+    """Caches a library under a name made from its bytes, by writing another name and renaming it; loads it."""
     name = f"{stem}-{digest(content)}.so"
     draft = f"{MAKING}{secrets.token_hex(8)}"
     file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
@@ -105,7 +105,7 @@ def keep(folder: int, stem: str, content: bytes) -> ctypes.CDLL:
 
 
 def content_of(file: int) -> bytes:
-    """The bytes of a plain file that nobody else may write; nothing of any other."""
+    """The bytes of a regular file that no other user may write; of any other file, no bytes."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or why_untrusted(status) or status.st_size > LIBRARY_BYTES_LIMIT:
         return b""
@@ -113,7 +113,8 @@ def content_of(file: int) -> bytes:
 
 
 def load(file: int) -> ctypes.CDLL:
-    """Through the descriptor. It stays open: dlopen remembers paths, so /proc/self/fd/N must not mean another later."""
+    """Loads a library through its descriptor, which stays open: dlopen remembers paths, so /proc/self/fd/N must not be
+    another file later."""
     try:
         return ctypes.CDLL(f"/proc/self/fd/{file}")
     except OSError:
@@ -123,7 +124,7 @@ def load(file: int) -> ctypes.CDLL:
 
 @contextmanager
 def compile_folder() -> Iterator[int]:
-    """A new folder for a compiler; gone afterwards, or when the next one is made."""
+    """A new private folder for a compiler; removed afterwards, or by the next call if this process is killed."""
     above = os.open(tempfile.gettempdir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sweep(above)
@@ -140,7 +141,7 @@ def compile_folder() -> Iterator[int]:
 
 
 def _locked(above: int) -> tuple[str, int]:
-    """A new folder and its descriptor, which no other process takes for one that was left."""
+    """A new folder and its descriptor, locked so that no other process removes it."""
     while True:
         name = f"{MAKING}onefold-{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=above)
@@ -157,10 +158,10 @@ def _locked(above: int) -> tuple[str, int]:
 
 
 def sweep(above: int) -> None:
-    """Removes from a folder what processes of this user left that were killed while they compiled."""
+    """Removes what processes of this user left in a folder when they were killed while compiling."""
     for name in os.listdir(above):
-        if LEFT.fullmatch(name):  # exactly our own names: a temporary folder is full of others
-            with suppress(OSError):  # another's, alive, or swept by another process at this moment
+        if LEFT.fullmatch(name):  # exactly the names made here: a temporary folder is full of others
+            with suppress(OSError):  # another user's, still locked, or being removed by another process
                 file = os.open(name, FILE, dir_fd=above)
                 try:
                     if os.fstat(file).st_uid == os.geteuid():
@@ -171,7 +172,7 @@ def sweep(above: int) -> None:
 
 
 def _remove(name: str, file: int, above: int) -> None:
-    """A file, or a folder of files: by descriptor, so that only what is in this very folder goes."""
+    """Removes a file, or a folder of files, by its descriptor: never the contents of another folder of that name."""
     with suppress(OSError):
         if not stat.S_ISDIR(os.fstat(file).st_mode):
             os.unlink(name, dir_fd=above)

@@ -1,9 +1,9 @@
-"""A C file of ours as a library in this process: compiled at first use by the compiler that is here, kept for later.
+"""Compiles a C file of this package at first use, with the machine's compiler, and loads it; cached for later runs.
 
-The library is kept in the user's cache folder, under a name made from all that went in (source, flags, compiler,
-processor) and from the bytes that came out, so that a damaged file is seen before it is loaded, and made again. Ranks
-may compile at once: each writes under a name of its own and renames the file when it is whole. Where nothing can be
-kept, or others may write to that folder, a private temporary folder serves this process.
+The library is in the user's cache folder, under a name made from its inputs (source, flags, compiler, processor) and
+from its own bytes, so that a damaged file is noticed before it is loaded, and compiled again. Ranks may compile at the
+same time: each writes under a name of its own and renames the complete file. Where the cache folder cannot be written,
+or other users may write to it, this process compiles into a private temporary folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from onefold.optim.kernels.cache import (
 
 LOG = logging.getLogger("onefold")
 ARCH = "-mcpu=native" if platform.machine() in ("aarch64", "arm64", "ppc64le") else "-march=native"
-EXACT = ("-ffp-contract=off",)  # the arithmetic that the source says
+EXACT = ("-ffp-contract=off",)  # exactly the arithmetic in the source
 VECTORS = ("-O3", ARCH, "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd")  # these change no result
 FLAGS = ("-std=c99", *VECTORS, *EXACT, "-fno-strict-aliasing", "-shared", "-fPIC")
 THREADS = ("-fopenmp",)
@@ -45,14 +45,14 @@ CPU_LINES = ("vendor", "model", "cpu family", "stepping", "flags", "features", "
 
 
 class Compiled(NamedTuple):
-    """The library, or what went wrong with each compiler."""
+    """The library, or the reason why each compiler failed."""
 
     library: ctypes.CDLL | None
     failures: tuple[str, ...]
 
 
 def compiled(source: Path) -> Compiled:
-    """Load it from the cache, or compile it: with threads if any compiler can."""
+    """Loads the library of a C file from the cache, or compiles it: with OpenMP if any compiler can."""
     commands, failures = compilers(), []
     for more in (THREADS, ()):
         for command in commands:
@@ -67,7 +67,7 @@ def compiled(source: Path) -> Compiled:
 
 
 def compilers() -> list[list[str]]:
-    """Those that are here: the one that $CC names, with its arguments, then the usual names; each once."""
+    """The C compilers of this machine: that of $CC, with its arguments, then the usual names; each once."""
     named = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
     found: dict[tuple[str, ...], list[str]] = {}
     for command in named:
@@ -100,11 +100,11 @@ def _load(source: Path, command: list[str], version: str) -> ctypes.CDLL:
 
 
 def _made(source: Path, command: list[str]) -> int:
-    """A descriptor of the new library, which has no name any more."""
+    """Compiles the library; a descriptor of the file, whose name is gone."""
     with compile_folder() as folder:
         _run([*command, str(source.absolute()), "-o", "made.so", "-lm"], folder)
         file = os.open("made.so", FILE, dir_fd=folder)
-        os.fchmod(file, 0o600)  # whatever the umask: others could not reach it so far
+        os.fchmod(file, 0o600)  # whatever the umask was; until now the folder kept others out
         return file
 
 
@@ -114,7 +114,7 @@ def _warn(message: str) -> None:
 
 
 def _processor() -> str:
-    """What tells one kind of processor from another."""
+    """The lines of /proc/cpuinfo that identify the kind of processor."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -131,7 +131,7 @@ def _holds_llvm_openmp() -> bool:
 
 
 def _run(command: list[str], folder: int | None = None) -> str:
-    """What a command says; in this folder, where it also keeps its own temporary files."""
+    """The output of a command, run in this folder, where it also keeps its temporary files."""
     where = None if folder is None else f"/proc/self/fd/{folder}"
     environment = os.environ if folder is None else {**os.environ, "TMPDIR": "."}
     return subprocess.run(
@@ -141,7 +141,7 @@ def _run(command: list[str], folder: int | None = None) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """One line of what a compiler said."""
+    """The first line of a compiler's output that names an error."""
     said = (error.stderr or "") if isinstance(error, subprocess.CalledProcessError) else ""
     wrong = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines() or [str(error)]
     return wrong[0].strip()

@@ -1,9 +1,9 @@
-"""One pass over memory per slice on CUDA: gradient, master, compute copy and moments are read once and written once.
+"""The fused update kernel for CUDA: gradient, master, 16-bit parameters and moments are read and written once.
 
 For Adam, AdamW and SGD where 16 bits compute. The kernel scales the 16-bit gradient (loss scale and clipping together),
-decays, updates in fp32, and writes master and compute copy; a plain master and a split one run the same arithmetic, so
-their bits agree. A flag on the device makes it write nothing: gradients that are not finite are found without waiting
-for the device. Other classes, and settings it does not know, take the general way.
+decays, updates in fp32, and writes the master and the 16-bit parameters; an fp32 master and a split one run the same
+arithmetic, so their bits agree. A flag on the device makes it write nothing, so that the host need not wait for the
+device to know whether gradients are finite. Other classes and settings are updated by torch's own class.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ BLOCK = 1024
 
 
 def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.device) -> bool:
-    """Whether the kernel knows this class with these settings."""
+    """Whether the kernel supports this class with these settings on this device."""
     return triton is not None and device.type == "cuda" and knows(cls, group)
 
 
 def update(
     rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float | Tensor, bad: Tensor | None = None
 ) -> None:
-    """Update some elements by a rule. `master` is fp32, or the int16 remainder of a bf16 `copy`."""
+    """Updates some elements by a rule. `copy` are the 16-bit parameters; `master` is fp32, or int16 remainders of a
+    bf16 `copy`. Nothing is written if `bad` is set."""
     numel, split = grad.numel(), master.dtype is torch.int16
     factor = factor if isinstance(factor, Tensor) else _constant(factor, grad.device)
     bad = _constant(0.0, grad.device) if bad is None else bad
-    first = grad if rule.first is None else rule.first  # a moment that a rule has not is not read
+    first = grad if rule.first is None else rule.first  # a moment that the rule lacks is not read
     second = first if rule.second is None else rule.second
     bits = copy.view(torch.int16) if split else copy
     _kernel[(triton.cdiv(numel, BLOCK),)](
@@ -51,7 +52,7 @@ def update(
 
 @lru_cache(maxsize=16)
 def _constant(value: float, device: torch.device) -> Tensor:
-    """On the device once: a number that is sent there makes the host wait."""
+    """A number on the device, copied there once: each copy makes the host wait."""
     return torch.full((), value, dtype=torch.float32, device=device)
 
 

@@ -1,7 +1,7 @@
-"""One step of Adam, AdamW or SGD in numbers: what a kernel needs of torch's settings, and the state that torch keeps.
+"""One step of Adam, AdamW or SGD in numbers: what an update kernel needs, from torch's settings and torch's state.
 
-The kernels (one for CUDA, one for the CPU) know torch's three most used classes. They step for them: the state has
-torch's own names and shapes, so that a class and a kernel can go on where the other has stopped.
+The kernels (one for CUDA, one for the CPU) support torch's three most used classes. Their state has torch's own names
+and shapes, so that torch's class can continue from a kernel's state, and a kernel from torch's.
 """
 
 from __future__ import annotations
@@ -12,41 +12,41 @@ import torch
 from torch import Tensor
 
 KNOWN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-PLAIN_SETTINGS = ("amsgrad", "maximize", "capturable", "differentiable", "dampening")  # known when false or zero
+PLAIN_SETTINGS = ("amsgrad", "maximize", "capturable", "differentiable", "dampening")  # supported when false or zero
 
 
 class Rule(NamedTuple):
-    """What happens to every element of a slice in this step."""
+    """The arithmetic of this step, the same for every element of a vector."""
 
     adam: bool  # else SGD
     fused: bool  # torch's fused Adam rounds the second moment elsewhere
     decay: float
-    size: float  # of the step
+    size: float  # of the step: the learning rate, for Adam divided by the first bias correction
     beta1: float  # of SGD: the momentum
     first: Tensor | None  # moments, where there are any
     second: Tensor | None = None
     beta2: float = 0.0
-    root: float = 1.0  # corrects the second moment, which is too small in the first steps
+    root: float = 1.0  # of the second bias correction
     eps: float = 0.0
-    decoupled: bool = False  # AdamW: the value shrinks, and the gradient knows nothing of it
+    decoupled: bool = False  # AdamW: weight decay shrinks the parameter, not through the gradient
     shrink: float = 1.0
     nesterov: bool = False
 
     def at(self, start: int, stop: int) -> Rule:
-        """The same for some elements of the slice."""
+        """The rule for some elements of the vector."""
         first = self.first if self.first is None else self.first[start:stop]
         return self._replace(first=first, second=self.second if self.second is None else self.second[start:stop])
 
 
 def knows(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> bool:
-    """Whether a class with these settings is one of the known rules."""
+    """Whether the kernels support a class with these settings."""
     return cls in KNOWN and not any(group.get(key) for key in PLAIN_SETTINGS)
 
 
 def next_step(
     cls: type[torch.optim.Optimizer], group: dict[str, Any], state: dict[str, Any], numel: int, device: torch.device
 ) -> Rule:
-    """The rule of this step, which counts from now on. `state` is the class's own, and is made if there is none."""
+    """The rule of the next step, and counts it in `state`, torch's own of this class, which is made if it is empty."""
     lr, decay, fused = float(group["lr"]), float(group["weight_decay"]), bool(group.get("fused"))
     if cls is torch.optim.SGD:
         momentum = float(group["momentum"])
@@ -66,8 +66,8 @@ def next_step(
     return Rule(True, fused, decay, size, beta1, first, second, beta2, root, float(group["eps"]), decoupled, shrink)
 
 
-def take_back_count(state: dict[str, Any]) -> None:
-    """A step that the device did not take does not count."""
+def undo_count(state: dict[str, Any]) -> None:
+    """Takes back the count of a step in which the device wrote nothing."""
     if "step" in state:
         state["step"] -= 1
 

@@ -1,7 +1,7 @@
-"""How many threads this process may keep busy: its share of the cores it is allowed to use.
+"""How many threads a host update may use: this rank's share of the cores that its process is allowed to use.
 
-For work that torch's own number of threads does not bound: torchrun sets OMP_NUM_THREADS=1, which is meant for ranks
-that all compute at once, and an update on the host runs while they wait for their GPUs.
+torch's own number of threads is no guide: torchrun sets OMP_NUM_THREADS=1 for ranks that all compute at once, while a
+host update runs when the training threads wait for their GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def threads_here() -> int:
 
 
 def quota(groups: Path, mine: Path) -> float:
-    """Cores that the control groups of this process grant; infinity where they grant all."""
+    """Cores that the cgroups of this process allow; infinity where they set no limit."""
     granted = [math.inf]
     for line in _text(mine).splitlines():
         _, controllers, name = line.split(":", 2)
@@ -40,7 +40,7 @@ def quota(groups: Path, mine: Path) -> float:
 
 
 def _ratio(*words: str) -> float:
-    """Microseconds of each period; "max" and -1 mean all of it."""
+    """Cores, from microseconds allowed in each period; "max" and -1 mean no limit."""
     try:
         allowed, period = map(int, words)
     except (TypeError, ValueError):

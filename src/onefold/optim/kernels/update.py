@@ -1,8 +1,8 @@
-"""One pass over memory per slice on a CPU: the sibling of fused.py, and the door to update.c.
+"""The fused update kernel for CPUs: calls update.c, as fused.py calls the CUDA kernel.
 
 For Adam, AdamW and SGD where 16 bits compute. It gives the bits that torch's class gives on an fp32 master (update.c
-says how; on x86 torch's last bits may differ), and all ranks use it or none. ctypes lets go of the interpreter's lock
-while it runs: a worker thread may update while another trains.
+says how; on x86 torch's last bits may differ), and all ranks use it or none. ctypes releases the GIL while it runs, so
+a worker thread can update while another thread trains.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onefold.comm.spans import marked
+from onefold.comm.spans import named_span
 from onefold.optim.kernels.compiled import compiled
 from onefold.optim.kernels.rule import Rule, knows
 
@@ -29,7 +29,7 @@ SPLIT, WIDE_BF16, WIDE_FP16 = range(3)
 
 
 class _Step(ctypes.Structure):
-    """As in update.c."""
+    """The struct of this name in update.c."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("grad", "master", "rule")),
@@ -43,18 +43,18 @@ class _Slice(ctypes.Structure):
 
 
 def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.device) -> bool:
-    """Whether the kernel is here and knows this class with these settings."""
+    """Whether the kernel is available and supports this class with these settings on this device."""
     return device.type == "cpu" and knows(cls, group) and available()
 
 
 def available() -> bool:
-    """Whether the kernel is here. The first call may compile it."""
+    """Whether the kernel is compiled and loaded. The first call may compile it."""
     return _kernel() is not None
 
 
 def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float, threads: int) -> None:
-    """Update some elements by a rule. `master` is fp32, or the int16 remainder of a bf16 `copy`. The gradient, which is
-    fp32 or has the dtype of the copy, is times `factor`."""
+    """Updates some elements by a rule. `copy` are the 16-bit parameters; `master` is fp32, or int16 remainders of a
+    bf16 `copy`. The gradient, fp32 or of the dtype of `copy`, is multiplied by `factor`."""
     kernel = _kernel()
     assert kernel is not None and threads >= 1
     split = master.dtype is torch.int16
@@ -71,7 +71,7 @@ def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float
     vectors = [grad, copy, master, *moments]
     assert all(v.device.type == "cpu" and v.is_contiguous() and v.numel() == grad.numel() for v in vectors)
     pointers = _Slice(*(vector.data_ptr() for vector in vectors))
-    with marked(UPDATE):
+    with named_span(UPDATE):
         unknown = kernel(ctypes.byref(step), ctypes.byref(pointers), grad.numel(), threads)
     assert not unknown, f"a gradient in {grad.dtype} beside a copy in {copy.dtype}"
 
@@ -84,7 +84,7 @@ def _number(rule: Rule) -> int:
 
 @cache
 def _kernel() -> Any:
-    """The function in update.c, or None, and a line in the log that says why."""
+    """The function in update.c; None if it cannot be compiled, and the log says why."""
     library, failures = compiled(SOURCE)
     if library is None:
         LOG.info(

@@ -51,5 +51,5 @@ class UpdateProbe:
     def _values(self, unit: Unit, span: Span) -> Tensor:
         out = torch.empty(span.numel, dtype=unit.master.dtype, device=unit.pool.device)
         with unit.state_in_memory():
-            unit.master.peek(span, out)
+            unit.master.read(span, out)
         return out

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from onefold.checkpoint.format.order import Order
-from onefold.checkpoint.format.reading import Checkpoint, read_laid, with_newest
+from onefold.checkpoint.format.reading import Checkpoint, read_in_order, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.cost.layout import Span
 from onefold.cost.shapes import Shape
@@ -77,7 +77,7 @@ def filled(shape: Shape, checkpoint: Checkpoint) -> tuple[GPT, int]:
         if tuple(record.shape) != tuple(param.shape):
             _misfit(checkpoint, name, f"{tuple(param.shape)}")
         flat = torch.empty(record.numel, dtype=record.dtype())
-        read_laid(checkpoint, name, Order(tuple(param.shape), tuple(param.stride())), Span(0, record.numel), flat)
+        read_in_order(checkpoint, name, Order(tuple(param.shape), tuple(param.stride())), Span(0, record.numel), flat)
         param.copy_(flat.view(param.shape))
     return model, checkpoint.manifest.step
 
