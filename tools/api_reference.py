@@ -86,7 +86,8 @@ INTERNAL = {
     "Precision": {"of", "narrow", "decided", "dtypes", "kept"},
     "Offload": {"of", "check_stage", "optimizer_tier", "parameters_tier"},
     "Optimizer": {
-        "gradients_change", "forget_clipping", "state_tensors", "planned_state", "by_unit", "notes", "load_notes",
+        "clipped", "gradients_change", "forget_clipping", "state_tensors", "planned_state", "by_unit", "notes",
+        "load_notes",
     },
     "PipelineStage": {"perform_reduce_grad", "scale_grads"},
     "ProfileReport": {"part_s"},
