@@ -20,9 +20,10 @@ from onefold.observe.simulation import train_step
 from onefold.optim.elementwise import cost_of
 from onefold.settings.zero import Zero
 from onefold.train.run.model import GPT
-from tests.activations.models import INPUT_BYTES, POLICIES, Net, batch, mesh_of
+from tests.activations.runs import INPUT_BYTES, POLICIES, batch, mesh_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import ManyInputsNet
 from tests.planner.test_recommendations import question
 
 SHAPE = Shape(layers=6, hidden=64, heads=2, seq=64, vocab=64)
@@ -105,7 +106,7 @@ def decided(states: int, tp: bool, tight: float) -> list[Any]:
 
     onefold.init()
     torch.manual_seed(0)
-    model = onefold.shard(Net(8), stage=2, activations="auto", mesh=mesh_of("partition") if tp else None)
+    model = onefold.shard(ManyInputsNet(8), stage=2, activations="auto", mesh=mesh_of("partition") if tp else None)
     before = onefold.placement(model).why
     deciding = next(h.__self__ for h in model.blocks[0]._forward_hooks.values() if hasattr(h, "__self__"))
     deciding._room = int(tight * INPUT_BYTES) + states * dist.get_rank()  # the smallest counts

@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import onefold
-from onefold.activations.automatic import Seen, decide
+from onefold.activations.automatic import Seen, choose_policy
 from tests.harness import run_ranks
-
-
-class Telling(nn.Module):
-    """Adds to a list it is given, as mixtures of experts do with their losses, and counts batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
-        hidden = torch.relu(self.linear(self.norm(x)))
-        losses.append(hidden.mean())
-        return x + hidden
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet, self.blocks = nn.Linear(8, 8), nn.ModuleList(Telling() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        losses: list[Tensor] = []
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x, losses)
-        assert len(losses) == 3
-        return x.square().mean() + sum(losses)
+from tests.models import ReportingNet
 
 
 def trained(policy: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
-    model = onefold.shard(Net(), stage=2, activations=policy)
+    model = onefold.shard(ReportingNet(), stage=2, activations=policy)
     optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=0.1)
     losses = []
     for step in range(3):
@@ -62,6 +36,6 @@ def test_lists_and_statistics_are_as_if_all_were_kept(policy):
 
 def test_auto_counts_the_blocks_that_keep_theirs_in_any_case():
     seen = Seen(kept=10, inputs=1, room=50)
-    assert decide(seen, blocks=1, tp=1)[0] == "keep"
-    assert decide(seen, blocks=1, tp=1, others=3)[0] != "keep" or 4 * 10 <= 0.8 * 50
-    assert decide(Seen(kept=10, inputs=1, room=45), blocks=1, tp=1, others=3)[0] == "checkpoint+host"
+    assert choose_policy(seen, blocks=1, tp=1)[0] == "keep"
+    assert choose_policy(seen, blocks=1, tp=1, others=3)[0] != "keep" or 4 * 10 <= 0.8 * 50
+    assert choose_policy(Seen(kept=10, inputs=1, room=45), blocks=1, tp=1, others=3)[0] == "checkpoint+host"

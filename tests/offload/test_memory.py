@@ -15,6 +15,7 @@ from onefold.observe.inventory import storages
 from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.resident import resident_bytes
+from tests.models import Layers
 from tests.offload.runs import SPLIT
 
 WIDTH, DEPTH = 128, 40
@@ -23,19 +24,6 @@ PSI = DEPTH * UNIT
 CLOSE = 0.05
 HOST, DISK = {"optimizer": "host"}, {"optimizer": "disk"}
 ALL_HOST, ALL_DISK = {**HOST, "parameters": "host"}, {**DISK, "parameters": "disk"}
-
-
-class Tower(nn.Module):
-    """Many equal blocks without padding, so that staging buffers of a few units are little beside all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
 
 
 class Tall:
@@ -48,7 +36,8 @@ class Tall:
         torch.manual_seed(0)
         on_disk = "disk" in offload.values() or "host_bytes" in offload
         tiers = onefold.Offload(**offload, path=path if on_disk else None) if offload else None
-        self.model = onefold.shard(Tower(), stage=3, bucket_bytes=2 * UNIT, precision=precision, offload=tiers)
+        layers = Layers(WIDTH, DEPTH, bias=False, residual=True)
+        self.model = onefold.shard(layers, stage=3, bucket_bytes=2 * UNIT, precision=precision, offload=tiers)
         self.optimizer = onefold.Optimizer(self.model, cls, step_in_backward=inside)
 
     def backward(self) -> None:

@@ -11,7 +11,7 @@ import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
-from tests.parity.models import MODELS
+from tests.models import MODELS
 from tests.parity.training import OPTIMIZERS, Run, Trained, _loop, differing, same_bits, train
 
 
