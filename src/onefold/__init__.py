@@ -36,10 +36,11 @@ from onefold.optim.optimizer import Optimizer
 from onefold.optim.scheduler import Scheduler
 from onefold.planner.plan import Plan, plan
 from onefold.runtime.full_parameters import full_parameters, full_state_dict
+from onefold.runtime.loop import accumulate, catch_up
 from onefold.settings.offload import Offload
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero, preset
-from onefold.shard import accumulate, catch_up, shard
+from onefold.shard import shard
 from onefold.version import VERSION
 
 __version__ = VERSION

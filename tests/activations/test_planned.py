@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from onefold.activations.automatic import Seen, decide
+from onefold.activations.automatic import Seen, choose_policy
 from onefold.cost.activations import Option, choose_activations
 from onefold.cost.estimate import Choice
 from onefold.cost.search import activations_for
@@ -97,7 +97,7 @@ def test_the_simplest_policy_as_fast_as_the_fastest_is_chosen() -> None:
     ],
 )  # fmt: skip
 def test_auto_takes_the_first_policy_that_fits_the_room(room: int, tp: int, policy: str) -> None:
-    assert decide(Seen(kept=12, inputs=1, room=room), blocks=48, tp=tp)[0] == policy
+    assert choose_policy(Seen(kept=12, inputs=1, room=room), blocks=48, tp=tp)[0] == policy
 
 
 def decided(states: int, tp: bool, tight: float) -> list[Any]:

@@ -13,9 +13,8 @@ from torch import nn
 
 import onefold
 from onefold.cost.shapes import Shape
-from onefold.cost.sizes import of_layout
 from onefold.cost.states import state_bytes
-from onefold.model.survey import FROZEN, place, survey
+from onefold.model.survey import survey
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.simulation import train_step
 from onefold.optim.elementwise import OPTIMIZERS, cost_of
@@ -62,12 +61,8 @@ def states_by_formula(model: nn.Module, zero: Zero, optimizer: str, ranks: int, 
     """From the layout alone: no tensors, no processes."""
     seen = survey(model, zero, ranks)
     policy = Precision.of(zero.precision).decided(own_sum=True, cuda=False)
-    units, placements = [], []
-    for layout in seen.layouts:
-        widths = policy.dtypes(seen.dtypes[layout.slots[0].name]).widths
-        units.append(of_layout(layout, rank, widths, trained=not layout.kind.endswith(FROZEN)))
-        placements.append(place(layout, zero, ranks))
-    return tuple(state_bytes(units, placements, cost_of(optimizer)))
+    units = [unit.size(rank, policy) for unit in seen.units]
+    return tuple(state_bytes(units, [unit.placement for unit in seen.units], cost_of(optimizer)))
 
 
 CASES = itertools.count()

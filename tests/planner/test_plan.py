@@ -131,7 +131,7 @@ def chosen_stage(memory_bytes: int) -> tuple[int | str, str]:
     os.environ["LOCAL_WORLD_SIZE"] = str(host // memory_bytes)
     try:
         model = onefold.shard(GPT(SHAPE), stage="auto", bucket_bytes=1 << 14)
-        return engine_of(model).zero.stage, str(onefold.placement(model))
+        return engine_of(model).resolved.settings.stage, str(onefold.placement(model))
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE")
         if before is not None:

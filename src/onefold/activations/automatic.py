@@ -8,7 +8,6 @@ needs and the smallest memory of all, so that all decide alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,20 +15,30 @@ from torch import Tensor
 
 from onefold.activations.policy import attach_policy
 from onefold.activations.recompute import others_keep
-from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.cost.activations import Option, choose_activations
 from onefold.cost.text import text_of
 from onefold.model.containers import tensors_in
 from onefold.model.storage import storage_key
+from onefold.runtime.automatic import room_left
 from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import in_backward
+from onefold.settings.zero import AUTO
 
 LOG = logging.getLogger("onefold")
 USED = 0.8  # of the room beside states that blocks may take: heads and losses need some too
 SPEED = {"keep": 1.0, "checkpoint": 0.75, "partition": 0.73, "checkpoint+host": 0.7, "partition+host": 0.69}
 LEFT = 'activations="auto" leaves them to the checkpoint around the model, or other hooks on saved tensors'
 UNDECIDED = 'activations="auto" decides when the first block runs'
+
+
+def attach_activations(engine: Engine) -> None:
+    """Apply what activations= asks for, at once or, with "auto", when the first block has run."""
+    policy = engine.resolved.settings.activations
+    if policy == AUTO:
+        AutomaticActivations(engine)
+    else:
+        attach_policy(engine, policy)
 
 
 class Seen(NamedTuple):
@@ -63,9 +72,11 @@ def choose_policy(seen: Seen, blocks: int, tp: int, others: int = 0) -> tuple[st
 class AutomaticActivations:
     """Waits for the first block to run."""
 
-    def __init__(self, engine: Engine, blocks: Sequence[str], tensor: Comm, room: int, others: int = 0) -> None:
-        self._engine, self._blocks, self._tensor, self._room = engine, list(blocks), tensor, room
-        self._others = others  # blocks that keep theirs in any case
+    def __init__(self, engine: Engine) -> None:
+        resolved = engine.resolved
+        self._engine, self._tensor, self._room = engine, engine.comms.tp, room_left(resolved)
+        self._blocks = resolved.recomputed
+        self._others = len(resolved.blocks) - len(self._blocks)  # that keep their activations in any case
         self._handles: list[Any] = []
         self._bytes: dict[int, int] = {}
         self._inputs, self._counting = 0, False
@@ -73,14 +84,14 @@ class AutomaticActivations:
         for name in self._blocks:
             self._handles.append(modules[name].register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(modules[name].register_forward_hook(self._after, always_call=True))
-        engine.explain("; ".join([*([engine.why] if engine.why else []), UNDECIDED]))
+        engine.tell_activations(UNDECIDED)
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:
         watched = torch.is_grad_enabled() and not in_backward()
         self._counting = watched and not others_keep(self._engine.unsharding)
         if not self._counting:
             if watched:
-                self._engine.explain(self._engine.why.replace(UNDECIDED, LEFT))
+                self._engine.tell_activations(LEFT)
             return
         carrying = [t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad]
         self._inputs = sum(tensor.nbytes for tensor in carrying)
@@ -104,10 +115,10 @@ class AutomaticActivations:
         policy, why = self._agreed()
         engine = self._engine
         said = f"activations={policy!r}: {why}"
-        engine.explain(engine.why.replace(UNDECIDED, said).replace(LEFT, said))
+        engine.tell_activations(said)
         if engine.everyone.rank == 0 and self._tensor.rank == 0:
             LOG.info('activations="auto" chose %s', said)
-        attach_policy(engine, policy, self._blocks, self._tensor)
+        attach_policy(engine, policy)
 
     def _agreed(self) -> tuple[str, str]:
         weights = {storage_key(p) for p in self._engine.params}  # views of whole units are not activations

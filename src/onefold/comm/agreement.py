@@ -11,14 +11,17 @@ import ctypes
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
 from onefold.comm.communicator import Comm, Comms
+from onefold.comm.inflight import adopt_orphans
 from onefold.comm.meter import Label
 from onefold.errors import MismatchError
 
 AGREE = Label("agree", "the model")
+T = TypeVar("T")
 
 
 def digest(lines: Sequence[str]) -> str:
@@ -40,22 +43,37 @@ def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, w
         raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)]))
 
 
-def together(comms: Comms, work: Callable[[], None], *, where: str = "shard()") -> None:
-    """Do something among some ranks of the mesh; where it raises for some, all raise."""
+def on_all(comm: Comm, work: Callable[[], T], where: str = "shard()") -> T:
+    """What `work` returns, once it has gone well on every rank; where it raises for some, all raise. Collective."""
     error: Exception | None = None
+    found: list[T] = []
     try:
-        work()
-    except Exception as mistake:
+        found.append(work())
+    except Exception as mistake:  # whatever it is, the other ranks must hear of it
         error = mistake
-    if comms.world is not comms.everyone:
-        agree(comms.world, [], error, where=where)
-    if error is not None:
-        raise error
+    agree(comm, [], error, where=where)
+    return found[0]
+
+
+def together(comms: Comms, work: Callable[[], T], *, where: str = "shard()") -> T:
+    """Do something that ranks of equal "tp" and "pp" coordinates agree on by themselves; where it raises for some, all
+    ranks of the mesh raise. Collective."""
+    return work() if comms.world is comms.everyone else on_all(comms.world, work, where=where)
 
 
 def agree_on_salt(comm: Comm) -> int:
     """A number that all ranks share and no other model has."""
     return int.from_bytes(comm.gather_bytes(os.urandom(4), AGREE)[0], "big")
+
+
+def tell_apart(comms: Comms) -> None:
+    """Give this model's messages a number that no other model has, and forget what is left of models that are gone.
+    Collective."""
+    salt = agree_on_salt(comms.world)
+    for comm in comms:
+        comm.salt = salt
+    comms.shard.posted.model = str(salt)
+    adopt_orphans(lambda blob: comms.world.exchange(blob, Label("agree", "what is left over")))
 
 
 def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:

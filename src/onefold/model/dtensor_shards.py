@@ -9,8 +9,9 @@ A plain parameter is a part if it says so (`param.tensor_model_parallel`, as Meg
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -144,7 +145,7 @@ class TensorShard(NamedTuple):
         return self.bounds[self.place]
 
 
-TensorShards = dict[str, "TensorShard | None"]  # of what is split; None where nobody said along which dim
+TensorShards = Mapping[str, "TensorShard | None"]  # of what is split; None where nobody said along which dim
 
 
 def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
@@ -211,7 +212,7 @@ def agree_on_tensor_shards(
     """What is split, as all ranks of "tp" tell it; raises where they do not hold parts of one model. Collective."""
     mine = json.dumps([tell(name, param) for name, param in named]).encode()
     rows = [[Told(*row) for row in json.loads(blob)] for blob in exchange(mine)]
-    parts: TensorShards = {}
+    parts: dict[str, TensorShard | None] = {}
     for told in zip(*rows):
         for place, one in enumerate(told):
             if one._replace(shape=()) != told[0]._replace(shape=()):
@@ -225,7 +226,7 @@ def agree_on_tensor_shards(
         raise MismatchError(
             f"the ranks of 'tp' hold {sorted({len(row) for row in rows})} parameters; they must hold parts of one model"
         )
-    return parts
+    return MappingProxyType(parts)
 
 
 def _part(told: Sequence[Told], rank: int) -> TensorShard | None:

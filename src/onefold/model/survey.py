@@ -3,68 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onefold.comm.mesh import Axes
 from onefold.cost.layout import ParamInfo, UnitLayout, plan_units
 from onefold.errors import ConfigError, ModelError
 from onefold.model.blocks import block_of, find_blocks
 from onefold.model.dtensor_shards import check, held, tell
 from onefold.model.storage import dense_stride
-from onefold.settings.offload import Offload
-from onefold.settings.placement import STAGES, Placement, Scope, Tier
+from onefold.model.unit_spec import UnitSpec, place
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero
 
 ATTRIBUTE = "_onefold"  # of a sharded model: its engine
-FROZEN = "frozen"
-NOTHING: Mapping[str, Tier] = MappingProxyType({})
 TRAINED_DTYPES = (torch.float32, torch.float64)
 
 
-class Survey(NamedTuple):
-    """What was found in a model."""
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What was found in a model, before ranks have agreed on it and before anything automatic is decided."""
 
-    trained: list[tuple[str, nn.Parameter]]
-    frozen: list[tuple[str, nn.Parameter]]
-    meta: bool  # built on the meta device, to be filled here
-    dtypes: dict[str, torch.dtype]  # what each parameter computes in
-    infos: list[ParamInfo]
-    layouts: list[UnitLayout]
-    lines: list[str]  # what all ranks must agree on
-
-
-def place_all(settings: Zero) -> Placement:
-    """The row of the table for most units. As long as "auto" is undecided, any will do to compare ranks."""
-    offload = Offload.of(settings.offload)
-    return STAGES[3 if settings.stage == "auto" else settings.stage].on(offload.optimizer_tier, offload.parameters_tier)
+    settings: Zero
+    meta: bool = False  # built on the meta device, to be filled in shard()
+    params: tuple[ParamInfo, ...] = ()  # all parameters, in registration order
+    units: tuple[UnitSpec, ...] = ()  # placed as the settings say
+    blocks: tuple[str, ...] = ()  # names of modules
+    kept_fp32: tuple[str, ...] = ()  # names of modules
+    lines: tuple[str, ...] = ()  # what all ranks must agree on
+    mistake: Exception | None = None  # that ended the survey: raised once all ranks have heard of it
 
 
-def place(layout: UnitLayout, settings: Zero, ranks: int, decided: Mapping[str, Tier] = NOTHING) -> Placement:
-    """The row of the placement table for one unit: small ones may keep their parameters whole, and where the optimizer
-    state of some units is may be `decided` (Offload(optimizer="auto"))."""
-    placement = place_all(settings)
-    if layout.name in decided:
-        placement = placement.on(decided[layout.name], placement.parameters_tier)
-    placement = placement.over(ranks)
-    keep = settings.keep_whole
-    small = keep(layout.name, layout.used_numel) if callable(keep) else layout.used_numel <= keep
-    return (
-        placement._replace(parameters=Scope.REPLICATED, parameters_tier=Tier.DEVICE, late=False) if small else placement
-    )
+def survey_or_mistake(model: nn.Module, zero: Zero | None, fields: dict[str, Any], axes: Axes) -> Survey:
+    """Parse the settings of shard() and survey the model; what is raised is kept, as other ranks must hear of it."""
+    settings = Zero()
+    try:
+        settings = Zero.of(zero, fields)
+        return survey(model, settings, axes.shard.size, axes.replica.size, axes.tp.world_ranks)
+    except Exception as mistake:
+        return Survey(settings=settings, mistake=mistake)
 
 
 def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_ranks: Sequence[int] = ()) -> Survey:
     """Look at a model without touching it; raises what makes it unfit. Of what is split over "tp", the parts here."""
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"shard() wants a torch.nn.Module, found {type(model).__name__}")
-    for name, module in model.named_modules():
-        if ATTRIBUTE in module.__dict__:
-            where = f"its part {name!r}" if name else "it"
-            raise ModelError(f"this model was sharded before ({where}); call shard() once, on the outermost model")
+    _check_unsharded(model)
     named = list(model.named_parameters())
     trained = [(name, param) for name, param in named if param.requires_grad]
     frozen = [(name, param) for name, param in named if not param.requires_grad]
@@ -78,7 +63,8 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
         _check_values(name, tensor, meta)
         check(name, tensor, tp_ranks)
     policy = Precision.of(settings.precision)
-    kept = {id(param) for module in policy.kept(model) for param in module.parameters()}
+    kept_fp32, modules = policy.kept(model), dict(model.named_modules())
+    kept = {id(param) for name in kept_fp32 for param in modules[name].parameters()}
     dtypes = {name: _target(param, policy, id(param) in kept) for name, param in named}
     for name, param in named:
         _check_parameter(name, param, device, policy)
@@ -87,17 +73,64 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     if settings.init is not None and not meta:
         raise ConfigError("init= fills a model built on the meta device, and this one has values: build it on meta")
     blocks = find_blocks(model, settings.units)
-    infos = [
+    params = [
         ParamInfo(name, held(param).numel(), dtypes[name].itemsize, _kind(param, dtypes[name]), block_of(name, blocks))
         for name, param in named
     ]
-    layouts = plan_units(infos, ranks, settings.bucket_bytes, replicas)
+    units = _units(plan_units(params, ranks, settings.bucket_bytes, replicas), params, dict(named), dtypes, settings)
     lines = settings.describe() + [
         f"parameter {tell(name, param)}, strides {dense_stride(param)}, {dtypes[name]}" for name, param in named
     ]
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
-    lines += [f"unit {unit.name}: {unit.numel} elements, {place(unit, settings, ranks)}" for unit in layouts]
-    return Survey(trained, frozen, meta, dtypes, infos, layouts, lines)
+    lines += [f"unit {unit.layout.name}: {unit.layout.numel} elements, {unit.placement}" for unit in units]
+    _check_activations(settings.activations, blocks, len(tp_ranks))
+    return Survey(
+        settings=settings, meta=meta, params=tuple(params), units=units, blocks=tuple(blocks),
+        kept_fp32=tuple(kept_fp32), lines=tuple(lines),
+    )  # fmt: skip
+
+
+def _units(
+    layouts: Sequence[UnitLayout],
+    params: Sequence[ParamInfo],
+    named: Mapping[str, nn.Parameter],
+    dtypes: Mapping[str, torch.dtype],
+    settings: Zero,
+) -> tuple[UnitSpec, ...]:
+    """A unit's parameters have one dtype, are trained or frozen together and belong to one block: the first one's."""
+    blocks = {info.name: info.block for info in params}
+    units = []
+    for layout in layouts:
+        first = layout.slots[0].name
+        trained = named[first].requires_grad
+        placement = place(layout, settings)
+        units.append(
+            UnitSpec(layout=layout, placement=placement, dtype=dtypes[first], trained=trained, block=blocks[first])
+        )
+    return tuple(units)
+
+
+def _check_activations(policy: str, blocks: Sequence[str], tp: int) -> None:
+    """What activations= asks for can run, or raises: nothing is left undone silently."""
+    if policy != "keep" and not blocks:
+        raise ConfigError(
+            f"activations={policy!r} computes blocks again, and this model has none: no list of two or more modules of "
+            f"one class; name them with units="
+        )
+    if policy.startswith("partition") and tp <= 1:
+        raise ConfigError(
+            f"activations={policy!r} shares block inputs among the ranks of the mesh axis 'tp', and there is none, or "
+            f"of one rank; give mesh= such an axis, or use {policy.replace('partition', 'checkpoint')!r}"
+        )
+
+
+def _check_unsharded(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"shard() wants a torch.nn.Module, found {type(model).__name__}")
+    for name, module in model.named_modules():
+        if ATTRIBUTE in module.__dict__:
+            where = f"its part {name!r}" if name else "it"
+            raise ModelError(f"this model was sharded before ({where}); call shard() once, on the outermost model")
 
 
 def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
@@ -144,4 +177,4 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device, polic
 
 
 def _kind(param: nn.Parameter, dtype: torch.dtype) -> str:
-    return str(dtype) if param.requires_grad else f"{dtype} {FROZEN}"
+    return str(dtype) if param.requires_grad else f"{dtype} frozen"

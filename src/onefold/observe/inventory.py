@@ -175,7 +175,7 @@ def _staging_limits(engine: Engine) -> tuple[int, int]:
 
 def _gathered(engine: Engine) -> int:
     """Units that a pass has open at once: in use, used before, on their way, and those being read ahead of that."""
-    prefetch = engine.zero.prefetch
+    prefetch = engine.resolved.settings.prefetch
     return 2 + READ_AHEAD + (prefetch if isinstance(prefetch, int) else len(engine.unsharding.units))
 
 
@@ -217,7 +217,8 @@ def _pool_limit_bytes(engine: Engine) -> int:
     away = [unit.layout.numel * unit.gradients.dtype.itemsize for unit in engine.units if unit.updated_on_host]
     wide = max((4 * unit.master.owned.numel for unit in engine.units if unit.dtypes.narrow), default=0)
     rounds = 2 * IN_FLIGHT + 1 + WAITING if engine.everyone.size > 1 else 3
-    kept = sum(sizes) if engine.wide_sums and (away or engine.placement.gradients is Scope.SHARDED) else 0
-    needed = engine.everyone.size > 1 or engine.wide_sums or wide or away or not engine.updates.keeps_gradients
+    wide_sums = engine.accumulating.wide_sums
+    kept = sum(sizes) if wide_sums and (away or engine.resolved.placement.gradients is Scope.SHARDED) else 0
+    needed = engine.everyone.size > 1 or wide_sums or wide or away or not engine.updates.keeps_gradients
     leaving = (LEAVING + 1) * max(away, default=0) + engine.updates.lent_bytes
     return (rounds * max(sizes) if needed else 0) + leaving + 2 * wide + kept

@@ -35,12 +35,13 @@ from onefold.cost.states import StateBytes, StateCost, parameter_bytes, state_by
 from onefold.errors import ModelError
 from onefold.model.containers import tensors_in
 from onefold.model.storage import storage_bytes
-from onefold.model.survey import place
+from onefold.model.unit_spec import place
 from onefold.observe.inventory import sizes_of
 from onefold.observe.reports import memory, track_memory, traffic
 from onefold.optim.host_update import HostGradients
 from onefold.optim.kernels.update import available
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.refusals import Call
 from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import NoUpdates
 from onefold.settings.offload import AUTO, Offload
@@ -129,7 +130,7 @@ def rehearse(
 def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked: Zero, count_flops: bool) -> Rehearsal:
     engine = engine_of(model)
     engine.update_by(GradientsToHost(engine))
-    one_pass = engine.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
+    one_pass = engine.resolved.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
     _step(engine, inputs, loss, one_pass)  # the order of units is learnt, buffers grow
     flops = 0
     if count_flops:
@@ -153,7 +154,7 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
     peak = max(peak, updating, key=lambda rows: sum(rows.values()))
     sent = dict(traffic(model).flows)
     units, placements = sizes_of(engine).units, _asked_placements(engine, asked)
-    if asked.stage == 3 and engine.zero.stage != 3:
+    if asked.stage == 3 and engine.resolved.settings.stage != 3:
         shards = sum(map(parameter_bytes, units, placements))
         states, peak, sent = _as_stage_3(engine, states._replace(parameters=shards), peak, sent)
     padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
@@ -170,16 +171,16 @@ def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
     """Of all units, where the rehearsal may have had them elsewhere."""
     auto = Offload.of(asked.offload).optimizer == AUTO
     decided = {unit.name: unit.placement.optimizer_tier for unit in engine.units if auto}
-    return [place(unit.layout, asked, engine.comm.size, decided) for unit in engine.all_units]
+    return [place(unit.layout, asked, decided) for unit in engine.all_units]
 
 
 def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
     """Everything of a step but the arithmetic of the update; the bytes of gradients it ends with."""
-    half = engine.precision.compute is torch.float16
+    half = engine.resolved.precision.compute is torch.float16
     with scaled_backward(1.0):
         loss(engine.model, inputs).backward()
     with torch.no_grad():
-        engine.complete_gradients()
+        engine.complete_gradients(Call.STEP)
         if half:
             engine.everyone.gather_bytes(bytes(len(engine.units)), Label("overflow", "step"))
         engine.unsharding.release_all()
@@ -221,7 +222,7 @@ def _update_temporaries(engine: Engine, one_pass: bool) -> int:
     if not engine.comm.any_order:
         return 0
     here = [unit for unit in engine.units if not unit.updated_on_host]
-    looked = here if engine.precision.compute is torch.float16 else []
+    looked = here if engine.resolved.precision.compute is torch.float16 else []
     made = [2 * 4 * unit.master.owned.numel for unit in here if not (unit.dtypes.narrow and one_pass)]
     made += [unit.mine.numel * (unit.gradients.dtype.itemsize + 3) for unit in looked]
     return max(made, default=0)

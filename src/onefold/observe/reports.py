@@ -301,7 +301,7 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
     planned["norm"] = 8 * engine.pipeline.most_units * (engine.comms.holders.size - 1)
     if engine.checkpoints and (gathered := engine.checkpoints.planned_gathers()):
         planned["activation"] = gathered
-    if engine.zero.buffers == "rank0":
+    if engine.resolved.settings.buffers == "rank0":
         planned["buffers"] = 0 if engine.everyone.rank else storage_bytes(engine.model.buffers()) * others
     return planned
 

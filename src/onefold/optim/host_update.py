@@ -1,13 +1,13 @@
 """Updates that run on the host, beside the device.
 
 The update of a unit is a job: 1 bring gradient, master, state and values to where they are updated  2 update  3 send
-the values up. A few threads do the jobs (jobs.py). The kernels they call use the cores of this rank and leave Python to
-the thread that trains.
+the values up. A few threads do the jobs (workers.py). The kernels they call use the cores of this rank and leave Python
+to the thread that trains.
 
 Started inside backward (`step_in_backward`), jobs run beside the backward of earlier units and beside the next forward.
 A gradient waits for its job on the device, in memory that activations have left; backward waits where too many do.
-Started by step(), after a norm that wants all gradients, these are parked on the host; jobs run beside the next
-forward, where values are seen in forward and backward only; else step() waits for them.
+Updates that step() starts, after a norm that needs all gradients, find gradients offloaded to the host; jobs run beside
+the next forward where parameters are seen in forward and backward only, else step() waits for them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
 from onefold.runtime.engine import Engine
+from onefold.runtime.refusals import Situation
 from onefold.runtime.update_policy import StepInputs
+from onefold.state.gradient_state import GradientState
 from onefold.state.gradients import Gradients
 
 SPARED = 4  # cores for the threads that train
@@ -44,16 +46,16 @@ class HostGradients:
         self._leaving: deque[Gradients] = deque()
 
     def take(self, index: int, *, final: bool) -> bool:
-        """A unit's gradient is reduced. True if it is the host's and complete, and so goes down."""
+        """A unit's gradient is reduced. True if it is complete and the host updates the unit: then it is offloaded."""
         mine = final and self._engine.units[index].updated_on_host
         if mine:
             self.offload(index)
         return mine
 
     def offload(self, index: int) -> None:
-        """A unit's gradient is complete: it goes down."""
+        """Send a unit's complete gradient to the host, unless it is there."""
         gradients = self._engine.units[index].gradients
-        if gradients.reduced and gradients.offloaded is None:
+        if gradients.state is GradientState.REDUCED:
             gradients.offload()
             self._leaving.append(gradients)
             while len(self._leaving) > (0 if self._engine.pool.keeps else LEAVING):  # on a CPU a copy is done at once
@@ -84,16 +86,16 @@ class HostUpdates(HostGradients):
         weakref.finalize(self, _end, self._line, threads)
 
     def _transfers(self) -> list[int]:
-        """Bytes of the gradients that go down, the last unit's first."""
+        """Bytes of the gradients that go to the host, the last unit's first."""
         units = [unit for unit in reversed(self._engine.units) if unit.updated_on_host]
         return [unit.layout.shard_numel * unit.dtypes.grad.itemsize for unit in units]
 
     def _held(self) -> list[int]:
-        """The same on the device, as long as they are there."""
+        """Bytes on the device of the gradients that go to the host, as long as they wait there."""
         return [unit.gradients.held_bytes for unit in reversed(self._engine.units) if unit.updated_on_host]
 
     def _values(self) -> list[int]:
-        """Bytes of values that come down to be updated."""
+        """Bytes of parameters that come to the host to be updated."""
         units = [unit for unit in self._engine.units if unit.updated_on_host and not unit.flat_params.on_host]
         return [unit.master.owned.numel * unit.flat_params.dtype.itemsize for unit in units]
 
@@ -127,12 +129,11 @@ class HostUpdates(HostGradients):
     ) -> None:
         """Update a unit with these settings and this gradient."""
         engine, unit = self._engine, self._engine.units[index]
-        first = engine.first_param[index]
-        kept = bytes(engine.kept[first : first + len(unit.params)])
+        kept = bytes(engine.used.kept_of(index))
         if not any(kept):
             return
         optimizer = self._by_unit[index]
-        values = unit.dtypes.master != "fp32" or not optimizer.covers(kept, 0)
+        values = unit.dtypes.master != "fp32" or not optimizer.covers(kept)
         job = Job(optimizer, _copied(groups), kept, factor, transfer, self.host.mark(), values)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         unit.flat_params.expect(lambda: self._wait(index), job.done.is_set)
@@ -153,7 +154,7 @@ class HostUpdates(HostGradients):
         for index in mine:
             unit = engine.units[index]
             self.offload(index)
-            with unit.update(engine.kept_of(index)):
+            with unit.update(engine.used.kept_of(index)):
                 self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.offloaded)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.late):
@@ -167,7 +168,7 @@ class HostUpdates(HostGradients):
         return [unit.flat_params.gather_updated()] if unit.gathers_updated else []
 
     def _wait(self, index: int) -> None:
-        """Until a unit has its new values. An interrupted wait is no end: the update goes on."""
+        """Wait until a unit has its new values. After an interrupted wait the update goes on."""
         job = self._jobs.get(index)
         if job is None:
             return
@@ -179,8 +180,7 @@ class HostUpdates(HostGradients):
                 raise
             del self._jobs[index]
             unit = self._engine.units[index]
-            what = f"the update of {unit.name} failed"
-            self._engine.mark_broken(f"{what}, so the model holds values of two steps; load a checkpoint")
+            self._engine.mark_broken(Situation.UPDATE_FAILED, unit.name)
             if isinstance(error, Exception) and not isinstance(error, OffloadError):
                 raise OffloadError(f"the update of {unit.name} on the host failed: {error}") from error
             raise

@@ -2,7 +2,7 @@
 
 The wrapped class never sees the model's parameters, only the slices of each unit that this rank updates.
 
-A step: 1 settle what was used  2 if gradients are not finite, skip or raise, on every rank alike  3 the engine's update
+A step: 1 complete gradients  2 if gradients are not finite, skip or raise, on every rank alike  3 the engine's update
 policy updates the units, and brings new values to all ranks.
 """
 
@@ -30,6 +30,7 @@ from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
 from onefold.runtime.engine import engine_of
+from onefold.runtime.refusals import Call
 from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import StepInputs, UpdatePolicy
 from onefold.settings.placement import Scope
@@ -68,15 +69,14 @@ class Optimizer(torch.optim.Optimizer):
         that is not finite. With `step_in_backward` each unit is updated as soon as its gradient is reduced, and no
         gradients are kept: for runs without clipping, accumulation and fp16."""
         engine = self._engine = engine_of(model)
-        if engine.optimizer is not None:
-            raise StateError("this model has an Optimizer already; use its add_param_group, or shard another model")
+        engine.check(Call.OPTIMIZER)
         self.stepped = False  # whether the last step() updated anything
         self._tried = 0  # steps, taken or skipped
         self._clip: float | Tensor = 1.0  # what 16-bit gradients are still to be multiplied by
         self._agreed = False
         error: Exception | None = None
         try:
-            half = engine.precision.compute is torch.float16
+            half = engine.resolved.precision.compute is torch.float16
             _check_policies(half, loss_scale, on_nonfinite, step_in_backward)
             self._scaler = Scaler(loss_scale or LossScale()) if half else None
             self._build(cls, groups, kwargs)
@@ -97,7 +97,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def precision(self) -> Precision:
         """The dtypes that were decided for this model; print it for a table."""
-        return self._engine.precision
+        return self._engine.resolved.precision
 
     @property
     def skipped(self) -> int:
@@ -214,10 +214,9 @@ class Optimizer(torch.optim.Optimizer):
             raise OptimizerError("step() takes no closure: run forward and backward before it, then call step()")
         self._check_hyperparameters()
         engine = self._engine
-        if engine.in_full_parameters:
-            raise StateError("step() inside full_parameters would leave old values in it; leave full_parameters first")
+        engine.check(Call.STEP)
         engine.check_parameters()
-        engine.complete_gradients()
+        engine.complete_gradients(Call.STEP)
         engine.unsharding.release_all()
         self._finite.hear_of_last_step()
         flag = self._finite.flag_on_device(self.param_groups)
@@ -230,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):
             self._finite.skip(bad)
             return
         engine.quiesce(host=False)
-        engine.updates.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.grad_scale, flag))
+        engine.updates.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.scale.value, flag))
         if self._scaler:
             self._scaler.good()
         self.forget_clipping()
@@ -240,10 +239,13 @@ class Optimizer(torch.optim.Optimizer):
         """Drop all gradients, accumulated ones too; set_to_none=False sets them to zero instead."""
         self._engine.drop_gradients(keep_as_zeros=not set_to_none)
 
+    @property
+    def clipped(self) -> bool:
+        """True if gradients of this step are to be clipped when step() reads them."""
+        return self._finite.norms is not None and self._engine.resolved.precision.narrow
+
     def gradients_change(self) -> None:
         """Another backward of the step begins."""
-        if self._finite.norms is not None and self._engine.precision.narrow:
-            raise StateError("16-bit gradients are clipped when step() reads them: clip after all backwards of a step")
         self._finite.norms = None
 
     def forget_clipping(self) -> None:
@@ -264,20 +266,15 @@ class Optimizer(torch.optim.Optimizer):
         if not (isinstance(norm_type, int | float) and norm_type > 0):
             raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
         engine = self._engine
-        engine.updates.check_clipping()
-        if not engine.alone_in_rank:
-            raise StateError(
-                "this rank holds several stages of a pipeline, so this norm would be of one of them only; use one "
-                "stage per rank (Schedule1F1B), or leave clipping out"
-            )
-        engine.complete_gradients()
+        engine.check(Call.CLIP)
+        engine.complete_gradients(Call.CLIP)
         engine.schedule.drain()
         engine.updates.wait()  # what is clipped after step() must not change what updates still read
         holders = engine.comms.holders
         partials = torch.zeros(holders.size, engine.pipeline.most_units, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
-            for slot in range(len(unit.params)):
-                if not engine.kept[engine.first_param[index] + slot]:  # nobody's gradient, or one the user dropped
+            for slot, kept in enumerate(engine.used.kept_of(index)):
+                if not kept:  # nobody's gradient, or one the user dropped
                     unit.gradients.forget(slot)
             if unit.gradients.reduced and engine.tied.counts(index):
                 norms = unit.gradients.norms(norm_type, engine.counts)
@@ -287,7 +284,7 @@ class Optimizer(torch.optim.Optimizer):
         holders.gather(partials.view(-1), Label("norm", "step")).wait()
         self._finite.norms = partials
         dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
-        norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / engine.grad_scale).to(dtype)
+        norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / engine.scale.value).to(dtype)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self._clip = self._clip * factor
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
@@ -322,7 +319,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _whoami(self) -> dict[str, Any]:
         world = self._engine.comms.world
-        return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.digest}
+        return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.resolved.digest}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer state of this rank's shards; only the same rank at the same number of ranks and stage can load

@@ -32,7 +32,7 @@ def reserve(engine: Engine, costs: Mapping[torch.dtype, StateCost]) -> None:
         if unit.updated_on_host:
             needed[unit.placement.optimizer_tier] += unit.master.owned.numel * costs[updated_dtype(unit)].per_element
             needed[Tier.HOST] += unit.layout.shard_numel * unit.gradients.dtype.itemsize
-    path = Offload.of(engine.zero.offload).path
+    path = Offload.of(engine.resolved.settings.offload).path
     what = "the optimizer's state"
     engine.tiers.reserve(what, host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=path)
 

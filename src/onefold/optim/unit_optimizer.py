@@ -85,28 +85,27 @@ class UnitOptimizer:
     def update(
         self,
         groups: list[dict[str, Any]],
-        kept: bytearray,
-        first_param: int,
+        kept: Sequence[int],
         factor: float | Tensor,
         bad: Tensor | None = None,
         transfer: GradientTransfer | None = None,
     ) -> None:
-        """Step the used slices with the hyperparameters of the outer groups; 16-bit gradients are times `factor`. Where
-        one kernel does it all, `bad` on the device keeps it from writing anything. The gradient is what was reduced, or
-        a transfer of it."""
+        """Step the slices that are kept (a flag for each parameter of the unit) with the hyperparameters of the outer
+        groups; 16-bit gradients are times `factor`. Where one kernel does it all, `bad` on the device keeps it from
+        writing anything. The gradient is what was reduced, or a transfer of it."""
         if self.inner is None:
             return
         self._transfer = transfer
         used: list[OptimizerParam] = []
         self._in_one_kernel = []
         for inner_group, group in zip(self.inner.param_groups, self.group_numbers, strict=True):
-            self._part(group, inner_group, kept, first_param)
+            self._part(group, inner_group, kept)
             inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
             for piece in self.slices[group]:
-                if kept[first_param + piece.slots[0]] and self.fused(inner_group):
+                if kept[piece.slots[0]] and self.fused(inner_group):
                     self._in_one_kernel.append(piece)
                     self._update_fused(piece, inner_group, factor, bad)
-                elif kept[first_param + piece.slots[0]]:
+                elif kept[piece.slots[0]]:
                     used.append(piece)
                     self._lend(piece, factor)
         if used:
@@ -117,9 +116,9 @@ class UnitOptimizer:
             self._pool.give(self._lent.pop())
         self._transfer = None
 
-    def covers(self, kept: Sequence[int], first_param: int) -> bool:
+    def covers(self, kept: Sequence[int]) -> bool:
         """Whether an update writes all that this rank owns."""
-        used = [piece for piece in self.optimizer_params() if all(kept[first_param + slot] for slot in piece.slots)]
+        used = [piece for piece in self.optimizer_params() if all(kept[slot] for slot in piece.slots)]
         return sum(piece.span.numel for piece in used) == self.unit.master.owned.numel
 
     def _gradient(self, span: Span) -> list[tuple[Span, Tensor]]:
@@ -193,14 +192,14 @@ class UnitOptimizer:
         values = self._nothing if self._lends else self.unit.flat_params.part(span)
         return OptimizerParam(span, inside, nn.Parameter(values))
 
-    def _part(self, group: int, inner_group: dict[str, Any], kept: bytearray, first_param: int) -> None:
+    def _part(self, group: int, inner_group: dict[str, Any], kept: Sequence[int]) -> None:
         """Cut slices whose parameters diverge, and their state with them."""
-        if all(len({kept[first_param + slot] for slot in piece.slots}) == 1 for piece in self.slices[group]):
+        if all(len({kept[slot] for slot in piece.slots}) == 1 for piece in self.slices[group]):
             return
         assert self.inner is not None
         parted = []
         for piece in self.slices[group]:
-            runs = [tuple(run) for _, run in groupby(piece.slots, key=lambda slot: kept[first_param + slot])]
+            runs = [tuple(run) for _, run in groupby(piece.slots, key=lambda slot: kept[slot])]
             cuts = [piece] if len(runs) == 1 else [cut for run in runs if (cut := self._slice(run))]
             if len(runs) > 1 and (state := self.inner.state.pop(piece.tensor, None)):
                 for cut in cuts:

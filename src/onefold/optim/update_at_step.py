@@ -26,9 +26,9 @@ class UpdateAtStep(NoUpdates):
             unit = engine.wait_reduced(index)
             if unit.updated_on_host:
                 continue
-            factor = inputs.factor(narrow=unit.dtypes.narrow)
-            with span("update", "step", unit.name), unit.update(engine.kept_of(index)):
-                self._by_unit[index].update(inputs.groups, engine.kept, engine.first_param[index], factor, inputs.bad)
+            factor, kept = inputs.factor(narrow=unit.dtypes.narrow), engine.used.kept_of(index)
+            with span("update", "step", unit.name), unit.update(kept):
+                self._by_unit[index].update(inputs.groups, kept, factor, inputs.bad)
             if unit.gathers_updated:
                 gathers.append(unit.flat_params.gather_updated())
         return gathers

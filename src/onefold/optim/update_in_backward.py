@@ -15,15 +15,12 @@ import torch
 from onefold.comm.communicator import Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import span
-from onefold.errors import StateError
 from onefold.optim.host_update import HostUpdates
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.runtime.engine import Engine
 from onefold.runtime.phases import Phase
 from onefold.runtime.update_policy import NoUpdates, StepInputs
 from onefold.settings.placement import Scope
-
-ASKED = "step_in_backward=True"
 
 
 class UpdateInBackward(NoUpdates):
@@ -37,7 +34,7 @@ class UpdateInBackward(NoUpdates):
         host: HostUpdates | None,
     ) -> None:
         self._engine, self._by_unit, self._groups, self.host = engine, by_unit, groups, host
-        self._flags: dict[int, Callable[[], list[bytes]]] = {}  # who used what of a unit whose round is on the way
+        self._flags: dict[int, Callable[[], list[bytes]]] = {}  # who used what of a unit whose reduction is in flight
         self._gathers: list[Pending] = []
         self._awaited: list[int] = []  # units that the host updates before step() returns
         engine.schedule.one_reduction_each()
@@ -52,7 +49,7 @@ class UpdateInBackward(NoUpdates):
 
     @property
     def awaits_step(self) -> bool:
-        return self._engine.phase is Phase.REDUCED
+        return self._engine.progress.phase is Phase.REDUCED
 
     @property
     def lent_bytes(self) -> int:
@@ -61,33 +58,31 @@ class UpdateInBackward(NoUpdates):
     def reduction_starts(self, index: int) -> None:
         """Ranks tell each other what they used of the unit. Its values change when the reduction ends, so what peers
         offer of them is taken now."""
-        engine = self._engine
-        first, unit = engine.first_param[index], engine.units[index]
+        engine, unit = self._engine, self._engine.units[index]
         engine.unsharding.take(unit)
-        used = bytes(engine.used[first : first + len(unit.params)])
-        self._flags[index] = engine.everyone.start_bytes(used, Label("used-flags", unit.name))
+        self._flags[index] = engine.everyone.start_bytes(engine.used.of_unit(index), Label("used-flags", unit.name))
 
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:
         """Update the unit, or start its update on the host, and let its gradient go."""
-        engine, rows = self._engine, self._flags.pop(index)()
-        first, unit = engine.first_param[index], engine.units[index]
+        engine, unit, rows = self._engine, self._engine.units[index], self._flags.pop(index)()
         if unit.placement.optimizer is Scope.REPLICATED and not unit.updated_on_host:
             unit.gradients.gather().wait()
         unit.flat_params.finish_posted()  # whoever has sent its gradients has had the values
-        engine.keep(index, bytes(map(max, zip(*rows, strict=True))))
+        engine.used.keep(index, rows)
         with unit.update():
             if unit.updated_on_host:
                 assert self.host is not None
                 self.host.start_in_backward(index, self._groups())
             else:
                 with span("update", "inside", unit.name):
-                    self._by_unit[index].update(self._groups(), engine.kept, first, 1.0)
+                    self._by_unit[index].update(self._groups(), engine.used.kept_of(index), 1.0)
         if unit.updated_on_host and not unit.placement.late:
             self._awaited.append(index)
         elif unit.gathers_updated and not unit.updated_on_host:
             self._gathers.append(unit.flat_params.gather_updated())
-        unit.gradients.consume()
+        if not unit.updated_on_host:  # else the host update has it
+            unit.gradients.consume()
         return True
 
     def finish(self) -> None:
@@ -109,32 +104,3 @@ class UpdateInBackward(NoUpdates):
 
     def step(self, inputs: StepInputs) -> None:
         self._engine.forget_used()
-
-    # -- what cannot be done -----------------------------------------------------------------------------------------
-
-    def check_backward(self) -> None:
-        if self.awaits_step:
-            raise StateError(f"{ASKED} updates in every backward: call optimizer.step() before the next one")
-        if self._engine.in_full_parameters:
-            raise StateError(
-                f"{ASKED} would update in a backward inside full_parameters, which would keep old values; leave it "
-                f"first"
-            )
-
-    def check_gradient(self, index: int) -> None:
-        if self._engine.schedule.started(self._engine.places[index].unit):
-            raise StateError(
-                f"a gradient of {self._engine.names[index]} came after its unit was updated: with {ASKED} every "
-                f"parameter must get its gradient once in one backward (no reentrant checkpoints that share blocks, no "
-                f"second backward before step())"
-            )
-
-    def check_zero_grad(self) -> None:
-        if self.awaits_step:
-            raise StateError(f"{ASKED} has updated parameters in backward: call step() before zero_grad()")
-
-    def check_accumulation(self) -> None:
-        raise StateError(f"{ASKED} updates in every backward, so nothing can accumulate; leave it out")
-
-    def check_clipping(self) -> None:
-        raise StateError(f"{ASKED} has updated each unit by now, so nothing is left to clip; leave it out")

@@ -63,7 +63,7 @@ class Job:
                 self.transfer.bring()
             unit.open()
             with torch.no_grad(), span("update", "host", unit.name):
-                self.optimizer.update(self.groups, bytearray(self.kept), 0, self.factor, transfer=self.transfer)
+                self.optimizer.update(self.groups, self.kept, self.factor, transfer=self.transfer)
             self.arrived = unit.close(changed=True, after=self.after)
         except BaseException as error:
             self.error = error

@@ -170,7 +170,7 @@ def _check(
         raise ConfigError("give both index and stages, where a rank holds several stages, or neither")
     if type(keep_bytes) is not int or keep_bytes < 0:
         raise ConfigError(f"keep_bytes={keep_bytes!r} is not a number of bytes; 0 keeps nothing")
-    if engine.precision.compute is torch.float16:
+    if engine.resolved.precision.compute is torch.float16:
         raise ConfigError(
             "a schedule calls backward itself, so no loss scale can go with it, which fp16 needs; shard with "
             "precision='bf16'"

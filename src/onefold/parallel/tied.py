@@ -15,7 +15,7 @@ from onefold.comm.agreement import agree, agree_on_salt, compare_values
 from onefold.comm.communicator import Comm
 from onefold.comm.mesh import Axis
 from onefold.comm.meter import Label, Meter
-from onefold.errors import ModelError, StateError
+from onefold.errors import ModelError
 from onefold.runtime.engine import Engine
 from onefold.runtime.untied import Untied
 
@@ -23,8 +23,7 @@ from onefold.runtime.untied import Untied
 class Tied(Untied):
     def __init__(self, engine: Engine, ends: Axis, names: Sequence[str]) -> None:
         self._engine, self.names = engine, tuple(names)
-        self._comm = Comm(ends, engine.device, engine.zero.timeout_s, engine.comm.meter)
-        self._summed = False  # in this step
+        self._comm = Comm(ends, engine.device, engine.resolved.settings.timeout_s, engine.comm.meter)
         error: Exception | None = None
         try:
             self.units = tuple(_alone(engine, name) for name in names)
@@ -61,17 +60,10 @@ class Tied(Untied):
             self._comm.gather(both, Label("sum-tied", unit.name)).wait()
             mine.copy_(halves[0].float() + halves[1].float())
             self._engine.pool.give(both)
-        self._summed = True
-
-    def check_backward(self) -> None:
-        if self._summed:
-            raise StateError(
-                "a second schedule.step() before optimizer.step(): gradients of parameters tied across stages have "
-                "been summed already; use more micro-batches in one schedule.step()"
-            )
+        self.summed = True
 
     def forget(self) -> None:
-        self._summed = False
+        self.summed = False
 
 
 def _alone(engine: Engine, name: str) -> int:

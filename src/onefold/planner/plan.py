@@ -13,14 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.cost.estimate import Choice
 from onefold.cost.hardware import Hardware, hardware
-from onefold.cost.layout import ParamInfo
 from onefold.cost.machine import here
 from onefold.cost.search import CHOICES, ROOM, Question, check_question, recommend
 from onefold.cost.text import text_of
 from onefold.cost.work import Module, Work
 from onefold.errors import ConfigError
-from onefold.model.blocks import block_of, find_blocks
-from onefold.model.survey import FROZEN, survey
+from onefold.model.survey import Survey, survey
+from onefold.model.unit_spec import frozen_kinds, widths_by_kind
 from onefold.observe.rehearsal import Loss, Rehearsal, rehearse
 from onefold.optim.elementwise import cost_of
 from onefold.planner.rows import Recommendation, Row, exact_row, recommendation_of, row_of
@@ -169,8 +168,9 @@ def plan(
         )  # fmt: skip
 
     kept = rehearsed(0, "keep", 1, count=True)
-    again = rehearsed(0, "checkpoint", 1, count=True) if find_blocks(model, zero.units) else kept
-    work = _module_work(model, sample, zero, policy, kept, again, accumulates=micro_batches > 1)
+    seen = survey(model, dataclasses.replace(zero, init=None), 1)
+    again = rehearsed(0, "checkpoint", 1, count=True) if seen.blocks else kept
+    work = _module_work(seen, sample, policy, kept, again, accumulates=micro_batches > 1)
     question = Question(
         work=work, ranks=ranks, hardware=machine, cost=cost, batch=work.module.batch if work.module else 1,
         max_global_batch=max_global_batch, activations=activations, micro_batches=micro_batches,
@@ -230,29 +230,22 @@ def _machine(named: str | Hardware | None, model: nn.Module) -> Hardware:
 
 
 def _module_work(
-    model: nn.Module,
+    seen: Survey,
     sample: Any,
-    zero: Zero,
     policy: Precision,
     kept: Rehearsal,
     again: Rehearsal,
     *,
     accumulates: bool,
 ) -> Work:
-    seen = survey(model, dataclasses.replace(zero, init=None), 1)
-    blocks = find_blocks(model, zero.units)
-    infos, widths = [], {}
-    for name, param in [*model.named_parameters()]:
-        dtype = seen.dtypes[name]
-        kind = str(dtype) if param.requires_grad else f"{dtype} {FROZEN}"
-        own = policy.dtypes(dtype).widths
-        widths[kind] = own._replace(grad=4) if accumulates and own.narrow else own  # sums are kept in fp32
-        infos.append(ParamInfo(name, param.numel(), dtype.itemsize, kind, block_of(name, blocks)))
+    widths = widths_by_kind(seen.units, policy)
+    if accumulates:  # sums are kept in fp32
+        widths = {kind: own._replace(grad=4) if own.narrow else own for kind, own in widths.items()}
     first = next((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None:
         raise ConfigError("the sample holds no tensor with rows; give what the model is called with")
     module = Module(
-        infos=tuple(infos),
+        infos=seen.params,
         widths=widths,
         batch=first.shape[0],
         tokens=first.shape[1] if first.ndim > 1 and not first.is_floating_point() else 1,
@@ -262,11 +255,11 @@ def _module_work(
         },
         block_inputs=again.block_inputs,
         flops={"keep": kept.flops, "checkpoint": again.flops},
-        frozen=frozenset(kind for kind in widths if kind.endswith(FROZEN)),
+        frozen=frozen_kinds(seen.units),
         buffers_bytes=kept.module_buffers,
     )
     compute = policy.dtypes(policy.compute if isinstance(policy.compute, torch.dtype) else torch.float32)
-    return Work(widths=compute.widths, module=module, bucket_bytes=zero.bucket_bytes)
+    return Work(widths=compute.widths, module=module, bucket_bytes=seen.settings.bucket_bytes)
 
 
 def _name(policy: Precision) -> str:

@@ -1,69 +1,97 @@
-"""What the settings of shard() leave to the memory there is: decided alike on all ranks, by the smallest device."""
+"""Decides what the settings of shard() leave to the memory there is, alike on all ranks: by the smallest device."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 
 import torch
 
-from onefold.comm.communicator import Comm
-from onefold.comm.mesh import Axes
+from onefold.comm.agreement import digest
+from onefold.comm.communicator import Comm, Comms
 from onefold.comm.meter import Label
 from onefold.cost.automatic import choose_stage, choose_tiers, room_for_activations
 from onefold.cost.estimate import Choice
 from onefold.cost.machine import here
-from onefold.cost.sizes import of_layout
-from onefold.model.survey import FROZEN, Survey, place
+from onefold.model.dtensor_shards import TensorShards
+from onefold.model.resolved import Resolved
+from onefold.model.survey import Survey
+from onefold.model.unit_spec import UnitSpec, frozen_kinds, place, place_all, widths_by_kind
 from onefold.offload.host_memory import host_share
 from onefold.settings.offload import Offload
 from onefold.settings.placement import Tier
 from onefold.settings.precision import Precision
-from onefold.settings.widths import Widths
-from onefold.settings.zero import Zero
+from onefold.settings.zero import AUTO, Zero
 
 LOG = logging.getLogger("onefold")
 
 
-def automatic_stage(
-    settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
-) -> tuple[Zero, str]:
-    """stage="auto": by the smallest device of all ranks, so that all decide alike."""
-    machine = here(device)
-    memories = world.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
-    kinds, frozen = _kinds(found, policy)
+def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, comms: Comms) -> Resolved:
+    """What shard() will build, with stage="auto" and Offload(optimizer="auto") decided. Collective where there is
+    something to decide."""
+    ranks, replicas, settings, units = comms.shard.size, comms.replica.size, found.settings, found.units
+    precision = Precision.of(settings.precision).decided(own_sum=comms.shard.sums_here, cuda=device.type == "cuda")
+    reasons = []
+    if settings.stage == AUTO:
+        stage, why = _automatic_stage(found, precision, device, comms)
+        settings = dataclasses.replace(settings, stage=stage)
+        units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings)) for unit in units)
+        reasons.append(f"stage {stage}: {why}")
+    if Offload.of(settings.offload).optimizer == AUTO:
+        tiers, why = _automatic_tiers(units, settings, precision, device, comms.world)
+        units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers)) for unit in units)
+        reasons.append(why)
+    return Resolved(
+        settings=settings,
+        precision=precision,
+        device=device,
+        ranks=ranks,
+        replicas=replicas,
+        meta=found.meta,
+        params=found.params,
+        units=units,
+        placement=place_all(settings).over(ranks),
+        blocks=found.blocks,
+        kept_fp32=found.kept_fp32,
+        tensor_shards=tensor_shards,
+        digest=digest(found.lines),
+        why="; ".join(reasons),
+    )
+
+
+def _automatic_stage(found: Survey, precision: Precision, device: torch.device, comms: Comms) -> tuple[int, str]:
+    """stage="auto": the first stage whose states leave room on the smallest device, and the reason."""
+    settings, machine = found.settings, here(device)
+    memories = comms.world.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
     stage, why = choose_stage(
-        found.infos,
-        kinds,
-        frozen,
-        ranks=axes.shard.size,
-        replicas=axes.replica.size,
+        found.params,
+        widths_by_kind(found.units, precision),
+        frozen_kinds(found.units),
+        ranks=comms.shard.size,
+        replicas=comms.replica.size,
         bucket_bytes=settings.bucket_bytes,
         machine=dataclasses.replace(machine, memory_bytes=min(int(row) for row in memories)),
         optimizer=Offload.of(settings.offload).optimizer,
     )
-    if world.rank == 0:
+    if comms.world.rank == 0:
         LOG.info('stage="auto" chose stage %d: %s', stage, why)
-    return dataclasses.replace(settings, stage=stage), f"stage {stage}: {why}"
+    return stage, why
 
 
-def automatic_tiers(
-    settings: Zero, found: Survey, policy: Precision, device: torch.device, world: Comm, axes: Axes
+def _automatic_tiers(
+    units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device, world: Comm
 ) -> tuple[dict[str, Tier], str]:
-    """Offload(optimizer="auto"): where the optimizer state of each unit is, by the smallest budgets of all ranks."""
+    """Offload(optimizer="auto"): by the names of trained units, where their optimizer state is, by the smallest budgets
+    of all ranks; and the reason."""
     offload, machine = Offload.of(settings.offload), here(device)
     mine = f"{offload.device_bytes or machine.memory_bytes} {offload.host_bytes or host_share()}"
     rows = [row.split() for row in world.exchange(mine.encode(), Label("agree", "memory"))]
     smallest, host_bytes = (min(map(int, column)) for column in zip(*rows, strict=True))
-    blocks, sizes = {info.name: info.block for info in found.infos}, []
-    for layout in found.layouts:
-        first, trained = layout.slots[0].name, not layout.kind.endswith(FROZEN)
-        widths = policy.dtypes(found.dtypes[first]).widths  # as rank 0 has it, which owns the most
-        sizes.append(of_layout(layout, 0, widths, block=blocks[first], trained=trained))
     chosen = choose_tiers(
-        sizes,
-        [place(layout, settings, axes.shard.size) for layout in found.layouts],
-        ranks=axes.shard.size,
+        [unit.size(0, precision) for unit in units],  # as rank 0 has them, which owns the most
+        [unit.placement for unit in units],
+        ranks=units[0].layout.ranks,
         machine=dataclasses.replace(machine, memory_bytes=smallest),
         prefetch=settings.prefetch if isinstance(settings.prefetch, int) else 1,
         device_bytes=None if offload.device_bytes is None else smallest,
@@ -71,28 +99,24 @@ def automatic_tiers(
     )
     if world.rank == 0:
         LOG.info("%s", chosen.why)
-    names = [unit.name for unit in sizes if unit.trained]
+    names = [unit.layout.name for unit in units if unit.trained]
     return dict(zip(names, chosen.tiers, strict=True)), chosen.why
 
 
-def room_left(settings: Zero, found: Survey, policy: Precision, device: torch.device, axes: Axes, staying: int) -> int:
+def room_left(resolved: Resolved) -> int:
     """Bytes that states leave on this device."""
-    kinds, frozen = _kinds(found, policy)
+    settings, units = resolved.settings, resolved.units
     offload = Offload.of(settings.offload)
     assert isinstance(settings.stage, int)
+    staying = sum(unit.trained and unit.placement.optimizer_tier is Tier.DEVICE for unit in units)
     choice = Choice(
         settings.stage,
         optimizer=offload.optimizer_tier.value,
         parameters=offload.parameters_tier.value,
-        staying=staying,
+        staying=staying if offload.optimizer == AUTO else 0,
     )
     return room_for_activations(
-        found.infos, kinds, frozen, choice, ranks=axes.shard.size, replicas=axes.replica.size,
-        bucket_bytes=settings.bucket_bytes, machine=here(device),
+        resolved.params, widths_by_kind(units, resolved.precision), frozen_kinds(units), choice,
+        ranks=resolved.ranks, replicas=resolved.replicas, bucket_bytes=settings.bucket_bytes,
+        machine=here(resolved.device),
     )  # fmt: skip
-
-
-def _kinds(found: Survey, policy: Precision) -> tuple[dict[str, Widths], frozenset[str]]:
-    """Bytes per element of each kind of parameter, and the kinds that are not trained."""
-    kinds = {info.kind: policy.dtypes(found.dtypes[info.name]).widths for info in found.infos}
-    return kinds, frozenset(kind for kind in kinds if kind.endswith(FROZEN))

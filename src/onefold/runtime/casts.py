@@ -18,20 +18,21 @@ from onefold.state.rounding import narrowed
 
 def attach_casts(engine: Engine) -> None:
     """Inputs of the model are cast to what computes; modules kept in fp32 get fp32 and give back what computes."""
-    compute = engine.precision.compute
+    compute = engine.resolved.precision.compute
     assert isinstance(compute, torch.dtype)
     engine.model.register_forward_pre_hook(
         lambda module, args, kwargs: (cast_in(args, compute), cast_in(kwargs, compute)), prepend=True, with_kwargs=True
     )
-    for kept in engine.precision.kept(engine.model):
+    modules = dict(engine.model.named_modules())
+    for kept in (modules[name] for name in engine.resolved.kept_fp32):
         kept.register_forward_pre_hook(
             lambda module, args, kwargs: (cast_in(args, torch.float32), cast_in(kwargs, torch.float32)),
             with_kwargs=True,
         )
         kept.register_forward_hook(lambda module, args, output: cast_in(output, compute))
-    modules = [m for m in engine.model.modules() if any(True for _ in m.parameters(recurse=False))]
+    holding = [m for m in modules.values() if any(True for _ in m.parameters(recurse=False))]
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
-    for module in modules:
+    for module in holding:
         module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
         module.register_load_state_dict_post_hook(partial(_know_loaded, engine, places))
 

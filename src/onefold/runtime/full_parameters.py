@@ -16,6 +16,7 @@ from onefold.comm.meter import Label
 from onefold.errors import StateError
 from onefold.model.dtensor_shards import held
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.refusals import Call
 
 NOTHING = torch.empty(0)
 
@@ -35,9 +36,9 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     ...     _ = model.weight.fill_(0.5)
     """
     engine = engine_of(model)
-    engine.check_usable()
+    engine.check(Call.FULL_PARAMETERS)
     engine.quiesce()
-    with engine.unsharded(write=write) as outermost:
+    with engine.contexts.enter(write=write) as outermost:
         if not outermost:
             yield
             return
@@ -72,7 +73,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     ['bias', 'weight']
     """
     engine = engine_of(model)
-    engine.check_usable()
+    engine.check(Call.FULL_STATE_DICT)
     engine.quiesce()
     near = engine.everyone.rank == 0  # shares "tp" with the first rank: brings its parts
     first = near and engine.comms.tp.rank == 0
@@ -84,9 +85,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             whole = joined(engine, name, local)
             copies[id(param)] = whole.to("cpu", copy=True) if first else NOTHING
 
-    for name in engine.tensor_shards:
+    for name in engine.resolved.tensor_shards:
         check_part(engine, name, "full_state_dict()")
-    if engine.in_writable_full_parameters:
+    if engine.contexts.writable:
         _absorb(engine)
         for unit in engine.units:
             unit.watch()
@@ -113,7 +114,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
 def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
     """A parameter as it is without "tp", from the parts of its ranks. Collective over them where it is split."""
-    part, tp = engine.tensor_shards.get(name), engine.comms.tp
+    part, tp = engine.resolved.tensor_shards.get(name), engine.comms.tp
     if part is None:
         return local
     row = math.prod(part.shape) // max(part.shape[part.dim], 1)
@@ -127,7 +128,7 @@ def joined(engine: Engine, name: str, local: Tensor) -> Tensor:
 
 
 def check_part(engine: Engine, name: str, where: str) -> None:
-    if name in engine.tensor_shards and engine.tensor_shards[name] is None:
+    if name in engine.resolved.tensor_shards and engine.resolved.tensor_shards[name] is None:
         raise StateError(
             f"{where}: {name} is split over the ranks of 'tp', but nobody said along which dim; set "
             f"param.partition_dim (and tensor_model_parallel) before shard(), or use torch's parallelize_module"

@@ -22,29 +22,29 @@ from onefold.model.dtensor_shards import held
 from onefold.model.survey import ATTRIBUTE
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
+from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.unsharding import in_backward, watch_parameters
 
 
-def attach(engine: Engine, blocks: Sequence[str]) -> None:
+def attach(engine: Engine) -> None:
     model = engine.model
-    engine.know_blocks(blocks)
     for index, param in enumerate(engine.params):
         _watch_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
     model.register_forward_hook(partial(_after_forward, engine))
-    if engine.precision.narrow:
+    if engine.resolved.precision.narrow:
         attach_casts(engine)
     if engine.unsharding.units:
-        _attach_passes(engine, blocks)
+        _attach_passes(engine)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
     model.__dict__["zero_grad"] = partial(_zero_grad, engine, model.zero_grad)
 
 
-def _attach_passes(engine: Engine, blocks: Sequence[str]) -> None:
+def _attach_passes(engine: Engine) -> None:
     """Gather and release around blocks, around plain layers outside them, and around the root."""
-    unsharding, model = engine.unsharding, engine.model
+    unsharding, model, blocks = engine.unsharding, engine.model, engine.resolved.blocks
     unit_of = {id(param): index for index, unit in enumerate(unsharding.units) for param in unit.params}
     frozen = {index for index, unit in enumerate(unsharding.units) if unit not in engine.units}
     modules = dict(model.named_modules())
@@ -123,10 +123,7 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not all(unsharding.gathers.ready(index) for index in indices):
-            raise StateError(
-                "model.state_dict() would hold parameters that are spread over ranks; call "
-                "onefold.full_state_dict(model), or model.state_dict() inside onefold.full_parameters(model)"
-            )
+            refuse(Call.STATE_DICT, Situation.RELEASED)
 
     module.register_load_state_dict_pre_hook(before_load)
     module.register_load_state_dict_post_hook(lambda *_: unsharding.end_load(indices))
@@ -176,7 +173,7 @@ def _watch_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
 
     def arrived(_: Any) -> None:
         if (live := weak()) is not None:
-            live.gradient_arrived(index)
+            live.arriving.take(index)
 
     node = torch.autograd.graph.get_gradient_edge(param).node  # which adds to .grad
     node.register_prehook(coming)
@@ -189,7 +186,7 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
         engine.enter_backward()
         return
     engine.before_forward()
-    if engine.zero.buffers == "rank0" and module.training:
+    if engine.resolved.settings.buffers == "rank0" and module.training:
         with torch.no_grad():
             engine.everyone.broadcast([held(b) for b in module.buffers()], Label("buffers", "the model"))
 

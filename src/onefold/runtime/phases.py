@@ -4,7 +4,7 @@
 There is no phase FORWARD or STEPPED: forwards run in every phase (evaluation between backward and step, micro-batches,
 pipelines that run several forwards before the first backward), and step() leaves gradients as they are, so that
 calling it again uses them again. A model whose values are of no use (a failed load, a failed host update) is in no
-phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a reason beside the phase.
+phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a situation beside the phase.
 
 `Due` says what peers wait for from this rank, should its backward never come or reach none of its parameters.
 """
@@ -12,9 +12,8 @@ phase of its own either: ranks may still have to answer each other, so `Engine.b
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import NoReturn
 
-from onefold.errors import StateError
+from onefold.state.transitions import follow
 
 
 class Phase(Enum):
@@ -62,7 +61,7 @@ class Due(Enum):
 
 def after_phase(phase: Phase, event: Event) -> Phase:
     """The phase that an event leads to; an event that cannot happen in a phase raises."""
-    return PHASES.get((phase, event)) or _refuse(phase, event)
+    return follow(PHASES, phase, event)
 
 
 def after_forward(due: Due, *, reducing: bool) -> Due:
@@ -82,5 +81,33 @@ def after_drop(due: Due) -> Due:
     return Due.BACKWARD if due is Due.ZEROS else due
 
 
-def _refuse(phase: Phase, event: Event) -> NoReturn:
-    raise StateError(f"{event.name.lower()} cannot follow here: {phase.value}; this is a fault of onefold, report it")
+class Progress:
+    """Where one model is: the phase of its gradients, and what its peers wait for. Moved by what happens alone."""
+
+    def __init__(self) -> None:
+        self.phase, self.due = Phase.IDLE, Due.NOTHING
+
+    def move(self, event: Event) -> None:
+        self.phase = after_phase(self.phase, event)
+
+    def forward_began(self, *, reducing: bool) -> None:
+        """A training forward begins."""
+        self.due = after_forward(self.due, reducing=reducing)
+
+    def backward_ended(self, *, reducing: bool) -> bool:
+        """True if the backward that has ended brought gradients."""
+        gradients = self.phase is Phase.BACKWARD
+        self.due = after_backward(self.due, gradients=gradients, reducing=reducing)
+        if gradients:
+            self.move(Event.REDUCED if reducing else Event.SUMMED)
+        return gradients
+
+    def brought_due(self) -> None:
+        """This rank has taken part in the reductions that its peers waited for."""
+        self.due = Due.NOTHING
+
+    def dropped(self, *, keep_as_zeros: bool) -> None:
+        """Gradients were dropped, or are zeros now."""
+        self.move(Event.DROPPED)
+        if not keep_as_zeros:
+            self.due = after_drop(self.due)

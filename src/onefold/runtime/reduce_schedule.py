@@ -1,12 +1,12 @@
-"""What to reduce next: one order for all ranks, a bounded number on the way.
+"""What to reduce next: one order for all ranks, a bounded number in flight.
 
-Every rank starts the rounds of a backward in the same order: registration order reversed at first, then the order in
-which rank 0's units became complete in the first backward. A unit is complete when as many gradients have arrived as
+Every rank starts the reductions of a backward in the same order: registration order reversed at first, then the order
+in which rank 0's units became complete in the first backward. A unit is complete when as many gradients have arrived as
 in recent backwards; a complete unit waits for those before it in the order. Where too many wait for one, that one is
-taken to be skipped in this backward and starts as it is; should its gradients come after all, they take a round of
+taken to be skipped in this backward and starts as it is; should its gradients come after all, they take a reduction of
 their own later. Whatever is still open when backward ends is started then, in the same order. So ranks may skip, branch
-or repeat; the sequence of collectives stays the same, and no rank holds all gradients. When a round starts depends on
-the gradients of this rank alone, not on how fast messages travel: every stage adds the same numbers in one order.
+or repeat; the sequence of collectives stays the same, and no rank holds all gradients. When a reduction starts depends
+on the gradients of this rank alone, not on how fast messages travel: every stage adds the same numbers in one order.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ReduceSchedule:
         self.completed: list[int] = []  # in this backward, by the time of their last gradient
         self._counts = [deque([len(unit.params)], maxlen=REMEMBERED) for unit in units]
         self._unused = [0] * len(units)  # steps since some rank used a unit
-        self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether its round is of a step's last backward
+        self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether of a step's last backward
         self.begin(final=True)
 
     def one_reduction_each(self) -> None:
-        """From now on a unit has one round in a backward: none counts as skipped before backward ends."""
+        """From now on a unit has one reduction in a backward: none counts as skipped before backward ends."""
         self.patient = True
 
     def begin(self, *, final: bool) -> None:
@@ -49,8 +49,8 @@ class ReduceSchedule:
         self._started: set[int] = set()
 
     def arrived(self, index: int, *, start: bool) -> bool:
-        """One gradient has been added to a unit; start every round that may start: some do with the first gradient of
-        a backward, others when a unit becomes complete. True if as many came as usual."""
+        """One gradient has been added to a unit; start every reduction that may start: some do with the first gradient
+        of a backward, others when a unit becomes complete. True if as many came as usual."""
         arrived = self._arrived[index] = self._arrived[index] + 1
         if arrived == self._expected[index]:
             self.completed.append(index)
@@ -62,7 +62,7 @@ class ReduceSchedule:
         return arrived >= self._expected[index]
 
     def started(self, index: int) -> bool:
-        """Whether this backward has started a unit's round."""
+        """Whether this backward has started a unit's reduction."""
         return index in self._started
 
     def count(self, index: int) -> int:
@@ -81,18 +81,28 @@ class ReduceSchedule:
         """Whether any rank has used a unit in this step: after a while without, nobody waits for it."""
         self._unused[index] = 0 if used else self._unused[index] + 1
 
-    def extra_reduction(self, index: int) -> None:
-        """One more round for a unit, which all ranks agreed on."""
-        self._start(index)
+    def waiting(self) -> bytes:
+        """Which units hold gradients that no reduction has taken, a flag each."""
+        return bytes(unit.gradients.waiting for unit in self._units)
+
+    def reduce_late(self, waiting: bytes) -> None:
+        """One more reduction for the units that wait on some rank, a flag each, which all ranks agreed on."""
+        for index in self.order:
+            if waiting[index]:
+                self._start(index)
 
     def finish(self, index: int) -> None:
-        """End rounds, oldest first, until this unit has none on the way."""
+        """End reductions, oldest first, until this unit has none in flight."""
         while any(index == other for other, _ in self._in_flight):
             self._retire()
 
     def drain(self) -> None:
         while self._in_flight:
             self._retire()
+
+    def learn(self, order: list[int]) -> None:
+        """All ranks follow this order from now on."""
+        self.order, self.agreed = order, True
 
     def order_seen(self) -> list[int]:
         """The order this backward showed; units that never became complete come last."""

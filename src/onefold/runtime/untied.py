@@ -8,6 +8,7 @@ class Untied:
 
     names: tuple[str, ...] = ()
     units: tuple[int, ...] = ()
+    summed = False  # gradients of this step have been added to the other stage's
 
     def speaks_for(self, name: str) -> bool:
         """Whether this stage, not another one, saves a parameter."""
@@ -16,9 +17,6 @@ class Untied:
     def counts(self, index: int) -> bool:
         """Whether this stage's copy of a unit counts in sums over the whole model, such as a norm."""
         return True
-
-    def check_backward(self) -> None:
-        """Raises if gradients of this step were summed with the other stage's already."""
 
     def sum(self) -> None:
         """Add this stage's and the other stage's gradients. Collective over both; once per step."""

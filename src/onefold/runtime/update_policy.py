@@ -1,7 +1,7 @@
 """When a unit is updated: at step(), in backward, or on the host. An engine owns one policy and tells it what happens.
 
 The engine, reports and checkpoints never ask which policy it is; they ask what they need to know (whether gradients
-stay after backward, whether anything is in flight), and the policy itself refuses what it cannot do.
+stay after backward, whether anything is in flight). Calls that a policy cannot serve are in the table of refusals.
 """
 
 from __future__ import annotations
@@ -38,26 +38,6 @@ class UpdatePolicy(Protocol):
     @property
     def lent_bytes(self) -> int:
         """Most bytes of gradients that wait on the device for a host update while backward runs."""
-        ...
-
-    def check_backward(self) -> None:
-        """Raises if no backward may bring gradients now."""
-        ...
-
-    def check_gradient(self, index: int) -> None:
-        """Raises if a gradient of this parameter comes too late."""
-        ...
-
-    def check_accumulation(self) -> None:
-        """Raises if gradients cannot accumulate."""
-        ...
-
-    def check_clipping(self) -> None:
-        """Raises if gradients cannot be clipped."""
-        ...
-
-    def check_zero_grad(self) -> None:
-        """Raises if gradients cannot be dropped now."""
         ...
 
     def reduction_starts(self, index: int) -> None:
@@ -100,21 +80,6 @@ class NoUpdates:
     @property
     def lent_bytes(self) -> int:
         return 0
-
-    def check_backward(self) -> None:
-        pass
-
-    def check_gradient(self, index: int) -> None:
-        pass
-
-    def check_accumulation(self) -> None:
-        pass
-
-    def check_clipping(self) -> None:
-        pass
-
-    def check_zero_grad(self) -> None:
-        pass
 
     def reduction_starts(self, index: int) -> None:
         pass

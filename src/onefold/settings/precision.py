@@ -133,18 +133,18 @@ class Precision:
             return Dtypes(dtype, self.wire, self.grad, self.master)
         return Dtypes(dtype, dtype, dtype)
 
-    def kept(self, model: nn.Module) -> list[nn.Module]:
-        """The outermost modules that stay in fp32: those asked for, and BatchNorm, whose buffers are fp32."""
+    def kept(self, model: nn.Module) -> list[str]:
+        """Names of the outermost modules that stay in fp32: those asked for, and BatchNorm, whose buffers are fp32."""
         if not self.narrow:
             return []
-        chosen: list[nn.Module] = []
+        chosen: list[str] = []
         inside: set[int] = set()
         asked = False
         for name, module in model.named_modules():
             wanted = self._keeps(name, module)
             asked = asked or wanted
             if (wanted or isinstance(module, _BatchNorm)) and id(module) not in inside:
-                chosen.append(module)
+                chosen.append(name)
                 inside.update(id(child) for child in module.modules())
         if self.keep_fp32 is not None and not asked:
             raise ConfigError(f"keep_fp32={self.keep_fp32!r} matches no module of the model")

@@ -1,24 +1,24 @@
-"""The values of one unit's parameters: whole on every rank, or a shard that is gathered for use.
+"""The flat parameters of one unit: replicated on every rank, or a shard that is gathered for use.
 
-Whole: the parameters are views of one flat buffer for good. A gather after the optimizer's step writes the buffer.
+Replicated: the parameters are views of one flat buffer for good. An all-gather after the optimizer's step writes it.
 
-Sharded: SHARDED -> GATHERING -> UNSHARDED -> SHARDED. This rank keeps its shard, which it offers to its peers before a
-pass and which must not change before they have had it; the flat buffer's storage is empty. A fetch gives the storage
-its bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so views that
-autograd saved lose their memory too and come back to life with the next fetch. A released parameter reads as NaN: it is
-a placeholder of its true shape, one NaN of its own seen many times. Most writes to that raise in torch; those that do
-not change the NaN, and the next fetch finds it.
+Sharded: SHARDED -> GATHERING -> UNSHARDED -> SHARDED. This rank keeps its shard, which it posts to its peers before a
+pass and which must not change before they have received it; the flat buffer's storage is empty. An all-gather gives the
+storage its bytes back and fills them; the parameters become views of it. On release the storage is emptied again, so
+views that autograd saved lose their memory too and come back to life with the next all-gather. A released parameter
+reads as NaN: it is a placeholder of its true shape, one NaN of its own seen many times. Most writes to a placeholder
+raise in torch; those that do not change the NaN, and the next all-gather finds it.
 
-My shard may rest in host memory, or in a file (an image of one tensor), from where a fetch brings it to the device.
-Where the host updates, new values may still be on their way when the next pass begins (`expect`): whoever offers or
-fetches them waits first, and values that are whole are hidden, as released ones are, until they are needed.
+My shard may rest in host memory, or in a file (an image of one tensor), from where an all-gather brings it to the
+device. Where the host updates, new values may still be on their way when the next pass begins (`expect`): whoever posts
+or gathers the shard waits first, and replicated parameters are hidden, as released ones are, until they are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from enum import Enum
+from enum import Enum, auto
 from typing import NoReturn
 
 import torch
@@ -36,6 +36,7 @@ from onefold.offload.image import Image
 from onefold.settings.placement import Placement, Scope, Tier
 from onefold.state.edits import Author, Edits
 from onefold.state.rounding import narrowed
+from onefold.state.transitions import follow
 from onefold.state.views import FlatViews
 
 
@@ -47,11 +48,18 @@ class ParameterState(Enum):
     UNSHARDED = "all of them; the parameters are views of the buffer"
 
 
-MOVES = {
-    (ParameterState.SHARDED, ParameterState.GATHERING),  # an all-gather starts
-    (ParameterState.GATHERING, ParameterState.UNSHARDED),  # it has completed, or a host update has
-    (ParameterState.UNSHARDED, ParameterState.SHARDED),  # released
-    (ParameterState.UNSHARDED, ParameterState.GATHERING),  # a host update of replicated parameters starts
+class ParameterEvent(Enum):
+    GATHER_STARTED = auto()  # the buffer has its memory, and shards are coming
+    UPDATE_STARTED = auto()  # the host updates replicated parameters, which nobody sees meanwhile
+    COMPLETED = auto()  # the all-gather, or the host update
+    RELEASED = auto()  # the buffer's memory is free
+
+
+PARAMETER_STATES: dict[tuple[ParameterState, ParameterEvent], ParameterState] = {
+    (ParameterState.SHARDED, ParameterEvent.GATHER_STARTED): ParameterState.GATHERING,
+    (ParameterState.UNSHARDED, ParameterEvent.UPDATE_STARTED): ParameterState.GATHERING,
+    (ParameterState.GATHERING, ParameterEvent.COMPLETED): ParameterState.UNSHARDED,
+    (ParameterState.UNSHARDED, ParameterEvent.RELEASED): ParameterState.SHARDED,
 }
 
 
@@ -108,7 +116,7 @@ class FlatParameters:
         self._hide()
 
     def _lay_marks(self) -> None:
-        """What stands for values that are not to be seen."""
+        """Make the placeholders of parameters that are not to be seen."""
         if self.scope is Scope.SHARDED or self._late:
             dtype, device = self._views.dtype, self._views.device
             self._marks = torch.full((len(self._params),), _mark(dtype), dtype=dtype, device=device)
@@ -136,22 +144,22 @@ class FlatParameters:
         self.check_unwritten()
         self._coming, self._updated = wait, done
         if self._seen_late:
+            self._move(ParameterEvent.UPDATE_STARTED)
             self._hide()
-            self._move(ParameterState.GATHERING)
 
     @property
     def _seen_late(self) -> bool:
-        """They are whole for good and shown, and an update hides them."""
+        """True for replicated parameters that are shown now and that a host update will hide."""
         return self.scope is Scope.REPLICATED and self._late and self.state is ParameterState.UNSHARDED
 
     def check_unwritten(self) -> None:
-        """Before an update of them begins: nobody has written what only full_parameters may. Said once."""
+        """Raises, once, if users wrote to parameters that a host update is about to replace."""
         if self._seen_late and (written := self._edits.written()):
             self._edits.accept()
             self._refuse_write(written)
 
     def wait_for_update(self) -> None:
-        """No update is on the way. An interrupted wait is no end."""
+        """Wait until no host update of this unit is on the way. An interrupted wait may be repeated."""
         if self._coming is not None:
             try:
                 self._coming()
@@ -168,17 +176,16 @@ class FlatParameters:
         return self._shard[mine.start : mine.stop]
 
     def gather_updated(self) -> Pending:
-        """After an update, where values are whole: send my shard to all and receive theirs."""
+        """After an update of replicated parameters, send my shard to all ranks and receive theirs."""
         return self._comm.gather(self.whole, Label("gather-updated", self._views.layout.name))
 
     # -- life cycle -------------------------------------------------------------------------------------------------
 
-    def _move(self, to: ParameterState) -> None:
-        assert (self.state, to) in MOVES, f"{self.name}: {self.state.name} cannot become {to.name}"
-        self.state = to
+    def _move(self, event: ParameterEvent) -> None:
+        self.state = follow(PARAMETER_STATES, self.state, event, self.name)
 
     def post_shard(self, purpose: str, to: Sequence[int] | None = None) -> None:
-        """Let peers, all or some, have my shard once more."""
+        """Start to send my shard to all peers, or to some, which receive it when they like."""
         self.wait_for_update()
         if self._shard is None or self._comm.size == 1:
             return
@@ -187,13 +194,13 @@ class FlatParameters:
         self._posted.setdefault(purpose, []).append(post_shard)
 
     def finish_posted(self, purpose: str | None = None) -> None:
-        """Wait until the peers have had what was offered (for one purpose, or at all)."""
+        """Wait until peers have received the shards that were posted, for one purpose or for all."""
         for known in list(self._posted) if purpose is None else [purpose]:
             for post_shard in self._posted.pop(known, ()):
                 post_shard.wait()
 
     def receive_shards(self, purpose: str) -> None:
-        """SHARDED -> GATHERING. What is whole already is fetched all the same: each offer is taken once."""
+        """SHARDED -> GATHERING. Unsharded parameters are received all the same: each posted shard is taken once."""
         if self._shard is None:
             return
         self.wait_for_update()
@@ -202,13 +209,13 @@ class FlatParameters:
             self.whole.untyped_storage().resize_(self._whole_bytes)
             self._resized()
             self._fill_mine()
-            self._move(ParameterState.GATHERING)
+            self._move(ParameterEvent.GATHER_STARTED)
         if self._comm.size > 1:
             with self._host.before(self._copied) if self._copied else nullcontext():
                 self._arriving = self._comm.receive_shards(self.whole, Label(purpose, self._views.layout.name))
 
     def _fill_mine(self) -> None:
-        """My slot of the buffer; from the host it comes beside compute."""
+        """Fill my slot of the buffer; a shard on the host is copied beside compute."""
         assert self._shard is not None
         self.load_shard()
         if self.on_host:
@@ -219,7 +226,7 @@ class FlatParameters:
 
     @property
     def on_host(self) -> bool:
-        """My shard rests there, or on disk."""
+        """True if my shard rests on the host or on disk."""
         return self._shard is not None and self._tier is not Tier.DEVICE
 
     def rest(self, image: Image) -> None:
@@ -234,17 +241,17 @@ class FlatParameters:
             self.image.start()
 
     def read_ahead(self) -> None:
-        """The same, unless an update has it: between its read and its write the file holds the old values."""
+        """My shard will be needed soon: read it, unless a host update has it, whose file holds old values meanwhile."""
         if self._coming is None or self._updated():
             self.start()
 
     def load_shard(self) -> None:
-        """My shard is in memory."""
+        """Bring my shard to memory."""
         if self.image is not None:
             self.image.open()
 
     def unload_shard(self, *, changed: bool = False) -> None:
-        """My shard is not needed for a while."""
+        """Let my shard rest in its file: it is not needed for a while."""
         if self.image is not None and self.image.is_open:
             (self._copied or self._read).wait()
             self.finish_posted()
@@ -259,7 +266,7 @@ class FlatParameters:
         return [] if self._shard is None else [self._shard]
 
     def finish_gather(self) -> None:
-        """GATHERING -> UNSHARDED: wait, and let the parameters see their values."""
+        """GATHERING -> UNSHARDED: wait for the all-gather, and make the parameters views of the buffer."""
         if self._arriving is not None:
             arriving, self._arriving = self._arriving, None
             arriving.wait()
@@ -270,7 +277,7 @@ class FlatParameters:
             self.wait_for_update()
             self._check_marks()
             self._check_places(self._placeholders)
-            self._move(ParameterState.UNSHARDED)
+            self._move(ParameterEvent.COMPLETED)
             self._show()
 
     def release(self) -> None:
@@ -283,7 +290,7 @@ class FlatParameters:
             self._hide()
             self.whole.untyped_storage().resize_(0)
             self._resized()
-            self._move(ParameterState.SHARDED)
+            self._move(ParameterEvent.RELEASED)
             if self._coming is None:  # else the update has my shard, and puts it away
                 self.unload_shard()
             if written:
@@ -294,7 +301,7 @@ class FlatParameters:
             self.on_resize(self.whole)
 
     def write_back(self, author: Author) -> None:
-        """Take what the whole parameters hold now as the truth."""
+        """Copy my part of the unsharded parameters to my shard."""
         self._edits.accept(author)
         if self._shard is not None:
             assert self.state is ParameterState.UNSHARDED
@@ -304,7 +311,7 @@ class FlatParameters:
             self.unload_shard(changed=True)
 
     def forget_writes(self) -> None:
-        """Whatever was written while they were whole is dropped with them, where they are sharded."""
+        """Writes to unsharded parameters are lost when they are released; they are no mistake."""
         if self.state is ParameterState.UNSHARDED:
             self._edits.accept()
 
@@ -354,7 +361,7 @@ class FlatParameters:
         )
 
     def tensors(self) -> list[Tensor]:
-        """What holds values now."""
+        """All memory that holds parameters now."""
         marks = [self._marks] if self.scope is Scope.SHARDED or self._late else []
         return [self.whole, *marks] if self._shard is None else [self._shard, self.whole, *marks]
 

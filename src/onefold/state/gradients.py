@@ -1,31 +1,27 @@
-"""The gradients of one unit: a local sum, rounds that reduce it over ranks, and what they leave.
+"""The gradients of one unit, from autograd's tensors to what the optimizer reads.
 
-Each parameter's gradient is written (or added) to a flat buffer of the unit's layout: the local sum. A *round* reduces
-that buffer over ranks and adds the result to what earlier rounds left. Where gradients are whole, the first round
-happens in the unit's own buffer; where they are sharded, and for every later round before the optimizer steps, the
-buffer is borrowed from the pool and returned when the round ends.
+1 Each parameter's gradient is added to the local sum (local_sum.py).
+2 A reduction takes the local sum, sums it over ranks (reduction.py) and adds the result to what earlier reductions left
+  (`GradientState` says where that is). Where gradients are replicated, the local sum of the first reduction is built in
+  the unit's own buffer (gradient_buffer.py); where they are sharded, and for every later reduction before the optimizer
+  steps, its buffer is borrowed from the pool and returned when the reduction ends.
+3 The optimizer reads the reduced gradient. Where the host updates, a complete gradient is offloaded: my shard of it
+  goes to the host, and its buffer on the device is free for the next unit. Should another reduction end before the
+  update, the offloaded gradient is brought back first.
 
-In fp32 gradients are scaled by 1/N as they enter. In 16 bits that would round them: there the sum over ranks runs in
-fp32, is scaled, and is rounded once. Once gradients accumulate over micro-batches, sums are kept in fp32.
-
-One rank has nothing to reduce: in 16 bits, where one kernel updates whatever it is given, gradients are *loose*, as
-autograd made them, taken as activations are freed, until somebody wants them in one vector.
-
-Where the host updates, a gradient that is complete is *parked*: my shard of it goes down to the host, and its buffer
-here is free for the next unit. Should another round come before the update, what was parked comes up again first.
+Once gradients accumulate over micro-batches, sums are kept in fp32.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onefold.comm.buffers import Pool
-from onefold.comm.communicator import Comm, Pending, Reduction
+from onefold.comm.communicator import Comm, Pending
 from onefold.comm.meter import Label
 from onefold.cost.layout import Span
 from onefold.errors import ModelError
@@ -33,18 +29,12 @@ from onefold.offload.host import Host, Mark
 from onefold.offload.transfer import GradientTransfer
 from onefold.settings.placement import Scope
 from onefold.settings.precision import Dtypes
+from onefold.state.gradient_buffer import GradientBuffer
+from onefold.state.gradient_state import GRADIENT_STATES, GradientEvent, GradientState
+from onefold.state.local_sum import FlatSum, Scale, UnflattenedSum
+from onefold.state.reduction import Reducer, ReductionInFlight
+from onefold.state.transitions import follow
 from onefold.state.views import FlatViews
-
-
-class ReductionInFlight(NamedTuple):
-    """A reduction on the way and the buffers it holds."""
-
-    reduction: Reduction
-    flat: Tensor
-    scratch: Tensor
-
-
-ALIGNED = 16  # bytes: kernels read whole vectors
 
 
 class Gradients:
@@ -58,150 +48,147 @@ class Gradients:
         dtypes: Dtypes,
         host: Host | None = None,
     ) -> None:
-        self._views, self._scope, self._comm, self._replicas, self._pool = views, scope, comm, replicas, pool
-        self._host = host  # where it is parked
-        self._homes = pool if host is None else host.waiting
-        self._layout = views.layout
+        self._views, self._layout, self._scope, self._comm, self._pool = views, views.layout, scope, comm, pool
         self._mine = views.layout.shard(comm.rank)
-        mean = 1.0 / (comm.size * replicas.size)
-        self._narrow, self._wire, self.dtype = dtypes.narrow, dtypes.wire, dtypes.grad
-        self._scale, self._sum_scale = (1.0, mean) if self._narrow else (mean, 1.0)
-        factor = torch.tensor(self._scale, dtype=_wide(dtypes.compute), device="cpu")  # torch casts a Python number
-        self._factor = None if self._scale == 1.0 else factor  # for every product, which takes longer than the product
-        self._local_dtype = dtypes.wire
-        self.reduced = False  # the gradient below is the sum of at least one round
-        self._home: Tensor | None = None  # whole gradient, where gradients are whole
-        self._shard: Tensor | None = None  # my shard of it, where they are sharded
-        self._local: Tensor | None = None  # the local sum being built
-        self._slots: list[Tensor] = []  # the parameters' views of it
-        self.transient = host is not None or not pool.keeps  # its buffer is the pool's, until it is parked or used
-        self.offloaded: GradientTransfer | None = None  # my shard of it, on the host
-        self._leaving: list[Tensor] = []  # buffers here that a copy down still reads
+        self._host = host  # where a complete gradient goes
+        self._homes = pool if host is None else host.waiting  # lends buffers to complete gradients
+        transient = host is not None or not pool.keeps
+        self._buffer = GradientBuffer(views, scope, self._mine, dtypes.grad, self._homes, transient=transient)
+        self._reducer = Reducer(views.layout, comm, replicas, pool, dtypes)
+        self._narrow, self._local_dtype = dtypes.narrow, dtypes.wire
+        self._scale = Scale.of(self._reducer.scale_before, _wide(dtypes.compute))
+        self._may_stay_unflattened = self._narrow and self._reducer.trivial and host is None
+        self.state = GradientState.EMPTY
+        self.offloaded: GradientTransfer | None = None  # my shard of the gradient, in the state OFFLOADED
+        self._local: FlatSum | UnflattenedSum | None = None
+        self._in_flight: deque[ReductionInFlight | UnflattenedSum] = deque()  # oldest first
+        self._leaving: list[Tensor] = []  # buffers that a copy to the host still reads
         self._left = Mark()
-        self._written: set[int] = set()
-        self._in_flight: deque[ReductionInFlight | None] = deque()  # None: of loose gradients, which are their own sum
-        self._may_stay_unflattened = self._narrow and mean == 1.0 and host is None
-        self._unflattened: dict[int, Tensor] = {}  # by slot
+
+    def _move(self, event: GradientEvent) -> None:
+        self.state = follow(GRADIENT_STATES, self.state, event, self._layout.name)
+
+    @property
+    def reduced(self) -> bool:
+        """True once a reduction has ended, until gradients are used or dropped."""
+        return self.state is not GradientState.EMPTY
 
     @property
     def waiting(self) -> bool:
-        """There is a local sum that no round has taken yet."""
-        return self._local is not None or bool(self._unflattened and not (self.reduced or self._in_flight))
+        """True if there is a local sum that no reduction has taken yet."""
+        return self._local is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the reduced gradient."""
+        return self._buffer.dtype
 
     @property
     def local_itemsize(self) -> int:
-        """Bytes per element of what rounds borrow from the pool, at most."""
-        return max(self._wire.itemsize, self._local_dtype.itemsize)
+        """Bytes per element of what reductions borrow from the pool, at most."""
+        return max(self._reducer.wire.itemsize, self._local_dtype.itemsize)
 
     @property
     def held_bytes(self) -> int:
-        """What a complete gradient takes here: mine alone, or all of it where gradients are whole."""
-        numel = self._layout.numel if self._scope is Scope.REPLICATED else self._layout.shard_numel
-        return numel * self.dtype.itemsize
+        """Bytes of a complete gradient on the device: of my shard, or of all where gradients are replicated."""
+        return self._buffer.nbytes
 
     def widen(self) -> None:
         """From now on gradients accumulate: keep sums in fp32."""
-        empty = not (self.reduced or self.waiting or self._in_flight)
+        empty = self.state is GradientState.EMPTY and self._local is None and not self._in_flight
         if empty and self._narrow and not (self.dtype is self._local_dtype is torch.float32):
-            self.dtype = self._local_dtype = torch.float32
-            self._home = self._shard = None
+            self._local_dtype = torch.float32
+            self._buffer.widen()
 
     def make_transient(self) -> None:
-        """From now on gradients are used as soon as they are complete: buffers come from the pool."""
-        self.transient = True
+        """From now on gradients are used as soon as they are complete: their buffers are the pool's."""
+        self._buffer.make_transient()
+
+    # -- the local sum, and its reduction ---------------------------------------------------------------------------
 
     def add(self, index: int, grad: Tensor) -> None:
-        """Take one parameter's gradient into the local sum."""
+        """Add one parameter's gradient to the local sum."""
         if grad.layout is not torch.strided:
             raise ModelError(
                 f"{self._layout.slots[index].name} has a {grad.layout} gradient; flat units need dense ones: "
                 f"build the module with sparse=False"
             )
-        if self._may_stay_unflattened and self._stays_unflattened(index, grad):
-            self._unflattened[index] = grad
-            return
         if self._local is None:
-            self._open_local()
-        view = self._slots[index]
-        if index in self._written:
-            view.add_(grad, alpha=self._scale)
-        else:
-            view.copy_(grad) if self._factor is None else torch.mul(grad, self._factor, out=view)
-            self._written.add(index)
+            self._local = self._open_local()
+        if not self._local.add(index, grad):
+            self._local = self._flatten(self._local)
+            self._local.add(index, grad)
 
-    def _stays_unflattened(self, index: int, grad: Tensor) -> bool:
-        if index in self._unflattened or self._local is not None or self.reduced or self._in_flight:
-            return False
-        alike = grad.dtype is self.dtype is self._local_dtype and grad.stride() == self._views.stride(index)
-        return alike and grad.data_ptr() % ALIGNED == 0
+    def _open_local(self) -> FlatSum | UnflattenedSum:
+        first = self.state is GradientState.EMPTY and not self._in_flight
+        if first and self._may_stay_unflattened and self.dtype is self._local_dtype:
+            return UnflattenedSum(self._views, self.dtype)
+        return self._open_flat()
+
+    def _open_flat(self) -> FlatSum:
+        first = self.state is GradientState.EMPTY and not self._in_flight
+        if first and self._scope is Scope.REPLICATED and self._local_dtype is self.dtype:
+            flat = self._buffer.whole()
+        else:
+            flat = self._pool.take(self._layout.numel, self._local_dtype)
+        return FlatSum(flat, self._views, self._scale)
+
+    def _flatten(self, local: FlatSum | UnflattenedSum) -> FlatSum:
+        """An unflattened sum, copied to the unit's own buffer, which nothing else uses yet."""
+        assert isinstance(local, UnflattenedSum) and self.state is GradientState.EMPTY and not self._in_flight
+        written = list(local.by_slot)
+        self._buffer.adopt(local.by_slot)
+        return FlatSum(self._buffer.whole(), self._views, self._scale, written)
 
     def launch(self) -> None:
-        """Start a round: what this rank did not write counts as zeros."""
-        if self._unflattened and self._local is None and not (self.reduced or self._in_flight):
-            self._in_flight.append(None)
+        """Start a reduction of the local sum; parameters without a gradient on this rank count as zeros."""
+        local, self._local = self._local or self._open_flat(), None
+        if isinstance(local, UnflattenedSum):
+            self._in_flight.append(local)
             return
-        flat = self._open_local()
-        if len(self._written) < len(self._slots):
-            for index, view in enumerate(self._slots):
-                if index not in self._written:
-                    view.zero_()
-        if flat.dtype is not self._wire:
-            local, flat = flat, self._pool.take(self._layout.numel, self._wire)
-            flat.copy_(local)
-            self._let_go(local)
-        scratch = self._pool.take(self._comm.scratch_numel(self._layout.shard_numel), self._wire)
-        reduction = self._comm.reduce(flat, scratch, Label("reduce", self._layout.name))
-        self._in_flight.append(ReductionInFlight(reduction, flat, scratch))
-        self._close_local()
+        flat = local.complete()
+        if flat.dtype is not self._reducer.wire:
+            flat = self._pool.take(self._layout.numel, self._reducer.wire)
+            flat.copy_(local.flat)
+            self._let_go(local.flat)
+        self._in_flight.append(self._reducer.start(flat))
 
     def finish(self) -> None:
-        """End the oldest round: its sum is in the gradient, its buffers are back in the pool."""
+        """End the oldest reduction: its sum is in the gradient, its buffers are back in the pool."""
         oldest = self._in_flight.popleft()
-        if oldest is None:
-            self.reduced = True
-            return
-        reduction, flat, scratch = oldest
-        own = self._own()
-        if self.offloaded is not None:
-            own.copy_(self.offloaded.open())
-            self.offloaded = None
-        plus = own if self.reduced else None
-        wide = self._pool.take(self._layout.shard_numel, torch.float32) if self._narrow else None
-        if self._replicas.size == 1:
-            reduction.finish(own, plus, self._sum_scale, wide)
+        if isinstance(oldest, UnflattenedSum):
+            self._buffer.adopt(oldest.by_slot)
         else:
-            part = flat[self._mine.start : self._mine.stop] if wide is None else wide
-            reduction.finish(part, None, self._sum_scale, wide)
-            self._sum_across_replicas(part)
-            own.copy_(part) if plus is None else own.add_(part)
-        if wide is not None:
-            self._pool.give(wide)
-        self._pool.give(scratch)
-        self._let_go(flat)
-        self.reduced = True
+            own = self._buffer.own()
+            if self.offloaded is not None:
+                own.copy_(self.offloaded.open())
+                self.offloaded = None
+            self._reducer.finish(oldest, own, add=self.reduced)
+            self._let_go(oldest.flat)
+        self._move(GradientEvent.REDUCTION_ENDED)
 
-    def _sum_across_replicas(self, shard: Tensor) -> None:
-        """All-reduce of one shard: each replica sums its part of it, then all gather the parts."""
-        scratch = self._pool.take(self._replicas.scratch_numel(shard.numel() // self._replicas.size), shard.dtype)
-        part = shard.view(self._replicas.size, -1)[self._replicas.rank]
-        label = Label("reduce-replica", self._layout.name)
-        self._replicas.reduce(shard, scratch, label).finish(part, None)
-        self._replicas.gather(shard, label).wait()
-        self._pool.give(scratch)
+    def _let_go(self, flat: Tensor) -> None:
+        if not self._buffer.holds(flat):
+            self._pool.give(flat)
+
+    # -- a complete gradient on its way to the host -----------------------------------------------------------------
 
     def offload(self) -> None:
-        """The gradient is complete: send my shard of it to the host and let go of it here."""
+        """The gradient is complete: send my shard of it to the host and let go of the device's buffer."""
+        self._move(GradientEvent.SENT_TO_HOST)
         assert self._host is not None and self.offloaded is None
-        own = self._own()
+        own = self._buffer.own()
         self.offloaded = GradientTransfer(self._layout.name, self._host, own, self.norms(2.0) if own.is_cuda else None)
         self.offloaded.bring()
-        self._leaving += self._hand_over()
+        self._leaving += self._buffer.hand_over()
         self._left = self.offloaded.landed
 
     def lend(self, left: Callable[[], None]) -> GradientTransfer:
-        """The same when somebody brings it, who may be another thread. Until it has `left` its buffers are not free."""
-        assert self._host is not None and self.offloaded is None
-        own, buffers, pool = self._own(), self._hand_over(), self._homes
+        """The gradient is complete, and a host update brings it to the host, perhaps from another thread; `left` is
+        called when it has, and only then is the device's buffer free."""
+        self._move(GradientEvent.LENT)
+        assert self._host is not None
+        own, buffers, pool = self._buffer.own(), self._buffer.hand_over(), self._homes
 
         def give() -> None:
             while buffers:
@@ -210,169 +197,105 @@ class Gradients:
 
         return GradientTransfer(self._layout.name, self._host, own, left=give)
 
-    def _hand_over(self) -> list[Tensor]:
-        held = [held for held in (self._home, self._shard) if held is not None]
-        self._home = self._shard = None
-        return held
-
     def left(self) -> None:
-        """Compute may use the buffers of what went down again, after the copy."""
+        """Give back the buffers of an offloaded gradient; compute that uses them runs after the copy."""
         self._left.order()
         while self._leaving:
             self._homes.give(self._leaving.pop())
 
+    # -- the reduced gradient ---------------------------------------------------------------------------------------
+
     def gather(self) -> Pending:
-        """Make the reduced gradient whole, where the optimizer wants it whole."""
+        """Start to bring the whole reduced gradient to this rank, where the optimizer is replicated."""
+        assert self.state is GradientState.REDUCED
         label = Label("gather-gradient", self._layout.name)
-        return Pending(self._comm, label, ()) if self._unflattened else self._comm.gather(self._hold_whole(), label)
+        if self._buffer.unflattened:
+            return Pending(self._comm, label, ())
+        return self._comm.gather(self._buffer.whole(), label)
 
     def part(self, span: Span) -> Tensor:
         """The reduced gradient of these elements of the unit, which this rank holds."""
-        if self.offloaded is not None:
-            return self.from_transfer(self.offloaded, span)
-        if self._scope is Scope.REPLICATED:
-            return self._hold_whole()[span.start : span.stop]
-        mine = span.shift(-self._mine.start)
-        return self._own()[mine.start : mine.stop]
+        return self._buffer.part(span) if self.offloaded is None else self.from_transfer(self.offloaded, span)
+
+    def pieces(self, span: Span) -> list[tuple[Span, Tensor]]:
+        """The reduced gradient of these elements, in one vector or as autograd has left it, each with its span."""
+        return self._buffer.pieces(span) if self.offloaded is None else [(span, self.part(span))]
+
+    def mine(self) -> Tensor:
+        """The reduced gradient of my shard."""
+        return self.part(self._mine)
+
+    def whole_view(self, index: int) -> Tensor:
+        """One parameter's reduced gradient in its own shape, where gradients are replicated."""
+        return self._buffer.view(index)
+
+    def from_transfer(self, transfer: GradientTransfer, span: Span) -> Tensor:
+        """The gradient of these elements, on the host."""
+        mine = span.clip(self._mine).shift(-self._mine.start)
+        return transfer.open()[mine.start : mine.stop]
 
     def multiply(self, span: Span, factor: Tensor) -> None:
-        """These elements, in place."""
+        """Scale the reduced gradient of these elements, in place."""
         part = self.part(span)
         part.mul_(factor.to(part.device))
         if self.offloaded is not None:
             self.offloaded.norms = None  # they were of the gradient as it came
 
-    def pieces(self, span: Span) -> list[tuple[Span, Tensor]]:
-        """The same, in one vector or as autograd has left it: each with the elements it is of."""
-        if not self._unflattened:
-            return [(span, self.part(span))]
-        inside = {i: slot.span for i, slot in enumerate(self._layout.slots) if slot.span.clip(span).numel}
-        if any(i not in self._unflattened or part.clip(span) != part for i, part in inside.items()):
-            return [(span, self.part(span))]
-        return [(part, _in_one_line(self._unflattened[i])) for i, part in inside.items()]
-
-    def from_transfer(self, transfer: GradientTransfer, span: Span) -> Tensor:
-        """These elements of what is on the host."""
-        mine = span.clip(self._mine).shift(-self._mine.start)
-        return transfer.open()[mine.start : mine.stop]
-
     def norms(self, norm_type: float, of: Callable[[str], bool] = lambda name: True) -> list[Tensor]:
-        """The norm of what I have of each parameter, or of some by their names."""
+        """The norm of each parameter's gradient within my shard, for parameters whose name `of` accepts."""
         known = self.offloaded.norms if self.offloaded is not None and norm_type == 2.0 else None
         parts = {slot.name: part for slot in self._layout.slots if (part := slot.span.clip(self._mine)).numel}
         if known is not None:
             return [norm for name, norm in zip(parts, known, strict=True) if of(name)]
-        if self._unflattened:
+        if by_slot := self._buffer.unflattened:
             names = {slot.name: index for index, slot in enumerate(self._layout.slots)}
-            found = [self._unflattened[names[name]] for name in parts if names[name] in self._unflattened and of(name)]
+            found = [by_slot[names[name]] for name in parts if names[name] in by_slot and of(name)]
         else:
             found = [self.part(part) for name, part in parts.items() if of(name)]
         return list(torch._foreach_norm(found, norm_type, _wide(self.dtype))) if found else []
 
-    def mine(self) -> Tensor:
-        return self.part(self._mine)
-
-    def whole_view(self, index: int) -> Tensor:
-        """One parameter's gradient as a view, where gradients are whole."""
-        return self._unflattened[index] if index in self._unflattened else self._views.view(self._hold_whole(), index)
-
-    def drop(self) -> None:
-        """Forget all gradients."""
-        assert not self._in_flight
-        if self._local is not None:
-            self._let_go(self._local)
-        self._close_local()
-        self._unflattened.clear()
-        self.reduced = False
-        self.offloaded = None
-        if self.transient:
-            self.consume()
+    # -- gradients end ----------------------------------------------------------------------------------------------
 
     def consume(self) -> None:
-        """The gradient has been used: its buffers go back to the pool."""
-        self.reduced, self.offloaded = False, None
-        self._unflattened.clear()
-        for held in (self._home, self._shard):
-            if held is not None:
-                self._homes.give(held)
-        self._home = self._shard = None
+        """Backward has updated the unit with the gradient: its memory is free."""
+        self._move(GradientEvent.USED)
+        self._buffer.clear()
+
+    def drop(self) -> None:
+        """Forget the local sum and the reduced gradient. No reduction is in flight."""
+        assert not self._in_flight
+        self._move(GradientEvent.DROPPED)
+        if isinstance(self._local, FlatSum):
+            self._let_go(self._local.flat)
+        self._local = self.offloaded = None
+        self._buffer.clear()
 
     def zero(self) -> None:
-        """Keep the gradient, as zeros."""
+        """Forget the local sum and the reduced gradient; if there was either, keep zeros as the reduced gradient."""
         had_any = self.reduced or self.waiting
-        for shown in self._unflattened.values():
+        for shown in self._buffer.unflattened.values():
             shown.zero_()
         self.drop()
         if had_any:
-            (self._hold_whole() if self._scope is Scope.REPLICATED else self._own()).zero_()
-        self.reduced = had_any
+            self._buffer.zero()
+            self._move(GradientEvent.ZEROED)
 
     def forget(self, index: int) -> None:
-        """Drop one parameter's gradient, as if no round had brought it."""
-        slot = self._layout.slots[index].span
+        """Drop one parameter's gradient, as if no backward had brought it. No reduction is in flight."""
+        assert not self._in_flight
         if self.offloaded is not None:
             self.offloaded.norms = None
-        if index in self._unflattened:
-            self._unflattened[index].zero_()
-        elif not self._unflattened:
-            self.part(slot if self._scope is Scope.REPLICATED else slot.clip(self._mine)).zero_()
+            self.from_transfer(self.offloaded, self._layout.slots[index].span).zero_()
+        elif self.reduced:
+            self._buffer.forget(index)
         if self._local is not None:
-            self._slots[index].zero_()
-
-    def _open_local(self) -> Tensor:
-        if self._local is None:
-            free = self._scope is Scope.REPLICATED and not self.reduced and not self._in_flight
-            if free and self._local_dtype is self.dtype:
-                self._local = self._hold_whole()
-            else:
-                self._local = self._pool.take(self._layout.numel, self._local_dtype)
-            self._views.zero_gaps(self._local)
-            self._slots = self._views.all(self._local)
-        return self._local
-
-    def _close_local(self) -> None:
-        self._local, self._slots = None, []
-        self._written.clear()
-
-    def _let_go(self, flat: Tensor) -> None:
-        if flat is not self._home:
-            self._pool.give(flat)
-
-    def _own(self) -> Tensor:
-        if self._scope is Scope.REPLICATED:
-            return self._hold_whole()[self._mine.start : self._mine.stop]
-        if self._shard is None:
-            self._shard = self._empty(self._layout.shard_numel)
-        return self._shard
-
-    def _hold_whole(self) -> Tensor:
-        if self._home is None:
-            self._home = self._empty(self._layout.numel)
-        if self._unflattened:
-            loose, self._unflattened = self._unflattened, {}
-            for index in range(len(self._layout.slots)):
-                view = self._views.view(self._home, index)
-                view.copy_(loose[index]) if index in loose else view.zero_()
-            if not (self.reduced or self._in_flight):
-                self._written.update(loose)
-            self._views.zero_gaps(self._home)
-        return self._home
-
-    def _empty(self, numel: int) -> Tensor:
-        if self.transient:
-            return self._homes.take(numel, self.dtype)
-        return torch.zeros(numel, dtype=self.dtype, device=self._views.device)
+            self._local.forget(index)
 
     def tensors(self) -> list[Tensor]:
-        """What holds gradients now: the unit's own, and a local sum that waits in a borrowed buffer."""
-        held = [tensor for tensor in (self._home, self._shard, self._local) if tensor is not None]
-        return [*held, *self._unflattened.values()]
+        """All device memory that holds gradients and is not a reduction's: the unit's own, and the local sum's."""
+        sums = [one for one in (self._local, *self._in_flight) if isinstance(one, FlatSum | UnflattenedSum)]
+        return self._buffer.tensors() + [tensor for one in sums for tensor in one.tensors()]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _in_one_line(tensor: Tensor) -> Tensor:
-    """The elements of a tensor that fills its memory, as they lie there."""
-    return tensor.as_strided((tensor.numel(),), (1,))

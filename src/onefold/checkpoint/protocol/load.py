@@ -26,7 +26,7 @@ from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import set_aside
 from onefold.checkpoint.protocol.names import Choice, match, match_modules, patterns
 from onefold.checkpoint.protocol.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, seat_of, set_random_state
-from onefold.checkpoint.protocol.quiesce import aside, begin_load, end_load, quiet
+from onefold.checkpoint.protocol.quiesce import aside, begin_load, end_load, quiesce
 from onefold.checkpoint.protocol.restore import check_kinds, fill_buffers, fill_optimizer, fill_values
 from onefold.checkpoint.protocol.save import check_optimizer
 from onefold.checkpoint.protocol.stages import StageContents, elsewhere, part_of
@@ -34,10 +34,11 @@ from onefold.checkpoint.protocol.state import params_of, truths
 from onefold.checkpoint.protocol.together import attempt, check_same
 from onefold.comm.agreement import digest
 from onefold.comm.communicator import Comm
-from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError, StateError
+from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
 from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine, engine_of
 from onefold.runtime.full_parameters import EXTRA, extra_states, persistent_buffers
+from onefold.runtime.refusals import Call
 
 LOG = logging.getLogger("onefold")
 
@@ -95,7 +96,7 @@ def load(
         missing, extra = patterns("allow_missing", allow_missing), patterns("allow_extra", allow_extra)
         choices.append(Choice(rename=_mapping(rename), subset=chosen, allow_missing=missing, allow_extra=extra))
         asked = [optimizer is not None, bool(fallback), list(choices[0].rename.items()), chosen, missing, extra]
-        quiet(engine, "load()")
+        quiesce(engine, Call.LOAD)
         part = part_of(engine, None)
         if open_weights(storage, Path(folder)) is not None:
             return [asked, None, part]
@@ -180,8 +181,8 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
         )
     found = plans[0]
     whole = len(found.found) == len(params_of(engine)) and (optimizer is not None or engine.optimizer is None)
-    if engine.broken and not whole:
-        raise StateError(f"{engine.broken}: all of it, with the optimizer")
+    if not whole:
+        engine.check(Call.LOAD_PART)
     attempt(comm, lambda: begin_load(engine))
     attempt(comm, lambda: _fill(engine, optimizer, found))
     attempt(comm, lambda: set_random_state(found.random, engine.device))
@@ -264,7 +265,7 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
         fill_optimizer(engine, optimizer, plan.source, plan.found)
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
-            engine.keep_wide_sums()
+            engine.accumulating.keep_wide_sums()
 
 
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:

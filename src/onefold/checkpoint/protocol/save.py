@@ -28,7 +28,7 @@ from onefold.checkpoint.format.tensorfile import write_tensors
 from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
-from onefold.checkpoint.protocol.quiesce import aside, quiet
+from onefold.checkpoint.protocol.quiesce import aside, quiesce
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, part_of
 from onefold.checkpoint.protocol.state import Held, hold, on_host, vector
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
@@ -37,6 +37,7 @@ from onefold.errors import CheckpointError, ConfigError
 from onefold.offload.host_memory import host_share, size_text
 from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.refusals import Call
 from onefold.version import VERSION
 
 LOG = logging.getLogger("onefold")
@@ -152,12 +153,13 @@ def _job(engine: Engine, comm: Comm, storage: Storage, asked: Asked) -> Job:
     optimizer = asked.optimizer
     check_optimizer(engine, optimizer)
     step = _check(asked)
-    quiet(engine, "save()")
+    quiesce(engine, Call.SAVE)
     holding = hold(engine, optimizer)
+    settings = engine.resolved.settings
     own = notes_of(engine.model, asked.extra, engine.device, copy=not asked.wait)
     about = {
-        "stage": engine.zero.stage, "precision": str(engine.precision), "settings": engine.zero.describe(),
-        "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.wide_sums,
+        "stage": settings.stage, "precision": str(engine.resolved.precision), "settings": settings.describe(),
+        "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.accumulating.wide_sums,
         "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
     }  # fmt: skip

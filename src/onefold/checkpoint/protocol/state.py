@@ -130,7 +130,7 @@ def _look_at_state(unit: Unit, state: SlotState, key: str, elements: Span) -> Lo
 def _answers(engine: Engine, name: str) -> bool:
     if not engine.tied.speaks_for(name):
         return False  # the other end of a pipeline does
-    return name in engine.tensor_shards or engine.comms.tp.rank == 0
+    return name in engine.resolved.tensor_shards or engine.comms.tp.rank == 0
 
 
 def truths(engine: Engine) -> dict[str, torch.dtype]:
@@ -160,7 +160,7 @@ def params_of(engine: Engine) -> list[Param]:
 def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[Order, int]:
     """How the whole of a parameter is stored, and where in it this rank's part begins."""
     check_part(engine, name, "a checkpoint")
-    part = engine.tensor_shards.get(name)
+    part = engine.resolved.tensor_shards.get(name)
     if part is None:
         return Order(shape, stride), 0
     order = Order(part.shape, nested_stride(part.shape, stride), part.dim, part.bounds)
@@ -170,7 +170,7 @@ def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int,
 def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[Held]:
     units = {unit.name: unit for unit in engine.all_units}
     frozen = dict(engine.frozen)
-    for layout in engine.layouts:
+    for layout in (spec.layout for spec in engine.resolved.units):
         if layout.name in units:
             yield from _in_unit(units[layout.name], layout, engine.comm.rank, base)
         else:

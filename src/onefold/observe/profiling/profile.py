@@ -177,7 +177,7 @@ class Names:
     def attach(self) -> None:
         modules = dict(self._engine.model.named_modules())
         self._attach(self._engine.model, "model", "the model")
-        for name in self._engine.blocks:
+        for name in self._engine.resolved.blocks:
             self._attach(modules[name], "block", name)
 
     def _attach(self, module: nn.Module, what: str, name: str) -> None:

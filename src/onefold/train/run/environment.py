@@ -44,7 +44,7 @@ def facts_of(
     facts = {
         "model": {"name": settings.model.model, **dataclasses.asdict(shape), "parameters": shape.numel},
         "ranks": engine.comms.world.size,
-        "stage": engine.zero.stage,
+        "stage": engine.resolved.settings.stage,
         "stage_why": rows.why,
         "precision": settings.zero.precision,
         "device": torch.cuda.get_device_name(engine.device) if cuda else "cpu",
@@ -104,7 +104,7 @@ def planned(engine: Engine, settings: Settings, shape: Shape, accumulation: int)
         return None
     tokens = torch.zeros(settings.steps.micro_batch, shape.seq, dtype=torch.long)
     plays = "nccl" if engine.device.type == "cuda" else "gloo"
-    zero = dataclasses.replace(engine.zero, mesh=None, init=None)
+    zero = dataclasses.replace(engine.resolved.settings, mesh=None, init=None)
     try:
         found = rehearse(
             build(shape), (tokens, tokens), zero, cost_of("adamw"), ranks=engine.comm.size,

@@ -28,7 +28,7 @@ from onefold.errors import PrecisionError
 from onefold.observe.reports import memory, track_memory
 from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import engine_of
-from onefold.shard import accumulate
+from onefold.runtime.loop import accumulate
 from onefold.train.run.data import Data
 from onefold.train.run.diagnose import (
     FALLS_IN,
@@ -87,7 +87,7 @@ class Loop:
         self._latency_s = latency(comm)
         self._probe = UpdateProbe(self.engine)
         self._flops = flops_per_token(shape)
-        self._peak_flops = peak_flops(self.engine.device, self.engine.precision.narrow)
+        self._peak_flops = peak_flops(self.engine.device, self.engine.resolved.precision.narrow)
         self._evaluated = data.windows.evaluated(settings.steps.eval_windows)
         self._where, self._done = "the first step", 0
         self._spent_s, self._timed = 0.0, 0
@@ -279,7 +279,7 @@ class Loop:
             sizes["activations"] = max(0, in_use(self.engine.device) - now.total)
         except MemoryError:
             pass  # too late even to count
-        stage = self.engine.zero.stage
+        stage = self.engine.resolved.settings.stage
         return out_of_memory(
             sizes, where=self._where, stage=stage if isinstance(stage, int) else 0,
             micro_batch=self.settings.steps.micro_batch,

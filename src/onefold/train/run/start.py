@@ -6,11 +6,10 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,12 +17,12 @@ from torch import nn
 from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.protocol.load import load
-from onefold.comm.agreement import agree
+from onefold.comm.agreement import on_all
 from onefold.comm.communicator import Comm
 from onefold.comm.mesh import axes_of, init, mesh
 from onefold.comm.meter import Label, Meter
 from onefold.cost.shapes import Shape, named
-from onefold.errors import ConfigError, MismatchError, OnefoldError
+from onefold.errors import ConfigError, MismatchError
 from onefold.optim.optimizer import Optimizer
 from onefold.shard import shard
 from onefold.train.run.data import Data, Prepared, load_data, prepare
@@ -40,7 +39,6 @@ from onefold.train.run.settings import Settings
 from onefold.train.run.stop import Stop
 from onefold.train.run.toml import NOT_SAVED, to_toml
 
-T = TypeVar("T")
 PROBE = ".writing-"  # what a rank makes in --out, to see that it can, while others look whether that is empty
 PATIENCE_S = 24 * 3600.0
 DATA = Label("train", "the data")
@@ -80,7 +78,7 @@ def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
     with ExitStack() as held:
         if LAUNCHED not in os.environ:  # else the launcher holds it
             lock = RunLock(settings.output.out)
-            together(comm, lambda: held.enter_context(lock) if comm.rank == 0 else None, "--out")
+            on_all(comm, lambda: held.enter_context(lock) if comm.rank == 0 else None, "--out")
         return _train(settings, comm, stop, listener)
 
 
@@ -111,8 +109,8 @@ def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> En
 
 def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place, Prepared | None]:
     data, prepared = _data(settings, comm)
-    shape = together(comm, lambda: settings.model.shape(data.vocab), "the model")
-    together(comm, lambda: _check_same(settings, prepared, shape) if comm.rank == 0 else None, "the run that goes on")
+    shape = on_all(comm, lambda: settings.model.shape(data.vocab), "the model")
+    on_all(comm, lambda: _check_same(settings, prepared, shape) if comm.rank == 0 else None, "the run that goes on")
     model = build(shape)
     axes = settings.zero.axes(comm.size)
     places = mesh(replica=axes["replica"], shard=axes["shard"], tp=axes["tp"]) if axes else None
@@ -150,7 +148,7 @@ def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
     """The first process of each node hashes the data and tokenises what is not in its cache; the others wait for it."""
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     comm = Comm(axes_of(None).everyone, torch.device("cpu"), PATIENCE_S, Meter())  # much text takes long
-    prepared = together(comm, lambda: prepare(settings.data, settings.output.out) if first else None, "the data")
+    prepared = on_all(comm, lambda: prepare(settings.data, settings.output.out) if first else None, "the data")
     mine = [prepared.entry, prepared.digests.run_digest] if prepared else None
     found = [json.loads(row) for row in comm.exchange(json.dumps(mine).encode(), DATA)]
     for rank, theirs in enumerate(found):
@@ -160,7 +158,7 @@ def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
                 f"the same files"
             )
     seq = settings.model.seq or named(settings.model.model).seq
-    return together(comm, lambda: load_data(settings.data, seq, found[0][0]), "the data"), prepared
+    return on_all(comm, lambda: load_data(settings.data, seq, found[0][0]), "the data"), prepared
 
 
 def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> None:
@@ -178,23 +176,11 @@ def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> 
             )
 
 
-def together(comm: Comm, work: Callable[[], T], where: str) -> T:
-    """What a rank found, once all have; if one fails all do. Collective."""
-    error: Exception | None = None
-    found: list[T] = []
-    try:
-        found.append(work())
-    except OnefoldError as mistake:
-        error = mistake
-    agree(comm, [], error, where=where)
-    return found[0]
-
-
 def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Place:
     """Load the last checkpoint, if the run is to go on and has one; the settings win over what was saved."""
     folder = RunFolder(settings.output.out)
     wanted = settings.checkpoints.may_resume and folder.checkpoints.exists()
-    mine = together(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
+    mine = on_all(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
     known = comm.exchange(bytes([bool(mine)]), SAVED)[0][0]  # as rank 0 sees it: on other nodes it may show later
     if not known:
         if settings.checkpoints.may_resume and comm.rank == 0:

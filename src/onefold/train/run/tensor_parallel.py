@@ -24,8 +24,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from onefold.errors import ConfigError, StateError
+from onefold.errors import ConfigError
 from onefold.model.survey import ATTRIBUTE
+from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.train.run.model import GPT
 
 
@@ -42,7 +43,7 @@ def parallelize(model: GPT, mesh: DeviceMesh, sequence: bool = False) -> GPT:
     >>> model = onefold.shard(model, stage=2, mesh=mesh)
     """
     if ATTRIBUTE in model.__dict__:
-        raise StateError("this model was sharded already; call parallelize() first, then shard()")
+        refuse(Call.PARALLELIZE, Situation.SHARDED)
     if "tp" not in (mesh.mesh_dim_names or ()):
         return model
     tp = mesh["tp"] if mesh.ndim > 1 else mesh

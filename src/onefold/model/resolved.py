@@ -1,0 +1,73 @@
+"""What shard() decided about one model: a frozen description, made once.
+
+Construction, engine, hooks, checkpoints and reports read it, and find nothing in it a second time. It holds no tensor
+of the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onefold.cost.layout import ParamInfo
+from onefold.model.dtensor_shards import TensorShards
+from onefold.model.unit_spec import UnitSpec
+from onefold.settings.placement import Placement
+from onefold.settings.precision import Precision
+from onefold.settings.zero import Zero
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    settings: Zero
+    """As shard() was called, with the stage decided."""
+
+    precision: Precision
+    """With every field decided, for this device and backend."""
+
+    device: torch.device
+    """Where the model trains."""
+
+    ranks: int
+    """That a unit is cut over: those of the mesh axis "shard"."""
+
+    replicas: int
+    """That hold the same shard: those of the mesh axis "replica"."""
+
+    meta: bool
+    """The model was built on the meta device and gets its parameters in shard()."""
+
+    params: tuple[ParamInfo, ...]
+    """All parameters, in registration order."""
+
+    units: tuple[UnitSpec, ...]
+    """All parameters cut into units, with the placement of each; frozen ones too."""
+
+    placement: Placement
+    """Of most units: what the stage says, without keep_whole and automatic tiers."""
+
+    blocks: tuple[str, ...]
+    """Names of the modules that are the model's blocks, in registration order."""
+
+    kept_fp32: tuple[str, ...]
+    """Names of the outermost modules that compute in fp32 though the model computes in 16 bits."""
+
+    tensor_shards: TensorShards
+    """Of parameters that are split over the mesh axis "tp": where this rank's part lies."""
+
+    digest: str
+    """Of settings, parameters, buffers and units: the same on all ranks that hold the same parameters."""
+
+    why: str
+    """What shard() chose automatically, and the reasons; "" where nothing was left to it."""
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Blocks that backward computes again; with activations="auto", those that it may."""
+        return () if self.settings.activations == "keep" else self.blocks[:: self.settings.checkpoint_every]
+
+    @property
+    def replicated_frozen(self) -> frozenset[str]:
+        """Names of frozen parameters that every rank keeps whole, in their own tensors."""
+        return frozenset(slot.name for unit in self.units if not unit.flat for slot in unit.layout.slots)

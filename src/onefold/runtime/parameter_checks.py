@@ -1,0 +1,29 @@
+"""Whether a model still has the parameters that shard() saw, in the memory that shard() gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from onefold.errors import StateError
+from onefold.model.tree import ParameterTree
+from onefold.state.unit import Unit
+
+
+class ParameterChecks:
+    """`frozen` are the parameters outside units; frozen parameters inside units are found in `units`."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._tree, self._units = ParameterTree(model), list(units)
+        inside = [(s.name, p) for u in units if not u.trained for s, p in zip(u.layout.slots, u.params, strict=True)]
+        self._frozen = [*frozen, *inside]
+
+    def check(self) -> None:
+        """Raises if a parameter was added, replaced, removed, moved or unfrozen."""
+        self._tree.check()
+        for unit in self._units:
+            unit.flat_params.check()
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise StateError(f"{name} was frozen when shard() was called and is not now; unfreeze before shard()")

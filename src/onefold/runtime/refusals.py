@@ -1,0 +1,140 @@
+"""Which call is refused in which situation of a model, and what the error says: found, and what to do instead.
+
+A pair that is not in the table is allowed. `Engine.check(call)` raises for the first situation of the model, in the
+order of `Situation`, in which the call is refused; situations that only their caller can see are raised by `refuse`.
+Errors about content, such as the name or the shape of one parameter, are raised where the content is known.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NoReturn
+
+from onefold.errors import StateError
+
+
+class Call(Enum):
+    """What users ask of a model, or of its optimizer."""
+
+    FORWARD = "model()"
+    BACKWARD = "loss.backward()"
+    GRADIENT = "a gradient that backward brings"
+    CLIP = "clip_grad_norm()"
+    STEP = "step()"
+    ZERO_GRAD = "zero_grad()"
+    ACCUMULATE = "accumulate()"
+    FULL_PARAMETERS = "full_parameters()"
+    FULL_STATE_DICT = "full_state_dict()"
+    STATE_DICT = "state_dict()"
+    SAVE = "save()"
+    LOAD = "load()"
+    LOAD_PART = "load() of some tensors, or without the optimizer"
+    OPTIMIZER = "Optimizer()"
+    PARALLELIZE = "parallelize()"
+
+
+class Situation(Enum):
+    """What may be so of a model while a call is made; several may be so at once."""
+
+    SHARDED = "shard() has been called"
+    RELEASED = "parameters are spread over ranks, and placeholders are in the model"
+    HAS_OPTIMIZER = "an Optimizer was made for the model"
+    LOAD_FAILED = "load() has replaced some values, and failed"
+    UPDATE_FAILED = "the host has updated some units, and failed"
+    NO_GRADIENTS = "no backward has brought this rank gradients, and none is due"
+    NO_RANK_HAS_GRADIENTS = "no backward has brought any rank gradients"
+    UNSCALED = "fp16 computes, and the loss of the running backward is not scaled"
+    OTHER_SCALE = "gradients of this step were scaled by another number"
+    CLIPPED = "16-bit gradients of this step are to be clipped when step() reads them"
+    TIED_SUMMED = "gradients of tied parameters were added to the other pipeline stage's"
+    IN_FULL_PARAMETERS = "a full_parameters context is open"
+    IN_BACKWARD = "autograd is running a backward in this thread"
+    STEP_AWAITED = "a backward has updated units, and step() has not been called since"
+    UPDATES_IN_FULL_PARAMETERS = "backward updates units, and a full_parameters context is open"
+    UNIT_UPDATED = "this backward has updated the unit already"
+    UPDATES_IN_BACKWARD = "backward updates units, and keeps no gradients"
+    ACCUMULATING = "an accumulate context is open"
+    SEVERAL_STAGES = "this rank holds several stages of a pipeline"
+
+
+IN_BACKWARD = "step_in_backward=True"
+NOTHING = "call loss.backward() before optimizer.step() or clip_grad_norm()"
+BROKEN = {
+    Situation.LOAD_FAILED: "load() failed half way, so the model holds values of two states; load a checkpoint again",
+    Situation.UPDATE_FAILED: "the update of {unit} failed, so the model holds values of two steps; load a checkpoint",
+}
+NEEDS_VALUES = (Call.FORWARD, Call.FULL_PARAMETERS, Call.FULL_STATE_DICT, Call.SAVE)
+
+REFUSALS: dict[tuple[Call, Situation], str] = {
+    **{(call, situation): text for situation, text in BROKEN.items() for call in NEEDS_VALUES},
+    **{(Call.LOAD_PART, broken): f"{text}: all of it, with the optimizer" for broken, text in BROKEN.items()},
+    (Call.BACKWARD, Situation.UNSCALED): (
+        "fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()"
+    ),
+    (Call.BACKWARD, Situation.OTHER_SCALE): (
+        "gradients scaled by {before:g} and {now:g} would add up in one step; scale every backward of a step alike, or "
+        "call zero_grad() first"
+    ),
+    (Call.BACKWARD, Situation.CLIPPED): (
+        "16-bit gradients are clipped when step() reads them: clip after all backwards of a step"
+    ),
+    (Call.BACKWARD, Situation.TIED_SUMMED): (
+        "a second schedule.step() before optimizer.step(): gradients of parameters tied across stages have been summed "
+        "already; use more micro-batches in one schedule.step()"
+    ),
+    (Call.BACKWARD, Situation.STEP_AWAITED): (
+        f"{IN_BACKWARD} updates in every backward: call optimizer.step() before the next one"
+    ),
+    (Call.BACKWARD, Situation.UPDATES_IN_FULL_PARAMETERS): (
+        f"{IN_BACKWARD} would update in a backward inside full_parameters, which would keep old values; leave it first"
+    ),
+    (Call.GRADIENT, Situation.UNIT_UPDATED): (
+        f"a gradient of {{name}} came after its unit was updated: with {IN_BACKWARD} every parameter must get its "
+        f"gradient once in one backward (no reentrant checkpoints that share blocks, no second backward before step())"
+    ),
+    (Call.CLIP, Situation.NO_GRADIENTS): f"no gradients: {NOTHING}",
+    (Call.CLIP, Situation.NO_RANK_HAS_GRADIENTS): f"no rank has gradients: {NOTHING}",
+    (Call.CLIP, Situation.UPDATES_IN_BACKWARD): (
+        f"{IN_BACKWARD} has updated each unit by now, so nothing is left to clip; leave it out"
+    ),
+    (Call.CLIP, Situation.SEVERAL_STAGES): (
+        "this rank holds several stages of a pipeline, so this norm would be of one of them only; use one stage per "
+        "rank (Schedule1F1B), or leave clipping out"
+    ),
+    (Call.STEP, Situation.NO_GRADIENTS): f"no gradients: {NOTHING}",
+    (Call.STEP, Situation.NO_RANK_HAS_GRADIENTS): f"no rank has gradients: {NOTHING}",
+    (Call.STEP, Situation.IN_FULL_PARAMETERS): (
+        "step() inside full_parameters would leave old values in it; leave full_parameters first"
+    ),
+    (Call.ZERO_GRAD, Situation.STEP_AWAITED): (
+        f"{IN_BACKWARD} has updated parameters in backward: call step() before zero_grad()"
+    ),
+    (Call.ACCUMULATE, Situation.UPDATES_IN_BACKWARD): (
+        f"{IN_BACKWARD} updates in every backward, so nothing can accumulate; leave it out"
+    ),
+    (Call.ACCUMULATE, Situation.ACCUMULATING): ("accumulate() is already on for this model; leave the outer one first"),
+    (Call.STATE_DICT, Situation.RELEASED): (
+        "model.state_dict() would hold parameters that are spread over ranks; call onefold.full_state_dict(model), or "
+        "model.state_dict() inside onefold.full_parameters(model)"
+    ),
+    **{
+        (call, situation): f"{call.value} {text}"
+        for call in (Call.SAVE, Call.LOAD)
+        for situation, text in {
+            Situation.IN_FULL_PARAMETERS: "inside full_parameters would miss what is written there; leave it first",
+            Situation.IN_BACKWARD: "inside backward would see some units before and some after it; call it later",
+            Situation.STEP_AWAITED: "between a backward that updates and its step(): call optimizer.step() first",
+        }.items()
+    },
+    (Call.OPTIMIZER, Situation.HAS_OPTIMIZER): (
+        "this model has an Optimizer already; use its add_param_group, or shard another model"
+    ),
+    (Call.PARALLELIZE, Situation.SHARDED): "this model was sharded already; call parallelize() first, then shard()",
+}
+
+REFUSED_IN = {call: [one for one in Situation if (call, one) in REFUSALS] for call in Call}  # those to look for
+
+
+def refuse(call: Call, situation: Situation, **facts: object) -> NoReturn:
+    """Raise the error of a call in a situation in which it is refused; `facts` are named in its text."""
+    raise StateError(REFUSALS[call, situation].format(**facts))

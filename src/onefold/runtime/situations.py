@@ -1,0 +1,86 @@
+"""In which situations a model is: one question per situation, asked of its engine when a call is made.
+
+Situations that are missing here are seen only by the code that makes the call, which raises `refuse` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from onefold.runtime.accumulating import Accumulating
+from onefold.runtime.open_contexts import FullParameterContexts
+from onefold.runtime.refusals import REFUSED_IN, Call, Situation, refuse
+from onefold.runtime.scaled import GradientScale
+from onefold.runtime.untied import Untied
+from onefold.runtime.update_policy import UpdatePolicy
+from onefold.runtime.used_parameters import UsedParameters
+
+
+class ClippedGradients(Protocol):
+    @property
+    def clipped(self) -> bool:
+        """True if gradients of this step are to be clipped when step() reads them."""
+        ...
+
+
+class Asked(Protocol):
+    """What these questions need to know of an engine."""
+
+    @property
+    def broken(self) -> Situation | None: ...
+
+    @property
+    def broken_unit(self) -> str: ...
+
+    @property
+    def used(self) -> UsedParameters: ...
+
+    @property
+    def scale(self) -> GradientScale: ...
+
+    @property
+    def optimizer(self) -> ClippedGradients | None: ...
+
+    @property
+    def tied(self) -> Untied: ...
+
+    @property
+    def updates(self) -> UpdatePolicy: ...
+
+    @property
+    def contexts(self) -> FullParameterContexts: ...
+
+    @property
+    def accumulating(self) -> Accumulating: ...
+
+    @property
+    def alone_in_rank(self) -> bool: ...
+
+
+HOLDS: Mapping[Situation, Callable[[Asked], bool]] = {
+    Situation.HAS_OPTIMIZER: lambda model: model.optimizer is not None,
+    Situation.LOAD_FAILED: lambda model: model.broken is Situation.LOAD_FAILED,
+    Situation.UPDATE_FAILED: lambda model: model.broken is Situation.UPDATE_FAILED,
+    Situation.UNSCALED: lambda model: model.scale.missing,
+    Situation.OTHER_SCALE: lambda model: model.used.any and model.scale.changed,
+    Situation.CLIPPED: lambda model: model.used.any and model.optimizer is not None and model.optimizer.clipped,
+    Situation.TIED_SUMMED: lambda model: model.tied.summed,
+    Situation.IN_FULL_PARAMETERS: lambda model: model.contexts.open,
+    Situation.IN_BACKWARD: lambda model: torch._C._current_graph_task_id() != -1,
+    Situation.STEP_AWAITED: lambda model: model.updates.awaits_step,
+    Situation.UPDATES_IN_FULL_PARAMETERS: lambda model: model.contexts.open and not model.updates.keeps_gradients,
+    Situation.UPDATES_IN_BACKWARD: lambda model: not model.updates.keeps_gradients,
+    Situation.ACCUMULATING: lambda model: not model.accumulating.final,
+    Situation.SEVERAL_STAGES: lambda model: not model.alone_in_rank,
+}
+
+
+def check(model: Asked, call: Call) -> None:
+    """Raises if the model is in a situation in which this call is refused."""
+    for situation in REFUSED_IN[call]:
+        if situation in HOLDS and HOLDS[situation](model):
+            scale = model.scale
+            refuse(call, situation, unit=model.broken_unit, before=scale.value, now=scale.running)

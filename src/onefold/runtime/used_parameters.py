@@ -1,0 +1,78 @@
+"""Which parameters of a model were used in this step, by this rank and by any rank: one flag per parameter.
+
+A parameter that no rank used is not updated, as in plain PyTorch; neither is one whose .grad a user has set to None.
+Ranks that skipped a parameter must hear of ranks that used it, so the flags are agreed on once per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from onefold.comm.communicator import Comm
+from onefold.comm.meter import Label
+
+UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each; of all ranks the highest counts
+
+
+class UsedParameters:
+    """`counts`: how many parameters each unit has. Parameters are numbered unit by unit."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        ends = list(accumulate(counts))
+        self._units = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
+        self._total = sum(counts)
+        self._used = bytearray(self._total)  # by this rank, since gradients were last dropped
+        self._kept = bytearray(self._total)  # to be updated: used by some rank, dropped by none; once agreed
+
+    @property
+    def any(self) -> bool:
+        """True if this rank has used a parameter since gradients were last dropped."""
+        return any(self._used)
+
+    def mark(self, index: int) -> None:
+        """This rank has a gradient of a parameter."""
+        self._used[index] = USED
+
+    def forget(self, index: int) -> None:
+        """The gradient of one parameter is dropped."""
+        self._used[index] = UNUSED
+
+    def forget_all(self) -> None:
+        """All gradients are dropped or used up."""
+        self._used = bytearray(self._total)
+
+    def of_unit(self, index: int) -> bytes:
+        """Which parameters of a unit this rank has used, a flag each."""
+        return bytes(self._used[self._units[index]])
+
+    def agree(self, everyone: Comm, dropped: Iterable[int], waiting: bytes) -> bytes | None:
+        """Tell all ranks which parameters this rank used, and which it `dropped` since; hear which are to be updated.
+
+        `waiting` has a flag per unit and travels along; the units flagged by any rank are returned, or None if no rank
+        has used anything.
+        """
+        said = bytearray(self._used)
+        for index in dropped:
+            said[index] = DROPPED
+        rows = everyone.gather_bytes(bytes(said) + waiting, Label("used-flags", "step"))
+        words = bytearray(map(max, zip(*rows, strict=True)))
+        self._kept = bytearray(word == USED for word in words[: self._total])
+        return bytes(words[self._total :]) if any(words[: self._total]) else None
+
+    def keep(self, index: int, rows: Sequence[bytes]) -> None:
+        """What each rank has used of a unit: what some rank has is to be updated."""
+        self._kept[self._units[index]] = bytes(map(max, zip(*rows, strict=True)))
+
+    def drop_kept(self, indices: Iterable[int]) -> None:
+        """These parameters are not to be updated, although some rank used them."""
+        for index in indices:
+            self._kept[index] = UNUSED
+
+    def kept_of(self, index: int) -> bytearray:
+        """Which parameters of a unit are to be updated, a flag each."""
+        return self._kept[self._units[index]]
+
+    def kept(self) -> list[int]:
+        """All parameters that are to be updated."""
+        return [index for index, kept in enumerate(self._kept) if kept]

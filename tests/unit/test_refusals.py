@@ -1,0 +1,73 @@
+"""The table of refusals: each has a text with a remedy, and errors about the moment of a call come from it alone."""
+
+import ast
+import re
+from pathlib import Path
+from string import Formatter
+
+import pytest
+
+import onefold
+from onefold.errors import StateError
+from onefold.runtime.refusals import REFUSALS, REFUSED_IN, Call, Situation, refuse
+from onefold.runtime.situations import HOLDS
+
+SOURCE = Path(onefold.__file__).parent
+FACTS = {"unit": "blocks.0", "name": "blocks.0.weight", "before": 1.0, "now": 2.0}
+REMEDY = re.compile(r"\b(call|leave|use|load|scale|clip after|must get its gradient once)\b")
+BY_THE_CALLER = {  # situations that only the code that makes the call can see
+    Situation.SHARDED, Situation.RELEASED, Situation.NO_GRADIENTS, Situation.NO_RANK_HAS_GRADIENTS,
+    Situation.UNIT_UPDATED,
+}  # fmt: skip
+
+# StateErrors outside the table, by file: each is about content, and would be as wrong at any other moment.
+ABOUT_CONTENT = {
+    "activations/store.py": 1,  # a block writes to its input
+    "comm/mesh.py": 2,  # no process group: there is no model yet
+    "model/tree.py": 2,  # a parameter was added, replaced or removed
+    "observe/profiling/profile.py": 3,  # the profiler's own life
+    "offload/disk.py": 2,  # the files' own life
+    "optim/optimizer.py": 4,  # other saved state; copies; GradScaler
+    "optim/unit_optimizer.py": 1,  # other saved state
+    "parallel/pipeline.py": 1,  # a schedule that divides .grad
+    "runtime/casts.py": 1,  # a state dict cut in another way
+    "runtime/engine.py": 1,  # copies
+    "runtime/full_parameters.py": 1,  # a parameter split along an unknown dim
+    "runtime/hooks.py": 2,  # assign=True; .to() and .half()
+    "runtime/parameter_checks.py": 1,  # a parameter was unfrozen
+    "runtime/refusals.py": 1,  # the table's own
+    "state/flat_parameters.py": 2,  # a parameter left its buffer, or was written
+    "state/transitions.py": 1,  # a fault of ours
+    "state/visible_gradients.py": 2,  # .grad was replaced, or used
+}
+
+
+@pytest.mark.parametrize("situation", Situation)
+@pytest.mark.parametrize("call", Call)
+def test_a_refused_call_hears_what_to_do_and_any_other_is_not_looked_at(call, situation):
+    if (call, situation) not in REFUSALS:
+        assert situation not in REFUSED_IN[call]
+        return
+    with pytest.raises(StateError) as caught:
+        refuse(call, situation, **FACTS)
+    said = str(caught.value)
+    assert REMEDY.search(said) and "\n" not in said and "{" not in said
+    assert {field for _, field, _, _ in Formatter().parse(REFUSALS[call, situation]) if field} <= set(FACTS)
+
+
+def test_every_call_and_every_situation_is_in_the_table_and_every_situation_can_be_seen():
+    assert {call for call, _ in REFUSALS} == set(Call)
+    assert {situation for _, situation in REFUSALS} == set(Situation)
+    assert set(HOLDS) | BY_THE_CALLER == set(Situation) and not set(HOLDS) & BY_THE_CALLER
+
+
+def state_errors(path: Path) -> list[int]:
+    """Lines that make a StateError with a text of their own."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if ast.unparse(call.func) == "StateError"]
+
+
+def test_no_error_about_the_moment_of_a_call_is_written_outside_the_table():
+    found = {str(path.relative_to(SOURCE)): state_errors(path) for path in sorted(SOURCE.rglob("*.py"))}
+    offenders = {name: lines for name, lines in found.items() if len(lines) != ABOUT_CONTENT.get(name, 0)}
+    assert offenders == {}, "put what depends on the moment into runtime/refusals.py, and count what is about content"
