@@ -212,7 +212,7 @@ def filled(offload: dict[str, Any], path: str, inside: bool) -> tuple[list[str],
     tall = Tall(offload, path, "bf16", inside)
     for _ in range(3):
         tall.step()
-    where = [row.optimizer.removeprefix("shard").removeprefix("whole") for row in onefold.placement(tall.model).rows]
+    where = [row.optimizer.removeprefix("sharded").removeprefix("replicated") for row in onefold.placement(tall.model).rows]
     with onefold.full_parameters(tall.model):
         values = [param.detach().clone() for param in tall.model.parameters()]
     return where, onefold.memory(tall.model), values
