@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.activations.models import HOSTLESS, SHARED, train
+from tests.activations.runs import HOSTLESS, SHARED, train
 from tests.harness import run_ranks
 
 STAGES = (0, 1, 2, 3)

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import onefold
 from onefold.runtime.engine import engine_of
-from tests.activations.models import BATCH, DIM, INPUT_BYTES, LAYERS, SEQ, Net, batch, made, mesh_of, train
+from tests.activations.runs import BATCH, DIM, INPUT_BYTES, LAYERS, SEQ, batch, made, mesh_of, train
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import ManyInputsNet, MegatronPairs, Narrowing, Summed
 
 WIDE = {"bucket_bytes": 32 << 20}
 
@@ -55,7 +56,7 @@ def test_every_second_block_keeps_half():
 
 def odd_sizes(policy: str) -> list[int]:
     """The bytes of the part and of all parts, for an input of 3 × 7 × 5 = 105 elements."""
-    model, optimizer = made(policy, model=Net(layers=2, dim=5))
+    model, optimizer = made(policy, model=ManyInputsNet(layers=2, dim=5))
     rows = torch.randn(3, 7, 5, generator=torch.Generator().manual_seed(0))
     model(rows).square().mean().backward()
     kept = onefold.memory(model).checkpoints.measured
@@ -94,21 +95,6 @@ def test_the_arena_is_as_long_as_needed_and_stays_where_it_is(policy):
     assert len(set(places[:4])) == len(set(places[4:])) == 1
 
 
-class Narrowing(nn.Module):
-    """Each block halves what it gives on: the first guess is far too long."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU()) for _ in range(3))
-        self.first = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)[: len(x) // 2]
-        return x
-
-
 def narrowing() -> list[int]:
     model, optimizer = made("checkpoint", model=Narrowing(), units=lambda name, _: name.startswith("blocks."))
     seen = []
@@ -136,7 +122,12 @@ def buffers(layers: int, policy: str, precision: str) -> dict[str, int]:
     scale = {"loss_scale": onefold.LossScale(initial=1.0)} if precision == "fp16" else {}
     onefold.init()
     model = onefold.shard(
-        Net(layers), stage=2, precision=precision, activations=policy, mesh=mesh_of(policy), bucket_bytes=1 << 20
+        ManyInputsNet(layers),
+        stage=2,
+        precision=precision,
+        activations=policy,
+        mesh=mesh_of(policy),
+        bucket_bytes=1 << 20,
     )
     optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=1e-3, **scale)
     for step in range(3):
@@ -179,59 +170,19 @@ def test_on_the_host_the_peak_grows_by_two_inputs_at_most():
 # -- beside tensor parallelism -----------------------------------------------------------------------------------------
 
 
-class Forward(torch.autograd.Function):
-    """Sums over the ranks in forward, as after a row-parallel matrix; counts what it sums."""
-
-    summed = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        Forward.summed += x.nbytes
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-class Backward(torch.autograd.Function):
-    """The same in backward, as before a column-parallel matrix."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return Forward.forward(ctx, grad)
-
-
-class Megatron(nn.Module):
-    """Two pairs of a column- and a row-parallel matrix: two sums in forward, two in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for column, row in (self.layers[:2], self.layers[2:]):
-            x = x + Forward.apply(row(torch.tanh(column(Backward.apply(x)))))
-        return x
-
-
 def shares(early_stop: bool) -> float:
     """What sharing inputs sends, over what tensor parallelism sends: both in a ring."""
-    model, optimizer = made("partition", model=nn.Sequential(nn.Linear(DIM, DIM), *(Megatron() for _ in range(3))))
+    model, optimizer = made(
+        "partition", model=nn.Sequential(nn.Linear(DIM, DIM), *(MegatronPairs(DIM) for _ in range(3)))
+    )
     for step in range(2):
-        Forward.summed = 0
+        Summed.total_bytes = 0
         with set_checkpoint_early_stop(early_stop):
             model(batch(step, 0)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     ranks = dist.get_world_size()
-    return onefold.traffic(model).by_purpose["activation"] / (2 * Forward.summed * (ranks - 1) / ranks)
+    return onefold.traffic(model).by_purpose["activation"] / (2 * Summed.total_bytes * (ranks - 1) / ranks)
 
 
 @pytest.mark.parametrize(("early_stop", "share"), [(False, 1 / 12), (True, 1 / 10)])

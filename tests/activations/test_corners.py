@@ -3,77 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import onefold
+from onefold.activations.store import Kept
 from onefold.runtime.engine import engine_of
-from tests.activations.models import DIM, POLICIES, Net, batch, made
+from tests.activations.runs import DIM, POLICIES, batch, made
 from tests.harness import run_ranks, run_ranks_raises
 from tests.harness.grids import thinned
+from tests.models import CheckpointInside, DropoutBlock, ManyInputsNet, RunAgain, Squaring, Tower, Turned, WritingInput
 
 Turn = Callable[[nn.Module, int], Any]
-
-
-class Tower(nn.Module):
-    """Blocks of a given class, one after the other."""
-
-    def __init__(self, block: type[nn.Module], layers: int = 3, frozen: int = 0, around: bool | None = None) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
-        self.blocks = nn.ModuleList(block() for _ in range(layers))
-        self.around = around  # a checkpoint of the user's, reentrant or not
-        for part in [self.first, *self.blocks[:frozen]] if frozen else []:
-            part.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if self.around is not None:
-            return self.last(checkpoint(self.body, x, use_reentrant=self.around))
-        return self.last(self.body(x))
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer, self.drop = nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(F.gelu(self.layer(self.norm(x))))
-
-
-class Nested(Plain):
-    """A checkpoint of its own inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + checkpoint(self.layer, x, use_reentrant=False)
-
-
-class Writing(Plain):
-    """Writes to its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x *= 0.5
-        return super().forward(x)
-
-
-class Turned(Plain):
-    """Hands its output on with other strides, and as a part of more."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x).transpose(0, 1).contiguous().transpose(0, 1)
-        return torch.cat([y, y], -1)[..., :DIM]
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
@@ -135,16 +80,16 @@ def differences(build: dict[str, Any], turn: Turn, stage: int, policies: tuple[s
 
 
 CASES: dict[str, tuple[dict[str, Any], Turn]] = {
-    "a checkpoint inside": ({"block": Nested}, learn),
-    "a checkpoint around": ({"block": Plain, "around": False}, learn),
-    "a reentrant one": ({"block": Plain, "around": True}, learn),
-    "inputs written in place": ({"block": Writing}, learn),
+    "a checkpoint inside": ({"block": CheckpointInside}, learn),
+    "a checkpoint around": ({"block": DropoutBlock, "around": False}, learn),
+    "a reentrant one": ({"block": DropoutBlock, "around": True}, learn),
+    "inputs written in place": ({"block": WritingInput}, learn),
     "strides": ({"block": Turned}, learn),
-    "frozen below": ({"block": Plain, "frozen": 1}, learn),
-    "backward twice": ({"block": Plain}, twice),
-    "a gradient of a gradient": ({"block": Plain}, penalty),
-    "forwards in another order": ({"block": Plain}, many),
-    "evaluation in between": ({"block": Plain}, evaluate),
+    "frozen below": ({"block": DropoutBlock, "frozen": 1}, learn),
+    "backward twice": ({"block": DropoutBlock}, twice),
+    "a gradient of a gradient": ({"block": DropoutBlock}, penalty),
+    "forwards in another order": ({"block": DropoutBlock}, many),
+    "evaluation in between": ({"block": DropoutBlock}, evaluate),
 }
 
 
@@ -160,24 +105,28 @@ def test_unusual_blocks_and_loops_share_their_inputs(name: str) -> None:
     assert run_ranks(2, differences, *CASES[name], 2, ("partition", "partition+host")) == [[], []]
 
 
-class Watching(Plain):
-    """Says, when it is computed again, how many inputs of other blocks are on their way."""
-
-    store: Any = None
-    seen: ClassVar[list[int]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch._C._current_graph_task_id() != -1:
-            kept = [reference() for call in self.store._calls.values() for reference in call.kept]
-            Watching.seen.append(sum(one is not None and one._restoring is not None for one in kept))
-        return super().forward(x)
-
-
 def ahead(policy: str) -> list[int]:
-    model, _ = made(policy, 2, Tower(Watching, 5))
-    Watching.store, Watching.seen = engine_of(model).checkpoints, []
-    learn(model, 0)
-    return Watching.seen
+    """How many inputs of other blocks are on their way, whenever a block is computed again."""
+    model, _ = made(policy, 2, Tower(RunAgain, 5))
+    started, seen = set[Kept](), list[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        plain_start, plain_bring = Kept.start, Kept.bring
+
+        def start(kept: Kept) -> None:
+            plain_start(kept)
+            started.add(kept)
+
+        def bring(kept: Kept) -> Tensor:
+            tensor = plain_bring(kept)
+            started.discard(kept)
+            return tensor
+
+        patch.setattr(Kept, "start", start)
+        patch.setattr(Kept, "bring", bring)
+        for block in model.blocks:
+            block.on_again = lambda: seen.append(len(started))
+        learn(model, 0)
+    return seen
 
 
 @pytest.mark.parametrize("policy", ["checkpoint+host", "partition", "partition+host"])
@@ -188,16 +137,8 @@ def test_while_a_block_computes_the_input_of_the_one_before_it_is_on_its_way(pol
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-class Failing(Plain):
-    """Fails once, when it is computed again."""
-
-    armed = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if Failing.armed and torch._C._current_graph_task_id() != -1:
-            Failing.armed = False
-            raise RuntimeError("computed again, and failed")
-        return super().forward(x)
+def fail() -> None:
+    raise RuntimeError("computed again, and failed")
 
 
 def survive(policy: str, stage: int) -> list[Any]:
@@ -205,13 +146,14 @@ def survive(policy: str, stage: int) -> list[Any]:
     after = []
     for fails in (False, True):
         torch.manual_seed(3)
-        model, optimizer = made(policy, stage, Tower(Failing))
+        model, optimizer = made(policy, stage, Tower(RunAgain))
         learn(model, 0)
         gradients(model, optimizer)
         if fails:
-            Failing.armed = True
+            model.blocks[2].on_again = fail
             with pytest.raises(RuntimeError, match="computed again, and failed"):
                 learn(model, 1)
+            model.blocks[2].on_again = lambda: None
             optimizer.zero_grad()
         learn(model, 2)
         in_use = engine_of(model).checkpoints.arena.in_use
@@ -231,13 +173,13 @@ def own_batches(model: nn.Module, step: int) -> None:
 
 
 REFUSED = {
-    "no tp": (("partition", Net, learn), {"mesh": None}, "mesh axis 'tp', and there is none"),
+    "no tp": (("partition", ManyInputsNet, learn), {"mesh": None}, "mesh axis 'tp', and there is none"),
     "no blocks": (("checkpoint", lambda: nn.Linear(DIM, DIM), learn), {}, "this model has none"),
     "nothing to offload": (
-        ("checkpoint+host", lambda: Tower(Plain, 2, around=False), learn), {}, "nothing to do",
+        ("checkpoint+host", lambda: Tower(DropoutBlock, 2, around=False), learn), {}, "nothing to do",
     ),
-    "other batches": (("partition", Net, own_batches), {}, "not the same on all 2 ranks"),
-    "in place, twice": (("checkpoint", lambda: Tower(Writing), twice), {}, "writes to its input in place"),
+    "other batches": (("partition", ManyInputsNet, own_batches), {}, "not the same on all 2 ranks"),
+    "in place, twice": (("checkpoint", lambda: Tower(WritingInput), twice), {}, "writes to its input in place"),
 }  # fmt: skip
 
 
@@ -260,16 +202,11 @@ def sequence_parallel(policy: str) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
-    model, _ = made(policy, 2, Tower(Identity, 2), mesh=mesh)
+    model, _ = made(policy, 2, Tower(Squaring, 2), mesh=mesh)
     x = distribute_tensor(batch(0, 0), mesh["tp"], [Shard(1)])
     x.requires_grad_()
     model.body(x * 1).sum().backward()
     assert x.grad is not None and x.grad.placements == (Shard(1),)
-
-
-class Identity(Plain):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x
 
 
 def test_inputs_that_are_split_over_tp_are_not_shared_but_may_be_kept() -> None:

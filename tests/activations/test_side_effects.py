@@ -4,43 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import onefold
 from onefold.activations.automatic import Seen, choose_policy
 from tests.harness import run_ranks
-
-
-class Telling(nn.Module):
-    """Adds to a list it is given, as mixtures of experts do with their losses, and counts batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:
-        hidden = torch.relu(self.linear(self.norm(x)))
-        losses.append(hidden.mean())
-        return x + hidden
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet, self.blocks = nn.Linear(8, 8), nn.ModuleList(Telling() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        losses: list[Tensor] = []
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x, losses)
-        assert len(losses) == 3
-        return x.square().mean() + sum(losses)
+from tests.models import ReportingNet
 
 
 def trained(policy: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
-    model = onefold.shard(Net(), stage=2, activations=policy)
+    model = onefold.shard(ReportingNet(), stage=2, activations=policy)
     optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=0.1)
     losses = []
     for step in range(3):

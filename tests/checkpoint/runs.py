@@ -8,54 +8,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import onefold
 from onefold.cost.layout import Span
 from onefold.runtime.engine import engine_of
 from onefold.state.rounding import narrowed
+from tests.models import EveryTrait
 
-VOCAB, DIM, BATCH, EPOCH = 37, 24, 2, 5
+VOCAB, BATCH, EPOCH = 37, 2, 5
 PRECISIONS: dict[str, Any] = {
     "fp32": "fp32",
     "bf16": onefold.Precision(compute="bf16", master="fp32"),
     "split": onefold.Precision(compute="bf16", master="split"),
     "fp16": "fp16",
 }
-
-
-class Mixed(nn.Module):
-    """Tied, frozen, unused and seldom used parameters, dropout, batch norm, channels_last, a scalar, an empty one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB, bias=False)
-        self.head.weight = self.tokens.weight
-        self.conv = nn.Conv2d(3, 8, 2).to(memory_format=torch.channels_last)
-        self.fixed = nn.Linear(DIM, DIM).requires_grad_(False)
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-        self.norm = nn.BatchNorm1d(DIM)
-        self.never, self.empty = nn.Parameter(torch.ones(7)), nn.Parameter(torch.zeros(0, 3))
-        self.scale, self.seldom = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.randn(67))
-        self.late = False
-        self.calls = 0
-
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        self.calls = state["calls"]
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.calls += 1
-        x = self.fixed(self.tokens(tokens))
-        x = x + self.conv(x.view(-1, 3, 4, 2)).sum((1, 2, 3)).view(*tokens.shape, 1)
-        for layer in self.layers:
-            x = x + F.dropout(torch.tanh(layer(x)), 0.2)
-        x = self.norm(x.flatten(0, 1)).view_as(x) * self.scale
-        if self.late:
-            x = x * (1 + self.seldom.square().mean())
-        return self.head(x)
 
 
 class Case(NamedTuple):
@@ -72,7 +39,7 @@ class Trainer:
         torch.set_num_threads(1)
         fields = {"bucket_bytes": 4 << 10, **fields}
         precision = PRECISIONS[case.precision]
-        self.model = onefold.shard(Mixed(), stage=case.stage, precision=precision, **fields)
+        self.model = onefold.shard(EveryTrait(VOCAB), stage=case.stage, precision=precision, **fields)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim > 1]},

@@ -21,24 +21,13 @@ from onefold.runtime.engine import engine_of
 from tests.checkpoint.runs import Trainer, digests, same, truth
 from tests.checkpoint.test_ranks_agree import said
 from tests.harness import run_ranks
-
-
-class Counted(nn.Linear):
-    """A module with extra state."""
-
-    calls = 0
-
-    def get_extra_state(self) -> int:
-        return self.calls
-
-    def set_extra_state(self, state: int) -> None:
-        self.calls = state
+from tests.models import ExtraState, NamedPair
 
 
 def load_counted(folder: str) -> list[Any]:
     """What loading says where a module with extra state is new, gone or has another name; and what it then has."""
     onefold.init()
-    plain, counted = nn.Sequential(OrderedDict(up=nn.Linear(6, 6))), nn.Sequential(OrderedDict(up=Counted(6, 6)))
+    plain, counted = nn.Sequential(OrderedDict(up=nn.Linear(6, 6))), nn.Sequential(OrderedDict(up=ExtraState(6, 6)))
     counted.up.calls = 7
     onefold.save(f"{folder}/plain", onefold.shard(plain, stage=2), step=1)
     onefold.save(f"{folder}/counted", onefold.shard(counted, stage=2), step=1)
@@ -47,7 +36,7 @@ def load_counted(folder: str) -> list[Any]:
         counted.up.calls = 5
         found += [said(onefold.load, f"{folder}/plain", counted, allow_missing=allowed), counted.up.calls]
         found += [said(onefold.load, f"{folder}/counted", plain, allow_extra=allowed)]
-    other = onefold.shard(nn.Sequential(OrderedDict(down=Counted(6, 6))), stage=2)
+    other = onefold.shard(nn.Sequential(OrderedDict(down=ExtraState(6, 6))), stage=2)
     found += [said(onefold.load, f"{folder}/counted", other, rename={"up.": "down."}), other.down.calls]
     return found
 
@@ -62,21 +51,6 @@ def test_extra_state_of_modules_is_allowed_by_pattern_and_renamed_with_the_modul
 def test_a_module_that_is_renamed_goes_before_one_that_has_the_name():
     choice = Choice(rename={"b.": "a."}, allow_extra=("a",))
     assert match_modules({"a", ""}, {"a", "b", ""}, choice) == {"a": "b", "": ""}
-
-
-class Net(nn.Module):
-    def __init__(self, first: str = "up", last: str = "down", more: bool = False) -> None:
-        super().__init__()
-        self.add_module(first, nn.Linear(6, 9))
-        self.add_module(last, nn.Linear(9, 6))
-        if more:
-            self.gate = nn.Parameter(torch.ones(6))
-            self.register_buffer("count", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.children():
-            x = layer(x)
-        return x * self.gate if hasattr(self, "gate") else x
 
 
 def sharded(net: nn.Module, stage: int = 2, lr: float = 0.1) -> tuple[nn.Module, onefold.Optimizer]:
@@ -99,7 +73,7 @@ def state(model: nn.Module, optimizer: onefold.Optimizer) -> dict[str, Tensor]:
 def choose(folder: str) -> dict[str, Any]:
     onefold.init()
     torch.manual_seed(0)
-    small, its = sharded(Net())
+    small, its = sharded(NamedPair())
     step(small, its)
     onefold.save(folder, small, its)
     saved = state(small, its)
@@ -118,24 +92,24 @@ def choose(folder: str) -> dict[str, Any]:
             onefold.load(folder, model, optimizer, **choice)
         return error, before, state(model, optimizer)
 
-    found["larger"], before, after = load(Net(more=True), "larger")
+    found["larger"], before, after = load(NamedPair(more=True), "larger")
     found["larger: untouched"] = digests(before) == digests(after)
-    found["allowed"], before, after = load(Net(more=True), "allowed", allow_missing=["gate", "cou*"])
+    found["allowed"], before, after = load(NamedPair(more=True), "allowed", allow_missing=["gate", "cou*"])
     found["allowed: same"] = all(same(after[name], value) for name, value in saved.items())
     found["allowed: steps"] = after["gate|step"].item(), after["up.bias|step"].item()
-    found["renamed"], _, after = load(Net("in_", "out"), "renamed", rename={"up.": "in_.", "down.weight": "out.weight",
-                                                                            "down.bias": "out.bias"})  # fmt: skip
+    rename = {"up.": "in_.", "down.weight": "out.weight", "down.bias": "out.bias"}
+    found["renamed"], _, after = load(NamedPair("in_", "out"), "renamed", rename=rename)
     new = {"up": "in_", "down": "out"}
     found["renamed: same"] = all(same(after[new[n.split(".")[0]] + "." + n.split(".")[1]], v) for n, v in saved.items())
-    found["not renamed"], _, _ = load(Net("in_", "out"), "not renamed")
-    found["misnamed"], _, _ = load(Net(), "misnamed", rename={"upp.weight": "up.weight"})
-    found["subset"], before, after = load(Net(), "subset", subset="up.*")
+    found["not renamed"], _, _ = load(NamedPair("in_", "out"), "not renamed")
+    found["misnamed"], _, _ = load(NamedPair(), "misnamed", rename={"upp.weight": "up.weight"})
+    found["subset"], before, after = load(NamedPair(), "subset", subset="up.*")
     kept = {name: value for name, value in before.items() if name.startswith("down.")}
     loaded = {name: value for name, value in saved.items() if name.startswith("up.")}
     found["subset: loaded"] = all(same(after[name], value) for name, value in loaded.items())
     found["subset: steps"] = after["down.bias|step"].item(), kept["down.bias|step"].item()
-    found["nothing"], _, _ = load(Net(), "nothing", subset="upp.*")
-    wide = Net()
+    found["nothing"], _, _ = load(NamedPair(), "nothing", subset="upp.*")
+    wide = NamedPair()
     wide.up = nn.Linear(6, 9, bias=False)
     wide.up.bias = nn.Parameter(torch.zeros(1))
     found["misfit"], _, _ = load(wide, "misfit")
@@ -231,13 +205,13 @@ def test_values_that_do_not_fit_are_named(tmp_path):
 
 def other_optimizers(folder: str) -> list[str | None]:
     onefold.init()
-    model, optimizer = sharded(Net())
+    model, optimizer = sharded(NamedPair())
     step(model, optimizer)
     onefold.save(folder, model, optimizer, step=1)
     onefold.save(folder + "/weights", model, step=1)
-    sgd = onefold.shard(Net(), stage=2)
+    sgd = onefold.shard(NamedPair(), stage=2)
     its = onefold.Optimizer(sgd, torch.optim.SGD, lr=0.1)
-    parted = onefold.shard(Net(), stage=1)
+    parted = onefold.shard(NamedPair(), stage=1)
     groups = [{"params": [parted.up.weight, parted.up.bias]}, {"params": [parted.down.weight, parted.down.bias]}]
     two = onefold.Optimizer(parted, torch.optim.AdamW, groups=groups, lr=0.1)
     step(parted, two)
@@ -269,7 +243,7 @@ def from_meta(folder: str, save: bool) -> dict[str, str]:
     onefold.init()
     torch.manual_seed(dist.get_rank())
     with torch.device("cpu" if save else "meta"):
-        net = Net(more=False)
+        net = NamedPair(more=False)
     model, optimizer = sharded(net, stage=3)
     if save:
         step(model, optimizer)
@@ -323,7 +297,7 @@ def test_with_other_ranks_all_have_the_firsts_and_new_ones_a_random_state_that_i
 
 def accumulate_and_save(folder: str, save: bool) -> torch.dtype:
     onefold.init()
-    model = onefold.shard(Net(), stage=2, precision="bf16")
+    model = onefold.shard(NamedPair(), stage=2, precision="bf16")
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=0.1)
     if save:
         with onefold.accumulate(model):
@@ -344,7 +318,7 @@ def replicated(folder: str, save: bool) -> tuple[list[str], dict[str, str]]:
     onefold.init()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
     torch.manual_seed(0 if save else 1)
-    model = onefold.shard(Net(), stage=3, mesh=mesh)
+    model = onefold.shard(NamedPair(), stage=3, mesh=mesh)
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=0.1)
     if save:
         step(model, optimizer)

@@ -22,30 +22,17 @@ from onefold.checkpoint.format.weights import open_weights
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
 from tests.harness import run_ranks
-
-
-class Tied(nn.Module):
-    """With tied weights, a buffer, a frozen parameter, and strides that safetensors does not have."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(50, 12)
-        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.norm = nn.BatchNorm1d(12)
-        self.fixed = nn.Parameter(torch.randn(7), requires_grad=False)
-        self.head = nn.Linear(12, 50, bias=False)
-        self.head.weight = self.embed.weight
+from tests.models import TiedAndStrided
 
 
 def write_checkpoint(folder: str) -> None:
     onefold.init()
-    onefold.save(folder, onefold.shard(Tied(0), stage=3, precision="bf16"), step=1)
+    onefold.save(folder, onefold.shard(TiedAndStrided(0), stage=3, precision="bf16"), step=1)
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     onefold.init()
-    model = onefold.shard(Tied(1), stage=3)
+    model = onefold.shard(TiedAndStrided(1), stage=3)
     onefold.load(path, model)
     return onefold.full_state_dict(model)
 
@@ -59,7 +46,7 @@ def run(tmp_path_factory) -> Path:
 
 def once() -> dict[str, torch.Tensor]:
     """What was saved: masters in fp32, what is frozen as it computes."""
-    state = Tied(0).state_dict()
+    state = TiedAndStrided(0).state_dict()
     del state["head.weight"]
     return state | {"fixed": state["fixed"].bfloat16()}
 
@@ -81,7 +68,7 @@ def test_export_gives_what_was_trained_and_tied_weights_once(run, tmp_path):
 def test_export_in_16_bits_rounds_parameters_and_leaves_buffers(run, tmp_path):
     onefold.export(run, tmp_path / "out", dtype="bf16")
     read = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    params = dict(Tied(0).named_parameters())
+    params = dict(TiedAndStrided(0).named_parameters())
     assert same(read, {n: v.bfloat16() if n in params else v for n, v in once().items()})
 
 
@@ -135,13 +122,13 @@ def test_exported_weights_are_read_back_bitwise_whole_or_in_shards(run, tmp_path
     onefold.export(run, tmp_path / "many", shard_bytes=500)
     for path in (tmp_path / "one", tmp_path / "one" / "model.safetensors", tmp_path / "many"):
         read = run_ranks(ranks, read_weights, str(path))[0]
-        assert same(read, Tied(0).state_dict() | {"fixed": once()["fixed"].float()})
+        assert same(read, TiedAndStrided(0).state_dict() | {"fixed": once()["fixed"].float()})
 
 
 def test_a_plain_state_dict_of_the_safetensors_library_is_read(tmp_path):
-    safetensors.torch.save_model(Tied(0), str(tmp_path / "plain.safetensors"))
+    safetensors.torch.save_model(TiedAndStrided(0), str(tmp_path / "plain.safetensors"))
     read = run_ranks(2, read_weights, str(tmp_path / "plain.safetensors"))[0]
-    assert same(read, Tied(0).state_dict())
+    assert same(read, TiedAndStrided(0).state_dict())
 
 
 def test_hugging_face_reads_our_folder_and_we_read_theirs(tmp_path):
@@ -190,13 +177,13 @@ def test_pickle_is_refused_with_the_command_that_converts_it(tmp_path, path):
 
 
 def test_the_command_that_converts_a_pickle_file_works(tmp_path):
-    torch.save(Tied(0).state_dict(), tmp_path / "model.pt")
+    torch.save(TiedAndStrided(0).state_dict(), tmp_path / "model.pt")
     with pytest.raises(CheckpointError) as refused:
         open_weights(Storage(), tmp_path / "model.pt")
     command = re.search(r"python (-c .*)", str(refused.value))
     assert command
     subprocess.run(f"{sys.executable} {command[1]}", shell=True, check=True, cwd=tmp_path)
-    assert same(safetensors.torch.load_file(tmp_path / "model.safetensors"), Tied(0).state_dict())
+    assert same(safetensors.torch.load_file(tmp_path / "model.safetensors"), TiedAndStrided(0).state_dict())
 
 
 @pytest.mark.parametrize("name", ["it's here $(touch hacked).pt", "no suffix"])

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import onefold
 from onefold import OnefoldError
 from tests.harness import CaughtError, fresh_ranks, run_ranks, run_ranks_raises
+from tests.models import OneBuffer
 
 PROMPT_S = 10.0  # generous: the two cores may be busy; the library's own limit is 600 s
 
@@ -69,15 +70,6 @@ def track(model: nn.Module) -> None:
         pass
 
 
-class Holder(nn.Module):
-    """A trained linear layer beside a buffer."""
-
-    def __init__(self, buffer: torch.Tensor) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("statistics", buffer)
-
-
 CASES = {
     "stage=7": Case(lambda: onefold.shard(net(), stage=7), "ConfigError", "stage=7", "use one of 0, 1, 2"),
     "stage='2'": Case(lambda: onefold.shard(net(), stage="2"), "ConfigError", "stage='2'", "use one of"),
@@ -109,7 +101,8 @@ CASES = {
         "ModelError", "1.weight", "real device",
     ),
     "meta buffer": Case(
-        lambda: onefold.shard(Holder(torch.ones(4, device="meta"))), "ModelError", "statistics", "real device"
+        lambda: onefold.shard(OneBuffer(4, "statistics", torch.ones(4, device="meta"))),
+        "ModelError", "statistics", "real device",
     ),
     "sparse gradient": Case(sparse_gradient, "ModelError", "0.weight has a torch.sparse_coo gradient", "sparse=False"),
     "mesh of two axes": Case(shard_with_a_mesh_of_two_axes, "ConfigError", "replicate", "'replica' and 'shard'"),

@@ -10,45 +10,32 @@ from torch import Tensor, nn
 
 import onefold
 from tests.harness import CaughtError, run_ranks, run_ranks_raises
+from tests.models import Assorted
 
 PROMPT_S = 10.0  # the library's own limit is left at 600 s: whoever waits for it hangs
 
 
-class Net(nn.Module):
-    """Trained, frozen, and with buffers of several types."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, width)
-        self.conv = nn.Conv2d(2, 4, 3)
-        self.norm = nn.BatchNorm1d(width)
-        self.frozen = nn.Linear(width, 3).requires_grad_(False)
-        self.last = nn.Linear(3, 3)
-        self.register_buffer("mask", torch.tensor([True, False, True]))
-        self.register_buffer("table", torch.arange(6.0).view(2, 3).t(), persistent=False)
-
-
-def renamed(model: Net) -> None:
+def renamed(model: Assorted) -> None:
     model.other, model.last = model.last, None
 
 
-def unfrozen(model: Net) -> None:
+def unfrozen(model: Assorted) -> None:
     model.frozen.bias.requires_grad_(True)
 
 
-def one_more(model: Net) -> None:
+def one_more(model: Assorted) -> None:
     model.extra = nn.Parameter(torch.ones(2))
 
 
-def tied(model: Net) -> None:
+def tied(model: Assorted) -> None:
     model.last.weight = model.frozen.weight = nn.Parameter(torch.ones(3, 3))
 
 
-def other_buffer(model: Net) -> None:
+def other_buffer(model: Assorted) -> None:
     model.mask = torch.tensor([True, False])
 
 
-def lazy(model: Net) -> None:
+def lazy(model: Assorted) -> None:
     model.last = nn.LazyLinear(3)
 
 
@@ -63,7 +50,7 @@ def cut_or_raise(name: str, module: nn.Module) -> bool:
 
 
 class Case(NamedTuple):
-    change: Callable[[Net], Any] = lambda model: None
+    change: Callable[[Assorted], Any] = lambda model: None
     fields: dict[str, Any] = {}  # noqa: RUF012  of the rank that differs
     everywhere: dict[str, Any] = {}  # noqa: RUF012
     named: tuple[str, ...] = ()  # in everyone's message
@@ -101,7 +88,7 @@ CASES = {**DIFFERENT, **FAILS_LOCALLY}
 
 def shard_differently(name: str) -> None:
     """The last rank differs."""
-    case, model = CASES[name], Net()
+    case, model = CASES[name], Assorted()
     fields = dict(case.everywhere)
     if dist.get_rank() == dist.get_world_size() - 1:
         case.change(model)
@@ -149,7 +136,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_values(where: str | None, rank: int) -> None:
-    model = Net()
+    model = Assorted()
     if dist.get_rank() == rank and where is not None:
         tensor = dict([*model.named_parameters(), *model.named_buffers()])[where].data
         last = tensor.view(-1)[-1:]
@@ -178,7 +165,7 @@ def test_sync_check_passes_and_changes_nothing_where_all_values_are_equal(ranks:
 
 def shard_own_values(bucket_bytes: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(dist.get_rank())
-    model = Net()
+    model = Assorted()
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data.copy_(
             torch.rand(tensor.shape) * 100 > 50 if tensor.dtype is torch.bool else torch.rand(tensor.shape) * 100
@@ -213,7 +200,7 @@ def test_a_buffer_that_is_one_value_expanded_is_brought_in_line_too(sync: str) -
 
 def shard_a_row_of_a_mesh() -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
-    onefold.shard(Net(9 if dist.get_rank() == 3 else 8), stage=2, mesh=mesh["shard"])
+    onefold.shard(Assorted(9 if dist.get_rank() == 3 else 8), stage=2, mesh=mesh["shard"])
     raise RuntimeError("the other row is well")
 
 

@@ -13,21 +13,11 @@ from torch import Tensor, nn, optim
 import onefold
 from onefold import StateError
 from tests.harness import run_ranks
+from tests.models import FrozenMiddle
 
 STAGES = (0, 1, 2)
 SHARDED = (1, 2)  # where gradients are spread over ranks when the optimizer wants them
 STEPS = 4
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 16)
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.last = nn.Linear(16, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.frozen(self.first(x).tanh()).tanh())
 
 
 def batch(step: int) -> Tensor:
@@ -39,7 +29,7 @@ class Training:
     """Four steps, with room for a mistake between them."""
 
     def __init__(self, stage: int) -> None:
-        self.model = onefold.shard(Net(), stage=stage, bucket_bytes=300)  # several units
+        self.model = onefold.shard(FrozenMiddle(4, 16, 2), stage=stage, bucket_bytes=300)  # several units
         self.optimizer = onefold.Optimizer(self.model, optim.AdamW, lr=1e-2)
         self.step = 0
 

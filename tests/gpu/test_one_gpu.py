@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import onefold
-from tests.parity.models import GPT, VOCAB
+from tests.models import GPT, GPT_VOCAB
 
 pytestmark = pytest.mark.gpu
 STEPS = 5
@@ -17,7 +17,7 @@ STEPS = 5
 
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(0, VOCAB, (4, 9), generator=generator).cuda() for _ in range(STEPS)]
+    return [torch.randint(0, GPT_VOCAB, (4, 9), generator=generator).cuda() for _ in range(STEPS)]
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

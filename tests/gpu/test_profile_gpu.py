@@ -16,23 +16,11 @@ from onefold.observe.profiling.breakdown import Part
 from onefold.observe.profiling.report import ProfileReport
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks, shutdown_pools
+from tests.models import Repeating
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=4, hidden=512, heads=8, seq=256, vocab=256)
 WIDTH, LAYERS = 4096, 8
-
-
-class Again(nn.Module):
-    """One matrix, used so often that its way to the device does not matter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(20):
-            x = torch.tanh(self.linear(x))
-        return x
 
 
 def reported(model: nn.Module, batch: Tensor, *, clip: bool = False, **fields: object) -> ProfileReport:
@@ -82,7 +70,10 @@ def offloaded() -> list[ProfileReport]:
     away = {"stage": 3, "precision": "bf16", "offload": onefold.Offload(optimizer="host", parameters="host")}
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     few, many = torch.randn(1, WIDTH).bfloat16().cuda(), torch.randn(1 << 16, WIDTH).bfloat16().cuda()
-    return [reported(layers, few, units=nn.Linear, **away), reported(Again(), many, units=nn.Linear, **away)]
+    return [
+        reported(layers, few, units=nn.Linear, **away),
+        reported(Repeating(WIDTH, 20), many, units=nn.Linear, **away),
+    ]
 
 
 def test_copies_are_exposed_where_there_is_little_to_compute_and_hidden_where_there_is_much() -> None:

@@ -10,8 +10,8 @@ import torch
 import onefold
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import MODELS
 from tests.offload.runs import PRECISIONS, TIERS, compare, offload_of, stages_of
-from tests.parity.models import MODELS
 from tests.parity.training import Run
 
 CASES = [(tiers, stage) for tiers in TIERS for stage in stages_of(tiers)]

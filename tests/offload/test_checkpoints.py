@@ -10,8 +10,8 @@ import torch
 import onefold
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import MODELS
 from tests.offload.runs import PRECISIONS, TIERS, offload_of
-from tests.parity.models import MODELS
 from tests.parity.training import batch_for
 
 STEPS = 2  # before a save, and after it

@@ -9,8 +9,8 @@ import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import MODELS
 from tests.offload.runs import PRECISIONS, TIERS, offload_of, stages_of
-from tests.parity.models import MODELS
 from tests.parity.training import batch_for
 
 CASES = [(tiers, stage) for tiers in TIERS for stage in stages_of(tiers)]

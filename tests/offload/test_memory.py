@@ -12,10 +12,12 @@ from torch import Tensor, nn
 import onefold
 from onefold.cost.limits import WORKERS
 from onefold.observe.inventory import storages
+from onefold.offload.disk import Pending
 from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.resident import resident_bytes
-from tests.offload.runs import SPLIT
+from tests.models import Layers
+from tests.offload.runs import SPLIT, files_in
 
 WIDTH, DEPTH = 128, 40
 UNIT = WIDTH * WIDTH
@@ -23,19 +25,6 @@ PSI = DEPTH * UNIT
 CLOSE = 0.05
 HOST, DISK = {"optimizer": "host"}, {"optimizer": "disk"}
 ALL_HOST, ALL_DISK = {**HOST, "parameters": "host"}, {**DISK, "parameters": "disk"}
-
-
-class Tower(nn.Module):
-    """Many equal blocks without padding, so that staging buffers of a few units are little beside all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return x
 
 
 class Tall:
@@ -48,7 +37,8 @@ class Tall:
         torch.manual_seed(0)
         on_disk = "disk" in offload.values() or "host_bytes" in offload
         tiers = onefold.Offload(**offload, path=path if on_disk else None) if offload else None
-        self.model = onefold.shard(Tower(), stage=3, bucket_bytes=2 * UNIT, precision=precision, offload=tiers)
+        layers = Layers(WIDTH, DEPTH, bias=False, residual=True)
+        self.model = onefold.shard(layers, stage=3, bucket_bytes=2 * UNIT, precision=precision, offload=tiers)
         self.optimizer = onefold.Optimizer(self.model, cls, step_in_backward=inside)
 
     def backward(self) -> None:
@@ -117,16 +107,33 @@ def test_with_parameters_on_the_host_the_device_keeps_next_to_nothing(ranks: int
         assert report.host == pytest.approx((2 + 12 + 2) * PSI / ranks, rel=CLOSE)
 
 
+class Written:
+    """A write on its way, until somebody has waited for it."""
+
+    def __init__(self, pending: Pending, on_the_way: set[Written]) -> None:
+        self.pending, self.on_the_way = pending, on_the_way
+        on_the_way.add(self)
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.on_the_way.discard(self)
+
+
 def files_being_written(path: str) -> int:
     """The most units whose values are on their way to a file when a thread begins an update of another."""
     tall = Tall(ALL_DISK, path, "bf16")
     tall.step()
-    units, most = engine_of(tall.model).units, [0]
-    for unit in units:
+    engine_of(tall.model).updates.wait()
+    most, on_the_way = [0], set[Written]()
+    for file in files_in(path):
+        if file.name.startswith("parameters of "):
+            write = file.write
+            file.write = lambda buffer, write=write: Written(write(buffer), on_the_way)
+    for unit in engine_of(tall.model).units:
         prepare = unit.start_load
 
         def counted(*args: Any, prepare: Any = prepare, **kwargs: Any) -> None:
-            most.append(sum(other.flat_params.image._writing is not None for other in units))
+            most.append(len(on_the_way))
             prepare(*args, **kwargs)
 
         unit.start_load = counted

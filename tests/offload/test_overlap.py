@@ -15,6 +15,7 @@ import onefold
 from onefold.cost.limits import WORKERS
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
+from tests.models import Watched
 
 PATIENCE_S = 60.0
 
@@ -32,28 +33,12 @@ class Meeting:
             self.met = True
 
 
-class Layer(nn.Module):
-    """Tells when its forward, or its backward, begins."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.on_forward = self.on_backward = lambda: None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.on_forward()
-        out = self.linear(x)
-        if out.requires_grad:
-            out.register_hook(lambda grad: self.on_backward())
-        return out
-
-
 def built(stage: int, inside: bool, depth: int = 4):
     onefold.init()
     torch.manual_seed(0)
-    layers = nn.Sequential(*(Layer() for _ in range(depth)))
+    layers = nn.Sequential(*(Watched() for _ in range(depth)))
     model = onefold.shard(
-        layers, stage=stage, precision="bf16", offload="host", units=Layer, bucket_bytes=1 << 10, prefetch=0
+        layers, stage=stage, precision="bf16", offload="host", units=Watched, bucket_bytes=1 << 10, prefetch=0
     )
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2, step_in_backward=inside)
     for _ in range(2):  # the order of units is known then
@@ -141,16 +126,26 @@ def backward_waits_for_room(depth: int) -> tuple[bool, int, int, int]:
     for by_unit in units.values():
         plain = by_unit.update
         by_unit.update = lambda *a, plain=plain, **k: (held_up.wait(PATIENCE_S), plain(*a, **k))
-    take, sizes, waiting = room.take, [], []
+    take, give, sizes, waiting, lock = room.take, room.give, [], [0], threading.Lock()
+
+    def counted(nbytes: int) -> int:
+        """The bytes that are taken now, which are never more than the room knows of."""
+        with lock:
+            waiting.append(waiting[-1] + nbytes)
+            return waiting[-1]
 
     def watched(nbytes: int) -> None:
-        if room._taken + nbytes > room.total_bytes:
+        if counted(0) + nbytes > room.total_bytes:
             held_up.set()
         take(nbytes)
         sizes.append(nbytes)
-        waiting.append(room._taken)
+        counted(nbytes)
 
-    room.take = watched
+    def given(nbytes: int) -> None:
+        counted(-nbytes)
+        give(nbytes)
+
+    room.take, room.give = watched, given
     step(model, adam)
     engine_of(model).updates.wait()
     return held_up.is_set(), max(waiting), room.total_bytes, sum(sizes)

@@ -13,54 +13,49 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.offload.disk import DiskFile, Pending
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
+from tests.models import Watched
+from tests.offload.runs import files_in
 
 PATIENCE_S = 60.0
-
-
-class Layer(nn.Module):
-    """Tells when its forward runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.running = threading.Event()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.running.set()
-        return torch.tanh(self.linear(x))
 
 
 def trained(offload: onefold.Offload | None) -> list[float]:
     """Losses of six steps."""
     onefold.init()
     torch.manual_seed(0)
-    layers = nn.Sequential(*(Layer() for _ in range(4)))
-    model = onefold.shard(layers, stage=3, precision="bf16", offload=offload, units=Layer, prefetch=0)
+    running = threading.Event()
+    layers = nn.Sequential(*(Watched() for _ in range(4)))
+    model = onefold.shard(layers, stage=3, precision="bf16", offload=offload, units=Watched, prefetch=0)
+    layers[0].on_forward = running.set
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-1)
     if offload is not None:
-        hold_before_writing(engine_of(model).units[1].flat_params.image, layers[0].running)
+        assert offload.path is not None
+        name = f"parameters of {engine_of(model).units[1].name}"
+        (file,) = (file for file in files_in(str(offload.path)) if file.name == name)
+        hold_before_writing(file, running)
     losses = []
     for _ in range(6):
         loss = model(torch.ones(4, 32).bfloat16()).float().square().sum()
         losses.append(loss.item())
         loss.backward()
-        layers[0].running.clear()
+        running.clear()
         adam.step()
         adam.zero_grad()
-    layers[0].running.set()
+    running.set()
     return losses
 
 
-def hold_before_writing(image, until: threading.Event) -> None:
-    plain = image._file.write
+def hold_before_writing(file: DiskFile, until: threading.Event) -> None:
+    plain = file.write
 
-    def write(buffer: torch.Tensor):
+    def write(buffer: torch.Tensor) -> Pending:
         assert until.wait(PATIENCE_S), "nobody waits for the second layer before the first has run"
         return plain(buffer)
 
-    image._file.write = write
+    file.write = write
 
 
 def compare(path: str) -> bool:

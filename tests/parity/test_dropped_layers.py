@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import onefold
 from tests.harness import run_ranks
+from tests.models import Dropping
 from tests.parity.training import same_bits
 
 DEPTH, WIDTH, STEPS = 16, 32, 8
 UNIT_BYTES = WIDTH * WIDTH * 4
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
-
-    def forward(self, x: Tensor, kept: list[bool]) -> Tensor:
-        for layer, keep in zip(self.layers, kept, strict=True):
-            x = x + torch.tanh(layer(x)) if keep else x
-        return x
-
-
 def train(stage: int, per_rank: bool) -> tuple[dict[str, Tensor], list[int]]:
     torch.manual_seed(0)
-    model = onefold.shard(Dropping(), stage=stage, bucket_bytes=UNIT_BYTES)
+    model = onefold.shard(Dropping(WIDTH, DEPTH, bias=False), stage=stage, bucket_bytes=UNIT_BYTES)
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
     rank = torch.distributed.get_rank()
     peaks = []

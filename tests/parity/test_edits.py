@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 import onefold
 from tests.harness import run_ranks
+from tests.models import MinedLayers
 
 WIDTH, BATCH = 8, 4
 ADAM: dict[str, Any] = {
@@ -56,28 +57,9 @@ class Way(NamedTuple):
 WAYS = [Way(stage, host, in_backward) for stage in (1, 2, 3) for host in (False, True) for in_backward in (False, True)]
 
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ArithmeticError("on purpose")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            x = Failing.apply(x) if self.fails and index == 0 else x
-        return x
+def built() -> MinedLayers:
+    torch.manual_seed(3)
+    return MinedLayers(WIDTH, 3)
 
 
 def batch(seed: int, rank: int) -> Tensor:
@@ -105,7 +87,7 @@ class Plain:
     """Plain torch on all ranks' batches: fp32 masters, and a rounded copy that computes."""
 
     def __init__(self, precision: str, ranks: int) -> None:
-        self.model, self.ranks = Net(), ranks
+        self.model, self.ranks = built(), ranks
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAM)
         self.saved: Any = None
@@ -154,7 +136,7 @@ class Ours:
     def __init__(self, way: Way, precision: str, folder: Path) -> None:
         offload = onefold.Offload(optimizer="host") if way.host else None
         self.model = onefold.shard(
-            Net(), stage=way.stage, precision=precision, bucket_bytes=256, offload=offload, units=nn.Linear
+            built(), stage=way.stage, precision=precision, bucket_bytes=256, offload=offload, units=nn.Linear
         )
         self.optimizer = onefold.Optimizer(self.model, torch.optim.AdamW, step_in_backward=way.in_backward, **ADAM)
         self.way, self.folder, self.saves = way, folder / f"{way.stage}-{way.host}-{way.in_backward}", 0
@@ -163,10 +145,10 @@ class Ours:
         self.model(batch(seed, rank)).float().square().sum().backward()
 
     def fail(self, seed: int, rank: int) -> None:
-        self.model.fails = True
+        self.model.armed = True
         with pytest.raises(ArithmeticError):
             self.backward(seed, rank)
-        self.model.fails = False
+        self.model.armed = False
         self.optimizer.zero_grad()
 
     def play(self, op: Op, rank: int) -> list[Tensor]:

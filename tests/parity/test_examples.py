@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import onefold
 from onefold.train.run.records import read_facts, read_metrics
 from tests.harness import run_ranks
+from tests.models import MeanSquare
 from tests.train.launched import children
 
 ROOT = Path(__file__).parents[2]
@@ -198,17 +198,6 @@ def test_two_nodes_ask_for_the_name_of_one():
 # -- documentation -----------------------------------------------------------------------------------------------------
 
 
-class MyModel(nn.Module):
-    """What the README leaves to its reader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.linear(batch).square().mean()
-
-
 def run_page(page: str, folder: str) -> int:
     """On a rank: all Python blocks of a page, one after the other, in one namespace and an empty folder."""
     before = os.getcwd()
@@ -221,7 +210,7 @@ def run_page(page: str, folder: str) -> int:
 
 def run_blocks(page: str) -> int:
     text = (ROOT / page).read_text()
-    names = {"MyModel": MyModel, "loader": [torch.ones(2, 8)] * 2}
+    names = {"MyModel": MeanSquare, "loader": [torch.ones(2, 8)] * 2}
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     for block in blocks:
         above = "\n" * text.count("\n", 0, block.start(1))  # so that a traceback names the line of the page

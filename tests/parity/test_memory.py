@@ -16,7 +16,7 @@ from onefold.observe.tracker import CATEGORIES
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
-from tests.parity.models import GPT, Case, token_loss
+from tests.models import GPT, Case, Layers, token_loss
 from tests.parity.test_traffic import CASES, padded_bytes, started
 from tests.parity.training import Run
 
@@ -27,27 +27,19 @@ STATE_FACTOR = {"adam": 2, "sgd-momentum": 1, "sgd": 0}  # elements of state per
 COUNT_BYTES = {"adam": 4, "sgd-momentum": 0, "sgd": 0}  # per slice of a unit: Adam's step count
 
 
-class Tower(nn.Module):
-    """Equal blocks: run as registered, against it ("backward"), with units of two sizes, or with a unit unused."""
-
-    def __init__(self, depth: int, trait: str = "") -> None:
-        super().__init__()
-        self.trait = trait
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=trait == "two sizes") for _ in range(depth))
-        if trait == "unused head":
-            self.head = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in reversed(self.layers) if self.trait == "backward" else self.layers:
-            x = torch.tanh(layer(x))
-        return x
+def layers(depth: int, trait: str = "") -> nn.Module:
+    """Equal layers: run as registered, against it ("backward"), with units of two sizes, or with a unit unused."""
+    model = Layers(WIDTH, depth, bias=trait == "two sizes", backward=trait == "backward")
+    if trait == "unused head":
+        model.head = nn.Linear(2, 2)
+    return model
 
 
 def tower(depth: int, trait: str = "") -> Case:
     def loss(model: nn.Module, generator: torch.Generator, step: int) -> Tensor:
         return model(torch.randn(2, WIDTH, generator=generator)).square().mean()
 
-    return Case(lambda: Tower(depth, trait), loss)
+    return Case(lambda: layers(depth, trait), loss)
 
 
 # -- resident ----------------------------------------------------------------------------------------------------------

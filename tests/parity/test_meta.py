@@ -14,32 +14,14 @@ from torch import Tensor, nn
 import onefold
 from tests.harness import fresh_ranks, run_ranks, run_ranks_raises
 from tests.harness.resident import resident_bytes
-from tests.parity.models import GPT
+from tests.models import GPT, FillingChild, OneBuffer, Resettable
 from tests.parity.training import same_bits
-
-
-class Net(nn.Module):
-    """Blocks, an embedding, buffers that reset_parameters fills, and perhaps a tied head with a bias of its own."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(50, 24)
-        self.layers = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(24, 24), "n": nn.LayerNorm(24)}) for _ in range(3))
-        self.batch, self.head = nn.BatchNorm1d(24), nn.Linear(24, 50)
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for layer in self.layers:
-            x = x + layer["n"](layer["a"](x))
-        return self.head(self.batch(x))
 
 
 def built(stage: int, tied: bool = False, init: object = None, seed: int = 3) -> dict[str, Tensor]:
     onefold.init()
     with torch.device("meta"):
-        model = Net(tied)
+        model = Resettable(tied)
     onefold.shard(model, stage=stage, bucket_bytes=4 << 10, seed=seed, init=init)
     with onefold.full_parameters(model):
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -77,7 +59,7 @@ def test_a_function_fills_what_it_wants() -> None:
 
 
 def test_a_state_dict_and_a_safetensors_file_fill_it(tmp_path: Path) -> None:
-    state = {name: value.clone() for name, value in Net().state_dict().items()}
+    state = {name: value.clone() for name, value in Resettable().state_dict().items()}
     save_file(state, tmp_path / "net.safetensors")
     for init in (state, str(tmp_path / "net.safetensors")):
         assert all(same_bits(value, state[name]) for name, value in run_ranks(2, built, 3, init=init)[0].items())
@@ -89,16 +71,9 @@ def build_attention() -> None:
     onefold.shard(model, stage=3)
 
 
-class Rotary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("angles", torch.arange(4.0), persistent=False)
-
-
 def build_rotary() -> None:
     with torch.device("meta"):
-        model = Rotary()
+        model = OneBuffer(4, "angles", torch.arange(4.0), persistent=False)
     onefold.shard(model, stage=3)
 
 
@@ -143,19 +118,15 @@ def test_a_large_model_is_built_in_memory_for_its_shards() -> None:
         assert most <= held + 3 * (4 << 20)
 
 
-class Masked(nn.Module):
-    """Buffers whose dtypes have no value to spare that could mean: not filled."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("mask", torch.tril(torch.ones(3, 3)).to(dtype))
+def masked(dtype: torch.dtype) -> nn.Module:
+    """A buffer whose dtype may have no value to spare that could mean: not filled."""
+    return OneBuffer(8, "mask", torch.tril(torch.ones(3, 3)).to(dtype))
 
 
 def fill_masked(dtype: torch.dtype, how: str) -> list[Any]:
     with torch.device("meta"):
-        model = Masked(dtype)
-    init = Masked(dtype).state_dict() if how == "state" else None
+        model = masked(dtype)
+    init = masked(dtype).state_dict() if how == "state" else None
     return onefold.shard(model, stage=3, init=init).mask.tolist()
 
 
@@ -179,21 +150,9 @@ def test_recurrent_networks_can_be_built_on_meta(cls: type[nn.Module]) -> None:
     assert first == whole and len(first) == 8
 
 
-class Bossy(nn.Module):
-    """Fills what belongs to its child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child, self.own = nn.Linear(4, 4), nn.Parameter(torch.ones(3))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.own)
-        nn.init.zeros_(self.child.weight)
-
-
 def fill_bossy(stage: int) -> None:
     with torch.device("meta"):
-        model = Bossy()
+        model = FillingChild()
     onefold.shard(model, stage=stage)
 
 

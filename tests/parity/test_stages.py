@@ -7,7 +7,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
-from tests.parity.models import MODELS
+from tests.models import MODELS
 from tests.parity.training import OPTIMIZERS, Run, Verdict, compare_stages, differing, train, train_ddp
 
 RANKS = (1, 2, 3, 4)

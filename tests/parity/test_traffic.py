@@ -10,13 +10,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
-from tests.parity.models import DIM, MODELS, Case, vector_loss
+from tests.models import GPT_DIM, MODELS, Case, TwoWidths, vector_loss
 from tests.parity.training import OPTIMIZERS, Run, batch_for
 
 RANKS = (1, 2, 3, 4)
@@ -25,18 +25,7 @@ GATHER = {0: "gather-gradient", 1: "gather-updated", 2: "gather-updated"}
 VECTOR = 64  # elements: parameters and shards start on a multiple of it
 
 
-class Mixed(nn.Module):
-    """Two dtypes: elements of 4 and of 8 bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.wide = nn.Linear(DIM, 33), nn.Linear(33, 5).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.narrow(x).double())
-
-
-CASES = {**MODELS, "mixed": Case(Mixed, vector_loss)}
+CASES = {**MODELS, "mixed": Case(lambda: TwoWidths(GPT_DIM), vector_loss)}
 
 
 def started(run: Run, case: Case) -> tuple[nn.Module, Callable[[], None]]:

@@ -19,6 +19,7 @@ from torch import nn
 import onefold
 from tests.harness import run_ranks
 from tests.harness.netns import can_make_namespace, in_namespace, loopback_bytes
+from tests.models import Layers
 
 WIDTH, LAYERS = 2048, 4  # 17M parameters, 67 MB
 WARM_UP, STEPS = 2, 2
@@ -34,19 +35,6 @@ CASES = {  # name -> ranks, stage (None: DistributedDataParallel)
 }
 
 
-class Counted(nn.Module):
-    """Linear layers that fill the wire."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 class Counts(NamedTuple):
     """Bytes of a few steps: on `lo`, by all ranks, and in this rank's meter."""
 
@@ -57,7 +45,7 @@ class Counts(NamedTuple):
 def train_and_count(stage: int | None) -> Counts:
     """On every rank: train, and read the counter behind barriers."""
     torch.manual_seed(0)
-    model: nn.Module = Counted()
+    model: nn.Module = Layers(WIDTH, LAYERS)
     if stage is None:
         model = nn.parallel.DistributedDataParallel(model)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -16,36 +16,11 @@ from onefold.errors import ConfigError, ModelError, StateError
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks, run_ranks_raises
 from tests.harness.grids import thinned
+from tests.models import Normed, PipelinePart, Residual, Stack
 from tests.pipeline.steps import place_in, stepped
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 WIDTH, LAYERS, MICRO, STEPS, BATCH, CLIP = 32, 4, 4, 3, 8, 0.3
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Part(nn.Module):
-    """Layers by the names they have in the whole."""
-
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict()
-        for index in range(LAYERS):  # all are built, so that each has the values it has in the whole
-            layer = Layer()
-            if first <= index < last:
-                self.layers[str(index)] = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers.values():
-            x = layer(x)
-        return x
 
 
 class Trained(NamedTuple):
@@ -63,7 +38,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 def alone(clip: float = CLIP) -> Trained:
     torch.manual_seed(0)
-    model = Part(0, LAYERS)
+    model = PipelinePart(0, LAYERS, depth=LAYERS, dim=WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, norms = [], []
     for step in range(STEPS):
@@ -82,7 +57,7 @@ def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_byte
     mesh = onefold.mesh(pp=stages, shard=shards)
     at, shard, _ = place_in(mesh)
     torch.manual_seed(0)
-    part = Part(LAYERS * at // stages, LAYERS * (at + 1) // stages)
+    part = PipelinePart(LAYERS * at // stages, LAYERS * (at + 1) // stages, depth=LAYERS, dim=WIDTH)
     onefold.shard(part, stage=zero, mesh=mesh, bucket_bytes=1 << 12)
     stage = onefold.PipelineStage(part, mesh, reduce=reduce, keep_bytes=keep_bytes)
     optimizer = onefold.Optimizer(part, torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -125,7 +100,11 @@ def interleaved(zero: int) -> Trained:
     parts, stages = [], []
     for at in mine:
         torch.manual_seed(0)
-        parts.append(onefold.shard(Part(at, at + 1), stage=zero, mesh=mesh["shard"], bucket_bytes=1 << 12))
+        parts.append(
+            onefold.shard(
+                PipelinePart(at, at + 1, depth=LAYERS, dim=WIDTH), stage=zero, mesh=mesh["shard"], bucket_bytes=1 << 12
+            )
+        )
         stages.append(onefold.PipelineStage(parts[-1], mesh, reduce="each", index=at, stages=4))
     optimizers = [onefold.Optimizer(part, torch.optim.SGD, lr=0.1, momentum=0.9) for part in parts]
     run = ScheduleInterleaved1F1B(stages, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
@@ -227,20 +206,9 @@ def test_what_a_pipeline_cannot_do_is_refused(mistake, error, said):
     assert caught.type_name.endswith(error.__name__) and said in caught.message
 
 
-class Counted(nn.Module):
-    """A part with statistics, which a forward that only learns shapes must not touch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x))
-
-
 def with_statistics(given: bool) -> int:
     mesh = onefold.mesh(pp=2)
-    part = onefold.shard(Counted(), mesh=mesh)
+    part = onefold.shard(Normed(WIDTH, WIDTH), mesh=mesh)
     example = torch.zeros(2, WIDTH) if given else None
     stage = onefold.PipelineStage(part, mesh, input_args=example, output_args=example)
     run = ScheduleGPipe(stage, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
@@ -254,22 +222,12 @@ def test_learning_the_shapes_leaves_statistics_alone(given):
     assert run_ranks(2, with_statistics, given) == [MICRO, MICRO]
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def shared_inputs(policy: str) -> list[float]:
     """Two stages of two ranks each that hold the same: P_a shares what they have alike."""
     mesh = onefold.mesh(pp=2, tp=2, shard=1)
     torch.manual_seed(mesh["pp"].get_local_rank())
-    part = onefold.shard(Blocks(), mesh=mesh, activations=policy)
+    layers = nn.ModuleList(Residual(WIDTH, activation=torch.relu) for _ in range(2))
+    part = onefold.shard(Stack(layers), mesh=mesh, activations=policy)
     stage = onefold.PipelineStage(part, mesh)
     optimizer = onefold.Optimizer(part, torch.optim.SGD, lr=0.1)
     run = Schedule1F1B(stage, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
 from onefold.cost.shapes import Shape
@@ -24,6 +23,7 @@ from onefold.settings.zero import Zero
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import AnySize
 
 PRECISIONS = {
     "fp32": Precision(),
@@ -31,33 +31,6 @@ PRECISIONS = {
     "split": Precision(compute="bf16", master="split"),
     "fp16": Precision(compute="fp16"),
 }
-
-
-class Residual(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Random(nn.Module):
-    """Sizes that fit nothing; a frozen layer, a tied one, buffers."""
-
-    def __init__(self, width: int, inner: int, depth: int, frozen: bool, buffers: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, width)
-        self.blocks = nn.ModuleList(Residual(width, inner) for _ in range(depth))
-        self.fixed = nn.Linear(width, width).requires_grad_(not frozen)
-        self.norm = nn.BatchNorm1d(width) if buffers else nn.Identity()
-        self.last = nn.Linear(width, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.norm(self.fixed(x)))
 
 
 def measure(model: nn.Module, sample: Any, zero: Zero, optimizer: str, steps: int = 3) -> list[Any]:
@@ -80,7 +53,7 @@ def random_cases(fields: dict[str, Any], zeros: list[Zero], optimizer: str) -> l
     found = []
     for zero in zeros:
         torch.manual_seed(0)
-        found.append(measure(Random(**fields), torch.randn(4, 7), zero, optimizer, steps=2))
+        found.append(measure(AnySize(**fields), torch.randn(4, 7), zero, optimizer, steps=2))
     return found
 
 
@@ -130,9 +103,9 @@ def assert_planned(fields: dict[str, Any], optimizer: str, bucket_bytes: int) ->
     found = run_ranks(ranks, random_cases, fields, zeros, optimizer)
     for rank, by_stage in enumerate(found):
         for zero, (states, *_) in zip(zeros, by_stage):
-            assert states_by_formula(Random(**fields), zero, optimizer, ranks, rank) == states, (zero, rank)
+            assert states_by_formula(AnySize(**fields), zero, optimizer, ranks, rank) == states, (zero, rank)
     for zero, (states, _, _, sent) in list(zip(zeros, found[0]))[1 + case % 3 :: 2]:
-        planned = rehearse(Random(**fields), torch.zeros(4, 7), zero, cost_of(optimizer), ranks=ranks)
+        planned = rehearse(AnySize(**fields), torch.zeros(4, 7), zero, cost_of(optimizer), ranks=ranks)
         assert tuple(planned.states) == states, zero
         assert planned.sent == sent, zero
 
@@ -193,7 +166,7 @@ TIERS = {
 def tier_case(zero: Zero) -> dict[str, Any]:
     torch.manual_seed(0)
     fields = {"width": 40, "inner": 90, "depth": 6, "frozen": True, "buffers": True}
-    states, buffers, peak, sent = measure(model := Random(**fields), torch.randn(4, 7), zero, "adamw")
+    states, buffers, peak, sent = measure(model := AnySize(**fields), torch.randn(4, 7), zero, "adamw")
     rows = {(row.state, row.place == "disk"): row.measured for row in onefold.memory(model).elsewhere}
     return {"states": states, "buffers": buffers, "peak": peak, "sent": sent, "rows": rows}
 
@@ -203,7 +176,7 @@ def test_states_on_every_tier_are_planned_to_the_byte(tiers, stage, tmp_path):
     path = {"path": tmp_path} if "disk" in tiers else {}
     zero = Zero(stage=stage, precision="bf16", bucket_bytes=8192, offload=onefold.Offload(**TIERS[tiers], **path))
     found = run_ranks(2, tier_case, zero)[0]
-    model = Random(width=40, inner=90, depth=6, frozen=True, buffers=True)
+    model = AnySize(width=40, inner=90, depth=6, frozen=True, buffers=True)
     planned = rehearse(model, torch.zeros(4, 7), zero, cost_of("adamw"), ranks=2)
     assert tuple(planned.states) == found["states"]
     assert planned.sent == found["sent"]

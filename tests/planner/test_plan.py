@@ -18,6 +18,7 @@ from onefold.planner.measure import measured
 from onefold.runtime.engine import engine_of
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks
+from tests.models import Routed
 
 SHAPE = Shape(layers=2, hidden=64, heads=2, seq=32, vocab=64)
 
@@ -87,18 +88,6 @@ def test_a_larger_batch_needs_more_and_checkpointing_less():
 
     assert activations(4, "keep") == pytest.approx(2 * activations(2, "keep"), rel=0.05)
     assert activations(4, "checkpoint") < activations(4, "keep") / 2
-
-
-class Routed(nn.Module):
-    """Which rows go where depends on their values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.expert = nn.Linear(8, 1), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = (self.gate(x).squeeze(-1) > 0).nonzero().squeeze(-1)
-        return x.index_add(0, chosen, self.expert(x[chosen]) * self.gate(x[chosen]))
 
 
 def test_a_model_that_decides_by_values_says_so_and_is_planned_with_them():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onefold.cli.main import main
 from onefold.cli.simulate import as_dict, show
@@ -18,17 +18,9 @@ from onefold.observe.utilization import Busy, busy
 from onefold.optim.kernels.rule import next_step
 from onefold.optim.kernels.update import available, update
 from onefold.settings.zero import Zero
+from tests.models import Thinker
 
 CPU = torch.device("cpu")
-THOUGHT_S = 0.05
-
-
-class Thinker(nn.Sequential):
-    """A model whose host has something else to do in every forward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(THOUGHT_S)
-        return super().forward(x)
 
 
 def taken(kind: type[nn.Sequential], ranks: int, precision: str = "fp32") -> Simulation:
@@ -44,8 +36,8 @@ def taken(kind: type[nn.Sequential], ranks: int, precision: str = "fp32") -> Sim
 
 def test_what_only_the_host_does_is_launch_overhead_and_not_compute():
     found = taken(Thinker, ranks=4)
-    assert found.launch_s >= THOUGHT_S
-    assert 0 < found.compute_s < THOUGHT_S
+    assert found.launch_s >= Thinker.THOUGHT_S
+    assert 0 < found.compute_s < Thinker.THOUGHT_S
     assert found.compute_s + found.launch_s + found.busy.stand_ins_s == pytest.approx(found.steps_s[-1])
 
 

@@ -20,7 +20,7 @@ from onefold.errors import ConfigError, OnefoldError, StateError
 from onefold.observe.profiling.profile import FILE
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
-from tests.parity.models import DIM, GPT, SEQ, VOCAB, Block
+from tests.models import GPT, GPT_DIM, GPT_SEQ, GPT_VOCAB, AttentionBlock
 
 STEPS = 2
 
@@ -48,12 +48,12 @@ class Profiled(NamedTuple):
 def profiled(folder: str, optimizer: dict[str, Any] | None = None, **fields: Any) -> Profiled:
     """On a rank: train a small GPT, and read its trace as a viewer would."""
     torch.manual_seed(0)
-    model = onefold.shard(GPT(), units=Block, **fields)
+    model = onefold.shard(GPT(), units=AttentionBlock, **fields)
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, **(optimizer or {}))
     with onefold.profile(model, folder, steps=STEPS, warmup=2) as found:
         while not found.done:
             with found.step():
-                model(torch.randint(0, VOCAB, (2, SEQ))).float().square().mean().backward()
+                model(torch.randint(0, GPT_VOCAB, (2, GPT_SEQ))).float().square().mean().backward()
                 adam.step()
                 adam.zero_grad()
     engine = engine_of(model)
@@ -164,12 +164,12 @@ def test_updates_on_the_host_are_seen_in_their_thread_and_blocks_computed_again_
 def one_rank_alone() -> list[int]:
     """Rank 0 profiles, the other does not; how many steps each recorded."""
     onefold.init()
-    model = onefold.shard(torch.nn.Linear(DIM, DIM), stage=3)
+    model = onefold.shard(torch.nn.Linear(GPT_DIM, GPT_DIM), stage=3)
     sgd = onefold.Optimizer(model, torch.optim.SGD, lr=0.1)
     with onefold.profile(model, steps=9, warmup=0 if dist.get_rank() == 0 else 5) as found:
         for _ in range(3):
             with found.step():
-                model(torch.ones(1, DIM)).sum().backward()
+                model(torch.ones(1, GPT_DIM)).sum().backward()
                 sgd.step()
     return [len(found.report.steps)] if found.done else []
 

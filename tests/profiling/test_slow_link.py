@@ -16,24 +16,12 @@ from torch import Tensor, nn
 import onefold
 from tests.harness import fresh_ranks
 from tests.harness.netns import WIRE, can_join_nodes, move_to, two_nodes
+from tests.models import Repeating
 
 RANKS, STEPS = 2, 3
 MBIT_PER_S = 20
 WIDTH, LAYERS = 256, 4  # a megabyte, of which half goes each way three times in a step: half a second
 NARROW, REPEATED, ROWS = 64, 40, 4096  # much compute for 16 kilobytes
-
-
-class Again(nn.Module):
-    """One small matrix, used many times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(NARROW, NARROW, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(REPEATED):
-            x = torch.tanh(self.linear(x))
-        return x
 
 
 def exposed(model: nn.Module, batch: Callable[[], Tensor]) -> tuple[float, str]:
@@ -54,7 +42,10 @@ def both(node_pids: list[int], path: str) -> list[tuple[float, str]]:
     move_to(node_pids[rank])
     dist.init_process_group("gloo", store=dist.FileStore(path, RANKS), rank=rank, world_size=RANKS)
     large = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    found = [exposed(large, lambda: torch.randn(1, WIDTH)), exposed(Again(), lambda: torch.randn(ROWS, NARROW))]
+    found = [
+        exposed(large, lambda: torch.randn(1, WIDTH)),
+        exposed(Repeating(NARROW, REPEATED), lambda: torch.randn(ROWS, NARROW)),
+    ]
     dist.destroy_process_group()
     return found
 

@@ -18,6 +18,7 @@ from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.settings.placement import Scope
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks, run_ranks_raises
+from tests.models import NoSplitDim
 from tests.parity.training import same_bits
 from tests.tensor.runs import Run, built, stream_of, turn
 
@@ -178,17 +179,8 @@ def test_ranks_that_share_tensors_share_random_numbers_after_any_change_of_mesh(
     assert found == [saved[0], saved[0], saved[1], saved[1]]
 
 
-class Unsaid(torch.nn.Module):
-    """A part of something, of which nobody says along which dim."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(4, 4))
-        self.weight.tensor_model_parallel = True
-
-
 def save_unsaid(folder: str) -> None:
-    model = onefold.shard(Unsaid(), stage=1, mesh=onefold.mesh(shard=1, tp=2))
+    model = onefold.shard(NoSplitDim(), stage=1, mesh=onefold.mesh(shard=1, tp=2))
     onefold.save(folder, model, step=0)
 
 

@@ -15,24 +15,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import onefold
 from tests.harness import run_ranks, run_ranks_raises
+from tests.models import DIM, MegatronResidual, OneBuffer, Residual, Scaled, full_tensor
 from tests.parity.training import same_bits
 from tests.tensor.runs import Run, built, stream_of, turn
-
-DIM = 16
-
-
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 def plain() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(MLP(), MLP())
+    return nn.Sequential(*(Residual(DIM, 4 * DIM) for _ in range(2)))
 
 
 def split(tp: Any) -> nn.Sequential:
@@ -127,55 +117,10 @@ def test_a_write_that_would_be_lost_is_named(how: str, stage: int, named: str) -
 # -- Megatron's way: plain parameters that are parts -------------------------------------------------------------------
 
 
-class Copied(torch.autograd.Function):
-    """To all ranks of "tp": gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class Megatron(MLP):
-    """The same computation with local matrices; the norm and the bias behind the sum are the same on all ranks."""
-
-    def __init__(self, whole: MLP, tp: Any, marked: bool) -> None:
-        super().__init__()
-        self.group, rank, size = tp.get_group(), tp.get_local_rank(), tp.size()
-        self.load_state_dict(whole.state_dict())
-        for module, name, dim in ((self.up, "weight", 0), (self.up, "bias", 0), (self.down, "weight", 1)):
-            part = nn.Parameter(getattr(module, name).detach().chunk(size, dim)[rank].contiguous())
-            if marked:
-                part.tensor_model_parallel, part.partition_dim = True, dim
-            setattr(module, name, part)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.up(Copied.apply(self.norm(x), self.group)))
-        return x + Summed.apply(y @ self.down.weight.t(), self.group) + self.down.bias
-
-
 def train(stage: int, kind: str, steps: int = 3) -> tuple[dict[str, Tensor], list[Tensor]]:
     mesh = onefold.mesh(shard=2, tp=2)
     tp = mesh["tp"]
-    model = split(tp) if kind == "DTensor" else nn.Sequential(*(Megatron(block, tp, True) for block in plain()))
+    model = split(tp) if kind == "DTensor" else nn.Sequential(*(MegatronResidual(block, tp, True) for block in plain()))
     onefold.shard(model, stage=stage, mesh=mesh, bucket_bytes=4 << 10)
     optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
     norms = []
@@ -199,7 +144,7 @@ def test_plain_parts_train_as_dtensors_do(stage: int) -> None:
 
 def shard_unmarked() -> None:
     mesh = onefold.mesh(shard=1, tp=2)
-    onefold.shard(nn.Sequential(Megatron(plain()[0], mesh, marked=False)), stage=1, mesh=mesh)
+    onefold.shard(nn.Sequential(MegatronResidual(plain()[0], mesh, marked=False)), stage=1, mesh=mesh)
 
 
 def shard_plain_parts_on_meta() -> None:
@@ -237,15 +182,9 @@ def parallelize_after_shard() -> None:
     model(batch(0))
 
 
-class Table(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.register_buffer("table", torch.arange(4.0))
-
-
 def shard_a_split_buffer() -> None:
     mesh = onefold.mesh(shard=1, tp=2)
-    model = Table()
+    model = OneBuffer(4, "table", torch.arange(4.0))
     model.table = distribute_tensor(model.table, mesh, [Shard(0)])
     onefold.shard(model, stage=2, mesh=mesh)
 
@@ -302,17 +241,6 @@ def test_what_cannot_work_is_named_on_every_rank(act: Callable[[], None], error:
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
-    """A plain parameter beside a DTensor, which torch takes for replicated: its gradient comes as a DTensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gain = nn.Linear(DIM, DIM, bias=False), nn.Parameter(torch.ones(DIM))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return local_tensor(self.linear(x) * self.gain)
-
-
 def scaled(tp: bool) -> list[Tensor]:
     torch.manual_seed(0)
     model = Scaled()
@@ -325,11 +253,7 @@ def scaled(tp: bool) -> list[Tensor]:
             model(batch(0)).square().mean().backward()
     else:
         model(batch(0)).square().mean().backward()
-    return [model.gain.grad, local_tensor(model.linear.weight.grad)]
-
-
-def local_tensor(grad: Any) -> Tensor:
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return [model.gain.grad, full_tensor(model.linear.weight.grad)]
 
 
 def test_a_plain_parameter_with_a_split_gradient_gets_all_of_it() -> None:

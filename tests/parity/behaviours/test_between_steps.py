@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,60 +11,28 @@ from torch import Tensor, nn
 
 import onefold
 from tests.harness import run_ranks
+from tests.models import Residual, ReturningNode, ReturningWeight, Stack, Tables
 
 WIDTH, TIMEOUT_S = 16, 20.0
 SPLIT = onefold.Precision(compute="bf16", master="split")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Tables(nn.Module):
-    """Mostly embeddings, whose values backward does without."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables, self.head = nn.ModuleList(nn.Embedding(64, WIDTH) for _ in range(7)), nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, y = (x.float().abs() * 20).long().clamp(max=63), torch.zeros(len(x), WIDTH)
-        for table in self.tables:
-            y = torch.tanh(y + table(rows).sum(1))
-        return self.head(y)
-
-
-class Returning(Net):
-    """Gives one of its parameters away, which stays whole until backward is over."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.blocks[3].up.weight
+def made(kind: type[Stack] | type[Tables]) -> nn.Module:
+    if issubclass(kind, Tables):
+        return kind(WIDTH)
+    return kind(
+        first=nn.Linear(WIDTH, WIDTH),
+        layers=nn.ModuleList(Residual(WIDTH, activation=torch.relu) for _ in range(4)),
+        head=nn.Linear(WIDTH, 8),
+    )
 
 
 def built(
-    stage: int, precision: Any = "fp32", *, net: type[nn.Module] = Net, inside: bool = False, **fields: Any
+    stage: int, precision: Any = "fp32", *, net: type[Stack] | type[Tables] = Stack, inside: bool = False, **fields: Any
 ) -> tuple[Any, onefold.Optimizer]:
     onefold.init()
     torch.manual_seed(0)
-    model = onefold.shard(net(), stage=stage, precision=precision, bucket_bytes=2 << 10, timeout_s=TIMEOUT_S)
+    model = onefold.shard(made(net), stage=stage, precision=precision, bucket_bytes=2 << 10, timeout_s=TIMEOUT_S)
     return model, onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2, step_in_backward=inside, **fields)
 
 
@@ -153,7 +120,7 @@ def trained(stage: int, net: type[nn.Module], inside: bool) -> list[Tensor]:
     return whole(model)
 
 
-@pytest.mark.parametrize("net", [Tables, Returning])
+@pytest.mark.parametrize("net", [Tables, ReturningWeight])
 def test_units_that_backward_does_without_are_updated_inside_it_all_the_same(net: type[nn.Module]) -> None:
     """At stage 3 each rank has offered its shard of them: nobody may wait for a fetch that never comes."""
     plain = run_ranks(2, trained, 0, net, False)[0]
@@ -256,7 +223,7 @@ def failed_then_evaluated(stage: int, inside: bool) -> list[Tensor]:
     def refuse(_: Tensor) -> None:
         raise OfUsers
 
-    hook = model.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(refuse) and None)
+    hook = model.layers[1].register_forward_hook(lambda module, args, output: output.register_hook(refuse) and None)
     with pytest.raises(OfUsers):
         loss_of(model, 2).backward()
     hook.remove()
@@ -315,23 +282,8 @@ def test_what_was_dropped_has_no_loss_scale(drop: str) -> None:
         assert run_ranks(ranks, scaled, stage, drop) == [(2.0**14, 0.0)] * ranks
 
 
-class Node:
-    """Of a tree whose nodes know their parents, and a logger, which knows all others."""
-
-    def __init__(self, tensor: Tensor, parent: Any = None) -> None:
-        self.tensor, self.parent, self.children = tensor, parent, list[Node]()
-        self.log = logging.getLogger("a.b.c")
-
-
-class Tree(Net):
-    def forward(self, x: Tensor) -> Any:
-        root = Node(super().forward(x))
-        root.children.append(Node(root.tensor * 2, root))
-        return root
-
-
 def in_a_circle(stage: int) -> list[Tensor]:
-    model, optimizer = built(stage, net=Tree)
+    model, optimizer = built(stage, net=ReturningNode)
     for step in range(2):
         model(rows(step)).children[0].tensor.square().mean().backward()
         optimizer.step()

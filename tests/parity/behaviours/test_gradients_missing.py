@@ -6,29 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import Branches, Passing
 from tests.parity.behaviours.engines import DIM, STAGES, Engine, bare, batch, check, mlp, on_rank, params_of
 
 STEPS = 6
 SOME, NONE, LATE, TURNS = range(4)  # the branches
-
-
-class Branches(nn.Module):
-    """Which branches run is given with the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.branches = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, DIM) * (i + 1)) for i in range(4))
-
-    def forward(self, x: Tensor, picked: list[int]) -> Tensor:
-        x = self.first(x)
-        for index in picked:
-            x = x + torch.tanh(x * self.branches[index])
-        return x
 
 
 def picked(step: int, rank: int) -> list[int]:
@@ -49,7 +35,7 @@ def state_of(engine: Engine, optimizer: Any, model: nn.Module) -> dict[str, tupl
             if p in optimizer.state
         }
     counts: dict[str, tuple[float, ...]] = {}
-    for unit in optimizer._by_unit:
+    for unit in optimizer.by_unit:
         for row in unit.state_dict():
             for slot in row["slots"]:
                 if row["state"]:
@@ -58,7 +44,7 @@ def state_of(engine: Engine, optimizer: Any, model: nn.Module) -> dict[str, tupl
 
 
 def train_branches(engine: Engine, bucket_bytes: int = 1 << 10, optimizer: str = "AdamW") -> dict[str, Any]:
-    model = engine.wrap(Branches(), bucket_bytes=bucket_bytes)
+    model = engine.wrap(Branches(DIM), bucket_bytes=bucket_bytes)
     kwargs = {"momentum": 0.9, "weight_decay": 0.01} if optimizer == "SGD" else {}
     adam = engine.optimizer(model, getattr(torch.optim, optimizer), **kwargs)
     start = params_of(model)
@@ -82,7 +68,7 @@ def test_parameters_used_by_some_ranks_and_steps_train_as_with_ddp(ranks: int, b
 
 
 def count_steps(engine: Engine) -> dict[str, Any]:
-    model = engine.wrap(Branches(), bucket_bytes=1 << 20)
+    model = engine.wrap(Branches(DIM), bucket_bytes=1 << 20)
     adam = engine.optimizer(model)
     for step in range(STEPS):
         model(batch(step, engine.rank), picked(step, engine.rank)).sum().backward()
@@ -104,19 +90,8 @@ def test_the_step_count_of_each_parameter_is_ddps() -> None:
             assert found == wanted, f"stage {stage}"
 
 
-class Passing(nn.Module):
-    """On some ranks the output depends on no parameter at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor, use: bool) -> Tensor:
-        return self.layer(x) if use else x * 2
-
-
 def train_idle_rank(engine: Engine) -> dict[str, Any]:
-    model = engine.wrap(Passing())
+    model = engine.wrap(Passing(DIM))
     adam = engine.optimizer(model)
     for step in range(3):
         x = batch(step, engine.rank).requires_grad_()
@@ -155,7 +130,7 @@ def test_a_parameter_frozen_after_some_steps_is_left_alone() -> None:
 
 def train_set_none(engine: Engine, used_on: tuple[int, ...], between: bool) -> dict[str, Any]:
     """The user drops one parameter's gradient before step, or between two backwards."""
-    model = engine.wrap(Branches(), bucket_bytes=1 << 20)
+    model = engine.wrap(Branches(DIM), bucket_bytes=1 << 20)
     adam = engine.optimizer(model)
     for step in range(3):
         chosen = [SOME] if engine.rank in used_on else []

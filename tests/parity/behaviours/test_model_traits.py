@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,83 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness import RankFailure, run_ranks
+from tests.models import FrozenMiddle, Out, Repeated, Returning, Sizes, Tied, Tiny
 from tests.parity.behaviours.engines import DIM, STAGES, Engine, bare, batch, check, compare, mlp, on_rank, params_of
-
-
-class Tiny(nn.Module):
-    """Fewer elements than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.shift = nn.Parameter(torch.tensor([0.5]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x * self.scale + self.shift)
-
-
-class Sizes(nn.Module):
-    """Nothing, one number, and more than a unit may hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.huge = nn.Parameter(torch.linspace(-1, 1, 3001 * DIM).view(DIM, 3001))
-        self.tail = nn.Parameter(torch.zeros(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.huge) * self.scale + self.empty.sum() + self.tail.sum()
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode = nn.Linear(DIM, 7, bias=False), nn.Linear(7, DIM)
-        self.again = nn.Linear(DIM, 7)
-        self.again.weight = self.encode.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.again(torch.tanh(self.decode(torch.tanh(self.encode(x))))) + self.encode(x)
-
-
-class Repeated(nn.Module):
-    """A submodule called twice, its weight used a third time by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shared(torch.tanh(self.shared(x))) + x @ self.shared.weight
-
-
-@dataclass
-class Out:
-    y: Tensor
-    note: str
-    nothing: None = None
-
-
-class Returning(nn.Module):
-    """One structure per kind of output."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.layer, self.head = kind, nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
-        self.alone = nn.Parameter(torch.linspace(-1, 1, 5))
-
-    def forward(self, x: Tensor) -> Any:
-        y, z = self.layer(x), self.head(torch.tanh(self.layer(x)))
-        if self.kind == "dict":
-            return {"a": y, "more": {"b": z, "none": None}, "text": "x"}
-        if self.kind == "tuple":
-            return y, (z, None, 3)
-        if self.kind == "list":
-            return [[y], None, z]
-        if self.kind == "dataclass":
-            return Out(y=y + z.sum(), note="x")
-        return y, self.alone  # "parameter"
 
 
 def loss_of(output: Any) -> Tensor:
@@ -98,21 +22,15 @@ def loss_of(output: Any) -> Tensor:
     return sum((loss_of(part) for part in parts), torch.zeros(()))
 
 
-class Frozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.frozen, self.above = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.above(torch.tanh(self.frozen(torch.tanh(self.below(x)))))
-
-
 KINDS = ("dict", "tuple", "list", "dataclass", "parameter")
 NOT_DDP = ["dataclass", "parameter"]  # it looks for unused parameters in outputs, and misreads these two
 TRAITS: dict[str, Any] = {
-    **{cls.__name__: cls for cls in (Tiny, Sizes, Tied, Repeated, Frozen)},
-    **{kind: (lambda kind=kind: Returning(kind)) for kind in KINDS},
+    "Tiny": Tiny,
+    "Sizes": lambda: Sizes(DIM),
+    "Tied": lambda: Tied(DIM),
+    "Repeated": lambda: Repeated(DIM),
+    "Frozen": lambda: FrozenMiddle(DIM, DIM, 3),
+    **{kind: (lambda kind=kind: Returning(kind, DIM)) for kind in KINDS},
 }
 
 
@@ -148,7 +66,7 @@ def test_one_rank_trains_as_plain_pytorch() -> None:
 
 
 def train_parameter_twice(engine: Engine) -> dict[str, Any]:
-    model = engine.wrap(Returning("parameter"))
+    model = engine.wrap(Returning("parameter", DIM))
     sgd = engine.optimizer(model, torch.optim.SGD)
     for step in range(2):
         for micro in range(2):

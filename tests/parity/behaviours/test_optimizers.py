@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 import onefold
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import Pair
 from tests.parity.behaviours.engines import DIM, STAGES, Engine, Staged, bare, batch, check, mlp, params_of, whole
 
 SCHEDULERS: dict[str, Any] = {
@@ -124,21 +125,9 @@ def test_torchs_clip_grad_norm_works_at_stage_0() -> None:
         torch.testing.assert_close(ours, torchs, rtol=1e-5, atol=1e-6)
 
 
-class Pair(nn.Module):
-    """Two layers in one unit, the second of which may be skipped; shards end inside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, 3 * DIM)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        x = self.first(x)
-        return self.second(x) if both else x
-
-
 def train_with_zeros(engine: Engine, by: str, set_to_none: bool) -> dict[str, Any]:
     """The second layer is skipped from step 2 on; zeros keep its momentum moving, None does not."""
-    model = engine.wrap(Pair(), bucket_bytes=1 << 20)
+    model = engine.wrap(Pair(DIM), bucket_bytes=1 << 20)
     sgd = engine.optimizer(model, torch.optim.SGD, momentum=0.9)
     for step in range(5):
         model(batch(step, engine.rank), step < 2).square().mean().backward()
@@ -178,7 +167,7 @@ def resume(stage: int, rewind: bool) -> tuple[Any, Any, str]:
     engine = Staged(stage)
 
     def make() -> tuple[nn.Module, Any]:
-        model = engine.wrap(Pair(), bucket_bytes=1 << 20)
+        model = engine.wrap(Pair(DIM), bucket_bytes=1 << 20)
         return model, engine.optimizer(model)
 
     def train(model: nn.Module, adam: Any, steps: range) -> Any:

@@ -18,6 +18,7 @@ from onefold.comm.communicator import Comm
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
+from tests.models import BufferDtypes
 from tests.parity.behaviours.engines import STAGES, Engine, Staged, bare, batch, check, compare, mlp, on_rank, params_of
 
 
@@ -53,19 +54,8 @@ def test_the_default_way_to_accumulate_gives_the_same_numbers_at_every_stage() -
             compare(results[stage], results["plain"], False, f"stage {stage}")
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(12, 6), nn.BatchNorm1d(6)
-        self.register_buffer("ones16", torch.ones(3, dtype=torch.float16))
-        self.register_buffer("flags", torch.tensor([True, False]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layer(x))
-
-
 def train_buffers(engine: Engine, buffers: str) -> dict[str, Any]:
-    model = engine.wrap(Normed(), buffers=buffers)
+    model = engine.wrap(BufferDtypes(12, 6), buffers=buffers)
     adam = engine.optimizer(model)
     for step in range(4):
         model(batch(step, engine.rank)).square().sum().backward()
@@ -81,7 +71,7 @@ def train_buffers(engine: Engine, buffers: str) -> dict[str, Any]:
 def test_buffers_keep_their_dtype_and_follow_the_reference(buffers: str, reference: str) -> None:
     everyone = check(2, train_buffers, reference, buffers=buffers)
     zero, one = (results[2]["buffers"] for results in everyone)
-    assert [b.dtype for b in zero.values()] == [b.dtype for b in Normed().buffers()]
+    assert [b.dtype for b in zero.values()] == [b.dtype for b in BufferDtypes(12, 6).buffers()]
     assert zero["norm.num_batches_tracked"] == one["norm.num_batches_tracked"] == 4
     assert not torch.equal(zero["norm.running_mean"], one["norm.running_mean"])  # each saw its own last batch
 

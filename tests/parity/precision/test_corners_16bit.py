@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ import onefold
 from onefold import LossScale, Precision
 from tests.harness import run_ranks, run_ranks_raises
 from tests.harness.grids import thinned
+from tests.models import BetweenTwoNumbers, Detached, Input, NowAndThen, TakingAny
 from tests.parity.precision.test_stages_16bit import SPLIT
 
 POLICIES: dict[str, Any] = {"fp32": "fp32", "bf16": "bf16", "split": SPLIT}
@@ -179,18 +179,8 @@ def test_accumulating_once_after_a_backward_gives_the_same_bits_at_every_stage(p
         assert torch.equal(run_ranks(2, once_after_a_backward, stage, policy)[0], first), f"stage {stage}"
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
-        self.b = nn.Parameter(torch.full((64,), 1.00390625))  # half way between two bf16 numbers
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.a * self.b * x).sum()
-
-
 def mixed_start(stage: int) -> float:
-    model = onefold.shard(Tied(), stage=stage, precision="bf16")
+    model = onefold.shard(BetweenTwoNumbers(), stage=stage, precision="bf16")
     with onefold.full_parameters(model):
         return model.b[0].item()
 
@@ -200,16 +190,6 @@ def test_parameters_of_several_dtypes_start_from_the_same_bits() -> None:
 
 
 # -- updates inside backward ---------------------------------------------------------------------------------------
-
-
-class Detached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.mid = nn.Linear(32, 32), nn.Sequential(*(nn.Linear(32, 32) for _ in range(5)))
-        self.w = nn.Parameter(torch.randn(32, 32) * 0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.mid(self.first(x) @ self.w.detach())) @ self.w
 
 
 def inside(case: str) -> Any:
@@ -240,15 +220,6 @@ def test_an_evaluation_before_the_step_sees_the_same_values_on_all_ranks() -> No
     assert first == second
 
 
-class NowAndThen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.adapter, self.on = nn.Linear(16, 16), nn.Linear(16, 16), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x + self.adapter(x) if self.on else x)
-
-
 def now_and_then() -> bool:
     model = onefold.shard(nn.Sequential(NowAndThen(), NowAndThen()), stage=2, units=NowAndThen, timeout_s=10)
     sgd = onefold.Optimizer(model, torch.optim.SGD, lr=0.1, step_in_backward=True)
@@ -267,25 +238,8 @@ def test_parameters_used_now_and_then_are_updated_inside_backward() -> None:
 # -- inputs, modules, schedulers -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Input:
-    x: Tensor
-    name: str = "x"
-
-
-class Taking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, data: Any, log: list[str]) -> Tensor:
-        log.append("seen")
-        x = data.x if isinstance(data, Input) else data["x"]
-        return self.norm(self.layer(x))
-
-
 def take() -> list[Any]:
-    model = onefold.shard(Taking(), stage=2, precision="bf16")
+    model = onefold.shard(TakingAny(8, 8), stage=2, precision="bf16")
     sgd = onefold.Optimizer(model, torch.optim.SGD, lr=0.1)
     log: list[str] = []
     x = torch.randn(4, 8)

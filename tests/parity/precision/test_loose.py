@@ -7,31 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
-
-
-class Model(nn.Module):
-    """A convolution whose weight lies in another order, a layer that may be skipped, gaps between parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-        self.odd, self.skipped, self.last = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 1)
-        self.skip = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.odd(self.conv(x).mean((2, 3)))
-        return self.last(x if self.skip else self.skipped(x)).float().pow(2).sum()
+from tests.models import ChannelsLast
 
 
 def built(loose: bool, cls: type[torch.optim.Optimizer], inside: bool = False) -> tuple[Any, Any]:
     onefold.init()
     torch.manual_seed(0)
-    model = onefold.shard(Model(), stage=3, precision="bf16", bucket_bytes=256)
+    model = onefold.shard(ChannelsLast(), stage=3, precision="bf16", bucket_bytes=256)
     for unit in engine_of(model).units:
         unit.gradients._may_stay_unflattened &= loose
     return model, onefold.Optimizer(model, cls, lr=0.05, step_in_backward=inside)
@@ -153,5 +140,5 @@ def taken_and_freed() -> tuple[bool, int, int, int]:
 
 
 def test_no_buffer_holds_them_and_zero_grad_frees_them() -> None:
-    elements = sum(p.numel() for p in Model().parameters())
+    elements = sum(p.numel() for p in ChannelsLast().parameters())
     assert run_ranks(1, taken_and_freed) == [(True, 0, 2 * elements, 0)]

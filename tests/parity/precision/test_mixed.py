@@ -13,38 +13,17 @@ from torch import Tensor, nn
 import onefold
 from onefold import Precision
 from tests.harness import run_ranks, run_ranks_raises
+from tests.models import ManyDtypes
 from tests.parity.stage3.compare import Trained, equal
 
 DIM, STAGES = 16, (0, 1, 2, 3)
-
-
-class Mixed(nn.Module):
-    """A double parameter of its own, integers and complex numbers that nobody trains, buffers, and a region of fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Linear(DIM, 4)
-        self.exact = nn.Parameter(torch.linspace(0, 1, 4, dtype=torch.float64))
-        self.table = nn.Parameter(torch.arange(DIM), requires_grad=False)
-        self.waves = nn.Parameter(torch.ones(DIM, dtype=torch.complex64), requires_grad=False)
-        self.register_buffer("scale", torch.full((DIM,), 0.5))
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor, *, shift: Tensor) -> dict[str, Tensor]:
-        self.seen = [x.dtype, shift.dtype, self.scale.dtype, self.table.dtype, self.waves.dtype]
-        x = self.norm(torch.tanh(self.first(x + shift)))
-        with torch.autocast("cpu", enabled=False):
-            wide = x.float() * self.scale * self.waves.abs()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.last(wide)
-        return {"y": y[:, self.table[:4] % 4].double() * self.exact}
 
 
 def batch(step: int) -> Tensor:
     return torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
 
-def train(stage: int, precision: str | Precision, build: Callable[[], nn.Module] = Mixed) -> tuple[Trained, Any]:
+def train(stage: int, precision: str | Precision, build: Callable[[], nn.Module] = ManyDtypes) -> tuple[Trained, Any]:
     torch.manual_seed(0)
     model = onefold.shard(build(), stage=stage, precision=precision, bucket_bytes=1 << 10)
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)

@@ -13,7 +13,7 @@ import onefold
 from onefold import Precision
 from tests.harness import run_ranks, run_ranks_raises
 from tests.harness.grids import thinned
-from tests.parity.models import MODELS
+from tests.models import MODELS
 from tests.parity.precision.test_bytes import DEPTH, PSI, SPLIT, WIDTH
 from tests.parity.training import OPTIMIZERS, batch_for, same_bits
 

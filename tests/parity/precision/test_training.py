@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import onefold
 from onefold import Precision
 from tests.harness import run_ranks
-from tests.parity.models import MODELS
+from tests.models import MODELS, Point
 from tests.parity.training import same_bits
 
 STEPS = [80, pytest.param(200, marks=pytest.mark.soak)]
@@ -75,20 +75,9 @@ def test_split_and_plain_masters_agree_bit_for_bit_over_200_steps() -> None:
     assert plain[0] == parts[0] and all(map(same_bits, plain[1], parts[1]))
 
 
-class Pure(nn.Module):
-    """One vector near 1 that must move by 0.1, in small steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.point = nn.Parameter(torch.full((64,), 1.0))
-
-    def forward(self) -> Tensor:
-        return (self.point.float() - 1.1).square().sum()
-
-
 def walk(with_master: bool, dtype: str) -> float:
     """How far it is from its goal after 200 steps of 1e-3, with our master, or updated in 16 bits by torch itself."""
-    model = Pure()
+    model = Point()
     if with_master:
         model = onefold.shard(model, stage=2, precision=dtype)
         sgd = onefold.Optimizer(model, torch.optim.Adam, lr=1e-3)

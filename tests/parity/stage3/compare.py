@@ -12,23 +12,10 @@ from torch import Tensor, nn
 
 import onefold
 from tests.harness import run_ranks
+from tests.models import DIM
 from tests.parity.training import batch_for, same_bits
 
-DIM = 16
 Turn = Callable[[nn.Module, int], Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int = DIM) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-def blocks(count: int) -> nn.ModuleList:
-    return nn.ModuleList(Block() for _ in range(count))
 
 
 def batch(step: int, *shape: int, micro: int = 0) -> Tensor:

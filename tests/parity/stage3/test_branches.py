@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness import RankFailure, run_ranks
 from tests.harness.grids import thinned
-from tests.parity.stage3.compare import DIM, Case, assert_equal, batch, blocks, differences
+from tests.models import DIM, Chain, Expert, Mixture, Pick, Stack, blocks
+from tests.parity.stage3.compare import Case, assert_equal, batch, differences
 
-Pick = Callable[[int, int], list[int]]  # step, rank -> blocks to run
 
-
-class Chain(nn.Module):
-    """Which of four blocks run, and in which order, is chosen anew for each step and rank."""
-
-    def __init__(self, pick: Pick) -> None:
-        super().__init__()
-        self.pick, self.step = pick, 0
-        self.first, self.layers, self.last = nn.Linear(DIM, DIM), blocks(4), nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for index in self.pick(self.step, dist.get_rank()):
-            x = self.layers[index](x)
-        return self.last(x)
+def chain(pick: Pick) -> Chain:
+    return Chain(pick, first=nn.Linear(DIM, DIM), layers=blocks(4), head=nn.Linear(DIM, 3))
 
 
 def stepped(model: nn.Module, step: int) -> Tensor:
@@ -72,7 +57,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 
 def picked(name: str, **fields: Any) -> list[str]:
-    return differences(Case(lambda: Chain({**PICKS, **APART}[name]), stepped, steps=5), **fields)
+    return differences(Case(lambda: chain({**PICKS, **APART}[name]), stepped, steps=5), **fields)
 
 
 @pytest.mark.parametrize(("name", "ranks"), thinned(PICKS, [2, 3]))
@@ -99,46 +84,12 @@ def test_ranks_too_far_apart_get_an_error_that_names_the_unit_or_the_right_bits(
         assert found == [[], []]
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-class Mixture(nn.Module):
-    """Tokens go to the expert that scores highest; an expert without tokens is not called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(DIM, 5), nn.ModuleList(Expert() for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x).softmax(-1)
-        chosen = scores.argmax(-1)
-        out = torch.zeros_like(x)
-        for index, expert in enumerate(self.experts):
-            rows = (chosen == index).nonzero().flatten()
-            if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]) * scores[rows, index, None])
-        return x + out
-
-
-class MoE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(Mixture() for _ in range(3)), nn.Linear(DIM, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def mixtures() -> Stack:
+    return Stack(nn.ModuleList(Mixture() for _ in range(3)), nn.Linear(DIM, 4))
 
 
 def routed(experts_are_units: bool) -> list[str]:
-    return differences(Case(MoE, fields={"units": Expert} if experts_are_units else {}))
+    return differences(Case(mixtures, fields={"units": Expert} if experts_are_units else {}))
 
 
 @pytest.mark.parametrize(("experts_are_units", "ranks"), thinned([False, True], [2, 3]))

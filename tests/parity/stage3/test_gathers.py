@@ -14,26 +14,12 @@ from torch import Tensor, nn
 import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
-from tests.parity.stage3.compare import DIM, batch, blocks
+from tests.models import Language, blocks
+from tests.parity.stage3.compare import batch
 from tests.parity.test_traffic import padded_bytes
 
 VOCAB, LAYERS, ONE = 40, 5, 1 << 20  # bytes, as bucket_bytes: a unit per block
 TOKENS, BLOCKS, HEAD = "tokens.weight", [f"layers.{i}" for i in range(LAYERS)], "norm.weight…"
-
-
-class Language(nn.Module):
-    """Embedding, blocks, and a unit of norm and head. Records who computes when, beside the gathers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.layers, self.norm = nn.Embedding(VOCAB, DIM), blocks(LAYERS), nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
 
 
 class Seen(NamedTuple):
@@ -49,7 +35,7 @@ def speak(model: nn.Module, step: int) -> Tensor:
 
 
 def watch(evaluations: int = 0, note: bool = False, **fields: Any) -> Seen:
-    model = onefold.shard(Language(), stage=3, **{"bucket_bytes": ONE, **fields})
+    model = onefold.shard(Language(VOCAB, LAYERS), stage=3, **{"bucket_bytes": ONE, **fields})
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
     engine, reports, traces = engine_of(model), [], []
     trace = engine.unsharding.gathers.trace
@@ -179,7 +165,7 @@ def test_auto_measures_for_three_passes_of_a_kind_and_then_looks_ahead() -> None
 
 def sharing(ranks_differ: bool) -> dict[str, int]:
     """Bytes of three forwards inside full_parameters, which gathered everything on the way in."""
-    model = onefold.shard(Language(), stage=3, bucket_bytes=ONE)
+    model = onefold.shard(Language(VOCAB, LAYERS), stage=3, bucket_bytes=ONE)
     comm = engine_of(model).comm
     with onefold.full_parameters(model), torch.no_grad():
         comm.meter.cut()

@@ -12,27 +12,8 @@ from torch import Tensor, nn
 
 import onefold
 from tests.harness.grids import thinned
-from tests.parity.stage3.compare import DIM, Case, Turn, assert_equal, batch, blocks, differences, learn
-
-
-class Tower(nn.Module):
-    """Blocks that also store an auxiliary loss, behind buffers and a norm with statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layers, self.head = nn.BatchNorm1d(DIM), blocks(3), nn.Linear(DIM, 3)
-        self.register_buffer("seen", torch.zeros(()))
-        self.fail = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen += 1
-        x = self.norm(x)
-        for index, layer in enumerate(self.layers):
-            x = layer(x)
-            if self.fail and index == 1:
-                raise ValueError("as planned")
-        return self.head(x)
+from tests.models import DIM, Counting
+from tests.parity.stage3.compare import Case, Turn, assert_equal, batch, differences, learn
 
 
 def retained(model: nn.Module, step: int) -> Tensor:
@@ -157,7 +138,7 @@ TURNS: dict[str, Turn] = {
 
 
 def turned(name: str, **fields: Any) -> list[str]:
-    return differences(Case(Tower, TURNS[name]), **fields)
+    return differences(Case(Counting, TURNS[name]), **fields)
 
 
 @pytest.mark.parametrize(("name", "ranks"), thinned(TURNS, [2, 3]))
@@ -176,7 +157,7 @@ def accumulating(reduce: str) -> list[str]:
             first = learn(model, 10 * step) + learn(model, 10 * step + 1)
         return first + learn(model, 10 * step + 2)
 
-    return differences(Case(Tower, turn))
+    return differences(Case(Counting, turn))
 
 
 @pytest.mark.parametrize(("reduce", "ranks"), thinned(["once", "each"], [2, 3]))
@@ -204,7 +185,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def at_settings(name: str, turn: Turn) -> list[str]:
-    return differences(Case(Tower, turn), **SETTINGS[name])
+    return differences(Case(Counting, turn), **SETTINGS[name])
 
 
 @pytest.mark.parametrize(("name", "turn"), thinned(SETTINGS, [learn, forwards_first]))

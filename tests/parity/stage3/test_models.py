@@ -11,40 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.harness.grids import thinned
-from tests.parity.stage3.compare import DIM, Case, assert_equal, blocks, differences
+from tests.models import DIM, Adapted, AdaptedBlock, Language, Stack, blocks
+from tests.parity.stage3.compare import Case, assert_equal, differences
 
 VOCAB = 40
-
-
-class Language(nn.Module):
-    """Embedding, blocks, head; `trait` says what is odd about it."""
-
-    def __init__(self, trait: str) -> None:
-        super().__init__()
-        self.trait = trait
-        self.tokens, self.layers, self.norm = nn.Embedding(VOCAB, DIM), blocks(3), nn.LayerNorm(DIM)
-        self.head = nn.Linear(DIM, VOCAB, bias=False)
-        if trait == "tied":
-            self.head.weight = self.tokens.weight
-        if trait == "tied to a block":
-            self.layers[2].up.weight = self.layers[0].up.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        early = self.head.weight.t() if self.trait == "head taken at the start" else None
-        first = self.layers[0].up.weight if self.trait == "block's weight taken at the start" else None
-        x = self.tokens(tokens)
-        for index, layer in enumerate(self.layers):
-            x = layer(x)
-            if index == 0 and self.trait == "block's weight taken behind it":
-                first = self.layers[0].up.weight
-            if index == 0 and self.trait == "view of a block's weight taken behind it":
-                first = self.layers[0].up.weight.t().t()
-        x = self.norm(x)
-        if first is not None:
-            x = x + torch.tanh(F.linear(x, first)[..., :DIM])
-        if self.trait == "embedding used as head":
-            return F.linear(x, self.tokens.weight) + self.head(x)
-        return self.head(x) if early is None else x @ early
 
 
 def spelled(model: nn.Module, step: int) -> Tensor:
@@ -61,7 +31,7 @@ LANGUAGES = (
 
 
 def language(trait: str) -> list[str]:
-    return differences(Case(lambda: Language(trait), spelled))
+    return differences(Case(lambda: Language(VOCAB, trait=trait), spelled))
 
 
 @pytest.mark.parametrize(("trait", "ranks"), thinned(LANGUAGES, [2, 3]))
@@ -74,44 +44,16 @@ def test_one_and_four_ranks_train_a_language_model(trait: str, ranks: int) -> No
     assert_equal(ranks, language, trait)
 
 
-class Uneven(nn.Module):
-    """A block first, in the middle, or last runs with nothing trained in it; adapters beside frozen weights."""
-
-    def __init__(self, frozen: tuple[int, ...]) -> None:
-        super().__init__()
-        self.layers, self.head = blocks(4), nn.Linear(DIM, 3)
-        for index in frozen:
-            self.layers[index].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Adapted(nn.Module):
-    """LoRA: a frozen weight, a trained pair of thin ones."""
-
-    def __init__(self, dim: int = DIM) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(dim, dim) / 4, requires_grad=False)
-        self.a, self.b = nn.Parameter(torch.randn(2, dim)), nn.Parameter(torch.zeros(dim, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) + x @ self.a.t() @ self.b.t()
-
-
-class AdaptedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.value = Adapted(), Adapted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.query(x)) * self.value(x)
+def partly_frozen(which: tuple[int, ...]) -> nn.Module:
+    """A block first, in the middle, or last runs with nothing trained in it."""
+    model = Stack(blocks(4), nn.Linear(DIM, 3))
+    for index in which:
+        model.layers[index].requires_grad_(False)
+    return model
 
 
 FROZEN: dict[str, Callable[[], nn.Module]] = {
-    **{f"frozen {which}": (lambda w=which: Uneven(w)) for which in [(0,), (0, 1), (1, 2), (3,), (0, 1, 2, 3)]},
+    **{f"frozen {which}": (lambda w=which: partly_frozen(w)) for which in [(0,), (0, 1), (1, 2), (3,), (0, 1, 2, 3)]},
     "adapters": lambda: nn.Sequential(Adapted(), nn.Tanh(), Adapted(), nn.Linear(DIM, 2)),
     "adapted blocks": lambda: nn.Sequential(*[AdaptedBlock() for _ in range(3)]),
 }

@@ -13,7 +13,7 @@ import onefold
 from onefold.cost.limits import IN_FLIGHT
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
-from tests.parity.test_memory import ONE_LAYER, Tower, tower
+from tests.parity.test_memory import ONE_LAYER, layers, tower
 from tests.parity.test_traffic import started
 from tests.parity.training import Run
 
@@ -49,7 +49,7 @@ def use(stage: int, depth: int, prefetch: int = 1, trait: str = "") -> Used:
 @pytest.mark.parametrize(("depth", "ranks"), thinned([8, 16], [2, 4]))
 def test_states_are_sixteen_bytes_per_parameter_over_n(depth: int, ranks: int) -> None:
     """fp32: a value, a gradient and two moments; besides a mark and a step count per unit, which are 4 bytes each."""
-    psi = sum(p.numel() for p in Tower(depth).parameters())
+    psi = sum(p.numel() for p in layers(depth).parameters())
     for used in run_ranks(ranks, use, 3, depth):
         assert used.states == 16 * psi // ranks + 8 * depth
 

@@ -7,26 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
 from tests.harness import fresh_ranks
-from tests.parity.stage3.compare import DIM, batch, blocks
-
-
-class Tower(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = blocks(2), nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+from tests.models import DIM, Stack, blocks
+from tests.parity.stage3.compare import batch
 
 
 def started() -> tuple[nn.Module, Any]:
-    model = onefold.shard(Tower(), stage=3, bucket_bytes=1 << 20, timeout_s=10.0)
+    model = onefold.shard(Stack(blocks(2), nn.Linear(DIM, 3)), stage=3, bucket_bytes=1 << 20, timeout_s=10.0)
     return model, onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import RankFailure, run_ranks
-from tests.parity.stage3.compare import DIM, Case, assert_equal, batch, blocks, differences, equal
-from tests.parity.stage3.test_branches import Chain
+from tests.models import DIM, Adapter, blocks
+from tests.parity.stage3.compare import Case, assert_equal, batch, differences, equal
+from tests.parity.stage3.test_branches import chain
 
 NEGOTIATED: dict[str, Any] = {"schedule": "negotiate", "bucket_bytes": 1 << 12}
 
@@ -86,7 +87,7 @@ def routed(model: nn.Module, step: int) -> Tensor:
 
 
 def wandering() -> list[str]:
-    return differences(Case(lambda: Chain(chosen), routed), **NEGOTIATED)
+    return differences(Case(lambda: chain(chosen), routed), **NEGOTIATED)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -108,16 +109,6 @@ def read_after_uneven() -> bool:
 
 def test_whole_parameters_wait_for_ranks_that_still_run() -> None:
     assert run_ranks(2, read_after_uneven) == [True, True]
-
-
-class Adapter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(DIM, DIM).requires_grad_(False)
-        self.down, self.up = nn.Linear(DIM, 2), nn.Linear(2, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
 def adapted() -> list[str]:

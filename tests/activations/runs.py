@@ -1,4 +1,4 @@
-"""A small model whose blocks take what blocks in the wild take, and a run of it: the same at every policy."""
+"""A run of a small model whose blocks take what blocks in the wild take: the same at every policy."""
 
 from __future__ import annotations
 
@@ -8,54 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
+from tests.models import WIDE, ManyInputsNet
 
-DIM, SEQ, BATCH, LAYERS = 32, 8, 2, 4
+DIM, SEQ, BATCH, LAYERS = WIDE, 8, 2, 4
 INPUT_BYTES = BATCH * SEQ * DIM * 4  # of one block
 HOSTLESS = ("keep", "checkpoint", "checkpoint+host")
 SHARED = ("partition", "partition+host")
 POLICIES = (*HOSTLESS, *SHARED)
-
-
-class Block(nn.Module):
-    """Dropout, a mask, a table that all blocks share, None, a number, a second tensor by keyword."""
-
-    def __init__(self, dim: int = DIM) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(
-        self, x: Tensor, pair: tuple[Tensor, None], scale: float = 1.0, *, table: Tensor | None = None
-    ) -> Tensor:
-        mask, nothing = pair
-        assert nothing is None
-        y = self.norm(x) * mask
-        if table is not None:
-            y = y + table
-        return x + scale * self.drop(self.down(F.gelu(self.up(y))))
-
-
-class Net(nn.Module):
-    def __init__(self, layers: int = LAYERS, dim: int = DIM, shared: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(dim, dim)
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
-        self.head = nn.Linear(dim, 5)
-        self.shared = shared  # the table carries a gradient, and goes into every block
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        table = torch.linspace(0, 1, x.shape[-1]).expand_as(x).to(x.dtype)
-        table = torch.tanh(x * table) if self.shared else table
-        mask = (x.detach() > -2).to(x.dtype)
-        for block in self.blocks:
-            x = block(x, (mask, None), 0.5, table=table)
-        return self.head(x)
 
 
 class Trained(NamedTuple):
@@ -75,7 +38,7 @@ def made(policy: str, stage: int = 2, model: nn.Module | None = None, **fields: 
     onefold.init()
     torch.manual_seed(7)
     fields = {"bucket_bytes": 8 << 10, "mesh": mesh_of(policy), **fields}
-    model = onefold.shard(model or Net(), stage=stage, activations=policy, **fields)
+    model = onefold.shard(model or ManyInputsNet(LAYERS), stage=stage, activations=policy, **fields)
     return model, onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
 
 
@@ -86,7 +49,7 @@ def batch(step: int, rank: int, numel: int = BATCH) -> Tensor:
 def train(policy: str, stage: int, same_batch: bool, steps: int = 2, micro: int = 1, **fields: Any) -> Trained:
     """On a rank. With `same_batch` all ranks see one batch, as those of a tensor-parallel group do."""
     torch.manual_seed(7)
-    net = Net(shared=fields.pop("shared", False))
+    net = ManyInputsNet(LAYERS, shared=fields.pop("shared", False))
     model, optimizer = made(policy, stage, net, **fields)
     said = hashlib.sha256()
     for step in range(steps):
