@@ -107,14 +107,14 @@ class Disk(Storage):
             self.log.append(op)
 
     def replay(self, op: Op) -> None:
-        parent = self._folder(op.path.parent) if op.path.name else self.root
+        parent = self.folder_at(op.path.parent) if op.path.name else self.root
         name = op.path.name
         if op.kind in ("make_folder", "create"):
             if name in parent.now:
                 raise OSError(errno.EEXIST, "File exists")
             parent.change(Change((), name, Folder() if op.kind == "make_folder" else File()))
         elif op.kind == "sync_folder":
-            folder = self._folder(op.path)
+            folder = self.folder_at(op.path)
             folder.kept, folder.pending = dict(folder.now), []
         elif op.kind == "rename":
             assert isinstance(op.more, Path) and op.more.parent == op.path.parent
@@ -123,9 +123,9 @@ class Disk(Storage):
                 raise OSError(errno.ENOTEMPTY, "Directory not empty")
             parent.change(Change((name,), op.more.name, node))
         elif op.kind == "write":
-            self._file(op.path).now += op.more
+            self.file_at(op.path).now += op.more
         elif op.kind == "finish":
-            file = self._file(op.path)
+            file = self.file_at(op.path)
             file.kept = bytes(file.now)
         else:
             node = self._node(op.path)
@@ -137,7 +137,7 @@ class Disk(Storage):
 
     def names(self, path: Path) -> list[str]:
         with self._told("names", path):
-            return sorted(self._folder(path).now)
+            return sorted(self.folder_at(path).now)
 
     def exists(self, path: Path) -> bool:
         try:
@@ -154,11 +154,11 @@ class Disk(Storage):
 
     def size(self, path: Path) -> int:
         with self._told("size", path):
-            return len(self._file(path).now)
+            return len(self.file_at(path).now)
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         with self._told("read", path):
-            data = self._file(path).now
+            data = self.file_at(path).now
             if offset + len(into) > len(data):
                 raise ends_early(path, len(data), offset + len(into))
             into[:] = bytes(data[offset : offset + len(into)])
@@ -171,13 +171,13 @@ class Disk(Storage):
             node = node.now[name]
         return node
 
-    def _folder(self, path: Path) -> Folder:
+    def folder_at(self, path: Path) -> Folder:
         node = self._node(path)
         if not isinstance(node, Folder):
             raise OSError(errno.ENOTDIR, "Not a directory")
         return node
 
-    def _file(self, path: Path) -> File:
+    def file_at(self, path: Path) -> File:
         node = self._node(path)
         if not isinstance(node, File):
             raise OSError(errno.EISDIR, "Is a directory")

@@ -28,7 +28,7 @@ def written() -> tuple[Disk, Path]:
 
 
 def content(disk: Disk, folder: Path, name: str) -> bytearray:
-    return disk._file(folder / name).now
+    return disk.file_at(folder / name).now
 
 
 def refused(disk: Disk, folder: Path, name: str) -> str:

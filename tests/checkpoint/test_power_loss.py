@@ -105,7 +105,7 @@ class Judge:
             self._load(found, NEXT)
 
     def _load(self, found: Disk, step: int) -> None:
-        content = step, picture(found._folder(RUN / step_name(step)))
+        content = step, picture(found.folder_at(RUN / step_name(step)))
         if content not in self._good:
             assert self._read(found, RUN / step_name(step)) == step
             self._good.add(content)

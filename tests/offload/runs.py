@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+from pathlib import Path
 from typing import Any
 
 import onefold
+from onefold.offload.disk import DiskFile
 from tests.parity.training import Run, differing, same_bits, train
 
 SPLIT = onefold.Precision(compute="bf16", master="split")
@@ -17,6 +20,12 @@ TIERS: dict[str, dict[str, str]] = {
     "parameters on the host, optimizer on disk": {"optimizer": "disk", "parameters": "host"},
     "both on disk": {"optimizer": "disk", "parameters": "disk"},
 }
+
+
+def files_in(folder: str) -> list[DiskFile]:
+    """The files that this process has open in a folder for state."""
+    found = [one for one in gc.get_objects() if type(one) is DiskFile and one.shut.alive]
+    return [file for file in found if file.scratch.path == Path(folder)]
 
 
 def stages_of(tiers: str) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
-from tests.offload.runs import PRECISIONS, SPLIT, TIERS, offload_of
+from tests.offload.runs import PRECISIONS, SPLIT, TIERS, files_in, offload_of
 
 WIDTH, PATIENCE_S = 32, 60.0
 SEVERAL, ONE = 4 << 10, 32 << 20  # bucket_bytes: a unit for each layer, one for all
@@ -301,9 +301,8 @@ def test_failed_updates_are_heard_and_one_load_mends_them(tmp_path) -> None:
 def cut_and_save(folder: str, scratch: str, precision: Any, wait: bool) -> list[str]:
     model, optimizer = built(onefold.Offload(optimizer="disk", path=scratch), precision=precision, bucket_bytes=ONE)
     step(model, optimizer)
-    engine = engine_of(model)
     onefold.full_state_dict(model)  # nothing is on its way to a file any more
-    for file in list(engine.tiers._scratch._files):
+    for file in files_in(scratch):
         os.ftruncate(file.fileno(), 0)
     tries: list[Callable[[], Any]] = [lambda: onefold.save(folder, model, optimizer, step=1, wait=wait)] * 2
     tries += [lambda: onefold.save(folder, model, step=1, wait=wait), lambda: onefold.full_state_dict(model)]
@@ -359,17 +358,16 @@ def interrupt_a_load(folder: str, scratch: str) -> tuple[bool, bool]:
     step(model, optimizer)
     saved = onefold.save(folder, model, optimizer)
     want = onefold.full_state_dict(model)
-    image = engine_of(model).units[0].image
-    assert image is not None
-    gate, file = threading.Event(), image._file
+    name = f"optimizer state of {engine_of(model).units[0].name}"
+    (number,) = (file.fileno() for file in files_in(scratch) if file.name == name)
+    gate, write, caught = threading.Event(), os.pwritev, False
 
-    def slow(number: int, buffers: Any, start: int) -> int:
-        assert gate.wait(PATIENCE_S)
-        return os.pwritev(number, buffers, start)
+    def slow(file: int, buffers: Any, start: int) -> int:
+        assert file != number or gate.wait(PATIENCE_S)
+        return write(file, buffers, start)
 
-    file.write = lambda buffer: file._ask("write", slow, buffer)  # type: ignore[attr-defined, method-assign]
-    caught = False
-    with interrupted() as interrupt:
+    with pytest.MonkeyPatch.context() as patch, interrupted() as interrupt:
+        patch.setattr(os, "pwritev", slow)
         threading.Timer(0.3, interrupt).start()
         try:
             onefold.load(str(saved), model, optimizer)

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.offload.disk import DiskFile, Scratch
+from onefold.offload.disk import Scratch
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks, start_ranks, tell
+from tests.offload.runs import files_in
 
 
 def built(path: str):
@@ -122,16 +123,12 @@ def test_a_disk_that_takes_no_more_is_named_and_all_ranks_end(tmp_path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def files_of(model: nn.Module) -> list[DiskFile]:
-    return list(engine_of(model).tiers._scratch._files)
-
-
 def truncated(path: str) -> None:
     model, adam = built(path)
     step(model, adam)
     engine_of(model).updates.wait()
     if torch.distributed.get_rank() == 0:
-        for file in files_of(model):
+        for file in files_in(path):
             os.ftruncate(file.fileno(), 0)
     step(model, adam)
     step(model, adam)
@@ -144,7 +141,7 @@ def broken(path: str) -> None:
     engine_of(model).updates.wait()
     if torch.distributed.get_rank() == 0:
         memory = os.open("/proc/self/mem", os.O_RDWR)
-        for file in files_of(model):
+        for file in files_in(path):
             os.dup2(memory, file.fileno())
     step(model, adam)
     step(model, adam)
@@ -164,7 +161,7 @@ def failed_once(path: str) -> list[str]:
     model, adam = built(path)
     step(model, adam)
     engine_of(model).updates.wait()
-    for file in files_of(model):
+    for file in files_in(path):
         os.ftruncate(file.fileno(), 0)
     said = []
     for _ in range(2):

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 import onefold
 from onefold.cost.limits import WORKERS
 from onefold.observe.inventory import storages
+from onefold.offload.disk import Pending
 from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.resident import resident_bytes
 from tests.models import Layers
-from tests.offload.runs import SPLIT
+from tests.offload.runs import SPLIT, files_in
 
 WIDTH, DEPTH = 128, 40
 UNIT = WIDTH * WIDTH
@@ -106,16 +107,33 @@ def test_with_parameters_on_the_host_the_device_keeps_next_to_nothing(ranks: int
         assert report.host == pytest.approx((2 + 12 + 2) * PSI / ranks, rel=CLOSE)
 
 
+class Written:
+    """A write on its way, until somebody has waited for it."""
+
+    def __init__(self, pending: Pending, on_the_way: set[Written]) -> None:
+        self.pending, self.on_the_way = pending, on_the_way
+        on_the_way.add(self)
+
+    def wait(self) -> None:
+        self.pending.wait()
+        self.on_the_way.discard(self)
+
+
 def files_being_written(path: str) -> int:
     """The most units whose values are on their way to a file when a thread begins an update of another."""
     tall = Tall(ALL_DISK, path, "bf16")
     tall.step()
-    units, most = engine_of(tall.model).units, [0]
-    for unit in units:
+    engine_of(tall.model).updates.wait()
+    most, on_the_way = [0], set[Written]()
+    for file in files_in(path):
+        if file.name.startswith("parameters of "):
+            write = file.write
+            file.write = lambda buffer, write=write: Written(write(buffer), on_the_way)
+    for unit in engine_of(tall.model).units:
         prepare = unit.prepare
 
         def counted(*args: Any, prepare: Any = prepare, **kwargs: Any) -> None:
-            most.append(sum(other.flat_params.image._writing is not None for other in units))
+            most.append(len(on_the_way))
             prepare(*args, **kwargs)
 
         unit.prepare = counted
@@ -185,7 +203,7 @@ def test_the_peak_of_the_device_holds_nothing_of_the_hosts() -> None:
         assert peak["communication"] == report.communication.measured
         assert peak["parameters"] - report.parameters.measured <= 3 * 2 * UNIT, "gathered: in use, and on the way"
         assert peak["activations"] < 0.2 * PSI
-        assert row.count("'shard, host'") == 3
+        assert row.count("'sharded, host'") == 3
         assert "optimizer, pageable" in str(report) and "total, pageable" in str(report)
 
 
@@ -194,7 +212,8 @@ def filled(offload: dict[str, Any], path: str, inside: bool) -> tuple[list[str],
     tall = Tall(offload, path, "bf16", inside)
     for _ in range(3):
         tall.step()
-    where = [row.optimizer.removeprefix("shard").removeprefix("whole") for row in onefold.placement(tall.model).rows]
+    rows = onefold.placement(tall.model).rows
+    where = [row.optimizer.removeprefix("sharded").removeprefix("replicated") for row in rows]
     with onefold.full_parameters(tall.model):
         values = [param.detach().clone() for param in tall.model.parameters()]
     return where, onefold.memory(tall.model), values

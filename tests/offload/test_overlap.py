@@ -126,16 +126,26 @@ def backward_waits_for_room(depth: int) -> tuple[bool, int, int, int]:
     for by_unit in units.values():
         plain = by_unit.update
         by_unit.update = lambda *a, plain=plain, **k: (held_up.wait(PATIENCE_S), plain(*a, **k))
-    take, sizes, waiting = room.take, [], []
+    take, give, sizes, waiting, lock = room.take, room.give, [], [0], threading.Lock()
+
+    def counted(nbytes: int) -> int:
+        """The bytes that are taken now, which are never more than the room knows of."""
+        with lock:
+            waiting.append(waiting[-1] + nbytes)
+            return waiting[-1]
 
     def watched(nbytes: int) -> None:
-        if room._taken + nbytes > room.total_bytes:
+        if counted(0) + nbytes > room.total_bytes:
             held_up.set()
         take(nbytes)
         sizes.append(nbytes)
-        waiting.append(room._taken)
+        counted(nbytes)
 
-    room.take = watched
+    def given(nbytes: int) -> None:
+        counted(-nbytes)
+        give(nbytes)
+
+    room.take, room.give = watched, given
     step(model, adam)
     engine_of(model).updates.wait()
     return held_up.is_set(), max(waiting), room.total_bytes, sum(sizes)

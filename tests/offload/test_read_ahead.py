@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.offload.disk import DiskFile, Pending
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.models import Watched
+from tests.offload.runs import files_in
 
 PATIENCE_S = 60.0
 
@@ -30,7 +32,10 @@ def trained(offload: onefold.Offload | None) -> list[float]:
     layers[0].on_forward = running.set
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-1)
     if offload is not None:
-        hold_before_writing(engine_of(model).units[1].flat_params.image, running)
+        assert offload.path is not None
+        name = f"parameters of {engine_of(model).units[1].name}"
+        (file,) = (file for file in files_in(str(offload.path)) if file.name == name)
+        hold_before_writing(file, running)
     losses = []
     for _ in range(6):
         loss = model(torch.ones(4, 32).bfloat16()).float().square().sum()
@@ -43,14 +48,14 @@ def trained(offload: onefold.Offload | None) -> list[float]:
     return losses
 
 
-def hold_before_writing(image, until: threading.Event) -> None:
-    plain = image._file.write
+def hold_before_writing(file: DiskFile, until: threading.Event) -> None:
+    plain = file.write
 
-    def write(buffer: torch.Tensor):
+    def write(buffer: torch.Tensor) -> Pending:
         assert until.wait(PATIENCE_S), "nobody waits for the second layer before the first has run"
         return plain(buffer)
 
-    image._file.write = write
+    file.write = write
 
 
 def compare(path: str) -> bool:

@@ -12,7 +12,7 @@ from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
 from tests.models import MODELS
-from tests.parity.training import OPTIMIZERS, Run, Trained, _loop, differing, same_bits, train
+from tests.parity.training import OPTIMIZERS, Run, Trained, differing, loop, same_bits, train
 
 
 def train_on_mesh(run: Run, replicas: int) -> tuple[Trained, dict[str, int], dict[str, int], int]:
@@ -27,7 +27,7 @@ def train_on_mesh(run: Run, replicas: int) -> tuple[Trained, dict[str, int], dic
     def clip() -> list[torch.Tensor]:
         return [optimizer.clip_grad_norm(run.clip)] if run.clip is not None else []
 
-    trained = _loop(run, model, case.loss, optimizer, clip, lambda: onefold.accumulate(model, reduce=run.reduce))
+    trained = loop(run, model, case.loss, optimizer, clip, lambda: onefold.accumulate(model, reduce=run.reduce))
     report = onefold.traffic(model)
     shard_bytes = sum(unit.layout.shard_numel * unit.layout.itemsize for unit in engine_of(model).units)
     return trained, report.by_purpose, report.planned, shard_bytes

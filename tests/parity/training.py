@@ -83,7 +83,7 @@ def train(run: Run) -> Trained:
     def clip() -> list[Tensor]:
         return [optimizer.clip_grad_norm(run.clip)] if run.clip is not None else []
 
-    trained = _loop(run, model, case.loss, optimizer, clip, lambda: onefold.accumulate(model, reduce=run.reduce))
+    trained = loop(run, model, case.loss, optimizer, clip, lambda: onefold.accumulate(model, reduce=run.reduce))
     trained.traffic = onefold.traffic(model).by_purpose
     return trained
 
@@ -101,10 +101,10 @@ def train_ddp(run: Run) -> Trained:
     def clip() -> list[Tensor]:
         return [torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip)] if run.clip is not None else []
 
-    return _loop(run, wrapped, case.loss, optimizer, clip, wrapped.no_sync)
+    return loop(run, wrapped, case.loss, optimizer, clip, wrapped.no_sync)
 
 
-def _loop(
+def loop(
     run: Run,
     model: nn.Module,
     loss_of: Callable[[nn.Module, torch.Generator, int], Tensor],

@@ -36,7 +36,6 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "spare"))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.delenv("CC", raising=False)
-    module._warn.cache_clear()
     path = tmp_path / "answer.c"
     path.write_text(text(GOOD))
     return path

@@ -27,23 +27,23 @@ def load_while_it_is_removed(folder: str, name: str, fallback: bool) -> tuple[in
     model, optimizer = trained(1.0)
     onefold.save(run, model, optimizer, step=1, extra=1)
     later, its_optimizer = trained(2.0)
-    real = loading._fill
+    real = loading.fill_values
 
-    def fill(engine, given, plan) -> None:
+    def fill(engine, source, found) -> None:
         if not opened:
-            opened.append(plan.source.folder)
-            assert isinstance(plan.source, Checkpoint)
+            opened.append(source.folder)
+            assert isinstance(source, Checkpoint)
             onefold.save(run, later, its_optimizer, step=2, extra=2, keep=1)
-        real(engine, given, plan)
+        real(engine, source, found)
 
-    loading._fill = fill
+    loading.fill_values = fill
     said, extra = "", 0
     try:
         extra = onefold.load(run / name, model, optimizer, fallback=fallback)
     except CheckpointRemoved as error:
         said = str(error)
     finally:
-        loading._fill = real
+        loading.fill_values = real
     found = 0.0
     if extra:
         with onefold.full_parameters(model):

@@ -206,10 +206,11 @@ def test_a_file_that_nobody_holds_is_gone_at_once(scratch):
 
 
 def test_a_scratch_that_nobody_holds_leaves_no_thread(tmp_path):
+    before = set(threading.enumerate())
     scratch = Scratch(tmp_path, 0)
-    threads = scratch.workers._threads
+    threads = set(threading.enumerate()) - before
     scratch.file(BLOCK, "the state").write(filled(BLOCK, 1)).wait()
-    assert all(thread.is_alive() for thread in threads)
+    assert len(threads) == THREADS and all(thread.is_alive() for thread in threads)
     del scratch
     for thread in threads:
         thread.join(LATEST_S / THREADS)
@@ -226,7 +227,7 @@ def test_close_waits_for_what_runs_and_gives_up_what_does_not(scratch):
         asked = [file.write(filled(BLOCK, 7)), file.read(back)]
         closing_thread = threading.Thread(target=scratch.close)
         closing_thread.start()
-        while not scratch.workers._stopped:
+        while scratch.workers.trouble() is None:
             closing_thread.join(0.001)
         assert closing_thread.is_alive() and os.fstat(file.fileno())
     closing_thread.join(LATEST_S)

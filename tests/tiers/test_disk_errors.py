@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from onefold.errors import ConfigError, OffloadError, OnefoldError
-from onefold.offload import disk
+from onefold.offload import disk, files
 from onefold.offload.disk import DiskFile, Scratch
 from tests.tiers.places import Refused, filled, in_child, on_ext2, on_tmpfs
 from tests.tiers.test_disk import LATEST_S, held
@@ -254,11 +254,12 @@ def test_one_bad_piece_of_many_fails_the_request(scratch, monkeypatch):
         file.read(filled(16 * BLOCK, 0)).wait()
 
 
-def test_a_mistake_of_ours_reaches_the_caller_too(scratch):
-    file = scratch.file(BLOCK, NAME)
-    with held(scratch):
-        pending = file.read(filled(BLOCK, 0))
-        pending._buffer = None
+def test_a_mistake_of_ours_reaches_the_caller_too(scratch, monkeypatch):
+    def mistaken(*args: object) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(files, "transfer", mistaken)
+    pending = scratch.file(BLOCK, NAME).read(filled(BLOCK, 0))
     assert pending.done.wait(LATEST_S)
     with pytest.raises(OffloadError, match=rf"could not read {NAME} in .*: AssertionError\(\); that is a mistake"):
         pending.wait()

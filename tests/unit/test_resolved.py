@@ -17,22 +17,14 @@ from onefold.settings.offload import Offload
 from onefold.settings.placement import Tier
 from onefold.settings.zero import Zero
 from tests.harness import run_ranks
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.layer(self.norm(x))
+from tests.models import Residual
 
 
 def build() -> nn.Module:
     """Three blocks, a frozen layer and a head."""
     torch.manual_seed(0)
     frozen = nn.Linear(8, 8).requires_grad_(False)
-    return nn.Sequential(*(Block() for _ in range(3)), frozen, nn.Linear(8, 8))
+    return nn.Sequential(*(Residual(8) for _ in range(3)), frozen, nn.Linear(8, 8))
 
 
 def questions(**fields: Any) -> tuple[Counter[str], Counter[str], Counter[str]]:
@@ -41,7 +33,7 @@ def questions(**fields: Any) -> tuple[Counter[str], Counter[str], Counter[str]]:
 
     def is_block(name: str, module: nn.Module) -> bool:
         modules[name] += 1
-        return isinstance(module, Block)
+        return isinstance(module, Residual)
 
     def keeps_fp32(name: str, module: nn.Module) -> bool:
         kept[name] += 1

@@ -35,7 +35,7 @@ def state_of(engine: Engine, optimizer: Any, model: nn.Module) -> dict[str, tupl
             if p in optimizer.state
         }
     counts: dict[str, tuple[float, ...]] = {}
-    for unit in optimizer._by_unit:
+    for unit in optimizer.by_unit:
         for row in unit.state_dict():
             for slot in row["slots"]:
                 if row["state"]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold import LossScale
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks, run_ranks_raises
 from tests.parity.training import same_bits
 
@@ -35,7 +36,7 @@ def snapshot(model: nn.Module, optimizer: onefold.Optimizer) -> list[Tensor]:
     """All this rank holds of parameters, masters and moments, step counts included."""
     with onefold.full_parameters(model):
         values = [p.detach().clone() for p in model.parameters()]
-    masters = [t.clone() for unit in optimizer._engine.units for t in unit.master.tensors()]
+    masters = [t.clone() for unit in engine_of(model).units for t in unit.master.tensors()]
     return values + masters + [t.clone() for t in optimizer.state_tensors()]
 
 

@@ -1,0 +1,76 @@
+"""The order of the tests: models live in tests/models, and no test reaches for a private field of another room."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tests import models
+
+TESTS = Path(__file__).parents[1]
+TREES = {
+    path.relative_to(TESTS).as_posix(): ast.parse(path.read_text())
+    for path in sorted(TESTS.rglob("*.py"))
+    if TESTS / "models" not in path.parents
+}
+MODULES = {
+    name
+    for room in (nn, models)
+    for name, value in vars(room).items()
+    if inspect.isclass(value) and issubclass(value, nn.Module)
+}
+
+OF_PYTHON = {"_asdict", "_replace", "_fields", "_exit", "_getframe", "_run_exitfuncs"}
+OF_TORCH = {
+    "_C", "_current_graph_task_id", "_dynamo", "_is_profiler_enabled", "_forward_hooks", "_world", "_allgather_base",
+    "_reduce_scatter_base",
+}  # fmt: skip
+NO_FACE = {"_may_stay_unflattened"}  # the reference run of tests/parity/precision/test_loose.py
+
+
+def modules_of(tree: ast.Module) -> list[str]:
+    """Subclasses of nn.Module that a file defines outside functions."""
+    found: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+            if bases & (MODULES | set(found)):
+                found.append(node.name)
+    return found
+
+
+def private_fields(tree: ast.Module) -> list[str]:
+    """Private attributes a file uses, but for those of its own classes."""
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    private = [node for node in attributes if node.attr.startswith("_") and not node.attr.endswith("__")]
+    own = {node.attr for node in private if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return [ast.unparse(node) for node in private if node.attr not in own | OF_PYTHON | OF_TORCH]
+
+
+def test_toy_models_live_in_one_place():
+    assert {name: found for name, tree in TREES.items() if (found := modules_of(tree))} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("class A(nn.Module): pass", ["A"]),
+        ("class A(torch.nn.Linear): pass", ["A"]),
+        ("class A(Stack): pass", ["A"]),
+        ("class A(nn.Module): pass\nclass B(A): pass", ["A", "B"]),
+        ("class A(NamedTuple): pass", []),
+        ("def test():\n    class A(nn.Module): pass", []),
+    ],
+)
+def test_a_model_is_seen_whatever_it_inherits_from(text, found):
+    assert modules_of(ast.parse(text)) == found
+
+
+def test_tests_use_the_face_of_what_they_test():
+    used = {name: found for name, tree in TREES.items() if (found := private_fields(tree))}
+    assert {at.rpartition(".")[2] for found in used.values() for at in found} <= NO_FACE, used
