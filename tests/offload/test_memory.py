@@ -212,9 +212,8 @@ def filled(offload: dict[str, Any], path: str, inside: bool) -> tuple[list[str],
     tall = Tall(offload, path, "bf16", inside)
     for _ in range(3):
         tall.step()
-    where = [
-        row.optimizer.removeprefix("sharded").removeprefix("replicated") for row in onefold.placement(tall.model).rows
-    ]
+    rows = onefold.placement(tall.model).rows
+    where = [row.optimizer.removeprefix("sharded").removeprefix("replicated") for row in rows]
     with onefold.full_parameters(tall.model):
         values = [param.detach().clone() for param in tall.model.parameters()]
     return where, onefold.memory(tall.model), values
