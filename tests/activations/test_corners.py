@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from onefold.activations.store import Kept
+from onefold.activations.store import KeptInput
 from onefold.runtime.engine import engine_of
 from tests.activations.runs import DIM, POLICIES, batch, made
 from tests.harness import run_ranks, run_ranks_raises
@@ -108,21 +108,21 @@ def test_unusual_blocks_and_loops_share_their_inputs(name: str) -> None:
 def ahead(policy: str) -> list[int]:
     """How many inputs of other blocks are on their way, whenever a block is computed again."""
     model, _ = made(policy, 2, Tower(RunAgain, 5))
-    started, seen = set[Kept](), list[int]()
+    started, seen = set[KeptInput](), list[int]()
     with pytest.MonkeyPatch.context() as patch:
-        plain_start, plain_bring = Kept.start, Kept.bring
+        plain_start, plain_bring = KeptInput.start_restore, KeptInput.restore
 
-        def start(kept: Kept) -> None:
+        def start(kept: KeptInput) -> None:
             plain_start(kept)
             started.add(kept)
 
-        def bring(kept: Kept) -> Tensor:
+        def bring(kept: KeptInput) -> Tensor:
             tensor = plain_bring(kept)
             started.discard(kept)
             return tensor
 
-        patch.setattr(Kept, "start", start)
-        patch.setattr(Kept, "bring", bring)
+        patch.setattr(KeptInput, "start_restore", start)
+        patch.setattr(KeptInput, "restore", bring)
         for block in model.blocks:
             block.on_again = lambda: seen.append(len(started))
         learn(model, 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.cost.limits import WORKERS
 from onefold.observe.inventory import storages
-from onefold.offload.disk import Pending
+from onefold.offload.disk import Request
 from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.resident import resident_bytes
@@ -110,7 +110,7 @@ def test_with_parameters_on_the_host_the_device_keeps_next_to_nothing(ranks: int
 class Written:
     """A write on its way, until somebody has waited for it."""
 
-    def __init__(self, pending: Pending, on_the_way: set[Written]) -> None:
+    def __init__(self, pending: Request, on_the_way: set[Written]) -> None:
         self.pending, self.on_the_way = pending, on_the_way
         on_the_way.add(self)
 

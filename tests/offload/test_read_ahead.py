@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.offload.disk import DiskFile, Pending
+from onefold.offload.disk import DiskFile, Request
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.models import Watched
@@ -51,7 +51,7 @@ def trained(offload: onefold.Offload | None) -> list[float]:
 def hold_before_writing(file: DiskFile, until: threading.Event) -> None:
     plain = file.write
 
-    def write(buffer: torch.Tensor) -> Pending:
+    def write(buffer: torch.Tensor) -> Request:
         assert until.wait(PATIENCE_S), "nobody waits for the second layer before the first has run"
         return plain(buffer)
 

@@ -27,7 +27,7 @@ def load_while_it_is_removed(folder: str, name: str, fallback: bool) -> tuple[in
     model, optimizer = trained(1.0)
     onefold.save(run, model, optimizer, step=1, extra=1)
     later, its_optimizer = trained(2.0)
-    real = loading.fill_values
+    real = loading.fill_parameters
 
     def fill(engine, source, found) -> None:
         if not opened:
@@ -36,14 +36,14 @@ def load_while_it_is_removed(folder: str, name: str, fallback: bool) -> tuple[in
             onefold.save(run, later, its_optimizer, step=2, extra=2, keep=1)
         real(engine, source, found)
 
-    loading.fill_values = fill
+    loading.fill_parameters = fill
     said, extra = "", 0
     try:
         extra = onefold.load(run / name, model, optimizer, fallback=fallback)
     except CheckpointRemoved as error:
         said = str(error)
     finally:
-        loading.fill_values = real
+        loading.fill_parameters = real
     found = 0.0
     if extra:
         with onefold.full_parameters(model):
