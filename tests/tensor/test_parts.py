@@ -228,7 +228,7 @@ def one_rank_lacks_a_split() -> None:
         (shard_a_split_buffer, "ModelError", "buffer table", "replicate it"),
         (load_whole_values, "StateError", "0.up.weight", "onefold.load"),
         (group_otherwise, "MismatchError", "param group 0", "same settings"),
-        (other_models, "MismatchError", "", "parts of one model"),
+        (other_models, "MismatchError", "", "must have equally many"),
         (one_rank_lacks_a_split, "MismatchError", "0.up.weight", "in the same way"),
     ],
 )

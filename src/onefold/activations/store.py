@@ -21,7 +21,8 @@ from torch import Tensor
 from onefold.activations.arena import Arena
 from onefold.activations.transfers import CudaTransfers, Transfers, transfers_of
 from onefold.comm.agreement import fingerprint
-from onefold.comm.communicator import Comm, Pending
+from onefold.comm.communicator import Comm
+from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import NOTHING, span
 from onefold.cost.layout import part_numel

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from onefold.comm.communicator import Pending
+from onefold.comm.endpoint import Pending
 from onefold.comm.spans import span
 from onefold.cost.limits import COPYING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onefold.comm.communicator import Pending
+from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import span
 from onefold.optim.host_update import HostUpdates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.comm.communicator import Pending
+from onefold.comm.endpoint import Pending
 from onefold.state.unit import Unit
 
 

@@ -25,7 +25,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from onefold.comm.communicator import Comm, Pending
+from onefold.comm.communicator import Comm
+from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import span
 from onefold.cost.layout import Span

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from onefold.comm.buffers import Pool
-from onefold.comm.communicator import Comm, Pending
+from onefold.comm.communicator import Comm
+from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
 from onefold.cost.layout import Span
 from onefold.errors import ModelError

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from onefold.comm.buffers import Pool
-from onefold.comm.communicator import Comm, Reduction
+from onefold.comm.communicator import Comm
+from onefold.comm.endpoint import Reduction
 from onefold.comm.meter import Label
 from onefold.cost.layout import UnitLayout
 from onefold.settings.precision import Dtypes

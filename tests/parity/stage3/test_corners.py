@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from onefold.comm.communicator import Comm, Pending
+from onefold.comm.communicator import Comm
+from onefold.comm.endpoint import Pending
 from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.models import (

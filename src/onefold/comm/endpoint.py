@@ -1,0 +1,100 @@
+"""One rank's end of an axis of ranks, and the messages that are in flight there.
+
+A message that fails, or gets no answer in time, raises a CommError that names the purpose, the unit and the peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from onefold.comm.inflight import PostedShards, keep
+from onefold.comm.mesh import Axis
+from onefold.comm.meter import Label
+from onefold.comm.spans import NOTHING, span
+from onefold.comm.sums import sum_in_order, sum_wide
+from onefold.errors import CommError
+
+HINTS = {
+    "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. ',
+    "gather-backward": "If ranks use a unit again after others, each in its own way, give it its own unit (units=). ",
+}
+
+
+class Endpoint:
+    """This rank on one axis of a mesh: its peers, their process group, and the time limit of messages."""
+
+    def __init__(self, axis: Axis, timeout_s: float) -> None:
+        self.rank, self.size = axis.rank, axis.size
+        self.peers = [peer for peer in range(axis.size) if peer != axis.rank]
+        self.posted = PostedShards()
+        self.salt = 0  # distinguishes this model's messages from another's; the same on all ranks
+        self.axis, self.timeout = axis, timedelta(seconds=timeout_s)
+
+    def world_rank(self, rank: int) -> int:
+        """The global rank of a rank of this axis."""
+        return self.axis.world_ranks[rank]
+
+    def span(self, verb: str, label: Label) -> AbstractContextManager[Any]:
+        """A span in the profiler's trace, if this axis has more than one rank."""
+        return span(verb, *label) if self.size > 1 else NOTHING
+
+    def finish(self, work: dist.Work, label: Label, peer: int | None) -> None:
+        """Waits for one message; `peer` is the rank at its other end, None if all ranks take part."""
+        try:
+            work.wait(self.timeout)
+        except Exception as error:
+            who = "its peers" if peer is None else f"rank {self.world_rank(peer)}"
+            raise CommError(
+                f"rank {self.world_rank(self.rank)}: {label} got no answer from {who} within "
+                f"{self.timeout.total_seconds():g} s, or {who} has ended; look at that rank's output first. "
+                f"{HINTS.get(label.purpose, '')}"
+                f"The backend says: {(str(error) or type(error).__name__).splitlines()[0]}"
+            ) from error
+
+
+class Pending:
+    """Messages in flight. `wait` returns once they have completed, and may be called again."""
+
+    is_posted_shard = False  # a shard for all peers, who receive it at any time
+
+    def __init__(self, endpoint: Endpoint, label: Label, works: Sequence[tuple[int | None, dist.Work]]) -> None:
+        self._endpoint, self._label, self._works = endpoint, label, works
+
+    def wait(self) -> None:
+        works, self._works = self._works, ()
+        if works:
+            with self._endpoint.span("wait", self._label):
+                for peer, work in works:
+                    self._endpoint.finish(work, self._label, peer)
+
+    def __del__(self) -> None:
+        """Keeps messages that are in flight when their model is freed, as after an error."""
+        if self._works:
+            keep(self._endpoint.posted if self.is_posted_shard else None, [work for _, work in self._works])
+
+
+class Reduction(Pending):
+    """A reduce-scatter in flight; `finish` gives the sum over ranks."""
+
+    def __init__(self, pending: Pending, parts: Sequence[Tensor]) -> None:
+        super().__init__(pending._endpoint, pending._label, pending._works)
+        pending._works = ()  # this object waits for them
+        self._parts = parts  # to be summed by this rank, in rank order; overwritten
+
+    def finish(self, out: Tensor, plus: Tensor | None, scale: float = 1.0, wide: Tensor | None = None) -> None:
+        """Waits; out = the sum [× scale] [+ plus]; with the fp32 buffer `wide`, computed there and rounded once."""
+        self.wait()
+        with self._endpoint.span("sum", self._label):
+            if wide is None or (plus is None and scale == 1.0 and len(self._parts) == 1):
+                sum_in_order(self._parts, out, plus)
+            elif plus is None and len(self._parts) == 1 and out.dtype is self._parts[0].dtype:
+                torch.mul(self._parts[0], scale, out=out)  # in fp32, and rounded once
+            else:
+                sum_wide(self._parts, out, plus, scale, wide)
