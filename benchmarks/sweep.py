@@ -124,8 +124,8 @@ def alone(rounds: int) -> list[dict[str, Any]]:
         )
         sent, row = nbytes * (comm.size - 1) // comm.size, {"unit_bytes": nbytes}
         works: dict[str, Callable[[], Any]] = {
-            "gather": lambda flat=flat: comm.gather(flat, Label("sweep", "gather")).wait(),
-            "reduce": lambda flat=flat, scratch=scratch, out=out: comm.reduce(
+            "gather": lambda flat=flat: comm.all_gather(flat, Label("sweep", "gather")).wait(),
+            "reduce": lambda flat=flat, scratch=scratch, out=out: comm.reduce_scatter(
                 flat, scratch, Label("sweep", "reduce")
             ).finish(out, None),
         }

@@ -1,4 +1,4 @@
-"""shard(): puts units, engine and hooks around a model, in place, in six steps that each have their own file."""
+"""shard(): puts units, engine and hooks around a model, in place, in six steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
 
 
 def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, Any]) -> ModelT:
-    """shard(), over axes that need not be real."""
+    """shard(), over given axes, which may be simulated."""
     # 1 Survey the model. A mistake is kept until step 2, where all ranks hear of it.
     device = device_of(model, fields.get("device", getattr(zero, "device", None)), axes)
     found = survey_or_mistake(model, zero, fields, axes)

@@ -47,7 +47,7 @@ POINTS = {
     "optimizer": Point("onefold.optim.optimizer:Optimizer.__init__", 1, False),
     "loop": Point("onefold.train.run.loop:Loop.__init__", 1, False),
     "first forward": Point("onefold.train.run.loop:Loop._passes", 1, True),
-    "first reduction": Point("onefold.comm.communicator:Comm.reduce", 2, True),
+    "first reduction": Point("onefold.comm.communicator:Comm.reduce_scatter", 2, True),
     "first update": Point("onefold.train.run.loop:Loop._update", 1, True),
     "telling each other": Point("onefold.train.run.loop:Loop._row", 1, True),
     "evaluation": Point("onefold.train.run.loop:Loop.evaluate", 1, True),

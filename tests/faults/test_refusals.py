@@ -13,7 +13,7 @@ import onefold
 from onefold.runtime.engine import engine_of
 from onefold.runtime.refusals import REFUSALS, REFUSED_IN, Call, Situation
 from onefold.runtime.scaled import scaled_backward
-from onefold.runtime.situations import HOLDS
+from onefold.runtime.situations import SITUATION_CHECKS
 from onefold.train.run.tensor_parallel import parallelize
 from tests.harness import run_ranks
 
@@ -167,7 +167,7 @@ def wanted(call: Call, holds: set[Situation]) -> str:
     """The text of the first situation that holds, of the model before the caller's; "" if the call is allowed."""
     calls = {Call.LOAD_PART: (Call.LOAD, Call.LOAD_PART), Call.BACKWARD: (Call.FORWARD, Call.BACKWARD)}
     pairs = [(one, situation) for one in calls.get(call, (call,)) for situation in REFUSED_IN[one]]
-    refused = sorted((pair for pair in pairs if pair[1] in holds), key=lambda pair: pair[1] not in HOLDS)
+    refused = sorted((pair for pair in pairs if pair[1] in holds), key=lambda pair: pair[1] not in SITUATION_CHECKS)
     return REFUSALS[refused[0]].format(unit="unit 0", before=4.0, now=1.0) if refused else ""
 
 

@@ -10,7 +10,7 @@ import pytest
 import onefold
 from onefold.errors import StateError
 from onefold.runtime.refusals import REFUSALS, REFUSED_IN, Call, Situation, refuse
-from onefold.runtime.situations import HOLDS
+from onefold.runtime.situations import SITUATION_CHECKS
 
 SOURCE = Path(onefold.__file__).parent
 FACTS = {"unit": "blocks.0", "name": "blocks.0.weight", "before": 1.0, "now": 2.0}
@@ -58,7 +58,7 @@ def test_a_refused_call_hears_what_to_do_and_any_other_is_not_looked_at(call, si
 def test_every_call_and_every_situation_is_in_the_table_and_every_situation_can_be_seen():
     assert {call for call, _ in REFUSALS} == set(Call)
     assert {situation for _, situation in REFUSALS} == set(Situation)
-    assert set(HOLDS) | BY_THE_CALLER == set(Situation) and not set(HOLDS) & BY_THE_CALLER
+    assert set(SITUATION_CHECKS) | BY_THE_CALLER == set(Situation) and not set(SITUATION_CHECKS) & BY_THE_CALLER
 
 
 def state_errors(path: Path) -> list[int]:

@@ -126,7 +126,7 @@ class AutomaticActivations:
         mine = [Seen(kept, self._inputs, self._room)]
         for comm in (self._engine.everyone, self._tensor):
             blob = b"".join(number.to_bytes(8, "big") for number in mine[0])
-            rows = comm.gather_bytes(blob, Label("agree", "activations")) if comm.size > 1 else [blob]
+            rows = comm.all_gather_bytes(blob, Label("agree", "activations")) if comm.size > 1 else [blob]
             seen = [Seen(*(int.from_bytes(row[i : i + 8], "big") for i in (0, 8, 16))) for row in rows]
             mine = [Seen(max(s.kept for s in seen), max(s.inputs for s in seen), min(s.room for s in seen))]
         return choose_policy(mine[0], len(self._blocks), self._tensor.size, self._others)

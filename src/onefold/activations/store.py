@@ -93,7 +93,7 @@ class KeptInput:
             with span("upload", ACTIVATION, self.call.name) if store.on_host else NOTHING:
                 store.copy_back(self._part, whole[store.rank * part : (store.rank + 1) * part])
             if store.ranks > 1:
-                pending = store.comm.gather(whole, self._label)
+                pending = store.comm.all_gather(whole, self._label)
             event = store.record_event()
         self._restoring = (whole, pending, event)
 
@@ -206,7 +206,7 @@ class Store:
 
     def _check_equal(self, call: Call, tensor: Tensor) -> None:
         mine = f"{fingerprint(tensor)} {tensor.numel():20}".encode()
-        rows = self.comm.gather_bytes(mine, Label("agree", f"the input of {call.name}"))
+        rows = self.comm.all_gather_bytes(mine, Label("agree", f"the input of {call.name}"))
         if len(set(rows)) > 1:
             raise ConfigError(
                 f"the input of {call.name} is not the same on all {self.ranks} ranks of the mesh axis 'tp', so it "

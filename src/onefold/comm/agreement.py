@@ -37,7 +37,7 @@ def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, w
     if any(errors):
         row = next(i for i, text in enumerate(errors) if text)
         raise MismatchError(f"rank {comm.world_rank(row)} failed in {where}, so no rank goes on: {errors[row]}")
-    digests = comm.gather_bytes(digest(lines).encode(), AGREE)
+    digests = comm.all_gather_bytes(digest(lines).encode(), AGREE)
     if len(set(digests)) > 1:
         everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
         raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)]))
@@ -63,7 +63,7 @@ def together(comms: Comms, work: Callable[[], T], *, where: str = "shard()") -> 
 
 def agree_on_salt(comm: Comm) -> int:
     """A random number that rank 0 has drawn for this model, to tell its messages from another model's. Collective."""
-    return int.from_bytes(comm.gather_bytes(os.urandom(4), AGREE)[0], "big")
+    return int.from_bytes(comm.all_gather_bytes(os.urandom(4), AGREE)[0], "big")
 
 
 def tell_apart(comms: Comms) -> None:

@@ -1,8 +1,7 @@
 """Communicators, the only callers of collectives: each call is metered by purpose, and named in errors.
 
-`gather` is an all-gather in place: it fills a flat buffer of N equal slots, of which each rank has filled its own.
-`reduce` is a reduce-scatter: the sum, in rank order, of this rank's slot over all ranks. `broadcast` copies rank 0's
-bytes to all.
+`all_gather` works in place: it fills a flat buffer of N equal slots, of which each rank has filled its own.
+`reduce_scatter` gives the sum of this rank's slot over all ranks. `broadcast` copies rank 0's bytes to all.
 
 An all-gather has two halves: `post_shard` starts to send this rank's slot to its peers, `receive_shards` receives
 theirs. On gloo a message travels once both sides have called, moved by gloo's own thread: after a rank has posted its
@@ -50,12 +49,13 @@ class Comm(Endpoint):
         return PairwiseWire(self) if backend == "gloo" else None
 
     def scratch_numel(self, shard_numel: int) -> int:
-        """Elements of scratch that `reduce` needs beside its buffer."""
+        """Elements of scratch that `reduce_scatter` needs beside its buffer."""
         return self._wire.scratch_numel(shard_numel) if self.size > 1 else 0
 
     @property
     def any_order(self) -> bool:
-        """Whether ranks may receive posted shards in different orders: on gloo, not in NCCL's collectives."""
+        """Whether ranks may receive posted shards in different orders: for point-to-point messages
+        of CPU tensors over gloo, not for NCCL, and not for CUDA tensors staged over gloo."""
         return self._wire.any_order
 
     @property
@@ -79,21 +79,21 @@ class Comm(Endpoint):
         with self.span("start", label):
             return self._wire.receive_shards(flat, label)
 
-    def gather(self, flat: Tensor, label: Label) -> Pending:
+    def all_gather(self, flat: Tensor, label: Label) -> Pending:
         """Starts an all-gather in place: each rank has filled its own slot of the flat buffer."""
         self._count(label, "all-gather", flat)
         if self.size == 1:
             return Pending(self, label, ())
         with self.span("start", label):
-            return self._wire.gather(flat, label)
+            return self._wire.all_gather(flat, label)
 
-    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+    def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         """Starts a reduce-scatter: the sum of this rank's slot over all ranks. Overwrites `flat` and `scratch`."""
         self._count(label, "reduce-scatter", flat)
         if self.size == 1:
             return Reduction(Pending(self, label, ()), [flat])
         with self.span("start", label):
-            return self._wire.reduce(flat, scratch, label)
+            return self._wire.reduce_scatter(flat, scratch, label)
 
     def broadcast(self, tensors: Sequence[Tensor], label: Label) -> None:
         """Copies rank 0's tensors to all ranks, in one message, whatever their dtypes."""
@@ -117,15 +117,15 @@ class Comm(Endpoint):
 
     def exchange(self, blob: bytes, label: Label) -> list[bytes]:
         """Every rank's bytes, in rank order, of any lengths: two all-gathers, for set-up rather than for steps."""
-        sizes = self.gather_bytes(len(blob).to_bytes(8, "big"), label)
+        sizes = self.all_gather_bytes(len(blob).to_bytes(8, "big"), label)
         lengths = [int.from_bytes(size, "big") for size in sizes]
-        rows = self.gather_bytes(blob.ljust(max(lengths), b"\0"), label)
+        rows = self.all_gather_bytes(blob.ljust(max(lengths), b"\0"), label)
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def gather_to_first(self, blob: bytes, label: Label) -> list[bytes]:
+    def gather_to_rank0(self, blob: bytes, label: Label) -> list[bytes]:
         """Every rank's bytes, in rank order, on rank 0; an empty list elsewhere. On gloo only."""
         assert isinstance(self._wire, PairwiseWire)
-        sizes = [int.from_bytes(size, "big") for size in self.gather_bytes(len(blob).to_bytes(8, "big"), label)]
+        sizes = [int.from_bytes(size, "big") for size in self.all_gather_bytes(len(blob).to_bytes(8, "big"), label)]
         boxes = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         boxes[self.rank].copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else boxes[self.rank])
         filled = {peer: box for peer, box in enumerate(boxes) if peer and box.numel()}
@@ -138,7 +138,7 @@ class Comm(Endpoint):
         """A communicator of the same ranks over a new gloo group, for use in another thread. Collective."""
         meter, self.meter = self.meter, Meter()  # these messages belong to no step
         try:
-            self.gather_bytes(b"!", Label("meet", name))  # raises at once if a peer has ended
+            self.all_gather_bytes(b"!", Label("meet", name))  # raises at once if a peer has ended
             axis = new_gloo_axis(self.axis, f"{name}/{self.salt}", self.timeout.total_seconds())
         except RuntimeError as error:
             if isinstance(error, CommError):
@@ -152,12 +152,12 @@ class Comm(Endpoint):
             self.meter = meter
         return Comm(axis, torch.device("cpu"), timeout_s, Meter())
 
-    def gather_bytes(self, blob: bytes, label: Label) -> list[bytes]:
+    def all_gather_bytes(self, blob: bytes, label: Label) -> list[bytes]:
         """Every rank's bytes, in rank order; all ranks give equally many. Collective."""
-        return self.start_gather_bytes(blob, label)() if blob else [b""] * self.size
+        return self.start_all_gather_bytes(blob, label)() if blob else [b""] * self.size
 
-    def start_gather_bytes(self, blob: bytes, label: Label) -> Callable[[], list[bytes]]:
-        """Starts `gather_bytes`; calling the result waits for the bytes."""
+    def start_all_gather_bytes(self, blob: bytes, label: Label) -> Callable[[], list[bytes]]:
+        """Starts `all_gather_bytes`; calling the result waits for the bytes."""
         if self.simulated or self.size == 1:
             self.meter.count(label.purpose, "all-gather", len(blob) * (self.size - 1))
             return lambda: [blob] * self.size
@@ -165,10 +165,10 @@ class Comm(Endpoint):
         table[self.rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         if self._small is None:
             table = table.to(self._wire.small_device)
-            pending = self.gather(table.view(-1), label)
+            pending = self.all_gather(table.view(-1), label)
         else:
             self._count(label, "all-gather", table)
-            pending = self._small.gather(table.view(-1), label)
+            pending = self._small.all_gather(table.view(-1), label)
 
         def rows() -> list[bytes]:
             pending.wait()

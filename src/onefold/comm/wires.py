@@ -39,7 +39,7 @@ class Wire(Protocol):
         """The device of tensors that hold a few bytes."""
 
     def scratch_numel(self, shard_numel: int) -> int:
-        """Elements of scratch that `reduce` needs."""
+        """Elements of scratch that `reduce_scatter` needs."""
 
     def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
         """Starts to send a shard to some peers, who receive it when they like."""
@@ -47,10 +47,10 @@ class Wire(Protocol):
     def receive_shards(self, flat: Tensor, label: Label) -> Pending:
         """Starts to receive the shards that peers have posted, each into its slot."""
 
-    def gather(self, flat: Tensor, label: Label) -> Pending:
+    def all_gather(self, flat: Tensor, label: Label) -> Pending:
         """Starts an all-gather in place."""
 
-    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+    def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         """Starts a reduce-scatter; overwrites both buffers."""
 
 
@@ -85,12 +85,12 @@ class PairwiseWire:
         slots = flat.view(self._endpoint.size, -1).unbind()
         return self.swap({}, {peer: slots[peer] for peer in self._endpoint.peers}, label)
 
-    def gather(self, flat: Tensor, label: Label) -> Pending:
+    def all_gather(self, flat: Tensor, label: Label) -> Pending:
         slots = flat.view(self._endpoint.size, -1).unbind()
         mine, peers = slots[self._endpoint.rank], self._endpoint.peers
         return self.swap({peer: mine for peer in peers}, {peer: slots[peer] for peer in peers}, label)
 
-    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+    def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         slots = flat.view(self._endpoint.size, -1).unbind()
         received = dict(zip(self._endpoint.peers, scratch.view(len(self._endpoint.peers), -1).unbind(), strict=True))
         parts = [received.get(rank, slots[rank]) for rank in range(self._endpoint.size)]
@@ -138,14 +138,14 @@ class CollectiveWire:
         return Pending(self._endpoint, label, ())
 
     def receive_shards(self, flat: Tensor, label: Label) -> Pending:
-        return self.gather(flat, label)
+        return self.all_gather(flat, label)
 
-    def gather(self, flat: Tensor, label: Label) -> Pending:
+    def all_gather(self, flat: Tensor, label: Label) -> Pending:
         numel = flat.numel() // self._endpoint.size
         mine = flat[self._endpoint.rank * numel : (self._endpoint.rank + 1) * numel]
         return Pending(self._endpoint, label, [(None, self._endpoint.axis.group._allgather_base(flat, mine))])
 
-    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+    def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         target = scratch[: flat.numel() // self._endpoint.size]
         work = self._endpoint.axis.group._reduce_scatter_base(target, flat, dist.ReduceScatterOptions())
         return Reduction(Pending(self._endpoint, label, [(None, work)]), (target,))
@@ -163,15 +163,15 @@ class StagedWire(CollectiveWire):
     def scratch_numel(self, shard_numel: int) -> int:
         return self._host.scratch_numel(shard_numel)
 
-    def gather(self, flat: Tensor, label: Label) -> Pending:
+    def all_gather(self, flat: Tensor, label: Label) -> Pending:
         staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         slots, target = staged.view(self._endpoint.size, -1), flat.view(self._endpoint.size, -1)
         slots[self._endpoint.rank].copy_(target[self._endpoint.rank])
-        return Staged(self._host.gather(staged, label), staged, flat)
+        return Staged(self._host.all_gather(staged, label), staged, flat)
 
-    def reduce(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
+    def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         staged = torch.empty(scratch.shape, dtype=flat.dtype, pin_memory=True)
-        reduction = self._host.reduce(flat.cpu(), staged, label)
+        reduction = self._host.reduce_scatter(flat.cpu(), staged, label)
         mine = flat.view(self._endpoint.size, -1)[self._endpoint.rank]
         received = iter(scratch.view(self._endpoint.size - 1, -1))
         parts = [mine if rank == self._endpoint.rank else next(received) for rank in range(self._endpoint.size)]

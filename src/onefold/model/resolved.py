@@ -1,6 +1,6 @@
 """What shard() decided about one model: a frozen description, made once.
 
-Construction, engine, hooks, checkpoints and reports read it, and find nothing in it a second time. It holds no tensor
+Construction, engine, hooks, checkpoints and reports read it instead of inspecting the model again. It holds no tensor
 of the model.
 """
 

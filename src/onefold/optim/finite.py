@@ -76,7 +76,7 @@ class FiniteCheck:
             none = torch.zeros((), device=engine.device)
             finite = torch.stack([torch.stack(found).isfinite().all() if found else none == 0 for found in norms])
             mine = bytes(not fine for fine in finite.tolist())
-            rows = world.gather_bytes(mine.ljust(engine.pipeline.most_units, b"\0"), Label("overflow", "step"))
+            rows = world.all_gather_bytes(mine.ljust(engine.pipeline.most_units, b"\0"), Label("overflow", "step"))
             return self._first_bad(world, torch.tensor([list(row) for row in rows]) == 0)
         return None
 

@@ -246,7 +246,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._finite.norms is not None and self._engine.resolved.precision.narrow
 
     def gradients_change(self) -> None:
-        """Called when another backward of the same step begins: raises if its gradients would escape clipping."""
+        """Called when another backward of the same step begins: norms that clip_grad_norm found no longer hold."""
         self._finite.norms = None
 
     def forget_clipping(self) -> None:
@@ -282,7 +282,7 @@ class Optimizer(torch.optim.Optimizer):
                 mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
                 partials[holders.rank, index] = mine
-        holders.gather(partials.view(-1), Label("norm", "step")).wait()
+        holders.all_gather(partials.view(-1), Label("norm", "step")).wait()
         self._finite.norms = partials
         dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
         norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / engine.scale.value).to(dtype)

@@ -47,7 +47,7 @@ def agree_on_kernel(engine: Engine, by_unit: Sequence[UnitOptimizer], cls: type[
     ):  # pipeline stages may differ in what they need, so there all ranks take part
         return
     mine = bytes([not wanted or available()])
-    rows = engine.comms.world.gather_bytes(mine, Label("agree", "the CPU's update kernel"))
+    rows = engine.comms.world.all_gather_bytes(mine, Label("agree", "the CPU's update kernel"))
     engine.comm.meter.cut()
     if bytes(1) not in rows:
         return

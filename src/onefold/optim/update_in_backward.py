@@ -61,7 +61,7 @@ class UpdateInBackward(NoUpdates):
         engine, unit = self._engine, self._engine.units[index]
         engine.unsharding.receive_posted(unit)
         used = engine.used.of_unit(index)
-        self._flags[index] = engine.everyone.start_gather_bytes(used, Label("used-flags", unit.name))
+        self._flags[index] = engine.everyone.start_all_gather_bytes(used, Label("used-flags", unit.name))
 
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:

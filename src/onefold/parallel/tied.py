@@ -57,7 +57,7 @@ class Tied(NoTiedParameters):
             both = self._engine.pool.take(2 * mine.numel(), mine.dtype)
             halves = both.view(2, -1)
             halves[self._comm.rank].copy_(mine)
-            self._comm.gather(both, Label("sum-tied", unit.name)).wait()
+            self._comm.all_gather(both, Label("sum-tied", unit.name)).wait()
             mine.copy_(halves[0].float() + halves[1].float())
             self._engine.pool.give(both)
         self.summed = True

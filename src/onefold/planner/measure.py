@@ -84,10 +84,10 @@ def _exchange(rank: int, port: int, queue: Any) -> None:
     init(timeout_s=PATIENCE_S)
     comm = Comm(axes_of(None).shard, torch.device("cpu"), PATIENCE_S, Meter())
     flat = torch.ones(2 * LINK_BYTES, dtype=torch.uint8)
-    best = _best_s(lambda: comm.gather(flat, Label("measure", "link")).wait(), torch.device("cpu"), rounds=5)
+    best = _best_s(lambda: comm.all_gather(flat, Label("measure", "link")).wait(), torch.device("cpu"), rounds=5)
     if rank == 0:
         queue.put(LINK_BYTES / best)
-    comm.gather_bytes(b"done", Label("measure", "end"))
+    comm.all_gather_bytes(b"done", Label("measure", "end"))
 
 
 def _best_s(work: Callable[[], Any], device: torch.device, rounds: int = 10) -> float:

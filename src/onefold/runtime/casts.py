@@ -12,7 +12,6 @@ from onefold.errors import StateError
 from onefold.model.containers import cast_tensors
 from onefold.model.dtensor_shards import is_dtensor, local_tensor, wrapped
 from onefold.runtime.engine import Engine
-from onefold.state.edits import Author
 from onefold.state.rounding import narrowed
 
 
@@ -43,7 +42,7 @@ def attach_casts(engine: Engine) -> None:
 def _record_load(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
     """After a load: its writes to the parameters are no edits by the user, as the masters have them already."""
     for index in _units(places, module):
-        engine.units[index].edits.accept(Author.LOAD)
+        engine.units[index].edits.accept()
 
 
 def _units(places: dict[int, Any], module: nn.Module) -> set[int]:

@@ -91,7 +91,7 @@ class Engine:
             sharded, settings.prefetch, settings.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
         )
         self.visible = VisibleGradients(self.params, self.names)
-        self._whole = ReplicatedGradients(
+        self._replicated = ReplicatedGradients(
             self.units, wanted=placement.optimizer is Scope.REPLICATED and not placement.updated_on_host
         )
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
@@ -191,9 +191,10 @@ class Engine:
         self.visible.hide()
 
     def _begin_reductions(self) -> None:
-        """Gradients that came too late for the reductions of an earlier backward are reduced first: at every stage."""
+        """Before a new backward, reduces gradients that arrived after the reductions of an earlier one. Runs at every
+        stage, so that sums have the same order."""
         if self.progress.phase is Phase.REDUCED:
-            rows = self.everyone.gather_bytes(self.schedule.waiting(), Label("used-flags", "backward"))
+            rows = self.everyone.all_gather_bytes(self.schedule.waiting(), Label("used-flags", "backward"))
             self._agree_on_order()
             self.schedule.reduce_late(bytes(map(max, zip(*rows, strict=True))))
             self.progress.move(Event.LATE_REDUCED)
@@ -208,7 +209,7 @@ class Engine:
 
     def _reduced(self, index: int, final: bool) -> None:
         if not self.updates.reduced(index, final=final):
-            self._whole.reduced(index, gather=final and index not in self.tied.units)
+            self._replicated.reduced(index, gather=final and index not in self.tied.units)
 
     # -- between backward and step ---------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class Engine:
         if self.progress.phase is Phase.AGREED:
             self.used.drop_kept(self.visible.dropped())  # since the ranks agreed, on every rank alike
             return
-        self._bring_what_is_due(call)
+        self._join_missed_reductions(call)
         if self.updates.keeps_gradients:
             late = self.used.agree(self.everyone, self.visible.dropped(), self.schedule.waiting())
             if late is None:
@@ -230,15 +231,16 @@ class Engine:
         else:  # what ranks used of a unit travelled beside its reduction, the only one
             self._agree_on_order()
             self.schedule.drain()
-        if self._whole.wanted:
+        if self._replicated.wanted:
             self.schedule.drain()
-            self._whole.gather_all()
+            self._replicated.gather_all()
         self.progress.move(Event.AGREED)
 
-    def _bring_what_is_due(self, call: Call) -> None:
-        """If this rank's backward touched no parameter, or never came, its peers wait for its shards and its zeros."""
+    def _join_missed_reductions(self, call: Call) -> None:
+        """If this rank's backward reached no parameter, or never ran, takes part in the all-gathers and, with zeros, in
+        the reductions that its peers wait for."""
         if self.updates.awaits_step:
-            return  # all reductions have run
+            return  # every unit has been reduced and updated in backward
         due = self.progress.due
         if due is Due.NOTHING or (self.used.any and due is not Due.ZEROS):
             if not self.used.any:
@@ -249,19 +251,20 @@ class Engine:
             self.unsharding.close_backward()
         self._begin_reductions()
         self.schedule.flush(start=True)
-        self.progress.brought_due()
+        self.progress.joined_missed_reductions()
 
     def _agree_on_order(self) -> None:
         if agree_on_order(self.everyone, self.schedule, self.unsharding):
             self.pool.trim()  # in the first backward units may have waited for another order
 
     def wait_reduced(self, index: int) -> Unit:
-        """A unit whose gradient is complete."""
+        """Finishes the reductions of a unit and returns the unit."""
         self.schedule.finish(index)
         return self.units[index]
 
     def counts(self, name: str) -> bool:
-        """Whether a parameter counts here: what is the same on all ranks of "tp" counts on the first of them."""
+        """Whether this rank includes a parameter in norms and checkpoints. A parameter that is replicated over "tp" is
+        included on the first rank of "tp" only."""
         return self.comms.tp.rank == 0 or name in self.resolved.tensor_shards
 
     def forget_used(self) -> None:
@@ -270,9 +273,10 @@ class Engine:
         self.progress.move(Event.DROPPED)
 
     def quiesce(self, *, host: bool = True) -> None:
-        """Nothing is in flight, and what users wrote has reached the masters: values may be read, updated or replaced
-        as one state. Collective. Without `host`, host updates may go on: forwards and steps wait for each unit where
-        it is used. Inside full_parameters(write=True) users are not through, so their writes are not looked at."""
+        """Waits for updates in flight, and copies what users wrote into the masters, so that parameters and optimizer
+        state can be read or replaced as one state. Collective. Reductions of gradients may still be in flight; without
+        `host` so may host updates: forwards and steps wait for each unit where it is used. Inside
+        full_parameters(write=True) users' writes are taken at its end, and not here."""
         self.updates.finish()
         if host:
             self.updates.wait()
@@ -290,7 +294,7 @@ class Engine:
         self._backward.close_failed()
         self.check(Call.ZERO_GRAD)
         self.schedule.drain()
-        self._whole.drop()
+        self._replicated.drop()
         for unit in self.units:
             unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
         self.progress.dropped(keep_as_zeros=keep_as_zeros)
@@ -311,17 +315,17 @@ class Engine:
             yield
 
     def keep_across(self, nbytes: int) -> None:
-        """Stage 3: let units of so many bytes stay whole over the passes that follow; 0 releases them again."""
-        if self.schedule.agreed:  # before that the passes are being watched
+        """Stage 3: keeps up to `nbytes` of units unsharded across forwards and backwards; 0 reshards them."""
+        if self.schedule.agreed:  # before that the order of units is being learnt
             self.unsharding.keep_across(nbytes)
 
     # -- what users see --------------------------------------------------------------------------------------------
 
     def show_gradients(self) -> None:
-        """Values where gradients are whole, else placeholders."""
-        if self._whole.wanted:
+        """Fills .grad: with gradients where they are replicated, else with placeholders that raise."""
+        if self._replicated.wanted:
             self.complete_gradients(Call.STEP)
-            self.visible.show(self.used.kept(), self._whole_gradient)
+            self.visible.show(self.used.kept(), self._replicated_gradient)
         else:
             self.visible.show_placeholders()
 
@@ -331,16 +335,17 @@ class Engine:
         if self.tied.names:
             self.show_gradients()
 
-    def _whole_gradient(self, index: int) -> Tensor:
+    def _replicated_gradient(self, index: int) -> Tensor:
         place = self.places[index]
-        return wrapped(self.params[index], self.units[place.unit].gradients.whole_view(place.slot))
+        return wrapped(self.params[index], self.units[place.unit].gradients.replicated_view(place.slot))
 
     def _forget_dropped(self) -> None:
-        """Set to None before another backward: what was there does not add to what comes."""
+        """Drops the reduced gradients of parameters whose .grad a user has set to None, so that the next backward does
+        not add to them."""
         dropped = self.visible.dropped()
         if dropped:
             self.schedule.drain()
-            self._whole.wait()
+            self._replicated.wait()
         for index in dropped:
             self.arriving.forget(index)
 

@@ -121,7 +121,7 @@ def gather_over_tp(engine: Engine, name: str, local: Tensor) -> Tensor:
     lengths = [stop - start for start, stop in pairwise(part.bounds)]
     slots = local.new_zeros(tp.size, max(lengths) * row)
     slots[tp.rank, : local.numel()] = local.reshape(-1)
-    tp.gather(slots.view(-1), Label("gather", name)).wait()
+    tp.all_gather(slots.view(-1), Label("gather", name)).wait()
     shapes = [part.shape[: part.dim] + (length,) + part.shape[part.dim + 1 :] for length in lengths]
     pieces = [slot[: math.prod(shape)].view(shape) for slot, shape in zip(slots, shapes, strict=True)]
     return torch.cat(pieces, dim=part.dim)

@@ -31,8 +31,8 @@ from onefold.state.flat_parameters import ParameterState
 from onefold.state.unit import Unit
 
 AUTO = "auto"
-TRACED = 4096
-FORWARD, BACKWARD, LONE = "gather-forward", "gather-backward", "gather"  # purposes of all-gathers
+TRACE_LENGTH = 4096
+FORWARD, BACKWARD, OUTSIDE_PASS = "gather-forward", "gather-backward", "gather"  # purposes of all-gathers
 
 
 class GatherSchedule:
@@ -47,8 +47,8 @@ class GatherSchedule:
         self.backward = [index for index in reversed(self.forward) if index != self.kept_unit]
         self.seen: list[int] = []  # units that this pass needed, in order
         self.saved = [0] * len(units)  # per unit: tensors in its flat buffer that autograd graphs have saved
-        self.trace: deque[tuple[str, str]] = deque(maxlen=TRACED)  # the latest gathers: purpose, unit
-        self._purpose, self._order = LONE, list[int]()
+        self.trace: deque[tuple[str, str]] = deque(maxlen=TRACE_LENGTH)  # the latest gathers: purpose, unit
+        self._purpose, self._order = OUTSIDE_PASS, list[int]()
         self._places: dict[int, list[int]] = {}  # unit -> its places in the list
         self._remaining: set[int] = set()  # places of the list whose shards have not been received
         self._unposted: deque[int] = deque()  # places whose shards have not been posted
@@ -158,7 +158,7 @@ class GatherSchedule:
         self._prefetched.clear()
         if self._timer and self._order and (decided := self._timer.end_of_pass(self._purpose)) is not None:
             self.prefetch[self._purpose] = decided
-        self._purpose, self._order, self._at = LONE, [], 0
+        self._purpose, self._order, self._at = OUTSIDE_PASS, [], 0
 
     def ready(self, index: int) -> bool:
         """Whether a unit is unsharded and was needed in this pass, not only prefetched."""
@@ -178,8 +178,8 @@ class GatherSchedule:
             return
         for index in indices:
             values = self._units[index].flat_params
-            if self._purpose == LONE:
-                values.finish_posted(LONE)  # does not wait: all ranks are here again, so they have received it
+            if self._purpose == OUTSIDE_PASS:
+                values.finish_posted(OUTSIDE_PASS)  # does not wait: all ranks are here again, so they have received it
             values.post_shard(self._purpose)
             self._start(index)
 
@@ -192,7 +192,7 @@ class GatherSchedule:
         """Exchanges which units ranks need, posts shards to those that need them, and receives what this rank needs.
         True if all ranks have finished. Collective."""
         mine = bytes([finished, *(index in indices for index in range(len(self._units)))])
-        rows = self._comm.gather_bytes(mine, Label("negotiate", "the next units"))
+        rows = self._comm.all_gather_bytes(mine, Label("negotiate", "the next units"))
         for index, unit in enumerate(self._units):
             needing = [rank for rank, row in enumerate(rows) if row[1 + index]]
             if needing:

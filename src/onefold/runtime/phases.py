@@ -6,7 +6,7 @@ pipelines that run several forwards before the first backward), and step() leave
 calling it again uses them again. A model whose values are of no use (a failed load, a failed host update) is in no
 phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a situation beside the phase.
 
-`Due` says what peers wait for from this rank, should its backward never come or reach none of its parameters.
+`Due` says which reductions this rank must still join, with zeros if need be, because its peers will start them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Phase(Enum):
 
     IDLE = "nothing is reduced: no gradients, local sums only, or zeros"
     BACKWARD = "a backward is bringing gradients"
-    REDUCED = "reductions have run; which parameters anyone used is not agreed on"
-    AGREED = "gradients are complete, and all ranks know which parameters anyone used"
+    REDUCED = "a backward has ended and started all its reductions; ranks have not agreed on who used what"
+    AGREED = "all ranks know which parameters anyone used, and all reductions of the step have been started"
 
 
 class Event(Enum):
     OPENED = auto()  # the first gradient of a backward is coming
-    REDUCED = auto()  # a backward has ended, and its gradients are reduced
+    REDUCED = auto()  # a backward has ended, and its reductions are started
     SUMMED = auto()  # a backward has ended, and its gradients are kept as local sums
     LATE_REDUCED = auto()  # what came too late for the last reductions is reduced
     AGREED = auto()  # the ranks know which parameters anyone used
@@ -77,12 +77,13 @@ def after_backward(due: Due, *, gradients: bool, reducing: bool) -> Due:
 
 
 def after_drop(due: Due) -> Due:
-    """All gradients are dropped: which backward brought none does not matter any more."""
+    """All gradients are dropped. A rank whose backward reached no parameter counts again as one whose backward has not
+    come, because its peers still expect its reductions."""
     return Due.BACKWARD if due is Due.ZEROS else due
 
 
 class Progress:
-    """Where one model is: the phase of its gradients, and what its peers wait for. Moved by what happens alone."""
+    """Where one model is: the phase of its gradients, and what its peers wait for. Only events change it."""
 
     def __init__(self) -> None:
         self.phase, self.due = Phase.IDLE, Due.NOTHING
@@ -102,7 +103,7 @@ class Progress:
             self.move(Event.REDUCED if reducing else Event.SUMMED)
         return gradients
 
-    def brought_due(self) -> None:
+    def joined_missed_reductions(self) -> None:
         """This rank has taken part in the reductions that its peers waited for."""
         self.due = Due.NOTHING
 

@@ -1,4 +1,4 @@
-"""Which call is refused in which situation of a model, and what the error says: found, and what to do instead.
+"""Which calls are refused in which situations of a model. An entry is the error: what is wrong, and what to do.
 
 A pair that is not in the table is allowed. `Engine.check(call)` raises for the first situation of the model, in the
 order of `Situation`, in which the call is refused; situations that only their caller can see are raised by `refuse`.
@@ -57,8 +57,8 @@ class Situation(Enum):
     SEVERAL_STAGES = "this rank holds several stages of a pipeline"
 
 
-IN_BACKWARD = "step_in_backward=True"
-NOTHING = "call loss.backward() before optimizer.step() or clip_grad_norm()"
+STEP_IN_BACKWARD = "step_in_backward=True"
+BACKWARD_FIRST = "call loss.backward() before optimizer.step() or clip_grad_norm()"
 BROKEN = {
     Situation.LOAD_FAILED: "load() failed half way, so the model holds values of two states; load a checkpoint again",
     Situation.UPDATE_FAILED: "the update of {unit} failed, so the model holds values of two steps; load a checkpoint",
@@ -83,34 +83,35 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
         "already; use more micro-batches in one schedule.step()"
     ),
     (Call.BACKWARD, Situation.STEP_AWAITED): (
-        f"{IN_BACKWARD} updates in every backward: call optimizer.step() before the next one"
+        f"{STEP_IN_BACKWARD} updates in every backward: call optimizer.step() before the next one"
     ),
     (Call.BACKWARD, Situation.UPDATES_IN_FULL_PARAMETERS): (
-        f"{IN_BACKWARD} would update in a backward inside full_parameters, which would keep old values; leave it first"
+        f"{STEP_IN_BACKWARD} would update in a backward inside full_parameters, which would keep old values; leave it "
+        f"first"
     ),
     (Call.GRADIENT, Situation.UNIT_UPDATED): (
-        f"a gradient of {{name}} came after its unit was updated: with {IN_BACKWARD} every parameter must get its "
+        f"a gradient of {{name}} came after its unit was updated: with {STEP_IN_BACKWARD} every parameter must get its "
         f"gradient once in one backward (no reentrant checkpoints that share blocks, no second backward before step())"
     ),
-    (Call.CLIP, Situation.NO_GRADIENTS): f"no gradients: {NOTHING}",
-    (Call.CLIP, Situation.NO_RANK_HAS_GRADIENTS): f"no rank has gradients: {NOTHING}",
+    (Call.CLIP, Situation.NO_GRADIENTS): f"no gradients: {BACKWARD_FIRST}",
+    (Call.CLIP, Situation.NO_RANK_HAS_GRADIENTS): f"no rank has gradients: {BACKWARD_FIRST}",
     (Call.CLIP, Situation.UPDATES_IN_BACKWARD): (
-        f"{IN_BACKWARD} has updated each unit by now, so nothing is left to clip; leave it out"
+        f"{STEP_IN_BACKWARD} has updated each unit by now, so nothing is left to clip; leave it out"
     ),
     (Call.CLIP, Situation.SEVERAL_STAGES): (
         "this rank holds several stages of a pipeline, so this norm would be of one of them only; use one stage per "
         "rank (Schedule1F1B), or leave clipping out"
     ),
-    (Call.STEP, Situation.NO_GRADIENTS): f"no gradients: {NOTHING}",
-    (Call.STEP, Situation.NO_RANK_HAS_GRADIENTS): f"no rank has gradients: {NOTHING}",
+    (Call.STEP, Situation.NO_GRADIENTS): f"no gradients: {BACKWARD_FIRST}",
+    (Call.STEP, Situation.NO_RANK_HAS_GRADIENTS): f"no rank has gradients: {BACKWARD_FIRST}",
     (Call.STEP, Situation.IN_FULL_PARAMETERS): (
         "step() inside full_parameters would leave old values in it; leave full_parameters first"
     ),
     (Call.ZERO_GRAD, Situation.STEP_AWAITED): (
-        f"{IN_BACKWARD} has updated parameters in backward: call step() before zero_grad()"
+        f"{STEP_IN_BACKWARD} has updated parameters in backward: call step() before zero_grad()"
     ),
     (Call.ACCUMULATE, Situation.UPDATES_IN_BACKWARD): (
-        f"{IN_BACKWARD} updates in every backward, so nothing can accumulate; leave it out"
+        f"{STEP_IN_BACKWARD} updates in every backward, so nothing can accumulate; leave it out"
     ),
     (Call.ACCUMULATE, Situation.ACCUMULATING): ("accumulate() is already on for this model; leave the outer one first"),
     (Call.STATE_DICT, Situation.RELEASED): (

@@ -1,6 +1,6 @@
 """In which situations a model is: one question per situation, asked of its engine when a call is made.
 
-Situations that are missing here are seen only by the code that makes the call, which raises `refuse` itself.
+Situations that have no entry here are known only at the call site, which calls `refuse` directly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ClippedGradients(Protocol):
         ...
 
 
-class Asked(Protocol):
+class EngineFacts(Protocol):
     """What these questions need to know of an engine."""
 
     @property
@@ -60,7 +60,7 @@ class Asked(Protocol):
     def alone_in_rank(self) -> bool: ...
 
 
-HOLDS: Mapping[Situation, Callable[[Asked], bool]] = {
+SITUATION_CHECKS: Mapping[Situation, Callable[[EngineFacts], bool]] = {
     Situation.HAS_OPTIMIZER: lambda model: model.optimizer is not None,
     Situation.LOAD_FAILED: lambda model: model.broken is Situation.LOAD_FAILED,
     Situation.UPDATE_FAILED: lambda model: model.broken is Situation.UPDATE_FAILED,
@@ -78,9 +78,9 @@ HOLDS: Mapping[Situation, Callable[[Asked], bool]] = {
 }
 
 
-def check(model: Asked, call: Call) -> None:
+def check(model: EngineFacts, call: Call) -> None:
     """Raises if the model is in a situation in which this call is refused."""
     for situation in REFUSED_IN[call]:
-        if situation in HOLDS and HOLDS[situation](model):
+        if situation in SITUATION_CHECKS and SITUATION_CHECKS[situation](model):
             scale = model.scale
             refuse(call, situation, unit=model.broken_unit, before=scale.value, now=scale.running)

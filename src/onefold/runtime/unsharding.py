@@ -25,7 +25,6 @@ from onefold.comm.communicator import Comm
 from onefold.comm.inflight import finish_posted_at_exit
 from onefold.model.dtensor_shards import PLAIN, local_tensor
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, GatherSchedule
-from onefold.state.edits import Author
 from onefold.state.unit import Unit
 
 
@@ -310,7 +309,7 @@ class Unsharding:
     def end_load(self, indices: Sequence[int]) -> None:
         """Keeps what load_state_dict() has copied into the parameters of these units."""
         for index in indices:
-            self.units[index].flat_params.write_back(Author.LOAD)
+            self.units[index].flat_params.write_back()
             self.gathers.idle(index)
 
     def _unpin(self) -> None:

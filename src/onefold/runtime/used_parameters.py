@@ -55,13 +55,13 @@ class UsedParameters:
         said = bytearray(self._used)
         for index in dropped:
             said[index] = DROPPED
-        rows = everyone.gather_bytes(bytes(said) + waiting, Label("used-flags", "step"))
+        rows = everyone.all_gather_bytes(bytes(said) + waiting, Label("used-flags", "step"))
         words = bytearray(map(max, zip(*rows, strict=True)))
         self._kept = bytearray(word == USED for word in words[: self._total])
         return bytes(words[self._total :]) if any(words[: self._total]) else None
 
     def keep(self, index: int, rows: Sequence[bytes]) -> None:
-        """What each rank has used of a unit: what some rank has is to be updated."""
+        """Given each rank's flags for a unit, marks every parameter that any rank used as to be updated."""
         self._kept[self._units[index]] = bytes(map(max, zip(*rows, strict=True)))
 
     def drop_kept(self, indices: Iterable[int]) -> None:

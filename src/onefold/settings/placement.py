@@ -8,7 +8,7 @@ communication and copies follow from it.
 | 2 | sharded | sharded | replicated |
 | 3 | sharded | sharded | sharded |
 
-A stage is a row of data. Nothing below this module asks for a stage number. Beside its scope a state has a tier: where
+A stage is a row of data. The engine never asks for a stage number. Beside its scope a state has a tier: where
 the optimizer's state is not on the device, gradients go down to the host, which updates, and values come up again.
 """
 

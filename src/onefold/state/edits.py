@@ -1,16 +1,15 @@
-"""Who wrote the parameters of a unit last: the ledger that tells users' writes from Onefold's own.
+"""Which parameters of a unit a user has written: the ledger that tells users' writes from Onefold's own.
 
 torch counts the writes to every parameter (`_version`). The ledger stores the counts up to which every write is known.
 Onefold's own writes go through `record_own_write`, which raises both counts by the same amount; so a count beyond the
 stored one is a user's write, also if it came before or between Onefold's. The unit decides what follows: a user's write
 reaches the fp32 master (replicated 16-bit parameters), needs nothing (replicated fp32 parameters), or is lost and
-raises (sharded parameters).
+raises (sharded parameters). Writes through `.data` are not counted by torch, and not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 from torch import nn
@@ -18,32 +17,21 @@ from torch import nn
 from onefold.model.dtensor_shards import write_counts
 
 
-class Author(Enum):
-    """Who wrote the parameters last, as far as the ledger knows."""
-
-    NOBODY = "nobody since shard()"
-    TRAINING = "an optimizer step"
-    USER = "the user, in place or inside full_parameters"
-    LOAD = "a checkpoint or a state dict"
-
-
 class Edits:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = list(params)
         self._known = write_counts(self._params)
-        self.last = Author.NOBODY
 
     def written(self) -> list[int]:
         """Indices of the parameters that a user has written since the last known write."""
         now = write_counts(self._params)
         return [] if now == self._known else [i for i, new in enumerate(now) if new != self._known[i]]
 
-    def accept(self, author: Author | None = None) -> None:
-        """Counts every write until now as known. `author` is None where users' writes were dropped."""
+    def accept(self) -> None:
+        """Counts every write until now as known: taken over, or dropped."""
         self._known = write_counts(self._params)
-        self.last = author or self.last
 
-    def record_own_write(self, author: Author, which: Sequence[int] | None = None) -> None:
+    def record_own_write(self, which: Sequence[int] | None = None) -> None:
         """Records that Onefold has written all parameters, or those flagged in `which`. It increments their versions,
         so that an autograd graph that saved the old values raises; users' writes stay unknown, to be found later."""
         params = self._params if which is None else [p for p, one in zip(self._params, which, strict=True) if one]
@@ -51,4 +39,3 @@ class Edits:
         torch.autograd.graph.increment_version(params)
         grown = zip(self._known, write_counts(self._params), before, strict=True)
         self._known = [known + now - was for known, now, was in grown]
-        self.last = author

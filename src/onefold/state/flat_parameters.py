@@ -8,7 +8,8 @@ memory. Before a forward or backward the rank posts its shard to its peers; the 
 received it. `receive_shards` gives the storage its memory back and fills it; then the parameters become views of it.
 `reshard` frees the memory again, so views that autograd saved lose theirs too, and have it back after the next unshard.
 A resharded parameter reads as NaN: it is a placeholder of its true shape, one NaN expanded with stride 0. torch refuses
-most writes to such a tensor; a write that it does not refuse changes the NaN, and the next unshard raises for it.
+most writes to such a tensor; a write that it does not refuse changes the NaN, and the next unshard raises for it
+(on a CPU, for floating-point parameters: on CUDA the check would wait for the device).
 
 This rank's shard may be kept in host memory or in a file; `receive_shards` then copies it to the device. Where the host
 updates the unit, the update may still run when the next forward begins (`hide_until_updated`): posting and receiving
@@ -36,7 +37,7 @@ from onefold.model.storage import storage_key
 from onefold.offload.host import Host, StreamEvent
 from onefold.offload.image import Image
 from onefold.settings.placement import Placement, Scope, Tier
-from onefold.state.edits import Author, Edits
+from onefold.state.edits import Edits
 from onefold.state.rounding import narrowed
 from onefold.state.transitions import follow
 from onefold.state.views import FlatViews
@@ -47,7 +48,7 @@ class ParameterState(Enum):
 
     SHARDED = "this rank's shard; the parameters are placeholders"
     GATHERING = "this rank's shard and the flat buffer, which is being filled; the parameters are placeholders"
-    UNSHARDED = "the flat buffer; the parameters are views of it"
+    UNSHARDED = "the flat buffer, and this rank's shard where parameters are sharded; the parameters are views of it"
 
 
 class ParameterEvent(Enum):
@@ -90,7 +91,7 @@ class FlatParameters:
         self._shard: Tensor | None = None  # None: replicated
         self.image: Image | None = None  # the file in which this rank's shard is kept
         self._wait_for_host: Callable[[], None] | None = None  # while a host update runs: waits for it
-        self._host_is_done: Callable[[], bool] = bool  # whether that update uses the shard no more
+        self._host_is_done: Callable[[], bool] = bool  # True once the host update no longer uses the shard
         self._copying: StreamEvent | None = None  # a copy of this rank's shard from the host to the device
         self._last_copy = StreamEvent()
         self._edits = edits
@@ -180,7 +181,7 @@ class FlatParameters:
 
     def gather_updated(self) -> Pending:
         """Starts the all-gather of replicated parameters after each rank has updated its shard of them."""
-        return self._comm.gather(self.buffer, Label("gather-updated", self._views.layout.name))
+        return self._comm.all_gather(self.buffer, Label("gather-updated", self._views.layout.name))
 
     # -- unshard and reshard ----------------------------------------------------------------------------------------
 
@@ -305,9 +306,9 @@ class FlatParameters:
         if self.on_resize is not None:
             self.on_resize(self.buffer)
 
-    def write_back(self, author: Author) -> None:
-        """Copies what the unsharded parameters hold now into this rank's shard; `author` wrote it."""
-        self._edits.accept(author)
+    def write_back(self) -> None:
+        """Copies what the unsharded parameters hold now into this rank's shard."""
+        self._edits.accept()
         if self._shard is not None:
             assert self.state is ParameterState.UNSHARDED
             self.finish_posted()
@@ -364,8 +365,9 @@ class FlatParameters:
     def _refuse_write(self, written: Sequence[int]) -> NoReturn:
         names = ", ".join(self._views.layout.slots[i].name for i in written)
         raise StateError(
-            f"{names} was written while it is sharded (spread over ranks), so the write is lost; write inside "
-            f"onefold.full_parameters(model, write=True), and not in forward (nn.Embedding(max_norm=…) does)"
+            f"{names} was written while it is sharded (spread over ranks) or updated on the host: the write is lost; "
+            f"write inside onefold.full_parameters(model, write=True), and not in forward "
+            f"(nn.Embedding(max_norm=…) does)"
         )
 
     def tensors(self) -> list[Tensor]:

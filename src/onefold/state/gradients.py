@@ -95,7 +95,7 @@ class Gradients:
         return self._buffer.nbytes
 
     def widen(self) -> None:
-        """From now on gradients accumulate: keep sums in fp32."""
+        """Keeps sums in fp32 from now on, if this unit holds no gradients yet; else does nothing."""
         empty = self.state is GradientState.EMPTY and self._local is None and not self._in_flight
         if empty and self._narrow and not (self.dtype is self._local_dtype is torch.float32):
             self._local_dtype = torch.float32
@@ -212,7 +212,7 @@ class Gradients:
         label = Label("gather-gradient", self._layout.name)
         if self._buffer.unflattened:
             return Pending(self._comm, label, ())
-        return self._comm.gather(self._buffer.whole(), label)
+        return self._comm.all_gather(self._buffer.whole(), label)
 
     def part(self, span: Span) -> Tensor:
         """The reduced gradient of these elements of the unit, which this rank holds."""
@@ -226,7 +226,7 @@ class Gradients:
         """The reduced gradient of my shard."""
         return self.part(self._mine)
 
-    def whole_view(self, index: int) -> Tensor:
+    def replicated_view(self, index: int) -> Tensor:
         """One parameter's reduced gradient in its own shape, where gradients are replicated."""
         return self._buffer.view(index)
 

@@ -41,7 +41,8 @@ class Reducer:
     def start(self, flat: Tensor) -> ReductionInFlight:
         """Begin to sum a buffer, of the dtype that travels, over ranks."""
         scratch = self._pool.take(self._comm.scratch_numel(self._layout.shard_numel), self.wire)
-        return ReductionInFlight(self._comm.reduce(flat, scratch, Label("reduce", self._layout.name)), flat, scratch)
+        reduction = self._comm.reduce_scatter(flat, scratch, Label("reduce", self._layout.name))
+        return ReductionInFlight(reduction, flat, scratch)
 
     def finish(self, oldest: ReductionInFlight, own: Tensor, *, add: bool) -> None:
         """Write my shard of the sum to `own`, or add it there. Then only `oldest.flat` is still held."""
@@ -64,6 +65,6 @@ class Reducer:
         scratch = self._pool.take(self._replicas.scratch_numel(shard.numel() // self._replicas.size), shard.dtype)
         part = shard.view(self._replicas.size, -1)[self._replicas.rank]
         label = Label("reduce-replica", self._layout.name)
-        self._replicas.reduce(shard, scratch, label).finish(part, None)
-        self._replicas.gather(shard, label).wait()
+        self._replicas.reduce_scatter(shard, scratch, label).finish(part, None)
+        self._replicas.all_gather(shard, label).wait()
         self._pool.give(scratch)

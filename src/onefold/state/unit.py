@@ -22,7 +22,7 @@ from onefold.offload.image import Image
 from onefold.offload.tiers import Tiers
 from onefold.settings.placement import Placement, Scope, Tier
 from onefold.settings.precision import Dtypes
-from onefold.state.edits import Author, Edits
+from onefold.state.edits import Edits
 from onefold.state.flat_parameters import FlatParameters
 from onefold.state.gradients import Gradients
 from onefold.state.master import make_master, stored_master
@@ -92,15 +92,15 @@ class Unit:
             with self.state_in_memory(write=True):
                 for slot in written:
                     self.master.take_from_parameters(self.layout.slots[slot].span)
-            self.edits.accept(Author.USER)
+            self.edits.accept()
 
     @contextmanager
     def update(self, kept: Sequence[int] | None = None) -> Iterator[None]:
-        """Surrounds every optimizer update of the unit: users' edits reach the master first, and the update's own
-        writes are not taken for edits. `kept` flags the parameters that are updated; None: all of them."""
+        """Surrounds an update of the unit, or the queueing of its host update: users' edits reach the master first, and
+        the update's own writes are not taken for edits. `kept` flags the parameters that are updated; None: all."""
         self.take_edits()
         yield
-        self.edits.record_own_write(Author.TRAINING, kept)
+        self.edits.record_own_write(kept)
 
     def begin_user_writes(self) -> None:
         """Users may write parameters from here to `take_user_writes`; each element they change reaches the master."""
@@ -112,12 +112,12 @@ class Unit:
     def take_user_writes(self) -> None:
         """Keeps what users have written since `begin_user_writes`: in the shard, and in the master."""
         if self._hidden_between_passes:
-            self.flat_params.write_back(Author.USER)
+            self.flat_params.write_back()
         if self.trained and self.dtypes.narrow:
             with self.state_in_memory(write=True):
                 self.master.take_user_writes()
             if self._may_be_edited:
-                self.edits.accept(Author.USER)
+                self.edits.accept()
 
     def drop_user_writes(self) -> None:
         """Ends `begin_user_writes` after an error: writes to sharded parameters are lost, and none reaches a master."""
@@ -227,5 +227,5 @@ class Unit:
             self.master.read(owned, mine)
         flat[owned.start : owned.stop].copy_(mine)
         if self.placement.optimizer is Scope.SHARDED:
-            self._comm.gather(flat, Label("gather", self.name)).wait()
+            self._comm.all_gather(flat, Label("gather", self.name)).wait()
         return self._views.all(flat)

@@ -138,7 +138,7 @@ def test_a_step_takes_one_reduce_and_one_gather_per_unit_and_one_message_of_flag
 
 def train_delayed(engine: Engine) -> dict[str, Any]:
     """The same run twice, the second with ranks that come late at random."""
-    reduce, gather = Comm.reduce, Comm.gather
+    reduce, gather = Comm.reduce_scatter, Comm.all_gather
     dice = random.Random(dist.get_rank())
     late = []
 
@@ -157,7 +157,7 @@ def train_delayed(engine: Engine) -> dict[str, Any]:
         model = engine.wrap(mlp())
         adam = engine.optimizer(model)
         if delay:
-            Comm.reduce, Comm.gather = delayed(reduce), delayed(gather)  # type: ignore[method-assign]
+            Comm.reduce_scatter, Comm.all_gather = delayed(reduce), delayed(gather)  # type: ignore[method-assign]
         try:
             for step in range(4):
                 model(batch(step, engine.rank)).square().mean().backward()
@@ -165,7 +165,7 @@ def train_delayed(engine: Engine) -> dict[str, Any]:
                 adam.step()
                 adam.zero_grad()
         finally:
-            Comm.reduce, Comm.gather = reduce, gather  # type: ignore[method-assign]
+            Comm.reduce_scatter, Comm.all_gather = reduce, gather  # type: ignore[method-assign]
         results.append(params_of(model))
     assert len(late) > 5
     compare(results[1], results[0], True, "delayed")

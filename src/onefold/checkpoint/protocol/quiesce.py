@@ -6,7 +6,6 @@ from onefold.comm.communicator import Comm
 from onefold.runtime.engine import Engine
 from onefold.runtime.refusals import Call, Situation
 from onefold.settings.placement import Scope
-from onefold.state.edits import Author
 
 TIMEOUT_S = 24 * 3600.0  # disks may be slow; the end of a peer is noticed at once
 
@@ -41,6 +40,6 @@ def end_load(engine: Engine) -> None:
     for pending in gathers:
         pending.wait()
     for unit in engine.all_units:
-        unit.edits.record_own_write(Author.LOAD)
+        unit.edits.record_own_write()
     engine.comm.meter.cut()
     engine.mark_repaired()

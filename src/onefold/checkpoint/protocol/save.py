@@ -273,7 +273,7 @@ def _fill(job: Job, draft: Draft, digests: list[dict[str, str]]) -> Path:
     attempt(comm, write_mine)
     answers = {name: one.json for name, one in own.items() if rank or name != EXTRA_NOTE}
     mine = json.dumps([parts[0], answers]).encode()
-    rows = [json.loads(row) for row in comm.gather_to_first(mine, CHECKPOINT)]
+    rows = [json.loads(row) for row in comm.gather_to_rank0(mine, CHECKPOINT)]
 
     def commit_all() -> None:
         if rank == 0:

@@ -150,7 +150,7 @@ class Loop:
             self._peak = tracker.peak()
         mine = float(torch.stack(losses).double().sum()) if log else 0.0  # read only where it is wanted
         said = WORD.pack(stop.asked, len(self.notes) > 0, mine)
-        words = [WORD.unpack(row) for row in self.comm.gather_bytes(said, TELL)]
+        words = [WORD.unpack(row) for row in self.comm.all_gather_bytes(said, TELL)]
         self._spent_s, self._timed = self._spent_s + time.perf_counter() - began, self._timed + 1
         return words, norm, lr
 
@@ -258,13 +258,13 @@ class Loop:
             mine = mine if first + readers.rank * size < count else []
             inputs, targets = self._here(mine or self._evaluated[:1])
             total += float(self.model(inputs, targets)) * len(mine)
-        sums = [struct.unpack("<d", row)[0] for row in self.comm.gather_bytes(struct.pack("<d", total), TELL)]
+        sums = [struct.unpack("<d", row)[0] for row in self.comm.all_gather_bytes(struct.pack("<d", total), TELL)]
         return sum(sums) / (self.comm.size // readers.size) / count
 
     def _save(self, place: Place, *, wait: bool) -> None:
         path = self.run_folder.checkpoints
         done = committed(Storage(), path) if path.exists() else []
-        told = self.comm.gather_bytes(bytes([place.step in done]), TELL)
+        told = self.comm.all_gather_bytes(bytes([place.step in done]), TELL)
         if not told[0][0]:  # else the run went on at its very end
             extra = {"step": place.step, "samples": place.samples}
             keep = self.settings.checkpoints.keep or None

@@ -107,7 +107,7 @@ def latency(comm: Comm) -> float:
     times = []
     for _ in range(TRIES):
         began = time.perf_counter()
-        comm.gather_bytes(b"?", Label("latency", "a byte"))
+        comm.all_gather_bytes(b"?", Label("latency", "a byte"))
         times.append(time.perf_counter() - began)
     return statistics.median(times)
 
