@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from onefold.activations.automatic import attach_activations
-from onefold.comm.agreement import on_all, tell_apart
+from onefold.comm.agreement import number_messages, on_all
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comms
 from onefold.comm.mesh import Axes, axes_of
@@ -53,7 +53,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     comms = Comms.over(axes, device, found.settings.timeout_s, Meter())
     tensor_shards = agree_on_model(comms, model, found)
     warn_of_idle_gpu(device, comms.world, meta=found.meta)
-    tell_apart(comms)
+    number_messages(comms)
 
     # 3 Decide what the settings leave open. From here on nothing about the model is looked for again.
     resolved = resolve(found, tensor_shards, device, comms)

@@ -66,7 +66,7 @@ def agree_on_salt(comm: Comm) -> int:
     return int.from_bytes(comm.all_gather_bytes(os.urandom(4), AGREE)[0], "big")
 
 
-def tell_apart(comms: Comms) -> None:
+def number_messages(comms: Comms) -> None:
     """Give this model's messages a number that no other model has, and forget what is left of models that are gone.
     Collective."""
     salt = agree_on_salt(comms.world)

@@ -30,10 +30,10 @@ class Resolved:
     """Where the model trains."""
 
     ranks: int
-    """That a unit is cut over: those of the mesh axis "shard"."""
+    """Number of ranks that a unit is sharded over (mesh axis "shard")."""
 
     replicas: int
-    """That hold the same shard: those of the mesh axis "replica"."""
+    """Number of ranks that hold the same shard (mesh axis "replica")."""
 
     meta: bool
     """The model was built on the meta device and gets its parameters in shard()."""
@@ -45,7 +45,7 @@ class Resolved:
     """All parameters cut into units, with the placement of each; frozen ones too."""
 
     placement: Placement
-    """Of most units: what the stage says, without keep_whole and automatic tiers."""
+    """The stage's row of the placement table; single units may differ (keep_whole, automatic tiers)."""
 
     blocks: tuple[str, ...]
     """Names of the modules that are the model's blocks, in registration order."""

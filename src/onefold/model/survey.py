@@ -48,7 +48,8 @@ def survey_or_mistake(model: nn.Module, zero: Zero | None, fields: dict[str, Any
 
 
 def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_ranks: Sequence[int] = ()) -> Survey:
-    """Look at a model without touching it; raises what makes it unfit. Of what is split over "tp", the parts here."""
+    """Looks at a model without touching it; raises if it cannot be sharded. Of parameters split over "tp", sizes are
+    those of this rank's part."""
     _check_unsharded(model)
     named = list(model.named_parameters())
     trained = [(name, param) for name, param in named if param.requires_grad]
@@ -113,7 +114,7 @@ def _units(
 
 
 def _check_activations(policy: str, blocks: Sequence[str], tp: int) -> None:
-    """What activations= asks for can run, or raises: nothing is left undone silently."""
+    """Raises if activations= cannot be honoured for this model."""
     if policy != "keep" and not blocks:
         raise ConfigError(
             f"activations={policy!r} computes blocks again, and this model has none: no list of two or more modules of "
@@ -145,7 +146,7 @@ def _check_values(name: str, tensor: Tensor, meta: bool) -> None:
 
 
 def _check_overlap(named: list[tuple[str, Tensor]]) -> None:
-    """Memory shared by two names that are not one Parameter would be parted silently."""
+    """Raises if two names share memory without being one Parameter: shard() would untie them."""
     seen: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in ((name, local_tensor(tensor)) for name, tensor in named):
         if tensor.numel():

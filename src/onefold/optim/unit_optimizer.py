@@ -26,7 +26,7 @@ from onefold.optim.kernels.fused import fits, update
 from onefold.optim.kernels.rule import KNOWN, next_step, undo_count
 from onefold.optim.kernels.update import fits as fits_cpu
 from onefold.optim.kernels.update import update as update_on_cpu
-from onefold.state.master import NarrowMaster
+from onefold.state.master import StoredMaster
 from onefold.state.unit import Unit
 
 NOT_SETTINGS = ("params", "param_names")  # of a param group
@@ -142,7 +142,7 @@ class UnitOptimizer:
     def _update_fused(
         self, piece: OptimizerParam, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None
     ) -> None:
-        assert self.inner is not None and isinstance(self.unit.master, NarrowMaster)
+        assert self.inner is not None and isinstance(self.unit.master, StoredMaster)
         rule = next_step(self.cls, group, self.inner.state[piece.tensor], piece.span.numel, self.device)
         for span, grad in self._gradient(piece.span):
             at, (copy, master) = span.shift(-piece.span.start), self.unit.master.copy_and_stored(span)

@@ -7,8 +7,8 @@ the end of the pass of the units it did not use, so that every posted shard is r
 what a peer is computing, so ranks may skip or branch, each in its own way. On NCCL, where all ranks must issue
 all-gathers in one order, a rank first receives the units that come before in the list.
 
-A unit that is needed and not in the rest of the list (again after it was resharded) is posted and received at once:
-right as long as all ranks do the same. Where ranks run different numbers of forwards (schedule="negotiate") there is no
+A unit that is needed outside the list, for example again after it was resharded, is all-gathered at once, which is
+correct only if all ranks do the same. Where ranks run different numbers of forwards (schedule="negotiate") there is no
 list: before a rank unshards, all ranks exchange what they need, and each posts its shards to those that need them. A
 rank that has no more forwards to run takes part until all ranks are done (`catch_up`).
 

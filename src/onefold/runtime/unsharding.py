@@ -9,7 +9,7 @@ Backward. When autograd saves a parameter, or a view of one, during forward, its
 unpacks that tensor, the unit is unsharded first. A hook on a module's output unshards all its units (not those of an
 embedding, whose weights are not needed), for functions that keep a parameter without autograd's saved tensors. A unit
 is resharded when all its parameters have their gradients, or when as many as usual have and no graph has saved its
-tensors. Tensors that a recomputation saves cannot be followed, so there, and for frozen units, it is resharded when the
+tensors. Frozen units, and units of recomputed blocks (whose saved tensors are not tracked), are resharded when the
 inputs of the module have their gradients. The rest is resharded when backward ends.
 """
 
@@ -65,9 +65,7 @@ class Unsharding:
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
         self._index = {id(unit): index for index, unit in enumerate(self.units)}
         self._by_storage = {unit.flat_params.storage: index for index, unit in enumerate(units)}
-        self._recomputed: set[int] = (
-            set()
-        )  # units recomputed in this backward: the tensors that saved cannot be followed
+        self._recomputed = set[int]()  # units of blocks recomputed in this backward, whose saved tensors are not tracked
         self._running: list[int] = []  # ids of hooked modules that run, the innermost last
         self._looked_up: set[int] = set()  # units that stay unsharded until the root's forward ends
         self._pinned: set[int] = set()  # units in the root's outputs or in a graph that backward made: until it ends

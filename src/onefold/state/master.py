@@ -58,7 +58,7 @@ class Master:
         narrow(wide, self._params.part(span))
 
     def write(self, span: Span, wide: Tensor) -> None:
-        """Sets elements of the master whose rounded values are in the compute copy already."""
+        """Sets elements of the master; the compute copy is set too, or must hold their rounded values already."""
 
     def take_from_parameters(self, span: Span) -> None:
         """Sets elements of the master from the compute copy, which a user has edited in place."""
@@ -77,7 +77,7 @@ class Master:
         return []
 
 
-class NarrowMaster(Master):
+class StoredMaster(Master):
     """The master of 16-bit parameters, with what is `stored` beside them: fp32 values, or 16-bit remainders."""
 
     _before: Tensor | None = None  # the compute copy at begin_user_writes
@@ -116,7 +116,7 @@ class NarrowMaster(Master):
         return before.view(torch.int16) != copy.view(torch.int16)
 
 
-class WideMaster(NarrowMaster):
+class Fp32Master(StoredMaster):
     """An fp32 master stored beside the 16-bit parameters."""
 
     def begin_update(self, span: Span) -> Tensor:
@@ -148,7 +148,7 @@ class WideMaster(NarrowMaster):
         self._stored.copy_(torch.where(self._changed(copy), copy.float(), self._stored))
 
 
-class SplitMaster(NarrowMaster):
+class SplitMaster(StoredMaster):
     """A master whose upper halves are the bf16 parameters; the 16-bit remainders are stored beside them."""
 
     def __init__(self, params: ComputeCopy, owned: Span, remainder: Tensor, pool: Pool) -> None:
@@ -204,5 +204,5 @@ def make_master(params: ComputeCopy, owned: Span, stored: Tensor | None, pool: P
     if stored is None:
         return Master(params, owned)
     return (
-        SplitMaster(params, owned, stored, pool) if stored.dtype is torch.int16 else WideMaster(params, owned, stored)
+        SplitMaster(params, owned, stored, pool) if stored.dtype is torch.int16 else Fp32Master(params, owned, stored)
     )
