@@ -43,7 +43,7 @@ FORMAT = 1  # of state_dict()
 class Optimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer for a sharded model: it runs an element-wise torch optimizer on this rank's shards.
 
-    Making an Optimizer is collective. After `step`, `stepped` says whether parameters were updated or the step was skipped.
+    Making an Optimizer is collective. `stepped` says whether the last `step` updated the parameters or was skipped.
 
     >>> import torch, onefold
     >>> onefold.init()

@@ -65,7 +65,7 @@ class Unsharding:
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
         self._index = {id(unit): index for index, unit in enumerate(self.units)}
         self._by_storage = {unit.flat_params.storage: index for index, unit in enumerate(units)}
-        self._recomputed = set[int]()  # units of blocks recomputed in this backward, whose saved tensors are not tracked
+        self._recomputed = set[int]()  # units of recomputed blocks, whose saved tensors are not tracked
         self._running: list[int] = []  # ids of hooked modules that run, the innermost last
         self._looked_up: set[int] = set()  # units that stay unsharded until the root's forward ends
         self._pinned: set[int] = set()  # units in the root's outputs or in a graph that backward made: until it ends
