@@ -105,7 +105,7 @@ CASES = {
         "ModelError", "statistics", "real device",
     ),
     "sparse gradient": Case(sparse_gradient, "ModelError", "0.weight has a torch.sparse_coo gradient", "sparse=False"),
-    "mesh of two axes": Case(shard_with_a_mesh_of_two_axes, "ConfigError", "replicate", "'replica' and 'shard'"),
+    "mesh of two axes": Case(shard_with_a_mesh_of_two_axes, "ConfigError", "replicate", "named 'replica', 'shard'"),
     "not a mesh": Case(lambda: onefold.shard(net(), mesh=[0, 1]), "ConfigError", "mesh=[0, 1]", "init_device_mesh"),
     "accumulate sometimes": Case(
         lambda: accumulate(onefold.shard(net()), "sometimes"), "ConfigError", "reduce='sometimes'", "'once', 'each'"
