@@ -227,7 +227,7 @@ def test_close_waits_for_what_runs_and_gives_up_what_does_not(scratch):
         asked = [file.write(filled(BLOCK, 7)), file.read(back)]
         closing_thread = threading.Thread(target=scratch.close)
         closing_thread.start()
-        while scratch.workers.trouble() is None:
+        while scratch.workers.why_stopped() is None:
             closing_thread.join(0.001)
         assert closing_thread.is_alive() and os.fstat(file.fileno())
     closing_thread.join(LATEST_S)
