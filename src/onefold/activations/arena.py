@@ -56,9 +56,8 @@ class Arena:
             slot = Slot(self, None, own)
             self._separate[id(slot)] = own
         else:
-            slot = Slot(
-                self, start, self._buffer.data[start : start + nbytes]
-            )  # .data: a version counter for each slot
+            # .data: a version counter for each slot.
+            slot = Slot(self, start, self._buffer.data[start : start + nbytes])
             self._taken[start] = start + nbytes
         end = max(self._taken.values(), default=0) + sum(own.numel() for own in self._separate.values())
         self._needed = max(self._needed, end)

@@ -53,9 +53,8 @@ def gradient_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVIC
     if placement.updated_on_host or placement.gradients is Scope.SHARDED:
         return unit.shard * unit.widths.grad
     loose = unit.shard == unit.whole and unit.widths.narrow and unit.widths.grad == unit.widths.compute
-    return (
-        unit.used if loose else unit.whole
-    ) * unit.widths.grad  # one rank: in autograd's own tensors, without padding
+    # One rank: in autograd's own tensors, without padding.
+    return (unit.used if loose else unit.whole) * unit.widths.grad
 
 
 def updated_numel(unit: UnitSize, placement: Placement) -> int:

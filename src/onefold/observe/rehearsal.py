@@ -188,9 +188,8 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
             engine.wait_reduced(index)
             if engine.updates.reduced(index, final=True):
                 continue
-            if (
-                unit.dtypes.narrow and not one_pass and engine.comm.any_order
-            ):  # scratch of an update by torch's class: see unit_optimizer.py
+            # Scratch of an update by torch's class: see unit_optimizer.py.
+            if unit.dtypes.narrow and not one_pass and engine.comm.any_order:
                 vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
                 scratch = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
                 for wide in scratch:

@@ -42,9 +42,8 @@ def agree_on_kernel(engine: Engine, by_unit: Sequence[UnitOptimizer], cls: type[
     """Uses the CPU's update kernel on all ranks or on none, so that replicated parameters stay equal. Collective."""
     on_cpu = any(unit.pool.device.type == "cpu" and unit.dtypes.narrow for unit in engine.units)
     wanted = on_cpu and cls in KNOWN
-    if (
-        not wanted and engine.comms.pp.size == 1
-    ):  # pipeline stages may differ in what they need, so there all ranks take part
+    # Pipeline stages may differ in what they need, so there all ranks take part.
+    if not wanted and engine.comms.pp.size == 1:
         return
     mine = bytes([not wanted or available()])
     rows = engine.comms.world.all_gather_bytes(mine, Label("agree", "the CPU's update kernel"))

@@ -45,18 +45,15 @@ class ArrivingGradients:
         self._sharded = [sharded.get(id(unit)) for unit in units]  # their numbers in unsharding
 
     def take(self, index: int) -> None:
-        """Autograd has made a parameter's .grad."""
+        """Takes a parameter's gradient, which autograd has just written, out of .grad. Runs for every gradient."""
+        if torch.is_grad_enabled():  # create_graph
+            with torch.no_grad():
+                self.take(index)
+            return
         param = self._params[index]
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        if torch.is_grad_enabled():  # create_graph
-            with torch.no_grad():
-                self._add(index, grad)
-        else:
-            self._add(index, grad)
-
-    def _add(self, index: int, grad: Tensor) -> None:
         at, slot = self._places[index]
         unit, schedule = self._units[at], self._schedule
         if schedule.one_reduction and schedule.started(at):  # its one reduction ends in its update

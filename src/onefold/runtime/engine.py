@@ -176,10 +176,8 @@ class Engine:
         """Called inside backward: autograd has come to this model."""
         self._backward.enter()
 
-    def gradient_coming(self) -> None:
-        """Autograd is about to put a gradient into .grad, which must be free for it. The first one opens backward."""
-        if self.progress.phase is Phase.BACKWARD:
-            return
+    def first_gradient_coming(self) -> None:
+        """Opens a backward: autograd is about to write its first gradient into .grad, which must be free for it."""
         self.enter_backward()
         self._forget_dropped()  # may raise: nothing is open then
         self.check(Call.BACKWARD)

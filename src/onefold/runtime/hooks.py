@@ -23,6 +23,7 @@ from onefold.model.dtensor_shards import local_tensor
 from onefold.model.survey import ATTRIBUTE
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
+from onefold.runtime.phases import Phase
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.unsharding import in_backward, intercept_lookups
 
@@ -168,13 +169,12 @@ def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: A
 
 
 def _hook_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
-    weak = weakref.ref(
-        engine
-    )  # Python's garbage collector does not see autograd's hooks: a strong reference would leak
+    # Python's garbage collector does not see autograd's hooks: a strong reference would leak.
+    weak = weakref.ref(engine)
 
     def coming(_: Any) -> None:
-        if (live := weak()) is not None:
-            live.gradient_coming()
+        if (live := weak()) is not None and live.progress.phase is not Phase.BACKWARD:
+            live.first_gradient_coming()
 
     def arrived(_: Any) -> None:
         if (live := weak()) is not None:

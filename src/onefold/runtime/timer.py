@@ -26,9 +26,8 @@ class GatherTimer:
         self._started: dict[int, float] = {}
         self._gather_s: dict[int, float] = {}  # in this forward or backward
         self._compute_s: dict[int, float] = {}
-        self._shortest_s: dict[
-            tuple[str, int], float
-        ] = {}  # all-gathers by purpose and unit: the shortest, since peers may be late
+        # All-gathers by purpose and unit: the shortest, since peers may be late.
+        self._shortest_s: dict[tuple[str, int], float] = {}
         self._order: list[int] = []
         self._since = 0.0
         self._passes: dict[str, int] = {}

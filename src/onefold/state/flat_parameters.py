@@ -78,7 +78,7 @@ class FlatParameters:
     ) -> None:
         self._views, self._params, self._comm, self._host = views, list(params), comm, host
         self.scope, self._late, self._tier = placement.parameters, placement.late, placement.parameters_tier
-        self._mine = views.layout.shard(comm.rank)
+        self.name, self._mine = views.layout.name, views.layout.shard(comm.rank)
         self.buffer = views.empty(views.layout.numel)
         self._own_slice = self.buffer[self._mine.start : self._mine.stop]
         self._buffer_bytes = self.buffer.nbytes
@@ -126,10 +126,6 @@ class FlatParameters:
             self._placeholders = [self._nans[i].expand(local_tensor(p).size()) for i, p in enumerate(self._params)]
 
     # -- updates ----------------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        return self._views.layout.name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -339,9 +335,8 @@ class FlatParameters:
             return
         for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True):
             here = local_tensor(param)
-            if (
-                here.is_set_to(ours) and here.dtype is ours.dtype
-            ):  # one call: this runs for every parameter in a forward
+            # One call: this runs for every parameter in a forward.
+            if here.is_set_to(ours) and here.dtype is ours.dtype:
                 continue
             if (here.numel() and here.data_ptr() != ours.data_ptr()) or _form(here) != _form(ours):
                 raise StateError(

@@ -110,9 +110,8 @@ def _shards(tensors: Sequence[tuple[ParamRecord, Block]], shard_bytes: int) -> l
         shards[-1].append((record, block))
         filled += block.bytes
     for shard in shards:
-        shard.sort(
-            key=lambda tensor: -tensor[1].dtype.itemsize
-        )  # widest first: then each starts at a multiple of its itemsize
+        # Widest first: then each starts at a multiple of its itemsize.
+        shard.sort(key=lambda tensor: -tensor[1].dtype.itemsize)
     return shards
 
 

@@ -132,9 +132,8 @@ class Manifest:
             raise check.failed(f"is no JSON: {error}") from error
         found = {key: rows.pop(key, None) for key in FORMAT}
         version = found["version"]
-        if (
-            found["format"] == FORMAT["format"] and type(version) is int and version > VERSION
-        ):  # not damaged, so load(fallback=True) must not skip it
+        # Not damaged, so load(fallback=True) must not skip it.
+        if found["format"] == FORMAT["format"] and type(version) is int and version > VERSION:
             raise CheckpointError(f"{where} has format {version}, this onefold reads {VERSION}; upgrade onefold")
         check.that(found == FORMAT, f"is {found}; this version of onefold reads {FORMAT}")
         rows.pop("sha256")

@@ -88,9 +88,8 @@ class Storage:
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fills `into`, or raises."""
         with self._explaining_errors("read", path):
-            file = os.open(
-                path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-            )  # NONBLOCK: opening a pipe would wait for its writer
+            # NONBLOCK: opening a pipe would wait for its writer.
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 regular(path, os.fstat(file))
                 filled = 0

@@ -113,9 +113,8 @@ def _make_run_folder(storage: Storage, run: Path) -> None:
     try:
         storage.sync_folder(there.parent)
     except CheckpointError as error:
-        if not isinstance(
-            error.__cause__, PermissionError
-        ):  # a parent that this user may not read: it was not made here
+        # A parent that this user may not read: it was not made here.
+        if not isinstance(error.__cause__, PermissionError):
             raise
     for folder in reversed(missing):
         storage.make_folder(folder)

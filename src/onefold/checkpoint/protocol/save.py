@@ -243,9 +243,8 @@ def write(job: Job) -> Path:
         return [draft.folder.name if draft else None, {name: one.digest() for name, one in job.own.items()}]
 
     answers = attempt(comm, start)
-    draft = Draft(
-        job.run, job.step, job.run / answers[0][0]
-    )  # by its name only: ranks may mount the folder at different paths
+    # By its name only: ranks may mount the folder at different paths.
+    draft = Draft(job.run, job.step, job.run / answers[0][0])
     try:
         return _fill(job, draft, [row[1] for row in answers])
     except Exception:
