@@ -54,6 +54,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     tensor_shards = agree_on_model(comms, model, found)
     warn_of_idle_gpu(device, comms.world, meta=found.meta)
     number_messages(comms)
+    comms.connect()
 
     # 3 Decide what the settings leave open. From here on nothing about the model is looked for again.
     resolved = resolve(found, tensor_shards, device, comms)

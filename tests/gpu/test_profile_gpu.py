@@ -19,7 +19,7 @@ from tests.harness import run_ranks, shutdown_pools
 from tests.models import Repeating
 
 pytestmark = pytest.mark.gpu
-SHAPE = Shape(layers=4, hidden=512, heads=8, seq=256, vocab=256)
+SHAPE = Shape(layers=4, hidden=2048, heads=16, seq=256, vocab=256)
 WIDTH, LAYERS = 4096, 8
 
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from onefold.offload.host import Host, StreamEvent
+from onefold.comm.streams import StreamEvent
+from onefold.offload.host import Host
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
 

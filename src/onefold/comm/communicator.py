@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from torch import Tensor
 from onefold.comm.endpoint import Endpoint, Pending, Reduction
 from onefold.comm.mesh import Axes, Axis, new_gloo_axis
 from onefold.comm.meter import Label, Meter
+from onefold.comm.nodes import Sums, ranks_per_node
+from onefold.comm.streams import StreamEvent
 from onefold.comm.wires import PairwiseWire, wire_for
 from onefold.errors import CommError
 
@@ -31,26 +34,49 @@ from onefold.errors import CommError
 class Comm(Endpoint):
     """Collectives over one axis of a mesh."""
 
-    def __init__(self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter) -> None:
+    def __init__(
+        self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter, *, one_link: bool = False
+    ) -> None:
         super().__init__(axis, timeout_s)
         self.meter = meter
         self.simulated = axis.plays is not None  # no peers: each is taken to send what this rank sends
-        self._wire = wire_for(self, device)
-        self._small = self._host_wire()  # for a few bytes between hosts, which need no device
+        self._device, self._wire = device, wire_for(self, device, timeout_s, one_link=one_link)
+        self._gloo = self._has_gloo()  # for a few bytes between hosts, which need no device
 
-    def _host_wire(self) -> PairwiseWire | None:
-        """A gloo wire for host memory, if this group has gloo beside the backend of the device."""
-        if self.simulated or isinstance(self._wire, PairwiseWire):
-            return None
+    def _has_gloo(self) -> bool:
+        """Whether this group has gloo for host memory."""
+        if self.simulated:
+            return False
         try:
-            backend = self.axis.backend(torch.device("cpu"))
+            return self.axis.backend(torch.device("cpu")) == "gloo"
         except RuntimeError:  # a group that the user made, of NCCL alone
-            return None
-        return PairwiseWire(self) if backend == "gloo" else None
+            return False
 
-    def scratch_numel(self, shard_numel: int) -> int:
-        """Elements of scratch that `reduce_scatter` needs beside its buffer."""
-        return self._wire.scratch_numel(shard_numel) if self.size > 1 else 0
+    def connect(self) -> None:
+        """Makes the connections that messages of a step will need, so that none is made in a step. Collective."""
+        if self.size > 1:
+            mine = ranks_per_node(self.axis)
+            rows = self.all_gather_bytes(mine.to_bytes(4, "big"), Label("agree", "how sums are computed"))
+            self._wire.connect(mine if len(set(rows)) == 1 else 1)
+
+    def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
+        """Elements of scratch that `reduce_scatter` of this dtype needs beside its buffer."""
+        return self._wire.scratch_numel(shard_numel, dtype) if self.size > 1 else 0
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether messages run on CUDA streams of their own and the host never waits for them; not for one rank."""
+        return self.size > 1 and self._wire.on_stream
+
+    def reductions_wait(self) -> None:
+        """Makes reductions that start later wait for what the current CUDA stream holds now, where they have one."""
+        if self.size > 1:
+            self._wire.reductions_wait()
+
+    def reduce_stream(self, after: StreamEvent) -> AbstractContextManager[None]:
+        """Inside, kernels are enqueued beside compute, behind earlier reductions and an event, where messages run on
+        CUDA streams. What is allocated inside must be used on that stream alone, or ordered by `reductions_wait`."""
+        return self._wire.reduce_stream(after) if self.size > 1 else nullcontext()
 
     @property
     def any_order(self) -> bool:
@@ -59,9 +85,14 @@ class Comm(Endpoint):
         return self._wire.any_order
 
     @property
+    def sums(self) -> Sums:
+        """How 16-bit gradients are summed over ranks."""
+        return self._wire.sums
+
+    @property
     def sums_here(self) -> bool:
-        """Whether sums are computed by Onefold, in rank order and in fp32, and not by NCCL; also True for one rank."""
-        return self.size == 1 or self._wire.sums_in_rank_order
+        """Whether 16-bit gradients may travel as they are: Onefold sums them in fp32. Also True for one rank."""
+        return self.size == 1 or self._wire.sums is not Sums.BY_NCCL
 
     def post_shard(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Starts to send this rank's shard to all peers, or to some. It must not change before `wait` has returned."""
@@ -108,7 +139,8 @@ class Comm(Endpoint):
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with self.span("wait", label):
-            self.finish(self.axis.group.broadcast([flat], options), label, 0 if self.rank else None)
+            work = self.axis.group.broadcast([flat], options)
+            work.wait() if self.on_stream else self.finish(work, label, 0 if self.rank else None)
         if flat.data_ptr() != tensors[0].data_ptr():
             pieces = flat.split([tensor.nbytes for tensor in tensors])
             for tensor, piece in zip(tensors, pieces, strict=True):
@@ -163,12 +195,12 @@ class Comm(Endpoint):
             return lambda: [blob] * self.size
         table = torch.zeros(self.size, len(blob), dtype=torch.uint8)
         table[self.rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-        if self._small is None:
-            table = table.to(self._wire.small_device)
+        if not self._gloo:
+            table = table.to(self._device)
             pending = self.all_gather(table.view(-1), label)
         else:
             self._count(label, "all-gather", table)
-            pending = self._small.all_gather(table.view(-1), label)
+            pending = self._all_gather_on_hosts(table, label)
 
         def rows() -> list[bytes]:
             pending.wait()
@@ -176,6 +208,14 @@ class Comm(Endpoint):
             return [flat[i * len(blob) : (i + 1) * len(blob)] for i in range(self.size)]
 
         return rows
+
+    def _all_gather_on_hosts(self, table: Tensor, label: Label) -> Pending:
+        """Starts to fill a table of a row per rank, in host memory. Beside NCCL it travels round a ring, so that gloo
+        connects each rank to few others."""
+        if isinstance(self._wire, PairwiseWire):
+            return self._wire.all_gather(table.view(-1), label)
+        work = self.axis.group._allgather_base(table.view(-1), table[self.rank].clone())
+        return Pending(self, label, [(None, work)])
 
     def _count(self, label: Label, collective: str, flat: Tensor) -> None:
         self.meter.count(label.purpose, collective, flat.nbytes // self.size * (self.size - 1))
@@ -196,7 +236,15 @@ class Comms(NamedTuple):
     def over(cls, axes: Axes, device: torch.device, timeout_s: float, meter: Meter) -> Comms:
         """Axes that are equal share one communicator."""
         made: dict[Axis, Comm] = {}
-        return cls(*(made.setdefault(axis, Comm(axis, device, timeout_s, meter)) for axis in axes))
+        for name, axis in zip(cls._fields, axes, strict=True):
+            if axis not in made:
+                made[axis] = Comm(axis, device, timeout_s, meter, one_link=name == "replica")
+        return cls(*(made[axis] for axis in axes))
+
+    def connect(self) -> None:
+        """Makes the connections that messages of a step will need. Collective."""
+        self.shard.connect()
+        self.replica.connect()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from onefold.comm.inflight import PostedShards, keep
 from onefold.comm.mesh import Axis
 from onefold.comm.meter import Label
 from onefold.comm.spans import NOTHING, span
+from onefold.comm.streams import StreamEvent
 from onefold.comm.sums import sum_in_order, sum_wide
 from onefold.errors import CommError
 
@@ -80,21 +81,41 @@ class Pending:
             keep(self._endpoint.posted if self.is_posted_shard else None, [work for _, work in self._works])
 
 
-class Reduction(Pending):
-    """A reduce-scatter in flight; `finish` gives the sum over ranks."""
+class StreamPending(Pending):
+    """A message in flight on a CUDA stream. `wait` makes the current stream wait for it, and never the host."""
+
+    def __init__(self, endpoint: Endpoint, label: Label, event: StreamEvent) -> None:
+        super().__init__(endpoint, label, ())
+        self._event: StreamEvent | None = event
+
+    def wait(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            event.stream_wait()
+
+    def __del__(self) -> None:
+        """Orders the current stream after the message, whose buffers may be freed from here on."""
+        self.wait()
+
+
+class Reduction:
+    """A reduce-scatter in flight; `finish` gives the sum over ranks. The parts, in rank order, are overwritten."""
 
     def __init__(self, pending: Pending, parts: Sequence[Tensor]) -> None:
-        super().__init__(pending._endpoint, pending._label, pending._works)
-        pending._works = ()  # this object waits for them
-        self._parts = parts  # to be summed by this rank, in rank order; overwritten
+        self.pending, self.parts = pending, parts
+        self._endpoint, self._label = pending._endpoint, pending._label
+
+    def wait(self) -> None:
+        """Waits until all parts are here."""
+        self.pending.wait()
 
     def finish(self, out: Tensor, plus: Tensor | None, scale: float = 1.0, wide: Tensor | None = None) -> None:
         """Waits; out = the sum [× scale] [+ plus]; with the fp32 buffer `wide`, computed there and rounded once."""
         self.wait()
         with self._endpoint.span("sum", self._label):
-            if wide is None or (plus is None and scale == 1.0 and len(self._parts) == 1):
-                sum_in_order(self._parts, out, plus)
-            elif plus is None and len(self._parts) == 1 and out.dtype is self._parts[0].dtype:
-                torch.mul(self._parts[0], scale, out=out)  # in fp32, and rounded once
+            if wide is None or (plus is None and scale == 1.0 and len(self.parts) == 1):
+                sum_in_order(self.parts, out, plus)
+            elif plus is None and len(self.parts) == 1 and out.dtype is self.parts[0].dtype:
+                torch.mul(self.parts[0], scale, out=out)  # in fp32, and rounded once
             else:
-                sum_wide(self._parts, out, plus, scale, wide)
+                sum_wide(self.parts, out, plus, scale, wide)

@@ -180,7 +180,7 @@ class NoPeers:
     def _sent(self, *_: Any) -> Any:
         return FakeWork()
 
-    send = recv = broadcast = _allgather_base = _reduce_scatter_base = _sent
+    send = recv = broadcast = alltoall = alltoall_base = _allgather_base = _reduce_scatter_base = _sent
 
 
 STAND_IN = "onefold::stand-in"  # the profiler's name for a copy that stands for a message
@@ -194,13 +194,23 @@ class EchoPeers(NoPeers):
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
-    def _allgather_base(self, flat: Tensor, mine: Tensor) -> Any:
+    def _allgather_base(self, flat: Tensor, mine: Tensor, *_: Any) -> Any:
         slots = flat.view(self._size, -1)
         self._stand_in(slots[: self._rank], mine)
         return self._stand_in(slots[self._rank + 1 :], mine)
 
     def _reduce_scatter_base(self, target: Tensor, flat: Tensor, _: Any) -> Any:
-        return self._stand_in(target, flat.view(self._size, -1)[self._rank])
+        slots = flat.view(-1, target.numel())  # of this axis, or of its ranks on other nodes
+        return self._stand_in(target, slots[self._rank % len(slots)])
+
+    def alltoall(self, received: list[Tensor], sent: list[Tensor], _: Any) -> Any:
+        work = FakeWork()
+        for target, source in zip(received, sent, strict=True):
+            work = self._stand_in(target, source)
+        return work
+
+    def alltoall_base(self, target: Tensor, source: Tensor, *_: Any) -> Any:
+        return self._stand_in(target, source)
 
     def recv(self, tensors: list[Tensor], *_: Any) -> Any:
         return self._stand_in(tensors[0], None)

@@ -2,7 +2,7 @@
 
 On gloo every rank sends each peer just the slot it needs and receives straight into place: (N-1)/N of the buffer each
 way, half of what gloo's own reduce-scatter sends, and no copy of the own slot. The sum runs here, in rank order, so
-every stage adds the same numbers in the same order. On NCCL the library's collectives are called.
+every stage adds the same numbers in the same order. On NCCL messages run on streams beside compute.
 
 A new backend is a class with the methods of `Wire`, and a line in `wire_for`.
 """
@@ -10,6 +10,7 @@ A new backend is a class with the methods of `Wire`, and a line in `wire_for`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, Protocol
 from zlib import crc32
@@ -17,10 +18,21 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from onefold.comm.endpoint import Endpoint, Pending, Reduction
+from onefold.comm.links import BOTH, GATHER, REDUCE, Link, link_of
+from onefold.comm.mesh import Axis
 from onefold.comm.meter import Label
+from onefold.comm.nodes import Sums, node_axes, sums_of
+from onefold.comm.streams import StreamEvent
+from onefold.comm.sums import sum_wide
 from onefold.errors import CommError, ConfigError
+
+NARROW = 2  # bytes of a 16-bit number
+_GATHERING, _EXCHANGING, _REDUCING = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
+for _options in (_GATHERING, _EXCHANGING, _REDUCING):
+    _options.asyncOp = False  # NCCL's kernel then runs on the current stream: that of the link
 
 
 class Wire(Protocol):
@@ -31,15 +43,19 @@ class Wire(Protocol):
         """Whether ranks may receive posted shards in different orders."""
 
     @property
-    def sums_in_rank_order(self) -> bool:
-        """Whether reductions add the ranks' numbers in rank order, in fp32."""
+    def sums(self) -> Sums:
+        """How 16-bit gradients are summed."""
 
     @property
-    def small_device(self) -> torch.device:
-        """The device of tensors that hold a few bytes."""
+    def on_stream(self) -> bool:
+        """Whether messages run on CUDA streams and no call waits for them on the host; else `Pending.wait` does."""
 
-    def scratch_numel(self, shard_numel: int) -> int:
-        """Elements of scratch that `reduce_scatter` needs."""
+    def connect(self, per_node: int) -> None:
+        """Makes the connections that messages will need, and decides how to sum where each node has so many of the
+        ranks. Collective."""
+
+    def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
+        """Elements of scratch that `reduce_scatter` of this dtype needs."""
 
     def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
         """Starts to send a shard to some peers, who receive it when they like."""
@@ -50,17 +66,25 @@ class Wire(Protocol):
     def all_gather(self, flat: Tensor, label: Label) -> Pending:
         """Starts an all-gather in place."""
 
+    def reductions_wait(self) -> None:
+        """Makes reductions that start later wait for what the current stream holds now, if they have a stream."""
+
+    def reduce_stream(self, after: StreamEvent) -> AbstractContextManager[None]:
+        """Inside, what is enqueued runs beside compute behind earlier reductions, if they have a stream: once `after`
+        has passed."""
+
     def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         """Starts a reduce-scatter; overwrites both buffers."""
 
 
-def wire_for(endpoint: Endpoint, device: torch.device) -> Wire:
-    """The wire for tensors on this device over the backend of the axis."""
+def wire_for(endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: bool = False) -> Wire:
+    """The wire for tensors on this device over the backend of the axis. With `one_link`, all-gathers and
+    reduce-scatters are issued in one common order, and share a communicator where there are several."""
     backend = endpoint.axis.backend(device)
     if backend == "gloo" and device.type == "cpu":
         return PairwiseWire(endpoint)
     if backend == "nccl":
-        return CollectiveWire(endpoint)
+        return NcclWire(endpoint, device, timeout_s, one_link=one_link)
     if backend == "gloo":
         return StagedWire(endpoint)
     raise ConfigError(f"{device.type} tensors over {backend}: use gloo for cpu, and nccl or gloo for cuda")
@@ -69,13 +93,15 @@ def wire_for(endpoint: Endpoint, device: torch.device) -> Wire:
 class PairwiseWire:
     """CPU tensors over gloo: each slot is sent by its owner straight to where it is needed, point to point."""
 
-    any_order = sums_in_rank_order = True
-    small_device = torch.device("cpu")
+    any_order, on_stream, sums = True, False, Sums.IN_RANK_ORDER
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
-    def scratch_numel(self, shard_numel: int) -> int:
+    def connect(self, per_node: int) -> None:
+        pass
+
+    def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
         return shard_numel * (self._endpoint.size - 1)
 
     def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
@@ -89,6 +115,12 @@ class PairwiseWire:
         slots = flat.view(self._endpoint.size, -1).unbind()
         mine, peers = slots[self._endpoint.rank], self._endpoint.peers
         return self.swap({peer: mine for peer in peers}, {peer: slots[peer] for peer in peers}, label)
+
+    def reductions_wait(self) -> None:
+        pass
+
+    def reduce_stream(self, after: StreamEvent) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         slots = flat.view(self._endpoint.size, -1).unbind()
@@ -119,20 +151,43 @@ class PairwiseWire:
         return Pending(self._endpoint, label, works)
 
 
-class CollectiveWire:
-    """CUDA tensors over NCCL's own collectives, in an order that all ranks share."""
+class NcclWire:
+    """CUDA tensors over NCCL. All ranks issue all-gathers in one order, and reduce-scatters in another.
 
-    any_order = sums_in_rank_order = False
+    Messages run on the streams of their links (links.py), after what the current stream holds when they are issued, and
+    the host never waits for them. How 16-bit gradients are summed is decided by `sums_of`; wider ones are summed by
+    NCCL's own reduce-scatter.
+    """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+    any_order = False
+    on_stream = True
 
-    @property
-    def small_device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: bool) -> None:
+        self._endpoint, self._device, self._timeout_s = endpoint, device, timeout_s
+        self._gather, self._reduce = (BOTH, BOTH) if one_link else (GATHER, REDUCE)
+        self._links: dict[tuple[Axis, str], Link] = {}
+        self.sums = sums_of(endpoint.size, 1)
+        self._near = self._far = endpoint.axis
 
-    def scratch_numel(self, shard_numel: int) -> int:
-        return shard_numel
+    def connect(self, per_node: int) -> None:
+        self.sums = sums_of(self._endpoint.size, per_node)
+        for kind in (self._gather, self._reduce):
+            self._link(kind)
+        if self.sums is Sums.BY_NODE:
+            self._near, self._far = node_axes(self._endpoint.axis, per_node)
+            for axis in (self._near, self._far):
+                self._link(self._reduce, axis)
+
+    def _link(self, kind: str, axis: Axis | None = None) -> Link:
+        axis = axis or self._endpoint.axis
+        if (axis, kind) not in self._links:
+            self._links[axis, kind] = link_of(axis, kind, self._device, self._timeout_s)
+        return self._links[axis, kind]
+
+    def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
+        if dtype.itemsize != NARROW or self.sums is Sums.BY_NCCL:
+            return shard_numel
+        return shard_numel * (self._endpoint.size - (self.sums is Sums.IN_RANK_ORDER))
 
     def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
         return Pending(self._endpoint, label, ())
@@ -141,27 +196,72 @@ class CollectiveWire:
         return self.all_gather(flat, label)
 
     def all_gather(self, flat: Tensor, label: Label) -> Pending:
-        numel = flat.numel() // self._endpoint.size
+        link, numel = self._link(self._gather), flat.numel() // self._endpoint.size
         mine = flat[self._endpoint.rank * numel : (self._endpoint.rank + 1) * numel]
-        return Pending(self._endpoint, label, [(None, self._endpoint.axis.group._allgather_base(flat, mine))])
+        with link.stream.after_current():
+            link.group._allgather_base(flat, mine, _GATHERING)
+            return link.pending(self._endpoint, label)
+
+    def reductions_wait(self) -> None:
+        self._link(self._reduce).stream.wait_for_current()
+
+    def reduce_stream(self, after: StreamEvent) -> AbstractContextManager[None]:
+        return self._link(self._reduce).stream.after(after)
 
     def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
-        target = scratch[: flat.numel() // self._endpoint.size]
-        work = self._endpoint.axis.group._reduce_scatter_base(target, flat, dist.ReduceScatterOptions())
-        return Reduction(Pending(self._endpoint, label, [(None, work)]), (target,))
+        link = self._link(self._reduce)
+        with link.stream.after_current():
+            if flat.dtype.itemsize != NARROW or self.sums is Sums.BY_NCCL:
+                parts = [scratch[: flat.numel() // self._endpoint.size]]
+                link.group._reduce_scatter_base(parts[0], flat, _REDUCING)
+            elif self.sums is Sums.IN_RANK_ORDER:
+                parts = self._exchange(link, flat, scratch)
+            else:
+                parts = [self._sum_by_node(flat, scratch)]
+            return Reduction(link.pending(self._endpoint, label), parts)
+
+    def _exchange(self, link: Link, flat: Tensor, scratch: Tensor) -> list[Tensor]:
+        """An all-to-all: this rank's slot of every rank's buffer, in rank order."""
+        size, rank = self._endpoint.size, self._endpoint.rank
+        slots, received = list(flat.view(size, -1)), list(scratch.view(size - 1, -1))
+        nothing = slots[rank][:0]  # for this rank itself
+        sent = [*slots[:rank], nothing, *slots[rank + 1 :]]
+        link.group.alltoall([*received[:rank], nothing, *received[rank:]], sent, _EXCHANGING)
+        return [*received[:rank], slots[rank], *received[rank:]]
+
+    def _sum_by_node(self, flat: Tensor, scratch: Tensor) -> Tensor:
+        """Sums over the ranks of a node by an all-to-all in 16 bits, then over nodes by NCCL in fp32."""
+        near, far = self._near.size, self._far.size
+        scratch.view(near, far, -1).copy_(flat.view(far, near, -1).transpose(0, 1))
+        self._link(self._reduce, self._near).group.alltoall_base(flat, scratch, [], [], _EXCHANGING)
+        wide = scratch.view(torch.float32)
+        half, shard = flat.numel() // near, flat.numel() // self._endpoint.size
+        sum_wide(list(flat.view(near, -1)), wide[:half], None, 1.0, wide[:half])
+        total = wide[half : half + shard]
+        self._link(self._reduce, self._far).group._reduce_scatter_base(total, wide[:half], _REDUCING)
+        return total
 
 
-class StagedWire(CollectiveWire):
+class StagedWire:
     """CUDA tensors over gloo, through host memory: for ranks that share a GPU, which NCCL refuses. Slow, and exact."""
 
-    sums_in_rank_order = True
+    any_order = on_stream = False
+    sums = Sums.IN_RANK_ORDER
 
     def __init__(self, endpoint: Endpoint) -> None:
-        super().__init__(endpoint)
-        self._host = PairwiseWire(endpoint)
+        self._endpoint, self._host = endpoint, PairwiseWire(endpoint)
 
-    def scratch_numel(self, shard_numel: int) -> int:
-        return self._host.scratch_numel(shard_numel)
+    def connect(self, per_node: int) -> None:
+        pass
+
+    def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
+        return self._host.scratch_numel(shard_numel, dtype)
+
+    def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
+        return Pending(self._endpoint, label, ())
+
+    def receive_shards(self, flat: Tensor, label: Label) -> Pending:
+        return self.all_gather(flat, label)
 
     def all_gather(self, flat: Tensor, label: Label) -> Pending:
         staged = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
@@ -169,39 +269,32 @@ class StagedWire(CollectiveWire):
         slots[self._endpoint.rank].copy_(target[self._endpoint.rank])
         return Staged(self._host.all_gather(staged, label), staged, flat)
 
+    def reductions_wait(self) -> None:
+        pass
+
+    def reduce_stream(self, after: StreamEvent) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         staged = torch.empty(scratch.shape, dtype=flat.dtype, pin_memory=True)
         reduction = self._host.reduce_scatter(flat.cpu(), staged, label)
         mine = flat.view(self._endpoint.size, -1)[self._endpoint.rank]
         received = iter(scratch.view(self._endpoint.size - 1, -1))
         parts = [mine if rank == self._endpoint.rank else next(received) for rank in range(self._endpoint.size)]
-        return StagedReduction(reduction, parts, staged, scratch)
+        return Reduction(Staged(reduction.pending, staged, scratch, holds=reduction.parts), parts)
 
 
 class Staged(Pending):
-    """An all-gather whose result is copied to the GPU once it has completed."""
+    """A message through host memory, whose result is copied to the GPU once it has completed."""
 
-    def __init__(self, pending: Pending, staged: Tensor, flat: Tensor) -> None:
+    def __init__(self, pending: Pending, staged: Tensor, target: Tensor, holds: Sequence[Tensor] = ()) -> None:
         super().__init__(pending._endpoint, pending._label, pending._works)
         pending._works = ()  # this object waits for them
-        self._staged, self._flat = staged, flat
+        self._staged, self._target, self._holds = staged, target, holds
 
     def wait(self) -> None:
         super().wait()
-        self._flat.copy_(self._staged, non_blocking=True)
-
-
-class StagedReduction(Reduction):
-    """A reduce-scatter whose received parts are copied to the GPU and summed there."""
-
-    def __init__(self, host: Reduction, parts: Sequence[Tensor], staged: Tensor, scratch: Tensor) -> None:
-        self._sent = host._parts  # buffers on the host, held until they are sent
-        super().__init__(host, parts)
-        self._staged, self._scratch = staged, scratch
-
-    def wait(self) -> None:
-        super().wait()
-        self._scratch.copy_(self._staged, non_blocking=True)
+        self._target.copy_(self._staged, non_blocking=True)
 
 
 @lru_cache(maxsize=4096)

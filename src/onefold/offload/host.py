@@ -11,35 +11,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onefold.comm.buffers import Pool
-from onefold.comm.spans import span
+from onefold.comm.streams import StreamEvent, event_now
 from onefold.offload.host_memory import host_bytes
-
-
-class StreamEvent(NamedTuple):
-    """An event of a CUDA stream; empty on a CPU, where there is nothing to wait for."""
-
-    event: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        """Blocks the host until the event has passed."""
-        if self.event is not None:
-            with span("wait", "copy", "the device"):
-                self.event.synchronize()
-
-    def query(self) -> bool:
-        """Whether the event has passed."""
-        return self.event is None or self.event.query()
-
-    def stream_wait(self) -> None:
-        """Makes the current stream wait for the event; the host does not wait."""
-        if self.event is not None:
-            torch.cuda.current_stream().wait_event(self.event)
 
 
 class HostPool(Pool):
@@ -72,11 +50,7 @@ class Host:
 
     def record_event(self) -> StreamEvent:
         """An event recorded in the compute stream now."""
-        if not self.cuda:
-            return StreamEvent()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        return StreamEvent(event)
+        return event_now(self.device)
 
     def to_host(self, source: Tensor, target: Tensor, after: StreamEvent | None = None) -> StreamEvent:
         """Starts a copy from the device to the host once `after` has passed; the event of its end."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from onefold.comm.spans import span
-from onefold.offload.host import Host, StreamEvent
+from onefold.comm.streams import StreamEvent
+from onefold.offload.host import Host
 
 
 class GradientTransfer:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onefold.comm.spans import NOTHING, span
-from onefold.offload.host import StreamEvent
+from onefold.comm.streams import StreamEvent
 from onefold.offload.host_memory import trim_heap
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.unit_optimizer import UnitOptimizer

@@ -22,6 +22,7 @@ from torch.autograd.graph import Node
 
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm, Comms
+from onefold.comm.freed import FreedMemory
 from onefold.comm.meter import Label
 from onefold.errors import ModelError, StateError
 from onefold.model.dtensor_shards import wrapped
@@ -85,7 +86,8 @@ class Engine:
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
-        self.schedule = ReduceSchedule(self.units, self._starting, self._reduced)
+        freed = FreedMemory(self.device, counts=comms.shard.on_stream or comms.replica.on_stream)
+        self.schedule = ReduceSchedule(self.units, self._starting, self._reduced, freed)
         negotiate = settings.schedule == "negotiate"
         self.unsharding = Unsharding(
             sharded, settings.prefetch, settings.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
@@ -196,6 +198,8 @@ class Engine:
             self._agree_on_order()
             self.schedule.reduce_late(bytes(map(max, zip(*rows, strict=True))))
             self.progress.move(Event.LATE_REDUCED)
+        self.comms.shard.reductions_wait()  # their memory was read by the last step
+        self.comms.replica.reductions_wait()
         self.schedule.begin(final=self.accumulating.final)
 
     def _backward_closed(self) -> None:

@@ -5,7 +5,8 @@ then the orders that the first step showed. When a pass (a forward or a backward
 all units in the list. A rank receives the shards of a unit when it needs the unit, of `prefetch` units ahead, and at
 the end of the pass of the units it did not use, so that every posted shard is received. On gloo no receive waits for
 what a peer is computing, so ranks may skip or branch, each in its own way. On NCCL, where all ranks must issue
-all-gathers in one order, a rank first receives the units that come before in the list.
+all-gathers in one order, a rank first receives the units that come before in the list; the last few of them stay
+unsharded in forward, in case it needs them after all.
 
 A unit that is needed outside the list, for example again after it was resharded, is all-gathered at once, which is
 correct only if all ranks do the same. Where ranks run different numbers of forwards (schedule="negotiate") there is no
@@ -20,17 +21,19 @@ of which no graph saved a tensor is resharded at once.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.cost.limits import READ_AHEAD
-from onefold.runtime.timer import GatherTimer
+from onefold.runtime.timer import GatherTimer, device_clock
 from onefold.state.flat_parameters import ParameterState
 from onefold.state.unit import Unit
 
 AUTO = "auto"
+SKIPPED = 3  # units that were received in forward before they were needed, and may be needed yet
 TRACE_LENGTH = 4096
 FORWARD, BACKWARD, OUTSIDE_PASS = "gather-forward", "gather-backward", "gather"  # purposes of all-gathers
 
@@ -41,7 +44,9 @@ class GatherSchedule:
     ) -> None:
         self._units, self._comm, self.negotiate = units, comm, negotiate
         sizes = [unit.layout.numel * unit.layout.itemsize for unit in units]
-        self._timer = GatherTimer(sizes, live_bytes) if prefetch == AUTO else None
+        clock = device_clock if comm.on_stream else time.perf_counter
+        self._timer = GatherTimer(sizes, live_bytes, clock) if prefetch == AUTO else None
+        self._timing = False  # whether this pass is timed
         self.prefetch = dict.fromkeys((FORWARD, BACKWARD), 0 if isinstance(prefetch, str) else prefetch)
         self.forward = list(range(len(units)))
         self.backward = [index for index in reversed(self.forward) if index != self.kept_unit]
@@ -72,6 +77,7 @@ class GatherSchedule:
             order = []
         self._purpose, self._order, self._reshard_when_idle = purpose, order, reshard_when_idle
         self._remaining, self._at = set(range(len(order))), 0
+        self._timing = self._timer is not None and not self._timer.has_decided(purpose)
         self._places = {}
         for place, index in enumerate(order):
             self._places.setdefault(index, []).append(place)
@@ -112,10 +118,10 @@ class GatherSchedule:
             self._gather_unlisted(unlisted)
         self._prefetch_next()
         for index in wanted:
-            if self._timer:
+            if self._timing and self._timer:
                 self._timer.needed(index)
             self._units[index].flat_params.finish_gather()
-            if self._timer:
+            if self._timing and self._timer:
                 self._timer.arrived(index)
 
     def hold(self, *indices: int) -> None:
@@ -156,8 +162,10 @@ class GatherSchedule:
         for index in sorted(self._live - {keep}):
             self._reshard(index)
         self._prefetched.clear()
-        if self._timer and self._order and (decided := self._timer.end_of_pass(self._purpose)) is not None:
-            self.prefetch[self._purpose] = decided
+        if self._timing and self._timer and self._order:
+            decided = self._timer.end_of_pass(self._purpose)
+            self.prefetch[self._purpose] = self.prefetch[self._purpose] if decided is None else decided
+        self._timing = False
         self._purpose, self._order, self._at = OUTSIDE_PASS, [], 0
 
     def ready(self, index: int) -> bool:
@@ -176,6 +184,9 @@ class GatherSchedule:
         if self.negotiate and self._purpose != BACKWARD:
             self._negotiate(indices, finished=False)
             return
+        if not self._comm.any_order:  # where all ranks come to a unit outside the list, none is before the end of it
+            for place in sorted(self._remaining):
+                self._receive_unneeded(place)
         for index in indices:
             values = self._units[index].flat_params
             if self._purpose == OUTSIDE_PASS:
@@ -211,9 +222,19 @@ class GatherSchedule:
             while first - 1 in self._remaining:
                 first -= 1
             for earlier in range(first, place):
-                self._receive_unneeded(earlier)
+                self._receive_skipped(earlier)
         self._remaining.discard(place)
         self._start(self._order[place])
+
+    def _receive_skipped(self, place: int) -> None:
+        """Receives a place of the list before a later one, because all ranks must receive in one order. This rank may
+        need the unit later, out of order, so it stays unsharded for a while, like one that was prefetched."""
+        index = self._order[place]
+        in_use = index in self._live and index not in self._prefetched
+        self._remaining.discard(place)
+        self._start(index)
+        if not in_use:
+            self._prefetched[index] = place
 
     def _receive_unneeded(self, place: int) -> None:
         """Receives a place of the list only because peers have posted it, and reshards the unit unless it is in use."""
@@ -232,6 +253,8 @@ class GatherSchedule:
             for index in [index for index in passed if not self.saved[index]]:
                 passed.remove(index)
                 self._reshard(index)
+        for index in [] if self._comm.any_order else passed[:-SKIPPED]:
+            self._reshard(index)
         for place in range(self._at, min(self._at + ahead, len(self._order))):
             index = self._order[place]
             if place in self._remaining and not self.ready(index) and index not in self._prefetched:
@@ -243,7 +266,7 @@ class GatherSchedule:
     def _start(self, index: int, purpose: str | None = None) -> None:
         purpose = purpose or self._purpose
         self.trace.append((purpose, self._units[index].name))
-        if self._timer:
+        if self._timing and self._timer:
             self._timer.started(index)
         self._units[index].flat_params.receive_shards(purpose)
         self._live.add(index)

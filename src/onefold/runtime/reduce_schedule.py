@@ -8,6 +8,9 @@ by themselves later. What is not reduced when backward ends is reduced then, in 
 branch or repeat modules; the sequence of collectives stays the same, and no rank keeps all gradients. When a reduction
 starts depends on the gradients of this rank alone, not on how fast messages are: every stage adds the same numbers in
 one order.
+
+To finish a reduction makes compute wait for it. So on CUDA more of them are in flight while they fit into memory that
+this backward has freed, and none is waited for then.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from onefold.comm.freed import FreedMemory
 from onefold.cost.limits import IN_FLIGHT, WAITING
 from onefold.state.unit import Unit
 
@@ -23,9 +27,13 @@ REMEMBERED = 8  # backwards or steps for which a unit that was used once is expe
 
 class ReduceSchedule:
     def __init__(
-        self, units: Sequence[Unit], on_start: Callable[[int], None], on_reduced: Callable[[int, bool], None]
+        self,
+        units: Sequence[Unit],
+        on_start: Callable[[int], None],
+        on_reduced: Callable[[int, bool], None],
+        freed: FreedMemory,
     ) -> None:
-        self._units, self._on_start, self._on_reduced = units, on_start, on_reduced
+        self._units, self._on_start, self._on_reduced, self._freed = units, on_start, on_reduced, freed
         self.one_reduction = False  # see `one_reduction_each`
         self.order = list(reversed(range(len(units))))
         self.agreed = False  # whether the order is rank 0's in its first backward
@@ -42,6 +50,7 @@ class ReduceSchedule:
     def begin(self, *, final: bool) -> None:
         """Begins a backward; `final` if it is the last one of a step."""
         self._final = final
+        self._freed.begin()
         self.completed = []
         self._arrived = [0] * len(self._units)
         self._expected = [self._expected_count(index) for index in range(len(self._units))]
@@ -132,7 +141,7 @@ class ReduceSchedule:
         self._next += 1
 
     def _start(self, index: int) -> None:
-        while len(self._in_flight) >= IN_FLIGHT:
+        while len(self._in_flight) >= IN_FLIGHT and not self._freed.holds(self._units[index].gradients.reducing_bytes):
             self._finish_oldest()
         self._on_start(index)
         self._units[index].gradients.launch()

@@ -1,7 +1,7 @@
 """Times the first forwards and backwards for prefetch="auto": how long all-gathers and the compute between them take.
 
 While it times, nothing is prefetched: the end of an all-gather that overlaps compute is noticed only when its unit is
-needed.
+needed. On CUDA the host waits for the device whenever the clock is read; after a few steps it is read no more.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from onefold.cost.prefetch import choose
 
 TIMED_PASSES = 3  # forwards, and backwards, before prefetch is chosen
 LOG = logging.getLogger("onefold")
+
+
+def device_clock() -> float:
+    """Seconds, once the device has done all that was enqueued."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class GatherTimer:
@@ -31,6 +40,10 @@ class GatherTimer:
         self._order: list[int] = []
         self._since = 0.0
         self._passes: dict[str, int] = {}
+
+    def has_decided(self, purpose: str) -> bool:
+        """Whether enough passes of this kind have been timed."""
+        return self._passes.get(purpose, 0) >= TIMED_PASSES
 
     def started(self, index: int) -> None:
         self._started[index] = self._clock()

@@ -15,7 +15,8 @@ inputs of the module have their gradients. The rest is resharded when backward e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from onefold.comm.communicator import Comm
 from onefold.comm.inflight import finish_posted_at_exit
+from onefold.comm.meter import Label
 from onefold.model.dtensor_shards import PLAIN, local_tensor
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, GatherSchedule
 from onefold.state.unit import Unit
@@ -59,7 +61,7 @@ class Unsharding:
         *,
         negotiate: bool,
     ) -> None:
-        self._on_backward = on_backward
+        self._on_backward, self._comm = on_backward, comm
         finish_posted_at_exit(self)
         self.units = list(units)
         self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
@@ -76,6 +78,7 @@ class Unsharding:
         self._kept: list[int] = []  # units that stay unsharded over several forwards and backwards (keep_across)
         self.embedding_units: set[int] = set()  # units of embeddings alone, whose weights backward does not need
         self._calls = [0] * len(self.units)  # per unit: calls of its modules whose backward has not ended
+        self._order_known = False  # whether ranks have agreed on the order of forward
         self.forward_seen: list[int] = []
         self.backward_seen: list[int] = []
 
@@ -196,7 +199,18 @@ class Unsharding:
         if not self._backward:
             self._backward = True
             self.gathers.catch_up()
+            self._agree_on_forward()
             self._begin(BACKWARD, self.gathers.backward, reshard_when_idle=False)
+
+    def _agree_on_forward(self) -> None:
+        """Before the first backward, where all ranks must gather in one order: it is rank 0's first forward, reversed.
+        The order of registration may differ, and ranks that skip units leave it in different ways. Collective."""
+        if self._order_known or self._comm.size == 1 or self._comm.any_order or not self.units:
+            return
+        self._order_known, kept = True, self.gathers.kept_unit  # by the forward that has ended
+        rows = self._comm.exchange(json.dumps(self.forward_seen).encode(), Label("agree", "the order of units"))
+        self.gathers.forward = _with_missing(json.loads(rows[0]), range(len(self.units)))
+        self.gathers.backward = [i for i in dict.fromkeys(reversed(self.gathers.forward)) if i != kept]
 
     def need_in_backward(self, indices: Sequence[int]) -> None:
         if not self._backward:
@@ -252,8 +266,8 @@ class Unsharding:
         forward, backward = set().union(*forwards), set().union(*backwards)
         spared = self.embedding_units | {i for i in everything if not self.units[i].trained and i in forward}
         wanted = [index for index in everything if index in backward or index not in spared]
-        order = list(dict.fromkeys(backwards[0]))
-        self.gathers.backward = [i for i in _with_missing(order, reversed(wanted)) if i != self.gathers.kept_unit]
+        order = _with_missing(list(dict.fromkeys(backwards[0]))[::-1], wanted)
+        self.gathers.backward = [i for i in reversed(order) if i != self.gathers.kept_unit]
 
     def reshard_all(self) -> None:
         """Reshards all units and waits until peers have received this rank's shards, before the shards change."""
@@ -342,12 +356,17 @@ def intercept_lookups(modules: Iterator[nn.Module], unit_of: dict[int, int], uns
             module.__dict__["_parameters"] = GatheringDict(module._parameters, unsharding, units)
 
 
-def _with_missing(order: list[int], everything: Iterable[int]) -> list[int]:
-    """`order` and what it lacks of `everything`, each inserted before the first that comes after it there."""
-    rank = {index: place for place, index in enumerate(everything)}
+def _with_missing(order: list[int], everything: Sequence[int]) -> list[int]:
+    """`order`, and what it lacks of `everything`: each before the one that follows it there, or else after the nearest
+    one before it."""
     result = list(order)
-    for index in rank:
-        if index not in order:
-            later = (at for at, other in enumerate(result) if rank.get(other, -1) > rank[index])
-            result.insert(next(later, len(result)), index)
+    for at in reversed(range(len(everything))):
+        if everything[at] in result:
+            continue
+        if at + 1 < len(everything):
+            place = result.index(everything[at + 1])
+        else:
+            before = (result.index(other) + 1 for other in reversed(everything) if other in result)
+            place = next(before, len(result))
+        result.insert(place, everything[at])
     return result

@@ -30,11 +30,12 @@ from onefold.comm.communicator import Comm
 from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import span
+from onefold.comm.streams import StreamEvent
 from onefold.cost.layout import Span
 from onefold.errors import StateError
 from onefold.model.dtensor_shards import local_tensor, set_local_tensors
 from onefold.model.storage import storage_key
-from onefold.offload.host import Host, StreamEvent
+from onefold.offload.host import Host
 from onefold.offload.image import Image
 from onefold.settings.placement import Placement, Scope, Tier
 from onefold.state.edits import Edits

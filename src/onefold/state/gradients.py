@@ -24,9 +24,10 @@ from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm
 from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
+from onefold.comm.streams import StreamEvent
 from onefold.cost.layout import Span
 from onefold.errors import ModelError
-from onefold.offload.host import Host, StreamEvent
+from onefold.offload.host import Host
 from onefold.offload.transfer import GradientTransfer
 from onefold.settings.placement import Scope
 from onefold.settings.precision import Dtypes
@@ -59,6 +60,8 @@ class Gradients:
         self._narrow, self._local_dtype = dtypes.narrow, dtypes.wire
         self._scale = Scale.of(self._reducer.scale_before, _wide(dtypes.compute))
         self._may_stay_unflattened = self._narrow and self._reducer.trivial and host is None
+        # recorded after each gradient, where reductions run beside compute
+        self._written = torch.cuda.Event() if self._reducer.on_stream and views.device.type == "cuda" else None
         self.state = GradientState.EMPTY
         self.offloaded: GradientTransfer | None = None  # my shard of the gradient, in the state OFFLOADED
         self._local: FlatSum | UnflattenedSum | None = None
@@ -90,6 +93,11 @@ class Gradients:
         return max(self._reducer.wire.itemsize, self._local_dtype.itemsize)
 
     @property
+    def reducing_bytes(self) -> int:
+        """Bytes that a reduction takes beside its local sum, at most."""
+        return self._reducer.borrowed_bytes + self._buffer.nbytes
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of a complete gradient on the device: of my shard, or of all where gradients are replicated."""
         return self._buffer.nbytes
@@ -119,6 +127,8 @@ class Gradients:
         if not self._local.add(index, grad):
             self._local = self._flatten(self._local)
             self._local.add(index, grad)
+        if self._written is not None:
+            self._written.record()
 
     def _open_local(self) -> FlatSum | UnflattenedSum:
         first = self.state is GradientState.EMPTY and not self._in_flight
@@ -143,16 +153,18 @@ class Gradients:
 
     def launch(self) -> None:
         """Start a reduction of the local sum; parameters without a gradient on this rank count as zeros."""
-        local, self._local = self._local or self._open_flat(), None
+        local, self._local = self._local, None
         if isinstance(local, UnflattenedSum):
             self._in_flight.append(local)
             return
-        flat = local.complete()
-        if flat.dtype is not self._reducer.wire:
-            flat = self._pool.take(self._layout.numel, self._reducer.wire)
-            flat.copy_(local.flat)
-            self._let_go(local.flat)
-        self._in_flight.append(self._reducer.start(flat))
+        with self._reducer.beside_compute(StreamEvent(self._written) if local else StreamEvent()):
+            flat = (local or self._open_flat()).complete()
+            started = self._reducer.start(flat)
+            if self._reducer.on_stream:
+                self._sum(started)
+            elif started.flat is not flat:
+                self._let_go(flat)
+        self._in_flight.append(started)
 
     def finish(self) -> None:
         """End the oldest reduction: its sum is in the gradient, its buffers are back in the pool."""
@@ -160,13 +172,20 @@ class Gradients:
         if isinstance(oldest, UnflattenedSum):
             self._buffer.adopt(oldest.by_slot)
         else:
-            own = self._buffer.own()
-            if self.offloaded is not None:
-                own.copy_(self.offloaded.wait())
-                self.offloaded = None
-            self._reducer.finish(oldest, own, add=self.reduced)
-            self._let_go(oldest.flat)
+            if not self._reducer.on_stream:
+                self._sum(oldest)
+            self._reducer.release(oldest)
+            if self._reducer.on_stream or oldest.local is oldest.flat:
+                self._let_go(oldest.local)
         self._move(GradientEvent.REDUCTION_ENDED)
+
+    def _sum(self, started: ReductionInFlight) -> None:
+        """Sums what ranks sent into the gradient. On a stream this is enqueued, behind earlier reductions."""
+        own, add = self._buffer.own(), self.reduced or (self._reducer.on_stream and bool(self._in_flight))
+        if self.offloaded is not None:
+            own.copy_(self.offloaded.wait())
+            self.offloaded = None
+        self._reducer.sum(started, own, add=add)
 
     def _let_go(self, flat: Tensor) -> None:
         if not self._buffer.holds(flat):
@@ -199,8 +218,10 @@ class Gradients:
         return GradientTransfer(self._layout.name, self._host, own, on_released=give)
 
     def left(self) -> None:
-        """Give back the buffers of an offloaded gradient; compute that uses them runs after the copy."""
+        """Give back the buffers of an offloaded gradient; whatever uses them next runs after the copy."""
         self._left.stream_wait()
+        if self._leaving:
+            self._reducer.wait_for_compute()
         while self._leaving:
             self._homes.give(self._leaving.pop())
 
@@ -260,6 +281,7 @@ class Gradients:
     def consume(self) -> None:
         """Backward has updated the unit with the gradient: its memory is free."""
         self._move(GradientEvent.USED)
+        self._reducer.wait_for_compute()
         self._buffer.clear()
 
     def drop(self) -> None:

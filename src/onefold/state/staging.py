@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from onefold.comm.spans import span
+from onefold.comm.streams import StreamEvent
 from onefold.cost.layout import Span
-from onefold.offload.host import Host, StreamEvent
+from onefold.offload.host import Host
 from onefold.state.flat_parameters import FlatParameters
 
 

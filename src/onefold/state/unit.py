@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
+from onefold.comm.streams import StreamEvent
 from onefold.cost.layout import UnitLayout
-from onefold.offload.host import StreamEvent
 from onefold.offload.image import Image
 from onefold.offload.tiers import Tiers
 from onefold.settings.placement import Placement, Scope, Tier
