@@ -212,9 +212,8 @@ class Watcher:
             return ""
         if len(inquiry.questions) == 1:
             inquiry.questions.append(board.ask())
-        silent_s = now_s - board.answered_s
-        if board.lost or silent_s > max(SHORTEST_ANSWER_S, 2 * board.interval_s):
-            return store_silent(overdue, board.lost or f"for {silent_s:.1f} s", self._server)
+        if why := self._silence():
+            return store_silent(overdue, why, self._server)
         if inquiry.questions[1] >= len(board.asked) or board.read_s < now_s - 5 * ALERT_TICK_S:
             return ""
         first, second = (board.asked[at] for at in inquiry.questions)
@@ -225,8 +224,16 @@ class Watcher:
             return ""  # it has answered before, so it will again, or has ended since
         return diagnose(overdue, board.beats, second)
 
+    def _silence(self) -> str:
+        """Says how the store does not answer; empty if it does."""
+        silent_s = time.monotonic() - self._board.answered_s
+        too_long = silent_s > max(SHORTEST_ANSWER_S, 2 * self._board.interval_s)
+        return self._board.lost or (f"for {silent_s:.1f} s" if too_long else "")
+
     def _publish(self, sentence: str) -> str:
         """The finding of all ranks: this one, unless another rank was first."""
+        if self._silence():
+            return sentence  # nobody can read it, and all come to the same
         self._board.publish(sentence)
         self._board.flush(PATIENCE_S)
         return self._board.finding or sentence
