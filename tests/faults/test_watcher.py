@@ -7,7 +7,6 @@ answers: gloo itself would end a message to a process that is gone.
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +26,7 @@ from onefold.comm.meter import Label
 from onefold.comm.watcher import Watcher, current_watcher, start_watcher
 from tests.faults.test_harness_faults import is_gone
 from tests.harness import fresh_ranks, start_ranks, tell
+from tests.parity.test_examples import free_port
 
 RANKS = 3
 EVERYONE = (0, 1, 2)
@@ -123,10 +123,10 @@ def take_part(fault: str, lost: int, errors: str) -> None:
     wait_for_the_finding(watcher, Path(errors, str(stuck)))
 
 
-def free_port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
+def environment(store: str, folder: Path) -> dict[str, str]:
+    """What makes ranks meet in this kind of store."""
+    served_by_rank0 = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": free_port()}
+    return {"file": {"ONEFOLD_STORE": str(folder / "store")}, "rank 0": served_by_rank0, "agent": {}}[store]
 
 
 LATE = f"has not come to message {COMPLETED + 1} on the link gather, gather-forward of blocks.{COMPLETED} (the last "
@@ -147,8 +147,7 @@ CASES = [
 def test_every_survivor_names_the_rank_and_ends_in_time(
     fault: str, lost: int, store: str, named: str, tmp_path: Path
 ) -> None:
-    served_by_rank0 = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": free_port()}
-    env = {"file": {"ONEFOLD_STORE": str(tmp_path / "store")}, "rank 0": served_by_rank0, "agent": {}}[store]
+    env = environment(store, tmp_path)
     checks, stuck = (peer for peer in EVERYONE if peer != lost)
     with start_ranks(RANKS, take_part, fault, lost, str(tmp_path), timeout_s=60, env=env, init=False) as group:
         for rank in EVERYONE:
@@ -268,7 +267,6 @@ def meet_again() -> list[float]:
 
 @pytest.mark.parametrize("store", ["file", "agent", "rank 0"])
 def test_init_works_again_after_shutdown(store: str, tmp_path: Path) -> None:
-    served_by_rank0 = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": free_port()}
-    env = {"file": {"ONEFOLD_STORE": str(tmp_path / "store")}, "rank 0": served_by_rank0, "agent": {}}[store]
+    env = environment(store, tmp_path)
     outcomes = fresh_ranks(RANKS, meet_again, env=env, init=False, timeout_s=60)
     assert [(outcome.exitcode, outcome.value) for outcome in outcomes] == [(0, [3.0] * 3)] * RANKS

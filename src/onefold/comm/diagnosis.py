@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from onefold.comm.meter import Label
+from onefold.errors import CommError
 
 LOOK = "look at {}'s output first"
 MOST_NAMED = 8
@@ -132,9 +133,9 @@ def store_silent(overdue: Overdue, why: str, server: int | None) -> str:
 
 def obituary(rank: int, error: BaseException) -> str:
     """What peers are told of an exception that nothing caught."""
-    said = (str(error).strip().splitlines() or [""])[0]
-    if said.startswith(f"rank {rank}: "):
-        said = said.removeprefix(f"rank {rank}: ")
+    said = (str(error).strip().splitlines() or [""])[0].removeprefix(f"rank {rank}: ")
+    if isinstance(error, CommError):
+        return f"{said} (found by rank {rank})"  # another rank is the cause, which it names
     return f"rank {rank} has ended by {type(error).__name__}{': ' * bool(said)}{said}; {LOOK.format(f'rank {rank}')}"
 
 

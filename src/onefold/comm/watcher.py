@@ -31,6 +31,7 @@ from onefold.comm.diagnosis import EXIT, Beat, Overdue, Position, diagnose, gone
 from onefold.comm.link import Link, Message
 from onefold.comm.meter import Label
 from onefold.errors import CommError
+from onefold.files.visible import visible
 
 LONGEST_INTERVAL_S = 1.0
 SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.5, 10.0  # how long ranks have to answer, before timeout_s is over
@@ -250,7 +251,7 @@ class Watcher:
             time.sleep(ALERT_TICK_S)
         else:
             return
-        sys.stderr.write(f"onefold: {self.finding}\n")
+        sys.stderr.write(f"onefold: {visible(self.finding)}\n")
         _end_process()
 
     def _describe(self, question: int, left: str) -> Beat:
