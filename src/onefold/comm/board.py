@@ -17,6 +17,7 @@ import torch.distributed as dist
 from onefold.comm.diagnosis import Beat
 
 FINDING, QUESTIONS, BEAT = "finding", "questions", "beat/{}"
+NOTHING_SAID = Beat().encode().encode()
 ALERT_TICK_S = 0.1  # between looks while somebody asks
 ALERT_S = 15.0  # after a question
 
@@ -139,10 +140,10 @@ class Board:
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
         keys = [BEAT.format(rank) for rank in ranks]
-        if self._store.has_extended_api() and self._store.check(keys):
-            rows = self._store.multi_get(keys)  # one request, however many ranks
+        if self._store.check(keys):
+            rows = self._store.multi_get(keys)  # one request to a TCPStore, however many ranks
         else:
-            rows = [self._store.get(key) if self._store.check([key]) else Beat().encode() for key in keys]
+            rows = [self._store.get(key) if self._store.check([key]) else NOTHING_SAID for key in keys]
         return {rank: Beat.decode(row) for rank, row in zip(ranks, rows, strict=True)}
 
     def _say(self, left: str) -> None:
