@@ -23,7 +23,8 @@ import torch.distributed as dist
 import onefold
 from onefold import CommError
 from onefold.comm.meter import Label
-from onefold.comm.watcher import Watcher, current_watcher, start_watcher
+from onefold.comm.watcher import Watcher
+from onefold.comm.watching import current_watcher, start_watcher
 from tests.faults.test_harness_faults import is_gone
 from tests.harness import fresh_ranks, start_ranks, tell
 from tests.parity.test_examples import free_port
@@ -178,7 +179,7 @@ def test_every_survivor_names_the_rank_and_ends_in_time(
 SCRIPT = """
 import sys, threading, torch, torch.distributed as dist, onefold
 from onefold.comm.meter import Label
-from onefold.comm.watcher import start_watcher
+from onefold.comm.watching import start_watcher
 onefold.init()
 watcher = start_watcher()
 work = dist.all_reduce(torch.ones(1), async_op=True)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from onefold.cli.lifeline import PREPARING, Level, Lifeline
 from onefold.cli.ranks import Ranks, Said, started
 from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, signal_name, verdict
-from onefold.comm.watcher import current_watcher
+from onefold.comm.watching import current_watcher
 from onefold.errors import CommError, MismatchError, OnefoldError
 from onefold.files.visible import visible
 from onefold.train.run.stop import Stop

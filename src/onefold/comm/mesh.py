@@ -24,7 +24,7 @@ from onefold.comm.inflight import serve_peers
 from onefold.comm.nccl_settings import prepare_nccl
 from onefold.comm.rendezvous import Place, join
 from onefold.comm.spans import named_span
-from onefold.comm.watcher import current_watcher, end_watcher, ensure_watcher
+from onefold.comm.watching import current_watcher, end_watcher, ensure_watcher
 from onefold.errors import ConfigError, StateError
 
 NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbouring ranks share "tp"

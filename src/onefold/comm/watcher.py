@@ -14,7 +14,6 @@ raises it. A main thread that does not come to `check` while messages are in fli
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -273,51 +272,3 @@ def _end_process() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(1)
-
-
-# -- the one of this process -------------------------------------------------------------------------------------------
-
-_current: Watcher | None = None
-
-
-def current_watcher() -> Watcher | None:
-    """The watcher of this process, if there is one."""
-    return _current
-
-
-def ensure_watcher() -> Watcher | None:
-    """The watcher of this process, made where NCCL moves messages between several ranks; None elsewhere.
-
-    On gloo a message whose peer is gone raises by itself.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" not in dist.get_backend_config():
-        return None
-    return _current or start_watcher(torch.device("cuda", torch.cuda.current_device()))
-
-
-def start_watcher(device: torch.device | None = None) -> Watcher:
-    """Makes the watcher of this process, over the store of torch's default process group."""
-    global _current
-    assert _current is None
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    root = store
-    while isinstance(root, dist.PrefixStore):
-        root = root.underlying_store
-    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    server = 0 if isinstance(root, dist.TCPStore) and not by_agent else None
-    _current = Watcher(store, dist.get_rank(), dist.get_world_size(), server=server, device=device)
-    return _current
-
-
-def end_watcher(how: str) -> None:
-    """Ends the watcher of this process, if there is one; `how` is what peers are told."""
-    global _current
-    watcher, _current = _current, None
-    if watcher is not None:
-        watcher.end(how)
-
-
-@atexit.register
-def _at_exit() -> None:
-    if _current is not None:
-        _current.end_at_exit()
