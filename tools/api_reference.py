@@ -41,7 +41,7 @@ class Task(NamedTuple):
 
 
 TASKS = (
-    Task("Start a script", ("install", "parallelism"), ("init", "mesh")),
+    Task("Start a script", ("install", "parallelism"), ("init", "shutdown", "mesh")),
     Task("Shard a model", ("shard", "precision", "offload"), ("shard", "Zero", "preset", "Precision", "Offload")),
     Task("Train", ("optimizers", "gradients", "precision"), ("Optimizer", "accumulate", "LossScale", "Scheduler")),
     Task("Use parameters at stage 3", ("stage3",), ("full_parameters", "full_state_dict", "catch_up")),

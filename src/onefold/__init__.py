@@ -6,7 +6,7 @@ from onefold.checkpoint.format.export import export
 from onefold.checkpoint.protocol.background import finish_saves
 from onefold.checkpoint.protocol.load import load
 from onefold.checkpoint.protocol.save import save
-from onefold.comm.mesh import init, mesh
+from onefold.comm.mesh import init, mesh, shutdown
 from onefold.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -98,6 +98,7 @@ __all__ = [
     "profile",
     "save",
     "shard",
+    "shutdown",
     "track_memory",
     "traffic",
 ]

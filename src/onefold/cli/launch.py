@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from onefold.cli.lifeline import PREPARING, Level, Lifeline
 from onefold.cli.ranks import Ranks, Said, started
 from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, signal_name, verdict
+from onefold.comm.watching import current_watcher
 from onefold.errors import CommError, MismatchError, OnefoldError
 from onefold.files.visible import visible
 from onefold.train.run.stop import Stop
@@ -67,6 +68,8 @@ def run_ranks(ranks: int, arguments: Sequence[str]) -> Any:
 def give_up(line: Lifeline, error: Exception) -> NoReturn:
     """Called on a rank: report the error to the launcher and exit with code 1 at once, so that no peer waits."""
     rank = int(os.environ["RANK"])
+    if watcher := current_watcher():
+        watcher.announce(error)
     known = isinstance(error, OnefoldError)
     found_by = {CommError: Level.PEER, MismatchError: Level.AGREED}
     level = next((level for kind, level in found_by.items() if isinstance(error, kind)), Level.OWN)

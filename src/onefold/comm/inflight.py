@@ -69,14 +69,17 @@ def finish_posted_at_exit(one: Serving) -> None:
     _serving.add(one)
 
 
-@atexit.register
-def _serve_peers() -> None:
-    """At the end of a process without an error: waits until peers, which may be behind, have received its shards."""
-    if hasattr(sys, "last_value"):  # an error: the peers must see at once that this rank has ended
-        return
-    for one in _serving:
+def serve_peers() -> None:
+    """Waits until peers, which may be behind, have received what this rank has posted."""
+    for one in list(_serving):
         with suppress(Exception):  # a peer has ended too, or the process group is gone
             one.finish_posted()
     with suppress(Exception):
         for orphan in _kept:
             orphan.work.wait(timedelta(seconds=PATIENCE_S))
+
+
+@atexit.register
+def _serve_peers_at_exit() -> None:
+    if not hasattr(sys, "last_value"):  # after an error peers must see at once that this rank has ended
+        serve_peers()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,8 +19,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from onefold.comm.rendezvous import join
+from onefold.comm.diagnosis import SHUTDOWN
+from onefold.comm.inflight import serve_peers
+from onefold.comm.nccl_settings import prepare_nccl
+from onefold.comm.rendezvous import Place, join
 from onefold.comm.spans import named_span
+from onefold.comm.watching import current_watcher, end_watcher, ensure_watcher
 from onefold.errors import ConfigError, StateError
 
 NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbouring ranks share "tp"
@@ -36,18 +41,42 @@ def init(*, timeout_s: float = 600.0) -> None:
     >>> onefold.init()
     """
     if dist.is_initialized():
+        ensure_watcher()
         return
-    backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    join(backend, timeout_s)
+    if not torch.cuda.is_available():
+        join("gloo", timeout_s)
+        return
+    place = Place.here()
+    prepare_nccl(place.world if place else 1)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    join("cpu:gloo,cuda:nccl", timeout_s, device)
+    ensure_watcher()
 
 
-def leave() -> None:
-    """Destroys NCCL's process groups, which warn at exit otherwise. Call it when no rank will communicate any more."""
-    if dist.is_initialized() and torch.cuda.is_available():
-        dist.destroy_process_group()
+def shutdown() -> None:
+    """Leave the other ranks: the end of a script that communicates no more, on every rank.
+
+    Waits until peers have received what this rank has sent, then destroys the process groups. A rank that still waits
+    for this one is told that it has called shutdown(). May be called again; after it, init() starts anew.
+
+    >>> import onefold
+    >>> onefold.init()
+    >>> onefold.shutdown()
+    """
+    if not dist.is_initialized():
+        return
+    watcher = current_watcher()
+    failed = watcher is not None and watcher.finding is not None
+    try:
+        if not failed:
+            serve_peers()
+            if watcher is not None:
+                watcher.drain()
+    finally:
+        end_watcher(SHUTDOWN)
+        with suppress(Exception) if failed else nullcontext():
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
@@ -255,7 +284,14 @@ def new_gloo_axis(axis: Axis, name: str, timeout_s: float) -> Axis:
 def end_ranks(mesh: DeviceMesh, name: str) -> Axis:
     """An axis of the first and the last rank along an axis of a mesh. Collective over these two."""
     row = dist.get_process_group_ranks(mesh.get_group(name))
-    return _axis(dist.new_group([row[0], row[-1]], use_local_synchronization=True))
+    world = dist.group.WORLD
+    assert world is not None
+    # with a bound device torch would split NCCL's communicator of all ranks, and all would have to take part
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        return _axis(dist.new_group([row[0], row[-1]], use_local_synchronization=True))
+    finally:
+        world.bound_device_id = device
 
 
 def _axis(group: dist.ProcessGroup) -> Axis:

@@ -24,9 +24,11 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from onefold.errors import CommError, ConfigError, ExposedWarning
@@ -63,19 +65,30 @@ class Place(NamedTuple):
         return cls(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def join(backend: str, timeout_s: float) -> None:
-    """Makes torch's default process group of all ranks, or of this process alone. Collective."""
+_meetings = count()  # one for each process group that this process has made, as on its peers
+
+
+def join(backend: str, timeout_s: float, device: torch.device | None = None) -> None:
+    """Makes torch's default process group of all ranks, or of this process alone. Collective.
+
+    `device` is this rank's GPU, on which NCCL then connects to its peers at once.
+    """
     place, timeout = Place.here(), timedelta(seconds=timeout_s)
     _choose_interface(place)
     if place is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device
+        )
         return
     store: dist.Store | None = None
     began_s = time.monotonic()
     try:
-        store = _store(place, timeout)
+        # a prefix of its own: a second group would read the addresses of the first, and connect to nobody
+        store = dist.PrefixStore(f"onefold{next(_meetings)}", _store(place, timeout))
         store.set(JOINED.format(place.rank), "")
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout, device_id=device
+        )
     except RuntimeError as error:  # of torch: a time limit, a connection refused or broken
         raise CommError(
             f"rank {place.rank}: {_missing(store, place)} after {time.monotonic() - began_s:.0f} s (time limit "

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from onefold.comm.freed import FreedMemory
 from onefold.cost.limits import IN_FLIGHT, WAITING
+from onefold.runtime.unit_order import with_missing
 from onefold.state.unit import Unit
 
 REMEMBERED = 8  # backwards or steps for which a unit that was used once is expected again
@@ -116,8 +117,9 @@ class ReduceSchedule:
         self.order, self.agreed = order, True
 
     def order_seen(self) -> list[int]:
-        """The order in which units became complete in this backward; those that did not come last."""
-        return self.completed + [index for index in self.order if index not in self.completed]
+        """The order in which units became complete in this backward. Those that did not have the place that the order
+        of registration suggests: backward comes to units in the reverse of it."""
+        return with_missing(self.completed[::-1], range(len(self._units)))[::-1]
 
     def _may_start(self, index: int) -> bool:
         if self._complete(index):

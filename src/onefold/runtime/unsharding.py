@@ -27,6 +27,7 @@ from onefold.comm.inflight import finish_posted_at_exit
 from onefold.comm.meter import Label
 from onefold.model.dtensor_shards import PLAIN, local_tensor
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, GatherSchedule
+from onefold.runtime.unit_order import with_missing
 from onefold.state.unit import Unit
 
 
@@ -209,7 +210,7 @@ class Unsharding:
             return
         self._order_known, kept = True, self.gathers.kept_unit  # by the forward that has ended
         rows = self._comm.exchange(json.dumps(self.forward_seen).encode(), Label("agree", "the order of units"))
-        self.gathers.forward = _with_missing(json.loads(rows[0]), range(len(self.units)))
+        self.gathers.forward = with_missing(json.loads(rows[0]), range(len(self.units)))
         self.gathers.backward = [i for i in dict.fromkeys(reversed(self.gathers.forward)) if i != kept]
 
     def need_in_backward(self, indices: Sequence[int]) -> None:
@@ -262,11 +263,11 @@ class Unsharding:
         use them later; but backward leaves out units of embeddings, and frozen units that some rank used in forward, if
         no rank needed them in backward."""
         everything = range(len(self.units))
-        self.gathers.forward = _with_missing(forwards[0], everything)
+        self.gathers.forward = with_missing(forwards[0], everything)
         forward, backward = set().union(*forwards), set().union(*backwards)
         spared = self.embedding_units | {i for i in everything if not self.units[i].trained and i in forward}
         wanted = [index for index in everything if index in backward or index not in spared]
-        order = _with_missing(list(dict.fromkeys(backwards[0]))[::-1], wanted)
+        order = with_missing(list(dict.fromkeys(backwards[0]))[::-1], wanted)
         self.gathers.backward = [i for i in reversed(order) if i != self.gathers.kept_unit]
 
     def reshard_all(self) -> None:
@@ -354,19 +355,3 @@ def intercept_lookups(modules: Iterator[nn.Module], unit_of: dict[int, int], uns
         units = {name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of}
         if units:
             module.__dict__["_parameters"] = GatheringDict(module._parameters, unsharding, units)
-
-
-def _with_missing(order: list[int], everything: Sequence[int]) -> list[int]:
-    """`order`, and what it lacks of `everything`: each before the one that follows it there, or else after the nearest
-    one before it."""
-    result = list(order)
-    for at in reversed(range(len(everything))):
-        if everything[at] in result:
-            continue
-        if at + 1 < len(everything):
-            place = result.index(everything[at + 1])
-        else:
-            before = (result.index(other) + 1 for other in reversed(everything) if other in result)
-            place = next(before, len(result))
-        result.insert(place, everything[at])
-    return result

@@ -1,0 +1,60 @@
+"""The watcher of this process: one at most, for as long as torch's default process group lives."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import torch
+import torch.distributed as dist
+
+from onefold.comm.diagnosis import SHUTDOWN
+from onefold.comm.watcher import Watcher
+
+_current: Watcher | None = None
+_watched: dist.ProcessGroup | None = None  # the default group of which it is
+
+
+def current_watcher() -> Watcher | None:
+    """The watcher of this process, if there is one."""
+    return _current
+
+
+def ensure_watcher() -> Watcher | None:
+    """The watcher of this process, made where NCCL moves messages between several ranks; None elsewhere.
+
+    On gloo a message whose peer is gone raises by itself.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" not in dist.get_backend_config():
+        return None
+    if _watched is not dist.group.WORLD:
+        end_watcher(SHUTDOWN)  # of a group that the user has destroyed
+    return _current or start_watcher(torch.device("cuda", torch.cuda.current_device()))
+
+
+def start_watcher(device: torch.device | None = None) -> Watcher:
+    """Makes the watcher of this process, over the store of torch's default process group."""
+    global _current, _watched
+    assert _current is None
+    root = store = dist.distributed_c10d._get_default_store()
+    while isinstance(root, dist.PrefixStore):
+        root = root.underlying_store
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    server = 0 if isinstance(root, dist.TCPStore) and not by_agent else None
+    _current = Watcher(store, dist.get_rank(), dist.get_world_size(), server=server, device=device)
+    _watched = dist.group.WORLD
+    return _current
+
+
+def end_watcher(how: str) -> None:
+    """Ends the watcher of this process, if there is one; `how` is what peers are told."""
+    global _current, _watched
+    watcher, _current, _watched = _current, None, None
+    if watcher is not None:
+        watcher.end(how)
+
+
+@atexit.register
+def _at_exit() -> None:
+    if _current is not None:
+        _current.end_at_exit()
