@@ -243,16 +243,17 @@ class Unsharding:
             self._graph_made = self._backward = False
             self.gathers.end()
 
-    def learn(self, forwards: Sequence[list[int]], backwards: Sequence[list[int]]) -> None:
+    def learn(
+        self, forward: list[int], backward: list[int], *, used_in_forward: set[int], used_in_backward: set[int]
+    ) -> None:
         """Sets the gather schedule to the orders that rank 0 saw. Units it did not use keep a place, since any rank may
         use them later; but backward leaves out units of embeddings, and frozen units that some rank used in forward, if
         no rank needed them in backward."""
         everything = range(len(self.units))
-        self.gathers.forward = _with_missing(forwards[0], everything)
-        forward, backward = set().union(*forwards), set().union(*backwards)
-        spared = self.embedding_units | {i for i in everything if not self.units[i].trained and i in forward}
-        wanted = [index for index in everything if index in backward or index not in spared]
-        order = list(dict.fromkeys(backwards[0]))
+        self.gathers.forward = _with_missing(forward, everything)
+        spared = self.embedding_units | {i for i in everything if not self.units[i].trained and i in used_in_forward}
+        wanted = [index for index in everything if index in used_in_backward or index not in spared]
+        order = list(dict.fromkeys(backward))
         self.gathers.backward = [i for i in _with_missing(order, reversed(wanted)) if i != self.gathers.kept_unit]
 
     def reshard_all(self) -> None:
