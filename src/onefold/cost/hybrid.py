@@ -9,7 +9,9 @@ replicas in 2(R-1) more. At stage 3 that is 3(S-1) + 2(R-1) latencies for a unit
 12285 at 64 × 64 ranks. The price is memory: 1/S of the states on each rank, not 1/N. So the largest shard axis is
 proposed among those whose messages take about the least time, and only where the states fit.
 
-Latency and rates are those of the hardware the plan is for; a message between neighbours on one node may be faster.
+Latency and rates are those of the hardware the plan is for. The seconds are an upper bound: a message between two ranks
+of one node may be faster, and a library may use trees. The plan's own seconds of a step have one latency for each
+collective, and are a lower one.
 """
 
 from __future__ import annotations
@@ -95,8 +97,8 @@ def _told(flat: Estimate, best: Estimate, latency: float, moving: float) -> Hybr
     batch = f" at batch {best.batch}" if best.batch != flat.batch else ""
     reason = (
         f"sharded over {flat.grid.shard} ranks, a unit of {text_of(unit.whole_bytes)} travels in messages of "
-        f"{text_of(cut)}, and messages take {whole:.2g} s of a step, {latency / whole:.0%} of it latency; on this mesh "
-        f"they take {messages:.2g} s, and {text_of(best.peak_bytes)} of {text_of(best.hardware.memory_bytes)} still "
-        f"fit{batch}"
+        f"{text_of(cut)}, which in rings take up to {whole:.2g} s of a step, {latency / whole:.0%} of it latency; on "
+        f"this mesh they take up to {messages:.2g} s, and {text_of(best.peak_bytes)} of "
+        f"{text_of(best.hardware.memory_bytes)} still fit{batch}"
     )
     return HybridMesh(best.grid.replica, best.grid.shard, best.batch, cut, whole, messages, best.peak_bytes, reason)
