@@ -33,36 +33,27 @@ class Counted(NamedTuple):
 
 def calls_of(work: Callable[[], Any]) -> int:
     """Calls of functions, in Python and in C."""
-    seen = 0
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal seen
-        seen += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(before)
-    return seen
+    return seen_by(sys.setprofile, sys.getprofile(), {"call", "c_call"}, work)
 
 
 def lines_of(work: Callable[[], Any]) -> int:
     """Lines of Python, each iteration of a loop or comprehension counted again."""
+    return seen_by(sys.settrace, sys.gettrace(), {"line"}, work)
+
+
+def seen_by(install: Callable[[Any], None], before: Any, events: set[str], work: Callable[[], Any]) -> int:
     seen = 0
 
     def note(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal seen
-        seen += event == "line"
+        seen += event in events
         return note
 
-    before = sys.gettrace()
-    sys.settrace(note)
+    install(note)
     try:
         work()
     finally:
-        sys.settrace(before)
+        install(before)
     return seen
 
 
