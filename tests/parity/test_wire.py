@@ -17,6 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+from onefold.comm.communicator import Comm
+from onefold.comm.maximum import max_rounds
+from onefold.comm.mesh import axes_of
+from onefold.comm.meter import Label, Meter
 from tests.harness import run_ranks
 from tests.harness.netns import can_make_namespace, in_namespace, loopback_bytes
 from tests.models import Layers
@@ -33,6 +37,7 @@ CASES = {  # name -> ranks, stage (None: DistributedDataParallel)
     "stage 3": (2, 3),
     "DDP": (2, None),
 }
+FLAGS, FLAG_RANKS = Label("used-flags", "step"), 3
 
 
 class Counts(NamedTuple):
@@ -73,12 +78,25 @@ def train_and_count(stage: int | None) -> Counts:
     return Counts(loopback_bytes() - before, metered)
 
 
+def send_flags() -> Counts:
+    """On every rank: all-reduce flags, as many as two million parameters have, and read the counter behind barriers."""
+    comm = Comm(axes_of(None).world, torch.device("cpu"), 60.0, Meter())
+    comm.all_reduce_max(bytes(1), FLAGS)  # connects
+    dist.barrier()
+    before, comm.meter = loopback_bytes(), Meter()
+    dist.barrier()
+    for _ in range(STEPS):
+        comm.all_reduce_max(bytes(2_000_000), FLAGS)
+    dist.barrier()
+    return Counts(loopback_bytes() - before, comm.meter.running["used-flags", "all-reduce"].sent_bytes)
+
+
 def measure() -> None:
     """Inside the namespace: print, for each case, [bytes of the kernel, bytes of all meters], per step."""
     found = {}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # before the first rank starts, which inherits it
-    for name, (ranks, stage) in CASES.items():
-        counts = run_ranks(ranks, train_and_count, stage)
+    runs = {name: run_ranks(ranks, train_and_count, stage) for name, (ranks, stage) in CASES.items()}
+    for name, counts in {**runs, "flags": run_ranks(FLAG_RANKS, send_flags)}.items():
         found[name] = [counts[0].kernel / STEPS, sum(count.metered for count in counts) / STEPS]
     print(json.dumps(found))
 
@@ -112,6 +130,13 @@ def test_the_kernel_saw_two_or_three_parameter_sizes_times_ranks_less_one(
     wanted = (3 - 1 / LAYERS if stage == 3 else 2) * PARAMETER_BYTES * (ranks - 1)
     kernel = found[case][0]
     assert wanted <= kernel <= wanted * 1.03, f"{case}: the kernel saw {kernel:,.0f}, the formula says {wanted:,}"
+
+
+def test_the_kernel_saw_the_flags_that_the_meter_counted(found: dict[str, list[float]]) -> None:
+    """A byte of every parameter in each of ceil(log2 N) rounds, from every rank."""
+    kernel, metered = found["flags"]
+    assert metered == FLAG_RANKS * max_rounds(FLAG_RANKS) * 2_000_000
+    assert metered <= kernel <= metered * 1.03, f"the kernel saw {kernel:,.0f}, the meters {metered:,.0f}"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

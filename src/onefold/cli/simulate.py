@@ -38,12 +38,16 @@ class SimulateCommand(Trial):
     device: Literal["cpu", "cuda"] | None = None
     """cuda if there is one, else cpu."""
 
+    backend: Literal["gloo", "nccl"] | None = None
+    """What would move messages; nccl for cuda and gloo for cpu if left out. With nccl no call is made per peer."""
+
     def run(self) -> int:
         zero = dataclasses.replace(self.zero(self.precision, "ranks", "batch", "steps"), activations=self.activations)
         shape = self.shape()
         found = simulate(
             self.build, self.sample(self.batch), zero, ranks=self.ranks, steps=self.steps, device=self.device,
             init=partial(initialise, layers=shape.layers) if shape else None, optimizer=self.optimizer,
+            backend=self.backend,
         )  # fmt: skip
         if self.json:
             sys.stdout.write(json.dumps(as_dict(found), indent=1) + "\n")
@@ -77,7 +81,8 @@ def show(name: str, found: Simulation) -> None:
     screen.print(
         table(title, ("per rank", "planned", "measured", "off by"), [row + [""] * (4 - len(row)) for row in rows])
     )
-    screen.print(f"steps: {', '.join(seconds(step) for step in found.steps_s)}; would send {text_of(found.sent_bytes)}")
+    took = ", ".join(seconds(step) for step in found.steps_s)
+    screen.print(f"start: {seconds(found.build_s)}; steps: {took}; would send {text_of(found.sent_bytes)}")
     if found.busy is None:
         screen.print("how much of it is compute is not known: torch's profiler saw no kernels on this device")
         return

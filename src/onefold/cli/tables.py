@@ -61,6 +61,8 @@ def show_plan(plan: Plan) -> None:
         mark = "[green]fits[/]" if choice.fits else "[red]does not fit[/]"
         tp = f", tp {choice.tp}" if choice.tp > 1 else ""
         screen.print(f"  {number}. [bold]{what}{tp}[/] ({mark}, {text_of(choice.peak_bytes)}): {choice.reason}")
+    if plan.hybrid is not None:
+        screen.print(f"[bold]over[/] {escape(plan.proposed_mesh)}", soft_wrap=True)
     for note in plan.notes:
         screen.print(f"note: {note}")
 

@@ -1,8 +1,8 @@
 """Checks that all ranks have the same model, settings and parameters; if not, every rank raises the same error.
 
-Each rank describes itself in lines of text. Digests of the lines are compared first; only if they differ are the lines
-exchanged, to name the rank and the first line that differs. A rank that has failed sends its error instead, so that its
-peers raise too and do not wait for it.
+Each rank describes itself in lines of text. Digests of the lines are compared first, in one all-reduce whose size does
+not depend on the number of ranks; only if they differ are the lines exchanged, to name the rank and the first line that
+differs. A rank that has failed says so there and then sends its error, so that its peers raise too and do not wait.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import TypeVar
 from torch import Tensor
 
 from onefold.comm.communicator import Comm, Comms
-from onefold.comm.inflight import adopt_orphans
+from onefold.comm.inflight import adopt_orphans, has_orphans
 from onefold.comm.meter import Label
 from onefold.errors import MismatchError
 
 AGREE = Label("agree", "the model")
+DIGEST = hashlib.sha256().digest_size
 T = TypeVar("T")
 
 
@@ -30,15 +31,17 @@ def digest(lines: Sequence[str]) -> str:
 
 def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, where: str = "shard()") -> None:
     """Raises on every rank if one rank has an `error`, or if the lines differ between ranks. Collective."""
-    failed = f"{type(error).__name__}: {error}" if error else ""
-    errors = [row.decode() for row in comm.exchange(failed.encode(), AGREE)]
-    if error:
-        raise error
-    if any(errors):
+    mine = b"" if error else hashlib.sha256("\n".join(lines).encode()).digest()
+    said = bytes([error is not None]) + (mine + bytes(255 - byte for byte in mine)).ljust(2 * DIGEST, b"\0")
+    heard = comm.all_reduce_max(said, AGREE)
+    if heard[0]:
+        failed = f"{type(error).__name__}: {error}" if error else ""
+        errors = [row.decode() for row in comm.exchange(failed.encode(), AGREE)]
+        if error:
+            raise error
         row = next(i for i, text in enumerate(errors) if text)
         raise MismatchError(f"rank {comm.world_rank(row)} failed in {where}, so no rank goes on: {errors[row]}")
-    digests = comm.all_gather_bytes(digest(lines).encode(), AGREE)
-    if len(set(digests)) > 1:
+    if any(high + low != 255 for high, low in zip(heard[1 : 1 + DIGEST], heard[1 + DIGEST :], strict=True)):
         everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
         raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)]))
 
@@ -63,7 +66,7 @@ def together(comms: Comms, work: Callable[[], T], *, where: str = "shard()") -> 
 
 def agree_on_salt(comm: Comm) -> int:
     """A random number that rank 0 has drawn for this model, to tell its messages from another model's. Collective."""
-    return int.from_bytes(comm.all_gather_bytes(os.urandom(4), AGREE)[0], "big")
+    return int.from_bytes(comm.broadcast_bytes(os.urandom(4), AGREE), "big")
 
 
 def number_messages(comms: Comms) -> None:
@@ -73,7 +76,9 @@ def number_messages(comms: Comms) -> None:
     for comm in comms:
         comm.salt = salt
     comms.shard.posted.model = str(salt)
-    adopt_orphans(lambda blob: comms.world.exchange(blob, Label("agree", "what is left over")))
+    left_over = Label("agree", "what is left over")
+    if comms.world.all_reduce_max(bytes([has_orphans()]), left_over)[0]:
+        adopt_orphans(lambda blob: comms.world.exchange(blob, left_over))
 
 
 def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:

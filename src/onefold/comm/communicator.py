@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.comm.endpoint import Endpoint, Pending, Reduction
+from onefold.comm.maximum import Maximum, bytes_tensor, max_rounds, tensor_bytes
 from onefold.comm.mesh import Axes, Axis, new_gloo_axis
 from onefold.comm.meter import Label, Meter
 from onefold.comm.nodes import Sums, ranks_per_node
@@ -216,6 +217,46 @@ class Comm(Endpoint):
             return self._wire.all_gather(table.view(-1), label)
         work = self.axis.group._allgather_base(table.view(-1), table[self.rank].clone())
         return Pending(self, label, [(None, work)])
+
+    def all_reduce_max(self, blob: bytes, label: Label) -> bytes:
+        """At every place the largest byte that any rank gave; all ranks give equally many. Collective."""
+        return self.start_all_reduce_max(blob, label)()
+
+    def start_all_reduce_max(self, blob: bytes, label: Label) -> Callable[[], bytes]:
+        """Starts `all_reduce_max`; calling the result waits for the bytes. The message has as many bytes as `blob`,
+        however many ranks there are."""
+        if not blob:
+            return lambda: b""
+        hosts = self._wire if isinstance(self._wire, PairwiseWire) else PairwiseWire(self) if self._gloo else None
+        sent = len(blob) * max_rounds(self.size)
+        if hosts is None and not self.simulated:  # NCCL alone; a ring's bytes
+            sent = 2 * len(blob) * (self.size - 1) // self.size
+        self.meter.count(label.purpose, "all-reduce", sent)
+        if self.simulated or self.size == 1:
+            return lambda: blob
+        with self.span("start", label):
+            if hosts is not None:
+                return Maximum(self, hosts, blob, label).finish
+            flat, options = bytes_tensor(blob).to(self._device), dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+            pending = Pending(self, label, [(None, self.axis.group.allreduce([flat], options))])
+
+        def largest() -> bytes:
+            pending.wait()
+            return tensor_bytes(flat)
+
+        return largest
+
+    def broadcast_bytes(self, blob: bytes, label: Label) -> bytes:
+        """Rank 0's bytes, of any length: two broadcasts, for set-up rather than for steps. Collective."""
+        if self.size == 1 or self.simulated:
+            return blob
+        device = torch.device("cpu") if self._gloo else self._device
+        length = torch.tensor([len(blob)], device=device)
+        self.broadcast([length], label)
+        flat = bytes_tensor(blob if self.rank == 0 else bytes(int(length))).to(device)
+        self.broadcast([flat], label)
+        return tensor_bytes(flat)
 
     def _count(self, label: Label, collective: str, flat: Tensor) -> None:
         self.meter.count(label.purpose, collective, flat.nbytes // self.size * (self.size - 1))

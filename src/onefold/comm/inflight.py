@@ -53,6 +53,11 @@ def count() -> int:
     return len(_kept)
 
 
+def has_orphans() -> bool:
+    """Whether this rank keeps orphaned shards, which all ranks together may find to have been received."""
+    return any(orphan.posted for orphan in _kept)
+
+
 def adopt_orphans(exchange: Callable[[bytes], list[bytes]]) -> None:
     """Drops the orphaned shards of models of which every rank has received all that was posted. Collective."""
     mine = {orphan.posted.model: [orphan.posted.sent, orphan.posted.received] for orphan in _kept if orphan.posted}

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from onefold.comm.board import ALERT_TICK_S, Board
 from onefold.comm.diagnosis import EXIT, Beat, Overdue, Position, diagnose, gone, obituary, store_silent
-from onefold.comm.link import Link, Message
+from onefold.comm.issued import IssuedMessages, Message
 from onefold.comm.meter import Label
 from onefold.errors import CommError
 from onefold.files.visible import visible
@@ -57,7 +57,7 @@ class Watcher:
         """`server` is the rank whose process serves the store, if one does; `device` is this rank's GPU."""
         self.rank, self._world, self._server, self._device = rank, world, server, device
         self.finding: CommError | None = None
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, IssuedMessages] = {}
         self._inquiries: dict[str, Inquiry] = {}  # by the name of the link
         self._shortest_s = float("inf")  # of all time limits that were given
         self._on_abort: list[Callable[[], object]] = []
@@ -79,7 +79,7 @@ class Watcher:
         """
         found = self._links.get(link)
         if found is None:
-            found = self._links[link] = Link(link, ranks)
+            found = self._links[link] = IssuedMessages(link, ranks)
         assert found.given is ranks or found.ranks == tuple(ranks), f"the link {link!r} is of {found.ranks}"
         found.count += 1
         found.last = label

@@ -2,7 +2,9 @@
 
 A rank sends (N-1)/N of a unit each time the unit is reduce-scattered or all-gathered. Replicated gradients are reduced
 once per step, however many micro-batches it has; sharded ones once per micro-batch. Sharded parameters are all-gathered
-for every forward and every backward; the last unit of forward stays unsharded for backward.
+for every forward and every backward; the last unit of forward stays unsharded for backward. What ranks agree on beside
+that does not grow with ranks times parameters: the flags of used parameters are one all-reduce, the norm one number of
+each rank.
 """
 
 from __future__ import annotations
@@ -10,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from onefold.comm.maximum import max_rounds
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.settings.placement import Placement, Scope
+
+NORM_BYTES = 8  # one float64: the norm of all gradients that a rank holds
 
 
 class Sent(NamedTuple):
@@ -71,11 +76,10 @@ def step_traffic(
             2 * unit.shard * max(4, unit.widths.compute) // replicas * (replicas - 1) for unit, _ in trained
         )
         sent["reduce-replica"] = times(Sent(moved, moved_bytes, 2 * len(trained), "all-reduce", "replica"), rounds)
-    everyone = n * replicas
-    flags = (sizes.flags + len(trained)) * (everyone - 1)
-    sent["used-flags"] = Sent(0, flags, 1, "all-gather", "all")
+    flags = (sizes.flags + len(trained)) * max_rounds(n * replicas)
+    sent["used-flags"] = Sent(0, flags, 1, "all-reduce", "all")
     if clip:
-        sent["norm"] = Sent(0, 8 * len(trained) * (n - 1), 1, "all-gather")
+        sent["norm"] = Sent(0, NORM_BYTES * (n - 1), 1, "all-gather")
     return sent
 
 

@@ -182,7 +182,7 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
     with torch.no_grad():
         engine.complete_gradients(Call.STEP)
         if half:
-            engine.everyone.all_gather_bytes(bytes(len(engine.units)), Label("overflow", "step"))
+            engine.pipeline.any_rank(engine.comms.world, bytes(len(engine.units)), Label("overflow", "step"))
         engine.unsharding.reshard_all()
         for index, unit in enumerate(engine.units):
             engine.wait_reduced(index)

@@ -12,7 +12,7 @@ from torch import nn
 
 from onefold.comm.meter import Flow
 from onefold.cost.states import parameter_bytes
-from onefold.cost.traffic import step_traffic
+from onefold.cost.traffic import NORM_BYTES, step_traffic
 from onefold.model.storage import storage_bytes
 from onefold.observe.inventory import CHECKPOINTS_HOST as HOST
 from onefold.observe.inventory import (
@@ -298,7 +298,7 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         clip=True,
     )
     planned = {purpose: row.bytes for purpose, row in sent.items()}
-    planned["norm"] = 8 * engine.pipeline.most_units * (engine.comms.holders.size - 1)
+    planned["norm"] = NORM_BYTES * (engine.comms.holders.size - 1)
     if engine.checkpoints and (gathered := engine.checkpoints.planned_gathers()):
         planned["activation"] = gathered
     if engine.resolved.settings.buffers == "rank0":

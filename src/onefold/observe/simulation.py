@@ -88,12 +88,14 @@ def simulate(
     device: str | None = None,
     init: Callable[[nn.Module], None] | None = None,
     optimizer: str = "adamw",
+    backend: str | None = None,
 ) -> Simulation:
-    """Takes `steps` steps as rank 0 of `ranks`. `build` makes the model; it is called under the meta device."""
+    """Takes `steps` steps as rank 0 of `ranks`. `build` makes the model; it is called under the meta device. `backend`
+    is what would move messages: by default nccl between GPUs and gloo between CPUs, whose host calls each peer."""
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if target.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r}: torch finds no CUDA device on this machine; use cpu")
-    plays = "nccl" if target.type == "cuda" else "gloo"
+    plays = backend or ("nccl" if target.type == "cuda" else "gloo")
     with torch.device("meta"):
         blank, model = build(), build()
     cost, clock = cost_of(optimizer), time.perf_counter

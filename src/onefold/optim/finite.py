@@ -8,7 +8,7 @@ flag in the next step, so that no step waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,22 @@ from onefold.optim.loss_scale import Scaler
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.runtime.engine import Engine
 
+NOT_HERE = "(unknown here: its shards on this rank are finite)"
+TOO_LARGE = "(none: each is finite, and the norm of all together overflows)"
+
+
+class Norms(NamedTuple):
+    """What clipping computed, on the device."""
+
+    units: Tensor  # of what this rank holds of each unit
+    total: Tensor  # of the whole model: the same on every rank
+
 
 class FiniteCheck:
     def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str) -> None:
         self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
         self._on_device = not any(one.unit.updated_on_host for one in by_unit)
-        self.norms: Tensor | None = None  # of each rank's shard of each unit, if clipping has computed them
+        self.norms: Norms | None = None  # if clipping has computed them
         self.skipped = 0
         self._device_flags: tuple[Tensor, torch.cuda.Event] | None = None  # copied from the device in the last step
 
@@ -36,14 +46,14 @@ class FiniteCheck:
     def flag_on_device(self, groups: list[dict[str, Any]]) -> Tensor | None:
         """A flag on the device, not 0 if gradients are not finite, at which update kernels write nothing. None where
         some update is not one kernel, or no norms are known: then `bad_unit` must decide."""
-        if self.norms is None or not self.norms.is_cuda or self._scaler or not self._on_device:
+        if self.norms is None or not self.norms.total.is_cuda or self._scaler or not self._on_device:
             return None
         if not all(unit.fused(group) for unit in self._by_unit for group in groups):
             return None
-        finite = torch.isfinite(self.norms)
+        finite = torch.isfinite(torch.cat([self.norms.units, self.norms.total.view(1)]))
         self._device_flags = finite.to("cpu", non_blocking=True), torch.cuda.Event()
         self._device_flags[1].record()
-        return 1.0 - finite.all().float()
+        return 1.0 - finite[-1].float()
 
     def read_last_step(self) -> None:
         """Reads the flags that the last step left on the device; if its kernels wrote nothing, counts it as skipped."""
@@ -51,34 +61,40 @@ class FiniteCheck:
             return
         (finite, event), self._device_flags = self._device_flags, None
         event.synchronize()  # does not wait: it was recorded a step ago
-        bad = self._first_bad(self._engine.comms.holders, finite)
-        if bad is not None:
+        *units, total = finite.tolist()
+        if not total:
             for unit in self._by_unit:
                 unit.undo_step()
-            self.skip(bad)
+            # Nothing is exchanged: a property of the optimizer may come here on one rank alone.
+            self.skip(self._first(bytes(not fine for fine in units)) or NOT_HERE)
 
-    def _first_bad(self, comm: Comm, finite: Tensor) -> str | None:
-        """The first unit in backward order whose gradients are not finite; `finite` has a row for each rank."""
-        engine = self._engine
-        near = finite[engine.pipeline.rows(comm)].all(dim=0).tolist()
-        first = next((engine.units[index].name for index in engine.schedule.order if not near[index]), None)
-        return first if first or bool(finite.all()) else "of another pipeline stage"
+    def _first(self, bad: bytes) -> str | None:
+        """The first unit in backward order that has a flag."""
+        return next((self._engine.units[index].name for index in self._engine.schedule.order if bad[index]), None)
 
     def bad_unit(self) -> str | None:
         """The first unit in backward order whose gradients are not finite on some rank. None if all are, or if neither
-        clipping nor fp16 asks for the check. Collective with fp16."""
-        engine, world = self._engine, self._engine.comms.world
+        clipping nor fp16 asks for the check. Collective with fp16, and where gradients are not finite."""
+        engine = self._engine
         if self.norms is not None:
-            return self._first_bad(engine.comms.holders, torch.isfinite(self.norms))
+            if torch.isfinite(self.norms.total):
+                return None
+            finite = torch.isfinite(self.norms.units)
+            label = Label("norm", "units that are not finite")
+            return self._first_bad(engine.comms.holders, finite, label) or TOO_LARGE
         if self._scaler:
             engine.schedule.drain()
             norms = [unit.gradients.norms(2.0) if unit.gradients.reduced else [] for unit in engine.units]
             none = torch.zeros((), device=engine.device)
             finite = torch.stack([torch.stack(found).isfinite().all() if found else none == 0 for found in norms])
-            mine = bytes(not fine for fine in finite.tolist())
-            rows = world.all_gather_bytes(mine.ljust(engine.pipeline.most_units, b"\0"), Label("overflow", "step"))
-            return self._first_bad(world, torch.tensor([list(row) for row in rows]) == 0)
+            return self._first_bad(engine.comms.world, finite, Label("overflow", "step"))
         return None
+
+    def _first_bad(self, comm: Comm, finite: Tensor, label: Label) -> str | None:
+        """The first unit in backward order whose gradients are not finite on any rank. Collective."""
+        mine = bytes(not fine for fine in finite.tolist())
+        near, far = self._engine.pipeline.any_rank(comm, mine, label)
+        return self._first(near) or ("of another pipeline stage" if far else None)
 
     def skip(self, bad: str) -> None:
         """Counts a skipped step and lowers the loss scale, or raises; the same on every rank. Nothing was updated."""

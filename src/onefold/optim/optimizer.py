@@ -23,7 +23,7 @@ from onefold.comm.meter import Label
 from onefold.comm.spans import spanned
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.optim.elementwise import examine
-from onefold.optim.finite import FiniteCheck
+from onefold.optim.finite import FiniteCheck, Norms
 from onefold.optim.host_update import HostUpdates, UpdateOnHost
 from onefold.optim.loss_scale import LossScale, Scaler
 from onefold.optim.preflight import agree_on_kernel, reserve, updated_dtype
@@ -259,8 +259,9 @@ class Optimizer(torch.optim.Optimizer):
         """Scale all gradients so that their norm over the whole model is at most `max_norm`; return the norm as it was
         before. Collective.
 
-        Partial norms of all units and ranks are summed in a fixed order, so the norm has the same bits on every rank
-        and at every stage. Gradients that are replicated along the mesh axis "tp" count once.
+        Each rank combines the norms of its units in a fixed order into one number, and the numbers of all ranks are
+        combined in rank order, so the norm has the same bits on every rank and at every stage. Gradients that are
+        replicated along the mesh axis "tp" count once.
         """
         if not (isinstance(max_norm, int | float) and max_norm >= 0):
             raise ConfigError(f"max_norm={max_norm!r} is not a number of at least 0")
@@ -272,7 +273,8 @@ class Optimizer(torch.optim.Optimizer):
         engine.schedule.drain()
         engine.updates.wait()  # a host update of the last step may still read the gradients
         holders = engine.comms.holders
-        partials = torch.zeros(holders.size, engine.pipeline.most_units, dtype=torch.float64, device=engine.device)
+        by_unit = torch.zeros(len(engine.units), dtype=torch.float64, device=engine.device)  # of what this rank holds
+        by_rank = torch.zeros(holders.size, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
             for slot, kept in enumerate(engine.used.kept_of(index)):
                 if not kept:  # nobody's gradient, or one the user dropped
@@ -281,11 +283,13 @@ class Optimizer(torch.optim.Optimizer):
                 norms = unit.gradients.norms(norm_type, engine.counts)
                 mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
-                partials[holders.rank, index] = mine
-        holders.all_gather(partials.view(-1), Label("norm", "step")).wait()
-        self._finite.norms = partials
+                by_unit[index] = mine
+        by_rank[holders.rank] = torch.linalg.vector_norm(by_unit, norm_type)
+        holders.all_gather(by_rank, Label("norm", "step")).wait()
+        total = torch.linalg.vector_norm(by_rank, norm_type)
+        self._finite.norms = Norms(by_unit, total)
         dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
-        norm = (torch.linalg.vector_norm(partials.view(-1), norm_type) / engine.scale.value).to(dtype)
+        norm = (total / engine.scale.value).to(dtype)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         self._clip = self._clip * factor
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):

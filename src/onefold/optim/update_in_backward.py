@@ -34,7 +34,7 @@ class UpdateInBackward(NoUpdates):
         host: HostUpdates | None,
     ) -> None:
         self._engine, self._by_unit, self._groups, self.host = engine, by_unit, groups, host
-        self._flags: dict[int, Callable[[], list[bytes]]] = {}  # by unit in flight: waits for every rank
+        self._flags: dict[int, Callable[[], bytes]] = {}  # by unit in flight: waits for every rank
         self._gathers: list[Pending] = []
         self._awaited: list[int] = []  # units that the host updates before step() returns
         engine.schedule.one_reduction_each()
@@ -61,16 +61,16 @@ class UpdateInBackward(NoUpdates):
         engine, unit = self._engine, self._engine.units[index]
         engine.unsharding.receive_posted(unit)
         used = engine.used.of_unit(index)
-        self._flags[index] = engine.everyone.start_all_gather_bytes(used, Label("used-flags", unit.name))
+        self._flags[index] = engine.everyone.start_all_reduce_max(used, Label("used-flags", unit.name))
 
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:
         """Updates the unit, or queues its host update, and frees its gradient."""
-        engine, unit, rows = self._engine, self._engine.units[index], self._flags.pop(index)()
+        engine, unit, flags = self._engine, self._engine.units[index], self._flags.pop(index)()
         if unit.placement.optimizer is Scope.REPLICATED and not unit.updated_on_host:
             unit.gradients.gather().wait()
         unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
-        engine.used.keep(index, rows)
+        engine.used.keep(index, flags)
         with unit.update():
             if unit.updated_on_host:
                 assert self.host is not None

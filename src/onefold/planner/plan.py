@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.cost.estimate import Choice
 from onefold.cost.hardware import Hardware, hardware
+from onefold.cost.hybrid import HybridMesh, propose
 from onefold.cost.machine import here
 from onefold.cost.search import CHOICES, ROOM, Question, check_question, recommend
 from onefold.cost.text import text_of
@@ -50,6 +51,8 @@ class Plan:
     variants: tuple[Row, ...]  # choices beyond them: a hybrid of stages 2 and 3, offload
     recommendations: tuple[Recommendation, ...]  # the best first
     notes: tuple[str, ...] = ()  # what the figures leave out
+    hybrid: HybridMesh | None = None  # replicas of a sharded model, where that takes less time for messages
+    pp: int = 1  # pipeline stages
 
     @property
     def recommendation(self) -> Recommendation:
@@ -60,6 +63,15 @@ class Plan:
         """The plan as a dict for JSON."""
         return {**dataclasses.asdict(self), "recommendation": dataclasses.asdict(self.recommendation)}
 
+    @property
+    def proposed_mesh(self) -> str:
+        """How to make the proposed mesh, and why; empty where sharding over all ranks does as well."""
+        if self.hybrid is None:
+            return ""
+        tp = self.recommendation.tp
+        others = f", tp={tp}" * (tp > 1) + f", pp={self.pp}" * (self.pp > 1)
+        return f"mesh(replica={self.hybrid.replica}, shard={self.hybrid.shard}{others}): {self.hybrid.reason}"
+
     def __str__(self) -> str:
         lines = [f"{self.model}: {self.parameters:,} parameters on {self.ranks} × {self.hardware.name} ({self.grid})"]
         lines.append(f"{'':<10}{'params':>10}{'grads':>10}{'optim':>10}{'states':>10}{'peak':>10}{'step':>10}  fits")
@@ -69,6 +81,7 @@ class Plan:
             lines.append(f"{row.label:<10}{numbers}{row.step_s:>9.3g}s  {'yes' if row.fits else 'no'}")
         chosen = self.recommendation
         lines.append(f"choose {chosen.label}, batch {chosen.batch}: {chosen.reason}")
+        lines += [f"over {self.proposed_mesh}"] * (self.hybrid is not None)
         return "\n".join([*lines, *self.notes])
 
 
@@ -112,6 +125,8 @@ def answer(question: Question, model: str, precision: str, tokens: float | None 
         variants=(*(row_of(question, question.price(c, grid, batch), tokens) for c in hybrids[:1]), *moved),
         recommendations=tuple(recommendation_of(r) for r in ranked),
         notes=tuple(notes),
+        hybrid=propose(question, ranked[0].estimate) if ranked[0].fits else None,
+        pp=grid.pp,
     )
 
 

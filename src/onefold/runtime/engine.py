@@ -194,9 +194,9 @@ class Engine:
         """Before a new backward, reduces gradients that arrived after the reductions of an earlier one. Runs at every
         stage, so that sums have the same order."""
         if self.progress.phase is Phase.REDUCED:
-            rows = self.everyone.all_gather_bytes(self.schedule.waiting(), Label("used-flags", "backward"))
+            waiting = self.everyone.all_reduce_max(self.schedule.waiting(), Label("used-flags", "backward"))
             self._agree_on_order()
-            self.schedule.reduce_late(bytes(map(max, zip(*rows, strict=True))))
+            self.schedule.reduce_late(waiting)
             self.progress.move(Event.LATE_REDUCED)
         self.comms.shard.reductions_wait()  # their memory was read by the last step
         self.comms.replica.reductions_wait()

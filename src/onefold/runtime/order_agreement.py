@@ -9,14 +9,22 @@ from onefold.comm.meter import Label
 from onefold.runtime.reduce_schedule import ReduceSchedule
 from onefold.runtime.unsharding import Unsharding
 
+ORDER = Label("agree", "the order of units")
+
 
 def agree_on_order(everyone: Comm, schedule: ReduceSchedule, unsharding: Unsharding) -> bool:
-    """Tell all ranks what this rank's first backward has shown, and follow rank 0's. True once, when it happens."""
+    """Follow what rank 0's first backward has shown, and hear which units any rank used. True once, when it happens."""
     if schedule.agreed:
         return False
     mine = [schedule.order_seen(), unsharding.forward_seen, unsharding.backward_seen]
-    blobs = everyone.exchange(json.dumps(mine).encode(), Label("agree", "the order of units"))
-    ranks = [json.loads(blob) for blob in blobs]
-    schedule.learn(ranks[0][0])
-    unsharding.learn([rank[1] for rank in ranks], [rank[2] for rank in ranks])
+    order, forward, backward = json.loads(everyone.broadcast_bytes(json.dumps(mine).encode(), ORDER))
+    units = range(len(unsharding.units))
+    flags = bytes(index in seen for seen in map(set, mine[1:]) for index in units)
+    used = everyone.all_reduce_max(flags, ORDER)
+    schedule.learn(order)
+    unsharding.learn(
+        forward, backward,
+        used_in_forward={index for index in units if used[index]},
+        used_in_backward={index for index in units if used[len(units) + index]},
+    )  # fmt: skip
     return True

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from typing import NamedTuple
 
 from onefold.comm.agreement import AGREE
 from onefold.comm.communicator import Comm, Comms
+from onefold.comm.meter import Label
 
 
 class Pipeline(NamedTuple):
-    """How many units other stages of a pipeline train, and which ranks are of this one."""
+    """The stages of a pipeline, of which this rank has one, and how many units they train."""
 
-    most_units: int  # that any rank trains
-    near: frozenset[int]  # of all ranks, those of this pipeline stage
+    most_units: int  # that any stage trains
+    stages: int
+    stage: int
 
     @classmethod
     def of(cls, comms: Comms, units: int) -> Pipeline:
-        """Ranks tell each other how many units they train. Collective over a mesh with an axis "pp"; where there is
-        none, all ranks are of one stage."""
-        world, mine = comms.world, [comms.pp.rank, units]
-        rows = [mine] * world.size
-        if comms.pp.size > 1:
-            rows = [json.loads(row) for row in world.exchange(json.dumps(mine).encode(), AGREE)]
-        near = frozenset(world.world_rank(rank) for rank, row in enumerate(rows) if row[0] == mine[0])
-        return cls(max(row[1] for row in rows), near)
+        """The stages tell each other how many units they train. Collective over the mesh axis "pp"."""
+        told = [int(row) for row in comms.pp.exchange(str(units).encode(), AGREE)]
+        return cls(max(told), comms.pp.size, comms.pp.rank)
 
-    def rows(self, comm: Comm) -> list[int]:
-        """The ranks of an axis that have the same units."""
-        return [row for row in range(comm.size) if comm.simulated or comm.world_rank(row) in self.near]
+    def any_rank(self, comm: Comm, flags: bytes, label: Label) -> tuple[bytes, bool]:
+        """Given a flag for each of this rank's units: the flags that any rank of this stage has set, and whether a rank
+        of another stage has set one. One all-reduce of a flag per unit and stage. Collective."""
+        start = self.stage * self.most_units
+        said = bytes(start) + flags.ljust((self.stages - self.stage) * self.most_units, b"\0")
+        heard = comm.all_reduce_max(said, label)
+        here = slice(start, start + len(flags))
+        return heard[here], any(heard[: here.start]) or any(heard[here.stop :])

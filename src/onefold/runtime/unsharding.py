@@ -209,8 +209,9 @@ class Unsharding:
         if self._order_known or self._comm.size == 1 or self._comm.any_order or not self.units:
             return
         self._order_known, kept = True, self.gathers.kept_unit  # by the forward that has ended
-        rows = self._comm.exchange(json.dumps(self.forward_seen).encode(), Label("agree", "the order of units"))
-        self.gathers.forward = with_missing(json.loads(rows[0]), range(len(self.units)))
+        label = Label("agree", "the order of units")
+        seen = json.loads(self._comm.broadcast_bytes(json.dumps(self.forward_seen).encode(), label))
+        self.gathers.forward = with_missing(seen, range(len(self.units)))
         self.gathers.backward = [i for i in dict.fromkeys(reversed(self.gathers.forward)) if i != kept]
 
     def need_in_backward(self, indices: Sequence[int]) -> None:
@@ -258,16 +259,17 @@ class Unsharding:
             self._graph_made = self._backward = False
             self.gathers.end()
 
-    def learn(self, forwards: Sequence[list[int]], backwards: Sequence[list[int]]) -> None:
+    def learn(
+        self, forward: list[int], backward: list[int], *, used_in_forward: set[int], used_in_backward: set[int]
+    ) -> None:
         """Sets the gather schedule to the orders that rank 0 saw. Units it did not use keep a place, since any rank may
         use them later; but backward leaves out units of embeddings, and frozen units that some rank used in forward, if
         no rank needed them in backward."""
         everything = range(len(self.units))
-        self.gathers.forward = with_missing(forwards[0], everything)
-        forward, backward = set().union(*forwards), set().union(*backwards)
-        spared = self.embedding_units | {i for i in everything if not self.units[i].trained and i in forward}
-        wanted = [index for index in everything if index in backward or index not in spared]
-        order = with_missing(list(dict.fromkeys(backwards[0]))[::-1], wanted)
+        self.gathers.forward = with_missing(forward, everything)
+        spared = self.embedding_units | {i for i in everything if not self.units[i].trained and i in used_in_forward}
+        wanted = [index for index in everything if index in used_in_backward or index not in spared]
+        order = with_missing(list(dict.fromkeys(backward))[::-1], wanted)
         self.gathers.backward = [i for i in reversed(order) if i != self.gathers.kept_unit]
 
     def reshard_all(self) -> None:

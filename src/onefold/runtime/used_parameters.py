@@ -13,6 +13,7 @@ from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 
 UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each; of all ranks the highest counts
+KEPT = bytes(word == USED for word in range(256))  # translates what ranks say of a parameter to: is it to be updated
 
 
 class UsedParameters:
@@ -55,14 +56,13 @@ class UsedParameters:
         said = bytearray(self._used)
         for index in dropped:
             said[index] = DROPPED
-        rows = everyone.all_gather_bytes(bytes(said) + waiting, Label("used-flags", "step"))
-        words = bytearray(map(max, zip(*rows, strict=True)))
-        self._kept = bytearray(word == USED for word in words[: self._total])
-        return bytes(words[self._total :]) if any(words[: self._total]) else None
+        words = everyone.all_reduce_max(bytes(said) + waiting, Label("used-flags", "step"))
+        self._kept = bytearray(words[: self._total].translate(KEPT))
+        return words[self._total :] if any(words[: self._total]) else None
 
-    def keep(self, index: int, rows: Sequence[bytes]) -> None:
-        """Given each rank's flags for a unit, marks every parameter that any rank used as to be updated."""
-        self._kept[self._units[index]] = bytes(map(max, zip(*rows, strict=True)))
+    def keep(self, index: int, flags: bytes) -> None:
+        """Marks the parameters of a unit that any rank used, a flag each, as to be updated."""
+        self._kept[self._units[index]] = flags
 
     def drop_kept(self, indices: Iterable[int]) -> None:
         """These parameters are not to be updated, although some rank used them."""

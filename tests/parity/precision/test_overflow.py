@@ -156,3 +156,41 @@ def test_nan_gradients_are_found_in_the_norm(precision: str, policy: str) -> Non
         for kept, went_on, error in run_ranks(2, go_nan, precision, policy, stage):
             assert kept and went_on
             assert ("first in unit weight" in error) == (policy == "raise")
+
+
+def one_bad_element(value: float, dtype: torch.dtype) -> tuple[str, list[int]]:
+    """Trains with one gradient element of two of three layers set; the error, and calls for norms by step."""
+    torch.manual_seed(0)
+    model = onefold.shard(nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(3))),
+                          stage=2, units=nn.Linear)  # fmt: skip
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
+    last = torch.zeros(64, 64, dtype=dtype)
+    last[-1, -1] = value  # in the last rank's shard
+    error, calls = "", []
+    for step in range(3):
+        loss = model(torch.ones(2, 64, dtype=dtype)).sum()
+        if step == 1:
+            loss = loss + ((model[0].weight + model[1].weight) * last).sum()
+        loss.backward()
+        adam.clip_grad_norm(1.0)
+        try:
+            adam.step()
+        except onefold.PrecisionError as raised:
+            error = str(raised)
+        adam.zero_grad()
+        flows = onefold.traffic(model).flows.items()
+        calls.append(sum(flow.calls for (purpose, _), flow in flows if purpose == "norm"))
+    return error, calls
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "told"),
+    [(float("inf"), torch.float32, "first in unit 1;"), (1.2e154, torch.float64, "norm of all together overflows")],
+)
+def test_every_rank_names_the_unit_that_one_rank_found_and_asks_only_then(
+    value: float, dtype: torch.dtype, told: str
+) -> None:
+    everyone = run_ranks(3, one_bad_element, value, dtype)
+    for error, calls in everyone:
+        assert told in error and error == everyone[0][0]
+        assert calls == [1, 2, 1]

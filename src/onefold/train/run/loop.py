@@ -59,7 +59,6 @@ from onefold.train.run.settings import Settings
 from onefold.train.run.stop import Stop
 
 Batch: TypeAlias = "tuple[Tensor, Tensor]"
-WORD = struct.Struct("<??d")  # stop?  a warning to tell?  sum of the losses of this rank's micro-batches
 TELL = Label("train", "a step")
 WATCHED = 2  # the step of this process whose memory is watched: the first has its orders to learn
 
@@ -118,17 +117,17 @@ class Loop:
         evaluate = last or _due(step, settings.steps.eval_every)
         log = evaluate or _due(step, settings.steps.log_every)
         with self._profile.step():
-            words, norm, lr = self._train(place, stop, log=log)
+            said, losses, norm, lr = self._train(place, stop, log=log)
         self._profile.tell()
-        place, stopped = Place(step, place.samples + self.batch), any(word[0] for word in words)
+        place, stopped = Place(step, place.samples + self.batch), bool(said[0])
         if log:
-            loss = sum(word[2] for word in words) / (self.accumulation * self.comm.size)
+            loss = losses / (self.accumulation * self.comm.size)
             row = self._row(step, loss, self.evaluate() if evaluate else None, float(norm), lr)
             if self.comm.rank == 0:
                 append_lines(self.run_folder.metrics, [_finite(row._asdict())])
             listener.row(row)
         listener.stepped(step)
-        if any(word[1] for word in words):
+        if said[1]:
             self.notes.tell(step, listener)
         if not stopped and not last and _due(step, settings.checkpoints.save_every):
             self._where = "a checkpoint"
@@ -137,8 +136,9 @@ class Loop:
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def _train(self, place: Place, stop: Stop, *, log: bool) -> tuple[list[tuple[Any, ...]], Tensor, float]:
-        """What is timed of a step; what all ranks say, the norm and the learning rate."""
+    def _train(self, place: Place, stop: Stop, *, log: bool) -> tuple[bytes, float, Tensor, float]:
+        """What is timed of a step. Two flags: a rank was told to stop, a rank has a warning to tell. To log, the losses
+        of all ranks' micro-batches, summed; the norm and the learning rate."""
         began = time.perf_counter()
         batches = [self._batch(place.samples, micro) for micro in range(self.accumulation)]
         with self._watched() as tracker:
@@ -148,11 +148,14 @@ class Loop:
             norm, lr = self._update(place.step + 1, losses, probe=log)
         if tracker is not None:
             self._peak = tracker.peak()
-        mine = float(torch.stack(losses).double().sum()) if log else 0.0  # read only where it is wanted
-        said = WORD.pack(stop.asked, len(self.notes) > 0, mine)
-        words = [WORD.unpack(row) for row in self.comm.all_gather_bytes(said, TELL)]
+        said = self.comm.all_reduce_max(bytes([stop.asked, len(self.notes) > 0]), TELL)
+        total = self._summed(float(torch.stack(losses).double().sum())) if log else 0.0  # read only where it is wanted
         self._spent_s, self._timed = self._spent_s + time.perf_counter() - began, self._timed + 1
-        return words, norm, lr
+        return said, total, norm, lr
+
+    def _summed(self, mine: float) -> float:
+        """The sum over all ranks, in rank order."""
+        return sum(struct.unpack("<d", row)[0] for row in self.comm.all_gather_bytes(struct.pack("<d", mine), TELL))
 
     def _batch(self, samples: int, micro: int) -> Batch:
         """This rank's inputs and targets of a micro-batch."""
@@ -258,8 +261,7 @@ class Loop:
             mine = mine if first + readers.rank * size < count else []
             inputs, targets = self._here(mine or self._evaluated[:1])
             total += float(self.model(inputs, targets)) * len(mine)
-        sums = [struct.unpack("<d", row)[0] for row in self.comm.all_gather_bytes(struct.pack("<d", total), TELL)]
-        return sum(sums) / (self.comm.size // readers.size) / count
+        return self._summed(total) / (self.comm.size // readers.size) / count
 
     def _save(self, place: Place, *, wait: bool) -> None:
         path = self.run_folder.checkpoints

@@ -1,4 +1,4 @@
-"""A link: one communicator, and its messages that may not have completed, in the order of all its ranks."""
+"""The messages that were issued on one link and may not have completed, in the order that all its ranks share."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Message(NamedTuple):
     issued_s: float
 
 
-class Link:
-    """The messages of one communicator, in the order in which all its ranks issue them."""
+class IssuedMessages:
+    """The messages of one link. `ranks` are the global ranks at its ends."""
 
     def __init__(self, name: str, ranks: Sequence[int]) -> None:
         self.name, self.ranks = name, tuple(ranks)
