@@ -67,5 +67,5 @@ def train(policy: str, stage: int, same_batch: bool, steps: int = 2, micro: int 
         optimizer.zero_grad()
     with onefold.full_parameters(model):
         for param in model.parameters():
-            said.update(param.detach().float().cpu().numpy().tobytes())
+            said.update(param.detach().float().cpu().clone().numpy().tobytes())
     return Trained(said.hexdigest(), memory, onefold.traffic(model))

@@ -93,14 +93,12 @@ def test_stages_are_bitwise_equal_beside_a_pipeline(ranks: int, schedules: list[
 
 def divided_inputs() -> dict[str, str]:
     """On a rank: one batch for all ranks; kept, computed again, and computed again from divided inputs."""
+    mesh = activations.mesh_of("partition")
     cases = [("keep", 2), ("checkpoint", 3), ("partition", 2), ("partition", 3), ("partition+host", 3)]
-    return {
-        f"{policy} at stage {stage}": activations.train(policy, stage, same_batch=True).digest
-        for policy, stage in cases
-    }
+    runs = [(policy, stage, activations.train(policy, stage, same_batch=True, mesh=mesh)) for policy, stage in cases]
+    return {f"{policy} at stage {stage}": run.digest for policy, stage, run in runs}
 
 
 def test_divided_block_inputs_change_no_bit() -> None:
-    """All ranks are tensor-parallel, or all run the same batch, whose mean is that of one rank."""
     found = run_nccl(2, divided_inputs, timeout_s=120)
     assert len({digest for rank in found for digest in rank.values()}) == 1, found

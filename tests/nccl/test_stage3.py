@@ -109,10 +109,10 @@ def test_blocks_may_be_skipped_repeated_and_reordered() -> None:
     assert_none_differs(2, [f"blocks: {name}" for name in PICKS])
 
 
-@pytest.mark.parametrize(
-    "fields", [{"prefetch": 0}, {"prefetch": 2}, {"keep_whole": 300}, {"bucket_bytes": 1 << 20}], ids=str
-)
+SETTINGS: list[dict[str, Any]] = [{"prefetch": 0}, {"prefetch": 2}, {"keep_whole": 300}, {"bucket_bytes": 1 << 20}]
+
+
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_no_setting_of_stage_3_changes_a_bit(fields: dict[str, Any]) -> None:
-    assert_none_differs(
-        2, ["generation", "loop: evaluated", "blocks: skipped by turns, another on each rank"], **fields
-    )
+    names = ["generation", "loop: evaluated", "blocks: skipped by turns, another on each rank"]
+    assert_none_differs(2, names, **fields)

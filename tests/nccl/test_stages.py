@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ def assert_equal_across_stages(ranks: int, runs: list[Run], stages: tuple[int, .
         assert [verdict.differences for verdict in verdicts] == [[]] * ranks, run
         assert len({verdict.digest for verdict in verdicts}) == 1, f"ranks ended with different parameters: {run}"
         if run.clip is not None:
-            assert min(verdicts[0].norms) > run.clip, f"the gradients were small, clipping did nothing: {run}"
+            finite = [norm for norm in verdicts[0].norms if math.isfinite(norm)]  # fp16 skips its first steps
+            assert min(finite) > run.clip, f"the gradients were small, clipping did nothing: {run}"
 
 
 def with_precision(precision: str, **fields: Any) -> Run:
