@@ -34,7 +34,8 @@ class SharedGpu(World):
     backend: str = "cpu:gloo,cuda:nccl"
 
     def environ(self, rank: int) -> dict[str, str]:
-        return {VARIABLE: "cuda", **shared_gpu_environ(rank)}
+        # CUBLAS: else products on several streams may differ in their last bits
+        return {VARIABLE: "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **shared_gpu_environ(rank)}
 
     def opened(self) -> AbstractContextManager[Mps | None]:
         return mps_daemon()
@@ -45,12 +46,12 @@ def shared_gpu_environ(rank: int) -> dict[str, str]:
     return {
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",  # what DeepSpeed reads
         "NCCL_HOSTID": f"host{rank}",
         "NCCL_NET": "Socket",
         "NCCL_IB_DISABLE": "1",
         "NCCL_SOCKET_IFNAME": "lo",
         "GLOO_SOCKET_IFNAME": "lo",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else products on several streams may differ in their last bits
     }
 
 
