@@ -110,7 +110,7 @@ def wanted_bytes(work: Work, systems: int) -> int:
 def fit_together(work: Work, systems: int) -> bool:
     if work.device == "cpu":
         return True
-    return wanted_bytes(work, systems) < 0.9 * torch.cuda.mem_get_info()[0]
+    return wanted_bytes(work, systems) < 0.9 * torch.cuda.get_device_properties(0).total_memory
 
 
 def usual(work: Work) -> tuple[str, ...]:
