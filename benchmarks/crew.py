@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.work import Work
+from tests.harness.worlds import shared_gpu_environ
 
 TAIL = 2000  # characters of what a failed rank wrote to stderr
 
@@ -29,7 +31,10 @@ class CrewFailed(RuntimeError):
 class Crew:
     """All ranks of one system. Closing it ends them, whatever they are doing."""
 
-    def __init__(self, work: Work, system: str, *, timeout_s: float, counts_wire: bool = False) -> None:
+    def __init__(
+        self, work: Work, system: str, *, timeout_s: float, counts_wire: bool = False,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.system, self._timeout_s = system, timeout_s
         asked = json.dumps({"work": dataclasses.asdict(work), "system": system, "counts_wire": counts_wire})
         command = [sys.executable, "-m", "benchmarks.worker", asked]
@@ -37,7 +42,9 @@ class Crew:
         port = free_port()
         pipe = subprocess.PIPE
         self.processes = [
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, env=environment(work, rank, port))
+            subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=log, env={**environment(work, rank, port), **(environ or {})}
+            )
             for rank, log in enumerate(self._logs)
         ]
         self._unread = [b""] * work.ranks
@@ -123,6 +130,8 @@ def environment(work: Work, rank: int, port: int) -> dict[str, str]:
     }
     if work.threads:
         found["OMP_NUM_THREADS"] = str(work.threads)
+    if work.device == "cuda" and work.ranks > 1:
+        found |= shared_gpu_environ(rank)
     if work.device == "cpu":
         found |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     return found

@@ -6,8 +6,8 @@ import json
 import sys
 import tempfile
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,6 +75,9 @@ class Plan:
     out: Path
     timeout_s: float
     wire: results.Counted | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)  # of the processes, beside their usual one
+    at_once: bool = False  # all systems start together
+    side_by_side: bool | None = None  # where ranks share a GPU: whether CUDA MPS runs them at the same time
 
 
 def measure(plan: Plan, schedule: Callable[[Sequence[str]], Iterator[Turn]]) -> int:
@@ -83,6 +86,8 @@ def measure(plan: Plan, schedule: Callable[[Sequence[str]], Iterator[Turn]]) -> 
     agreeing = [name for name in systems if SYSTEMS[name].agrees == "every step"]
     base = plan.base if plan.base in systems else (agreeing or systems)[0]
     found = results.facts(plan.work, plan.command, base, plan.warm_up) | {"left_out": left_out}
+    if plan.side_by_side is not None:
+        found["mps"] = plan.side_by_side
     file = results.file_of(plan.out, plan.what, found)
     records: dict[str, Record] = {}
     with file.with_suffix(".lines").open("w") as log:
@@ -97,7 +102,10 @@ def measure(plan: Plan, schedule: Callable[[Sequence[str]], Iterator[Turn]]) -> 
                 print(line_of(system, found["systems"][system]), flush=True)
 
         try:
-            run(plan.work, schedule(systems), records, timeout_s=plan.timeout_s, hear=hear)
+            run(
+                plan.work, schedule(systems), records, timeout_s=plan.timeout_s, hear=hear, environ=plan.environ,
+                at_once=systems if plan.at_once else (),
+            )  # fmt: skip
         except KeyboardInterrupt:
             print(f"interrupted; all steps so far are in {log.name}", file=sys.stderr)
             sys.exit(INTERRUPTED)

@@ -130,7 +130,7 @@ def row(work: Work, record: Record, base: list[Step], warm_up: int) -> dict[str,
         }
         found |= beside(steps, base)
         found["steps_s"] = seconds
-    found["warm_up_s"] = [step.seconds for step in record.steps if step.step < warm_up]
+    found["warm_up_s"] = [step.seconds for step in record.steps if step.step < warm_up or not step.counts]
     if work.rank_of == 1:  # else they mean nothing
         found["losses"] = [[plain(loss) for loss in step.losses] for step in record.steps if step.life == 0]
     for key in ("peak_rss_bytes", "peak_device_bytes", "peak_device_reserved_bytes"):
@@ -177,7 +177,7 @@ def plain(loss: float) -> float | str:
 
 
 def measured(record: Record, warm_up: int) -> list[Step]:
-    return [step for step in record.steps if step.step >= warm_up]
+    return [step for step in record.steps if step.step >= warm_up and step.counts]
 
 
 def disagreements(work: Work, records: dict[str, Record], *, base: str) -> list[str]:

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.results import RESULTS
 from benchmarks.systems.table import SYSTEMS
-from benchmarks.work import one_gpu, two_ranks
+from benchmarks.work import one_gpu, shared_gpu, two_ranks
 
 ROOT = Path(__file__).parent.parent
 PLACE = re.compile(r"(<!-- measured: ([a-z]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-KINDS = {"cpu": two_ranks(), "gpu": one_gpu()}
+KINDS = {"cpu": two_ranks(), "gpu": one_gpu() | shared_gpu()}
 Result = dict[str, Any]
 Group = list[Result]  # of one machine, in the order of their works
 
@@ -45,7 +45,12 @@ IN_README = {
         "peak_rss_bytes",
         "resident memory of a rank",
     ),
-    "gpu": Selection(("1.64b", "5.25b"), ("floor", "fsdp2", "onefold"), "peak_device_bytes", "device memory"),
+    "gpu": Selection(
+        ("1.64b", "5.25b", "nccl-0.37b"),
+        ("floor", "ddp", "fsdp2", "stage2", "onefold"),
+        "peak_device_bytes",
+        "device memory",
+    ),
 }
 
 
@@ -77,6 +82,9 @@ def where(result: Result) -> str:
 def how(result: Result) -> str:
     steps = max(len(row.get("steps_s", ())) for row in result["systems"].values())
     told = f"{result['work']['precision']}, AdamW; medians of up to {steps} steps, and the most memory of any rank"
+    if "mps" in result:
+        ranks = "side by side (CUDA MPS)" if result["mps"] else "taking turns (without CUDA MPS)"
+        told += f"; NCCL over loopback sockets, ranks {ranks}"
     return f"{told} (`{result['command']}`)"
 
 
@@ -113,7 +121,9 @@ def summary(groups: list[Group], chosen: Selection) -> str:
 def column(result: Result) -> str:
     work = result["work"]
     if work["ranks"] > 1:
-        return f"{work['ranks']} ranks, GPT {work['layers']}×{work['dim']}, {work['batch']}×{work['seq']} tokens each"
+        place = " on one GPU" if work["device"] == "cuda" else ""
+        shape = f"GPT {work['layers']}×{work['dim']}, {work['batch']}×{work['seq']} tokens each"
+        return f"{work['ranks']} ranks{place}, {shape}"
     size = f"{max(row.get('parameters', 0) for row in result['systems'].values()) / 1e9:.2f}B"
     kind = "offload, " if work.get("away") else f"one rank of {work['rank_of']}, " if work["rank_of"] > 1 else ""
     return f"{kind}{size} ({work['layers']}×{work['dim']}), batch {work['batch']}"
@@ -123,7 +133,7 @@ def cell(result: Result, name: str, memory: str) -> str:
     row = result["systems"].get(name)
     if row is None:
         return ""
-    time = time_of(row, name == result["base"], paired=result["work"]["device"] == "cpu")
+    time = time_of(row, name == result["base"], paired=result["work"]["ranks"] > 1)
     return ", ".join(part for part in (time, gib(row, memory)) if part)
 
 

@@ -101,6 +101,16 @@ def one_gpu() -> dict[str, Work]:
     return {work.name: work for work in works}
 
 
+def shared_gpu() -> dict[str, Work]:
+    """The works for ranks that share one GPU over NCCL, by name."""
+    shape: dict[str, Any] = {"vocab": 32768, "ranks": 2}
+    works = (
+        Work(name="nccl-0.37b", layers=24, dim=1024, batch=8, **shape),
+        Work(name="nccl-0.74b", layers=12, dim=2048, batch=16, **shape),
+    )
+    return {work.name: work for work in works}
+
+
 def two_ranks() -> dict[str, Work]:
     """The works for a CPU: mostly compute, and mostly communication."""
     shape: dict[str, Any] = {"layers": 8, "dim": 512, "vocab": 8192, "precision": "fp32", "lr": 1e-3}

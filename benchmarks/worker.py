@@ -1,6 +1,7 @@
 """A process that is one rank of one system. It waits for a line, does what it says and answers in JSON, a line each.
 
     step 3      three steps; each is answered with its seconds and loss as it ends
+    rest        cached device memory goes back to the device, for others
     finish      what was the most memory; then the process ends, without the minutes that freeing it may take
 
 Between lines it is blocked and costs nothing. When its driver is gone, its input ends, and so does it. Whatever a
@@ -74,6 +75,11 @@ class Rank:
         self._taken += 1
         return found
 
+    def rest(self) -> dict[str, Any]:
+        if self._work.device == "cuda":
+            torch.cuda.empty_cache()
+        return {}
+
     def finish(self) -> dict[str, Any]:
         return {"peak_rss_bytes": peak_rss(), **self._device_peaks("peak_"), "says": self._ready.says()}
 
@@ -137,6 +143,9 @@ def main() -> None:
         answer("built", rank.built)
         for line in sys.stdin:
             command, *count = line.split()
+            if command == "rest":
+                answer("rested", rank.rest())
+                continue
             if command == "finish":
                 answer("finished", rank.finish())
                 break

@@ -41,7 +41,7 @@ def amp(work: Work, *, compiled: bool = False) -> Ready:
 
 
 def ddp(work: Work) -> Ready:
-    model = DistributedDataParallel(whole(work))
+    model = DistributedDataParallel(whole(work), gradient_as_bucket_view=work.device == "cuda")
     adamw = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
     return Ready(plain_loop(model, adamw, autocast=autocast(work)), numel(model))
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import onefold
+from tests.harness import device
 from tests.models import WIDE, ManyInputsNet
 
 DIM, SEQ, BATCH, LAYERS = WIDE, 8, 2, 4
@@ -31,19 +32,19 @@ def mesh_of(policy: str) -> Any:
     """All ranks tensor-parallel, where inputs are to be shared; they run the same batch."""
     if not policy.startswith("partition"):
         return None
-    return init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("shard", "tp"))
+    return init_device_mesh(device(), (1, dist.get_world_size()), mesh_dim_names=("shard", "tp"))
 
 
 def made(policy: str, stage: int = 2, model: nn.Module | None = None, **fields: Any) -> tuple[nn.Module, Any]:
     onefold.init()
     torch.manual_seed(7)
     fields = {"bucket_bytes": 8 << 10, "mesh": mesh_of(policy), **fields}
-    model = onefold.shard(model or ManyInputsNet(LAYERS), stage=stage, activations=policy, **fields)
+    model = onefold.shard((model or ManyInputsNet(LAYERS)).to(device()), stage=stage, activations=policy, **fields)
     return model, onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
 
 
 def batch(step: int, rank: int, numel: int = BATCH) -> Tensor:
-    return torch.randn(numel, SEQ, DIM, generator=torch.Generator().manual_seed(1000 * step + rank))
+    return torch.randn(numel, SEQ, DIM, generator=torch.Generator().manual_seed(1000 * step + rank)).to(device())
 
 
 def train(policy: str, stage: int, same_batch: bool, steps: int = 2, micro: int = 1, **fields: Any) -> Trained:
@@ -66,5 +67,5 @@ def train(policy: str, stage: int, same_batch: bool, steps: int = 2, micro: int 
         optimizer.zero_grad()
     with onefold.full_parameters(model):
         for param in model.parameters():
-            said.update(param.detach().float().clone().numpy().tobytes())
+            said.update(param.detach().float().cpu().clone().numpy().tobytes())
     return Trained(said.hexdigest(), memory, onefold.traffic(model))

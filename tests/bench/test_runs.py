@@ -84,6 +84,24 @@ def test_losses_that_are_not_those_of_the_base_fail_the_run_and_are_shown(
     assert f"losses differ: {line}" in capfd.readouterr().err
 
 
+def test_ranks_that_share_a_device_take_turns_and_rest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--nccl", "2", "--systems", "fsdp2", "stage2", "--rounds", "2"]
+    assert gpu.main([*SHORT, *words, "--out", str(tmp_path)]) == 0
+    found = written(tmp_path)
+    assert found["work"]["name"] == "nccl-0.37b" and found["work"]["ranks"] == 2 and found["disagreements"] == []
+    for row in found["systems"].values():
+        assert len(row["steps_s"]) == 4 and len(row["warm_up_s"]) == 2 and len(row["build_s"]) == 1, "started once"
+        assert len(row["losses"]) == 6 and len(row["losses"][0]) == 2
+    told = capfd.readouterr().out.splitlines()
+    assert told[0].startswith("2 ranks over ") and told[0].endswith("all systems alive, in turns")
+    assert "x fsdp2" in told[-2] and told[-1].startswith("written: ")
+
+
+def test_several_ranks_are_refused_for_work_of_one() -> None:
+    with pytest.raises(SystemExit, match=r"--nccl: --work 1.64b is for one rank; use one of nccl-0.37b, nccl-0.74b"):
+        gpu.main(["--quick", "--nccl", "2", "--work", "1.64b"])
+
+
 @pytest.mark.soak
 def test_a_system_that_fails_is_named_and_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lies = ["--optimizer", "disk", "--path", "/no/such"]

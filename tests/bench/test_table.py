@@ -103,6 +103,17 @@ def test_what_the_readme_is_to_show_are_works_and_systems_that_there_are() -> No
         assert set(chosen.works) <= set(table.KINDS[kind]) and set(chosen.systems) <= set(SYSTEMS)
 
 
+def test_ranks_that_share_a_gpu_get_a_column_and_say_how_they_shared_it(site: Path) -> None:
+    put(site, "gpu-1.64b-a-gpu.json", result("1.64b", "gpu", fsdp2_s=0.4, onefold=0.3))
+    shared = result("nccl-0.37b", "gpu", fsdp2_s=0.5, ddp=0.6, stage2=0.4)
+    put(site, "gpu-nccl-0.37b-a-gpu.json", shared | {"mps": True})
+    assert run(site) == 0
+    text, whole = (site / "README.md").read_text(), (site / "docs/performance.md").read_text()
+    assert "1.64B (48×1600), batch 8 | 2 ranks on one GPU, GPT 24×1024, 8×1024 tokens each |" in text
+    assert "| Onefold, stage 2 |  | 0.800× |" in text and "| DDP |  | 1.200× |" in text
+    assert "NCCL over loopback sockets, ranks side by side (CUDA MPS)" in whole and "| DDP | 600.0 ms |" in whole
+
+
 def test_a_failed_system_is_said_to_have_failed(site: Path) -> None:
     found = result("1.64b", "gpu")
     found["systems"]["onefold"] = {"error": "rank 0: out of memory", "warm_up_s": []}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import results
-from benchmarks.turns import Record, Step, one_by_one, together
+from benchmarks.turns import Record, Step, one_by_one, resting, together
 from benchmarks.work import Work, one_gpu, two_ranks
 
 NAMES = ("ddp", "fsdp2", "stage0", "stage3")
@@ -33,6 +33,23 @@ def test_one_by_one_every_life_is_one_turn(systems: list[str], steps: int, round
     assert Counter(turn.system for turn in turns) == dict.fromkeys(systems, rounds)
     assert all(turn.last and turn.steps == steps for turn in turns)
     assert len({(turn.system, turn.life) for turn in turns}) == len(turns)
+
+
+@given(names, st.integers(0, 3), st.integers(1, 6), st.integers(1, 3))
+def test_systems_that_rest_stay_alive_until_their_last_turn(
+    systems: list[str], warm_up: int, steps: int, rounds: int
+) -> None:
+    turns = list(resting(systems, warm_up=warm_up, steps=steps, rounds=rounds))
+    assert Counter(turn.system for turn in turns) == dict.fromkeys(systems, rounds)
+    assert {turn.life for turn in turns} == {0} and all(turn.steps - turn.warm == steps for turn in turns)
+    assert [turn.last for turn in turns] == [number == rounds - 1 for number in range(rounds) for _ in systems]
+
+
+def test_steps_behind_a_rest_do_not_count() -> None:
+    found = record(9.0, 1.0, 5.0, 1.0)
+    found.steps[2] = found.steps[2]._replace(counts=False)
+    (row,) = results.summary(two_ranks()["1x32"], {"ddp": found}, base="ddp", warm_up=1).values()
+    assert row["steps_s"] == [1.0, 1.0] and row["warm_up_s"] == [9.0, 5.0]
 
 
 def record(*seconds: float, losses: tuple[float, ...] = ()) -> Record:

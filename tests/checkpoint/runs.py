@@ -14,6 +14,7 @@ import onefold
 from onefold.cost.layout import Span
 from onefold.runtime.engine import engine_of
 from onefold.state.rounding import narrowed
+from tests.harness import device
 from tests.models import EveryTrait
 
 VOCAB, BATCH, EPOCH = 37, 2, 5
@@ -39,7 +40,7 @@ class Trainer:
         torch.set_num_threads(1)
         fields = {"bucket_bytes": 4 << 10, **fields}
         precision = PRECISIONS[case.precision]
-        self.model = onefold.shard(EveryTrait(VOCAB), stage=case.stage, precision=precision, **fields)
+        self.model = onefold.shard(EveryTrait(VOCAB).to(device()), stage=case.stage, precision=precision, **fields)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim > 1]},
@@ -59,7 +60,7 @@ class Trainer:
         for _ in range(steps):
             order = torch.randperm(EPOCH, generator=torch.Generator().manual_seed(self.epoch)).tolist()
             batch = torch.Generator().manual_seed(1000 * order[self.position] + dist.get_rank())
-            tokens = torch.randint(0, VOCAB, (BATCH, 5), generator=batch)
+            tokens = torch.randint(0, VOCAB, (BATCH, 5), generator=batch).to(device())
             self.model.late = self.tried >= 2
             loss = F.cross_entropy(self.model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
             self.optimizer.backward(loss)
@@ -129,7 +130,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def bits(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def digests(whole: dict[str, Tensor]) -> dict[str, str]:
@@ -155,3 +156,32 @@ def fingerprint(trainer: Trainer) -> dict[str, Any]:
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
+
+
+def write(cases: list[Case], folder: str) -> list[dict[str, str]]:
+    """On every rank: train and save each case; what the state is."""
+    onefold.init()
+    found = []
+    for case in cases:
+        trainer = Trainer(case).train(3)
+        trainer.save(f"{folder}/{case.stage}-{case.precision}")
+        found.append(digests(trained(truth(trainer))))
+    return found
+
+
+def trained(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in whole.items() if not name.startswith("fixed.")}
+
+
+def read(cases: list[tuple[Case, str]]) -> list[tuple[dict[str, str], list[str]]]:
+    """On every rank: load each case from its folder; what the state is, and which parameters are not the truth's."""
+    onefold.init()
+    found = []
+    trainers: dict[Case, Trainer] = {}
+    for case, folder in cases:
+        if case not in trainers:
+            trainers[case] = Trainer(case, seed=3)
+        trainer = trainers[case].load(folder)  # the next one over what the last one left
+        whole = truth(trainer)
+        found.append((digests(trained(whole)), compute_copies(trainer, whole)))
+    return found

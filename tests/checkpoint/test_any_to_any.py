@@ -13,40 +13,11 @@ import torch
 import onefold
 from onefold.runtime.engine import engine_of
 from onefold.state.rounding import narrowed
-from tests.checkpoint.runs import PRECISIONS, Case, Trainer, compute_copies, differing, digests, same, truth
+from tests.checkpoint.runs import PRECISIONS, Case, Trainer, differing, read, same, write
 from tests.harness import run_ranks
 
 RANKS = (1, 2, 3, 4)
 NAMES = list(PRECISIONS)
-
-
-def write(cases: list[Case], folder: str) -> list[dict[str, str]]:
-    """On every rank: train and save each case; what the state is."""
-    onefold.init()
-    found = []
-    for case in cases:
-        trainer = Trainer(case).train(3)
-        trainer.save(f"{folder}/{case.stage}-{case.precision}")
-        found.append(digests(trained(truth(trainer))))
-    return found
-
-
-def trained(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in whole.items() if not name.startswith("fixed.")}
-
-
-def read(cases: list[tuple[Case, str]]) -> list[tuple[dict[str, str], list[str]]]:
-    """On every rank: load each case from its folder; what the state is, and which parameters are not the truth's."""
-    onefold.init()
-    found = []
-    trainers: dict[Case, Trainer] = {}
-    for case, folder in cases:
-        if case not in trainers:
-            trainers[case] = Trainer(case, seed=3)
-        trainer = trainers[case].load(folder)  # the next one over what the last one left
-        whole = truth(trainer)
-        found.append((digests(trained(whole)), compute_copies(trainer, whole)))
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,11 @@
 `run_ranks_raises`  the same, where every rank must raise
 `fresh_ranks`       processes of their own: they may be killed, exit, or set the environment
 `start_ranks`       the same with a handle: hear `tell` from inside a rank, kill it, join
+`device`            inside a rank: where its models belong
 `grids.thinned`     a grid of cases, of which the suite takes a share and --soak all
 """
 
+from tests.harness.device import device
 from tests.harness.failures import CaughtError, RankError, RankFailure, RankHang
 from tests.harness.fresh import Outcome, RankGroup, fresh_ranks, start_ranks
 from tests.harness.pool import run_ranks, run_ranks_raises, shutdown_pools
@@ -27,6 +29,7 @@ __all__ = [
     "RankFailure",
     "RankGroup",
     "RankHang",
+    "device",
     "fresh_ranks",
     "run_ranks",
     "run_ranks_raises",

@@ -1,4 +1,4 @@
-"""Warm ranks, one pool per world size, kept for the whole session: a distributed test costs milliseconds.
+"""Warm ranks, one pool per kind and number, kept for the whole session: a distributed test costs milliseconds.
 
 After a call that made process groups or raised, the pool is reset: its ranks leave every group and meet again,
 while the test goes on. A pool that cannot reset, and any pool after a failure, is ended and made anew when needed.
@@ -8,11 +8,13 @@ import atexit
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from tests.harness.failures import CaughtError, RankFailure, rank_errors
 from tests.harness.processes import RankProcesses
 from tests.harness.wire import Call, Died, Raised, Ready, Reply, Reset, Returned, name_of, pack_call
+from tests.harness.worlds import GLOO, World
 
 GRACE_S = 2.0  # after a first failure, for the other ranks to say what they saw
 START_TIMEOUT_S = 60.0
@@ -20,9 +22,13 @@ RESET_TIMEOUT_S = 10.0
 
 
 class Pool:
-    def __init__(self, n: int) -> None:
+    def __init__(self, world: World, n: int) -> None:
         self.ranks = range(n)
-        self.processes = RankProcesses(n, init=True, once=False)
+        with ExitStack() as stack:
+            around = stack.enter_context(world.opened())
+            env = around.environ if around else None
+            self.processes = RankProcesses(n, init=True, once=False, env=env, world=world)
+            self._stack = stack.pop_all()
         self._generation = 0
         self._unready = set(self.ranks)
 
@@ -33,6 +39,10 @@ class Pool:
             raise RankFailure("starting the pool", rank_errors(trouble), {r: stuck[r] for r in self._unready})
         if self._unready:
             raise self.processes.hang("starting the pool", START_TIMEOUT_S, sorted(self._unready))
+
+    def end(self) -> None:
+        self.processes.end()
+        self._stack.close()
 
     def reset(self) -> None:
         """Begin a reset; the next call waits for it."""
@@ -71,36 +81,37 @@ class Pool:
         return replies
 
 
-_pools: dict[int, Pool] = {}
+Key = tuple[World, int]
+_pools: dict[Key, Pool] = {}
 
 
-def _take_pool(n: int) -> Pool:
-    pool = _pools.get(n)
+def _take_pool(key: Key) -> Pool:
+    pool = _pools.get(key)
     if pool is not None and not pool.usable():
-        _drop_pool(n)
+        _drop_pool(key)
         pool = None
     if pool is None:
-        pool = Pool(n)
-        _pools[n] = pool
+        pool = Pool(*key)
+        _pools[key] = pool
         pool.start()
     return pool
 
 
-def _drop_pool(n: int) -> None:
-    pool = _pools.pop(n, None)
+def _drop_pool(key: Key) -> None:
+    pool = _pools.pop(key, None)
     if pool is not None:
-        pool.processes.end()
+        pool.end()
 
 
 @atexit.register  # after pytest's own call this has nothing left to do; elsewhere it keeps exit from waiting for ranks
 def shutdown_pools() -> None:
-    for n in list(_pools):
-        _drop_pool(n)
+    for key in list(_pools):
+        _drop_pool(key)
 
 
-def _call_pool(n: int, name: str, call: Call, timeout_s: float, may_raise: bool) -> tuple[Pool, list[Reply]]:
+def _call_pool(key: Key, name: str, call: Call, timeout_s: float, may_raise: bool) -> tuple[Pool, list[Reply]]:
     """Every rank's reply. A death, a hang, and an exception unless they may raise, are a failure of the test."""
-    pool = _take_pool(n)
+    pool = _take_pool(key)
     replies = pool.call(call, timeout_s, may_raise)
     missing = [rank for rank in pool.ranks if rank not in replies]
     trouble = {rank: reply for rank, reply in replies.items() if not isinstance(reply, Returned)}
@@ -119,12 +130,17 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 180
 
     assert run_ranks(2, torch.distributed.get_rank) == [0, 1]
     """
-    call = pack_call(fn, args, kwargs)
+    return run_ranks_over(GLOO, n, pack_call(fn, args, kwargs), name_of(fn), timeout_s)
+
+
+def run_ranks_over(world: World, n: int, call: Call, name: str, timeout_s: float) -> list[Any]:
+    """As `run_ranks`, among ranks of another kind."""
+    key = (world, n)
     try:
-        pool, replies = _call_pool(n, name_of(fn), call, timeout_s, may_raise=False)
+        pool, replies = _call_pool(key, name, call, timeout_s, may_raise=False)
         values = [pickle.loads(reply.payload) for reply in replies]
     except BaseException:
-        _drop_pool(n)
+        _drop_pool(key)
         raise
     if any(reply.left_groups for reply in replies):
         pool.reset()
@@ -138,15 +154,15 @@ def run_ranks_raises(
 
     Ranks may raise at different times, up to `timeout_s`: one fails, the others notice.
     """
-    call = pack_call(fn, args, kwargs)
+    key, call = (GLOO, n), pack_call(fn, args, kwargs)
     try:
-        pool, replies = _call_pool(n, name_of(fn), call, timeout_s, may_raise=True)
+        pool, replies = _call_pool(key, name_of(fn), call, timeout_s, may_raise=True)
         for rank, reply in enumerate(replies):
             if isinstance(reply, Returned):
                 value = pickle.loads(reply.payload)
                 raise AssertionError(f"{name_of(fn)}: rank {rank} was expected to raise, but returned {value!r}")
     except BaseException:
-        _drop_pool(n)
+        _drop_pool(key)
         raise
     pool.reset()
     return [CaughtError(reply.type_name, reply.message, reply.seconds) for reply in replies]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.harness.failures import RankHang, how_it_ended
 from tests.harness.wire import Died, Setup
 from tests.harness.worker import STACKS_SIGNAL, rank_main
+from tests.harness.worlds import GLOO, World
 
 STACKS_TIMEOUT_S = 5.0
 
@@ -31,7 +32,9 @@ class Event(NamedTuple):
 
 
 class RankProcesses:
-    def __init__(self, n: int, *, init: bool, once: bool, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, n: int, *, init: bool, once: bool, env: dict[str, str] | None = None, world: World = GLOO
+    ) -> None:
         # The store lives here, on a port that the system picks: no race for it, and no rank's death takes it away.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -39,7 +42,9 @@ class RankProcesses:
         self._conns: list[Connection] = []
         try:
             for rank in range(n):
-                setup = Setup(rank, n, self._store.port, init, once, env or {}, str(self._stacks_path(rank)))
+                here = {**world.environ(rank), **(env or {})}
+                stacks = str(self._stacks_path(rank))
+                setup = Setup(rank, n, self._store.port, init, once, here, stacks, world.backend)
                 ours, theirs = _context.Pipe()
                 self._conns.append(ours)
                 process = _context.Process(target=rank_main, args=(setup, theirs), name=f"rank{rank}of{n}")

@@ -11,10 +11,11 @@ class Setup(NamedTuple):
     rank: int
     world_size: int
     store_port: int
-    init: bool  # join a default gloo group before the call
+    init: bool  # join a default group before the call
     once: bool  # one call, then exit: a fresh rank, not a pool's
     env: dict[str, str]
     stacks_path: str
+    backend: str = "gloo"
 
 
 # From the test to a rank. The end of the pipe means: exit.

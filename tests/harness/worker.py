@@ -75,7 +75,8 @@ class DefaultGroup:
     def join(self, generation: int) -> None:
         # a prefix of its own: without it a second group would read the first one's addresses and connect to nobody
         store = dist.PrefixStore(f"harness{generation}", self._store)
-        dist.init_process_group("gloo", store=store, rank=self._setup.rank, world_size=self._setup.world_size)
+        rank, size = self._setup.rank, self._setup.world_size
+        dist.init_process_group(self._setup.backend, store=store, rank=rank, world_size=size)
         self._clean = self._fingerprint()
 
     def leave(self) -> None:

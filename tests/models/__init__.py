@@ -9,6 +9,7 @@ from tests.models.transformers import GPT, GPT_DIM, GPT_VOCAB, AttentionBlock, L
 from tests.models.traits import (
     Adapted, AdaptedBlock, Adapter, AnySize, BetweenTwoNumbers, ChannelsLast, Clamping, Detached, FillingChild,
     FrozenMiddle, ManyDtypes, Odd, Point, Positions, Repeated, Sizes, Tied, Tiny, Twice, TwoWidths,
+    Weighed,
 )
 from tests.models.buffers import (
     Assorted, BufferDtypes, Counting, EveryTrait, ExtraState, Normed, OneBuffer, TiedAndStrided, TwoNames,

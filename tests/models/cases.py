@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.harness.device import device
 from tests.models.branches import Skipping
 from tests.models.torch_modules import ConvNet
 from tests.models.traits import Odd, Twice
@@ -27,16 +28,16 @@ class Case:
 
 
 def token_loss(model: nn.Module, generator: torch.Generator, step: int) -> Tensor:
-    tokens = torch.randint(0, GPT_VOCAB, (2, GPT_SEQ + 1), generator=generator)
+    tokens = torch.randint(0, GPT_VOCAB, (2, GPT_SEQ + 1), generator=generator).to(device())
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def vector_loss(model: nn.Module, generator: torch.Generator, step: int) -> Tensor:
-    return model(torch.randn(3, GPT_DIM, generator=generator)).square().mean()
+    return model(torch.randn(3, GPT_DIM, generator=generator).to(device())).square().mean()
 
 
 def image_loss(model: nn.Module, generator: torch.Generator, step: int) -> Tensor:
-    return model(torch.randn(4, 3, 7, 7, generator=generator)).square().mean()
+    return model(torch.randn(4, 3, 7, 7, generator=generator).to(device())).square().mean()
 
 
 def skipping_loss(model: nn.Module, generator: torch.Generator, step: int) -> Tensor:
@@ -45,7 +46,7 @@ def skipping_loss(model: nn.Module, generator: torch.Generator, step: int) -> Te
 
 
 def dict_loss(model: nn.Module, generator: torch.Generator, step: int) -> Tensor:
-    out = model(torch.randn(3, GPT_DIM, generator=generator))
+    out = model(torch.randn(3, GPT_DIM, generator=generator).to(device()))
     return out["y"].square().mean() + out["z"].abs().mean()
 
 

@@ -43,7 +43,7 @@ class ManyInputsNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        table = torch.linspace(0, 1, x.shape[-1]).expand_as(x).to(x.dtype)
+        table = torch.linspace(0, 1, x.shape[-1], device=x.device).expand_as(x).to(x.dtype)
         table = torch.tanh(x * table) if self.shared else table
         mask = (x.detach() > -2).to(x.dtype)
         for block in self.blocks:

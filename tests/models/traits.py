@@ -172,6 +172,17 @@ class AnySize(nn.Module):
         return self.last(self.norm(self.fixed(x)))
 
 
+class Weighed(nn.Module):
+    """A weighted sum of all parameters: their gradients are the weights, exactly and on every device."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in sizes)
+
+    def forward(self, weights: list[Tensor]) -> Tensor:
+        return sum((part * weight.to(part.dtype)).sum(dtype=torch.float32) for part, weight in zip(self.parts, weights))
+
+
 class Point(nn.Module):
     """One vector near 1 that must move by 0.1, in small steps."""
 

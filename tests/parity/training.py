@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import onefold
+from tests.harness import device
 from tests.models import MODELS
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -44,6 +46,7 @@ class Run:
     steps: int | None = None  # as many as its model needs to show what is odd about it
     bucket_bytes: int = 64 << 10
     threads: int = 1
+    step_in_backward: bool = False
     fields: tuple[tuple[str, Any], ...] = ()
 
     def at(self, stage: int) -> Run:
@@ -70,14 +73,16 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def train(run: Run) -> Trained:
+def train(run: Run, mesh: DeviceMesh | None = None) -> Trained:
     """On every rank: our engine."""
     onefold.init()
     torch.set_num_threads(run.threads)
     torch.manual_seed(1234)
     case = MODELS[run.model]
-    model = onefold.shard(case.build(), stage=run.stage, bucket_bytes=run.bucket_bytes, **dict(run.fields))
+    model = case.build().to(device())
+    onefold.shard(model, stage=run.stage, bucket_bytes=run.bucket_bytes, mesh=mesh, **dict(run.fields))
     cls, kwargs = OPTIMIZERS[run.optimizer]
+    kwargs = {**kwargs, "step_in_backward": run.step_in_backward}
     optimizer = onefold.Optimizer(model, cls, groups=groups_of(model) if run.grouped else None, **kwargs)
 
     def clip() -> list[Tensor]:
@@ -139,12 +144,12 @@ class Verdict:
     norms: list[float]
 
 
-def compare_stages(run: Run, stages: tuple[int, ...]) -> Verdict:
+def compare_stages(run: Run, stages: tuple[int, ...], mesh: DeviceMesh | None = None) -> Verdict:
     """On every rank: train at stage 0 and at each of `stages`."""
-    reference = train(run.at(0))
+    reference = train(run.at(0), mesh)
     differences = []
     for stage in stages:
-        trained = train(run.at(stage))
+        trained = train(run.at(stage), mesh)
         differences += [f"stage {stage}: {name}" for name in differing(trained, reference)]
         if not all(same_bits(a, b) for a, b in zip(trained.norms, reference.norms, strict=True)):
             differences.append(f"stage {stage}: gradient norms {trained.norms} instead of {reference.norms}")
@@ -157,7 +162,7 @@ def digest_of(trained: Trained) -> str:
     digest = hashlib.sha256()
     for name, value in trained.params.items():
         digest.update(name.encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(value.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -19,6 +19,7 @@ import onefold
 from onefold.cost.shapes import Shape
 from onefold.train.run.model import GPT
 from onefold.train.run.tensor_parallel import parallelize
+from tests.harness import device
 
 SHAPE = Shape(layers=2, hidden=16, heads=4, seq=8, vocab=50)  # 4 does not divide 50
 LR = {"lr": 0.1, "momentum": 0.9}
@@ -71,7 +72,7 @@ def stream_of(mesh: DeviceMesh) -> int:
 
 
 def built(run: Run, mesh: DeviceMesh, seed: int = 0, **more: Any) -> tuple[GPT, onefold.Optimizer]:
-    model = parallelize(fresh(seed), mesh, run.sequence)
+    model = parallelize(fresh(seed).to(device()), mesh, run.sequence)
     fields = {"bucket_bytes": 8 << 10, **dict(run.fields)}
     onefold.shard(model, stage=run.stage, mesh=mesh, **fields)
     return model, onefold.Optimizer(model, torch.optim.SGD, **LR, **more)
@@ -82,7 +83,7 @@ def turn(run: Run, model: GPT, optimizer: onefold.Optimizer, step: int, stream: 
     for micro in range(run.micro):
         last = micro == run.micro - 1
         with nullcontext() if last else onefold.accumulate(model, reduce=run.reduce):
-            loss = model(*tokens(step, micro, stream)) / run.micro
+            loss = model(*(drawn.to(device()) for drawn in tokens(step, micro, stream))) / run.micro
             optimizer.backward(loss)
             losses.append(loss.item())
     norm = optimizer.clip_grad_norm(run.clip)
@@ -94,7 +95,7 @@ def turn(run: Run, model: GPT, optimizer: onefold.Optimizer, step: int, stream: 
 def train(runs: list[Run]) -> list[Trained]:
     """On every rank: all of them, one after the other; meshes are shared."""
     torch.set_num_threads(1)
-    meshes = cache(lambda shard, tp: onefold.mesh(shard=shard, tp=tp))
+    meshes = cache(lambda shard, tp: onefold.mesh(shard=shard, tp=tp, device=device()))
     return [_train(run, meshes(run.shard, run.tp)) for run in runs]
 
 

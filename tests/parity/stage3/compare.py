@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from tests.harness import run_ranks
+from tests.harness import device, run_ranks
 from tests.models import DIM
 from tests.parity.training import batch_for, same_bits
 
@@ -20,7 +20,7 @@ Turn = Callable[[nn.Module, int], Tensor]
 
 def batch(step: int, *shape: int, micro: int = 0) -> Tensor:
     """This rank's input of a step."""
-    return torch.randn(*(shape or (3, DIM)), generator=batch_for(step, micro, dist.get_rank()))
+    return torch.randn(*(shape or (3, DIM)), generator=batch_for(step, micro, dist.get_rank())).to(device())
 
 
 def learn(model: nn.Module, step: int) -> Tensor:
@@ -50,7 +50,7 @@ class Trained(NamedTuple):
 def train(case: Case, stage: int, **fields: Any) -> Trained:
     torch.manual_seed(1234)
     settings = {"bucket_bytes": 1 << 12, "timeout_s": 8.0, **case.fields, **fields}
-    model = onefold.shard(case.build(), stage=stage, **settings)
+    model = onefold.shard(case.build().to(device()), stage=stage, **settings)
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     losses, norms = [], []
     for step in range(case.steps):
