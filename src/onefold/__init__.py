@@ -6,7 +6,8 @@ from onefold.checkpoint.format.export import export
 from onefold.checkpoint.protocol.background import finish_saves
 from onefold.checkpoint.protocol.load import load
 from onefold.checkpoint.protocol.save import save
-from onefold.comm.mesh import init, mesh, shutdown
+from onefold.comm.mesh import init, mesh
+from onefold.comm.shutdown import shutdown
 from onefold.errors import (
     CheckpointDamaged,
     CheckpointError,

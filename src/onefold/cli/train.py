@@ -27,7 +27,7 @@ from onefold.cli.lifeline import FINISHED, PREPARING, TRAINING, Lifeline
 from onefold.cli.ranks import private_file
 from onefold.cli.screen import Screen
 from onefold.cli.verdict import Outcome
-from onefold.comm.mesh import shutdown
+from onefold.comm.shutdown import shutdown
 from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError, OnefoldError
 from onefold.offload.files import check_folder as check_disk

@@ -204,7 +204,8 @@ class Comm(Endpoint):
             pending = self._all_gather_on_hosts(table, label)
 
         def rows() -> list[bytes]:
-            pending.wait()
+            with self.watched(label):
+                pending.wait()
             flat = bytes(table.view(-1).tolist())
             return [flat[i * len(blob) : (i + 1) * len(blob)] for i in range(self.size)]
 
@@ -236,7 +237,13 @@ class Comm(Endpoint):
             return lambda: blob
         with self.span("start", label):
             if hosts is not None:
-                return Maximum(self, hosts, blob, label).finish
+                started = Maximum(self, hosts, blob, label)
+
+                def waited() -> bytes:
+                    with self.watched(label):
+                        return started.finish()
+
+                return waited
             flat, options = bytes_tensor(blob).to(self._device), dist.AllreduceOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
             pending = Pending(self, label, [(None, self.axis.group.allreduce([flat], options))])

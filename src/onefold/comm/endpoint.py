@@ -5,8 +5,9 @@ A message that fails, or gets no answer in time, raises a CommError that names t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,17 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.comm.inflight import PostedShards, keep
-from onefold.comm.mesh import Axis
+from onefold.comm.mesh import Axis, link_name
 from onefold.comm.meter import Label
 from onefold.comm.spans import NOTHING, span
 from onefold.comm.streams import StreamEvent
 from onefold.comm.sums import sum_in_order, sum_wide
+from onefold.comm.watching import check_watcher, current_watcher
 from onefold.errors import CommError
 
 HINTS = {
     "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. ',
     "gather-backward": "If ranks use a unit again after others, each in its own way, give it its own unit (units=). ",
 }
+
+
+BROKE = 0.9  # of a time limit: a message that fails earlier has lost its connection
 
 
 class Endpoint:
@@ -47,10 +52,14 @@ class Endpoint:
         return span(verb, *label) if self.size > 1 else NOTHING
 
     def finish(self, work: dist.Work, label: Label, peer: int | None) -> None:
-        """Waits for one message; `peer` is the rank at its other end, None if all ranks take part."""
+        """Waits on the host for one message; `peer` is the rank at its other end, None if all ranks take part."""
+        began_s = time.monotonic()
         try:
             work.wait(self.timeout)
         except Exception as error:
+            if (watcher := current_watcher()) is not None:
+                broke = time.monotonic() - began_s < BROKE * self.timeout.total_seconds()
+                watcher.explain(self.world_rank(peer) if broke and peer is not None else None)
             who = "its peers" if peer is None else f"rank {self.world_rank(peer)}"
             raise CommError(
                 f"rank {self.world_rank(self.rank)}: {label} got no answer from {who} within "
@@ -58,6 +67,18 @@ class Endpoint:
                 f"{HINTS.get(label.purpose, '')}"
                 f"The backend says: {(str(error) or type(error).__name__).splitlines()[0]}"
             ) from error
+
+    @contextmanager
+    def watched(self, label: Label) -> Iterator[None]:
+        """Inside, this rank waits on the host for a message that all ranks of the axis come to in one order."""
+        waits, watcher = True, current_watcher()
+        if watcher is not None and self.size > 1:
+            limit_s = self.timeout.total_seconds()
+            watcher.issued(link_name("control", self.axis), self.axis.world_ranks, label, lambda: not waits, limit_s)
+        try:
+            yield
+        finally:
+            waits = False
 
 
 class Pending:
@@ -91,11 +112,13 @@ class StreamPending(Pending):
     def wait(self) -> None:
         event, self._event = self._event, None
         if event is not None:
+            check_watcher()
             event.stream_wait()
 
     def __del__(self) -> None:
         """Orders the current stream after the message, whose buffers may be freed from here on."""
-        self.wait()
+        if self._event is not None:
+            self._event.stream_wait()
 
 
 class Reduction:

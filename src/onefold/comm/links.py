@@ -8,6 +8,9 @@ by all models, and connected before the first step, because connecting waits for
 
 from __future__ import annotations
 
+import atexit
+import sys
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from zlib import crc32
@@ -16,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.endpoint import Endpoint, StreamPending
-from onefold.comm.mesh import Axis
+from onefold.comm.mesh import Axis, link_name
 from onefold.comm.meter import Label
 from onefold.comm.streams import FIRST, SideStream
+from onefold.comm.watching import current_watcher, ensure_watcher
 
 GATHER, REDUCE, BOTH = "gather", "reduce", "replica"
 PATIENCE = 10  # times a time limit: NCCL's own watchdog ends the process, ours names the culprit before
@@ -31,26 +35,31 @@ _worlds = 0  # default groups so far, counted alike on all ranks
 class Link:
     """One communicator and its stream. `name` is the same on all ranks."""
 
-    def __init__(self, name: str, group: Any, device: torch.device) -> None:
-        self.name, self.group = name, group
+    def __init__(self, name: str, axis: Axis, group: Any, device: torch.device) -> None:
+        self.name, self.ranks, self.group = name, axis.world_ranks, group
         self.stream = SideStream(device, FIRST)
 
     def pending(self, endpoint: Endpoint, label: Label) -> StreamPending:
-        """The message that was just issued on this link."""
-        return StreamPending(endpoint, label, self.stream.event())
+        """The message that was just issued on this link, which is watched from now on."""
+        event, watcher = self.stream.event(), current_watcher()
+        if watcher is not None:
+            watcher.issued(self.name, self.ranks, label, event.query, endpoint.timeout.total_seconds())
+        return StreamPending(endpoint, label, event)
 
 
 def link_of(axis: Axis, kind: str, device: torch.device, timeout_s: float) -> Link:
     """The link of this kind between the ranks of an axis. Collective when it is new."""
     global _world, _worlds
     if axis.plays is not None:
-        return Link(kind, axis.group, device)
+        return Link(kind, axis, axis.group, device)
     if _world is not dist.group.WORLD:
         _links.clear()
         _world, _worlds = dist.group.WORLD, _worlds + 1
+        if (watcher := ensure_watcher()) is not None:
+            watcher.on_abort(abort_links)
     key = axis.world_ranks, kind
     if key not in _links:
-        _links[key] = Link(kind, _new_nccl_group(axis, kind, timeout_s), device)
+        _links[key] = Link(link_name(kind, axis), axis, _new_nccl_group(axis, kind, timeout_s), device)
     return _links[key]
 
 
@@ -74,4 +83,26 @@ def _new_nccl_group(axis: Axis, kind: str, timeout_s: float) -> dist.ProcessGrou
 def abort_links() -> None:
     """Ends the messages in flight, which then do not complete: for a process that has lost a peer."""
     for link in list(_links.values()):
-        link.group._get_backend(torch.device("cuda")).abort()
+        _nccl(link).abort()
+
+
+def end_links() -> None:
+    """Ends all links, once their messages have completed."""
+    links, watcher = list(_links.values()), current_watcher()
+    _links.clear()
+    if links and watcher is not None:
+        watcher.drain()
+    for link in links:
+        _nccl(link).shutdown()
+
+
+def _nccl(link: Link) -> Any:
+    return link.group._get_backend(torch.device("cuda"))
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    """NCCL waits for ever in its destructors for a communicator that nobody has ended."""
+    with suppress(Exception):
+        failed = hasattr(sys, "last_value") or (watcher := current_watcher()) is None or watcher.finding is not None
+        abort_links() if failed else end_links()

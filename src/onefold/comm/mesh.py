@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from onefold.comm.diagnosis import SHUTDOWN
-from onefold.comm.inflight import serve_peers
 from onefold.comm.nccl_settings import prepare_nccl
 from onefold.comm.rendezvous import Place, join
 from onefold.comm.spans import named_span
-from onefold.comm.watching import current_watcher, end_watcher, ensure_watcher
+from onefold.comm.watching import ensure_watcher
 from onefold.errors import ConfigError, StateError
 
 NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbouring ranks share "tp"
@@ -54,31 +53,6 @@ def init(*, timeout_s: float = 600.0) -> None:
     ensure_watcher()
 
 
-def shutdown() -> None:
-    """Leave the other ranks: the end of a script that communicates no more, on every rank.
-
-    Waits until peers have received what this rank has sent, then destroys the process groups. A rank that still waits
-    for this one is told that it has called shutdown(). May be called again; after it, init() starts anew.
-
-    >>> import onefold
-    >>> onefold.init()
-    >>> onefold.shutdown()
-    """
-    if not dist.is_initialized():
-        return
-    watcher = current_watcher()
-    failed = watcher is not None and watcher.finding is not None
-    try:
-        if not failed:
-            serve_peers()
-            if watcher is not None:
-                watcher.drain()
-    finally:
-        end_watcher(SHUTDOWN)
-        with suppress(Exception) if failed else nullcontext():
-            dist.destroy_process_group()
-
-
 @dataclass(frozen=True)
 class Axis:
     """A set of ranks that communicate with each other, and this process's rank in it."""
@@ -94,6 +68,12 @@ class Axis:
         if self.plays:
             return self.plays
         return str(self.group._get_backend(device).name())
+
+
+@lru_cache(maxsize=64)
+def link_name(kind: str, axis: Axis) -> str:
+    """A name of a link, the same on all its ranks."""
+    return kind if axis.size == dist.get_world_size() else f"{kind} {crc32(repr(axis.world_ranks).encode()):x}"
 
 
 class Axes(NamedTuple):

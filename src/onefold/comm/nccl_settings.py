@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from onefold.errors import ConfigError
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULTS = {
+    # with the usual 8 hardware queues, streams of compute and of NCCL's communicators share some, and wait in them for
+    # each other without need; CUDA reads this when it starts
+    QUEUES: "32",
+    # connections when a communicator is made, and not in a step, where ranks may come to them in different orders
+    "NCCL_RUNTIME_CONNECT": "0",
     # gloo beside NCCL: connections when they are first used, not one from each rank to each other at the start
     "TORCH_GLOO_LAZY_INIT": "1",
     # sums in the switch differ in the last bit from call to call, and Onefold promises equal bits
@@ -25,3 +32,7 @@ def prepare_nccl(world: int) -> None:
         )
     for name, value in DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+if not torch.cuda.is_initialized():
+    os.environ.setdefault(QUEUES, DEFAULTS[QUEUES])

@@ -35,6 +35,7 @@ from onefold.files.visible import visible
 LONGEST_INTERVAL_S = 1.0
 SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.5, 10.0  # how long ranks have to answer, before timeout_s is over
 SECOND_ANSWER_S = 0.7  # the same for ranks that answered before, once it is over
+EXPLAINED_S = 1.8  # for a finding, after a message between hosts has failed
 GRACE_S = 1.0  # from a finding to the end of a process whose main thread is stuck
 PATIENCE_S = 1.0  # of a process that ends, for the store
 MOST_KEPT = 64  # messages of a link: with more, `issued` drops completed ones itself
@@ -95,6 +96,17 @@ class Watcher:
         if self.finding is not None:
             self._raised = True
             raise CommError(str(self.finding))
+
+    def explain(self, peer: int | None) -> None:
+        """A message between hosts has failed: raises what all ranks find. `peer` is the rank whose connection broke; it
+        has ended, unless a rank has said why before. None: what is found at the time limit."""
+        if peer is not None:
+            self._board.publish(f"rank {peer} has ended; look at its output first")
+            self._wake.set()
+        until_s = time.monotonic() + EXPLAINED_S
+        while self.finding is None and time.monotonic() < until_s:
+            time.sleep(ALERT_TICK_S / 4)
+        self.check()
 
     # -- its life ------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,12 @@ def current_watcher() -> Watcher | None:
     return _current
 
 
+def check_watcher() -> None:
+    """Raises the CommError that the watcher of this process has found, if it has."""
+    if _current is not None and _current.finding is not None:
+        _current.check()
+
+
 def ensure_watcher() -> Watcher | None:
     """The watcher of this process, made where NCCL moves messages between several ranks; None elsewhere.
 

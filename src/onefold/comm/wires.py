@@ -27,6 +27,7 @@ from onefold.comm.meter import Label
 from onefold.comm.nodes import Sums, node_axes, sums_of
 from onefold.comm.streams import StreamEvent
 from onefold.comm.sums import sum_wide
+from onefold.comm.watching import check_watcher
 from onefold.errors import CommError, ConfigError
 
 NARROW = 2  # bytes of a 16-bit number
@@ -179,6 +180,7 @@ class NcclWire:
                 self._link(self._reduce, axis)
 
     def _link(self, kind: str, axis: Axis | None = None) -> Link:
+        check_watcher()
         axis = axis or self._endpoint.axis
         if (axis, kind) not in self._links:
             self._links[axis, kind] = link_of(axis, kind, self._device, self._timeout_s)
