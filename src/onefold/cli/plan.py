@@ -158,7 +158,7 @@ class PlanCommand(Subject):
             max_global_batch=self.max_global_batch,
             activations=self.activations,
             prefetch=self.prefetch,
-            inside=self.step_in_backward,
+            in_backward=self.step_in_backward,
         )
 
     def machine(self) -> Hardware:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.files.visible import visible
 from onefold.train.run.metrics import Listener, Row
 
@@ -93,7 +93,7 @@ def figures(row: Row, *, memory: bool) -> str:
         parts.append(f"scale {row.loss_scale:g}")
     if memory:
         short = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "communication": "comm"}
-        parts.append(" ".join(f"{name} {text_of(row.memory[key] or 0)}" for key, name in short.items()))
+        parts.append(" ".join(f"{name} {format_bytes(row.memory[key] or 0)}" for key, name in short.items()))
     elif row.memory["peak"]:
-        parts.append(f"peak {text_of(row.memory['peak'])}")
+        parts.append(f"peak {format_bytes(row.memory['peak'])}")
     return "  ".join(parts)

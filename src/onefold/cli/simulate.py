@@ -11,7 +11,7 @@ from typing import Literal
 
 from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, seconds, table
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.observe.simulation import Simulation, simulate
 from onefold.train.run.model import initialise
 
@@ -65,19 +65,24 @@ def as_dict(found: Simulation) -> dict[str, object]:
 def show(name: str, found: Simulation) -> None:
     plan = found.planned
     rows = [
-        [what, text_of(getattr(plan.states, what)), text_of(getattr(found.states, what))]
+        [what, format_bytes(getattr(plan.states, what)), format_bytes(getattr(found.states, what))]
         for what in ("parameters", "gradients", "optimizer")
     ]
-    rows.append(["states", text_of(plan.states.total), text_of(found.states.total), f"{found.states_off:+.2%}"])
-    rows.append(["peak", text_of(plan.peak_bytes), text_of(found.peak_bytes), f"{found.peak_off:+.2%}"])
+    totals = (
+        ("states", plan.states.total, found.states.total, found.states_off),
+        ("peak", plan.peak_bytes, found.peak_bytes, found.peak_off),
+    )
+    rows += [[what, format_bytes(wanted), format_bytes(seen), f"{off:+.2%}"] for what, wanted, seen, off in totals]
     if found.reserved_bytes:
-        rows.append(["reserved by the allocator", "", text_of(found.reserved_bytes)])
+        rows.append(["reserved by the allocator", "", format_bytes(found.reserved_bytes)])
     title = f"{name} ({found.parameters:,} parameters): rank 0 of {found.ranks} at stage {found.stage}, {found.device}"
     screen = console()
     screen.print(
         table(title, ("per rank", "planned", "measured", "off by"), [row + [""] * (4 - len(row)) for row in rows])
     )
-    screen.print(f"steps: {', '.join(seconds(step) for step in found.steps_s)}; would send {text_of(found.sent_bytes)}")
+    screen.print(
+        f"steps: {', '.join(seconds(step) for step in found.steps_s)}; would send {format_bytes(found.sent_bytes)}"
+    )
     if found.busy is None:
         screen.print("how much of it is compute is not known: torch's profiler saw no kernels on this device")
         return

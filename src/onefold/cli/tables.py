@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.planner.plan import Plan
 from onefold.planner.rows import Row
 
@@ -40,14 +40,14 @@ def size(numel: int) -> str:
 
 
 def amount(nbytes: int) -> str:
-    return text_of(nbytes) if nbytes else ""
+    return format_bytes(nbytes) if nbytes else ""
 
 
 def show_plan(plan: Plan) -> None:
     screen = console()
     screen.print(
         f"[bold]{escape(plan.model)}[/]: {plan.parameters:,} parameters, {plan.precision}, on {plan.ranks} × "
-        f"{plan.hardware.name} ({plan.grid}), {text_of(plan.hardware.memory_bytes)} each"
+        f"{plan.hardware.name} ({plan.grid}), {format_bytes(plan.hardware.memory_bytes)} each"
     )
     rows = [*plan.stages, *plan.variants]
     screen.print(_memory(rows))
@@ -60,7 +60,7 @@ def show_plan(plan: Plan) -> None:
         what = f"{choice.label}, batch {choice.batch}, {choice.activations}" if known else choice.label
         mark = "[green]fits[/]" if choice.fits else "[red]does not fit[/]"
         tp = f", tp {choice.tp}" if choice.tp > 1 else ""
-        screen.print(f"  {number}. [bold]{what}{tp}[/] ({mark}, {text_of(choice.peak_bytes)}): {choice.reason}")
+        screen.print(f"  {number}. [bold]{what}{tp}[/] ({mark}, {format_bytes(choice.peak_bytes)}): {choice.reason}")
     for note in plan.notes:
         screen.print(f"note: {note}")
 
@@ -89,8 +89,8 @@ def _traffic(rows: Sequence[Row]) -> Table:
     body = []
     for row in rows:
         sent = {m.purpose: m for m in row.messages}
-        cells = [text_of(sent[p].bytes) if p in sent and sent[p].bytes else "" for p in purposes]
-        body.append([row.label, f"{row.traffic_elements:,}", text_of(row.traffic_bytes), *cells])
+        cells = [format_bytes(sent[p].bytes) if p in sent and sent[p].bytes else "" for p in purposes]
+        body.append([row.label, f"{row.traffic_elements:,}", format_bytes(row.traffic_bytes), *cells])
     return table("sent by one rank in a step", ("", "elements", "bytes", *purposes), body)
 
 

@@ -18,7 +18,7 @@ from onefold.cli.lifeline import Lifeline
 from onefold.cli.subject import Compute, Trial
 from onefold.cli.tables import console, table
 from onefold.comm.mesh import init
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.observe.inventory import DISK
 from onefold.observe.rehearsal import Rehearsal, rehearse
 from onefold.observe.reports import MemoryReport, memory, traffic
@@ -114,7 +114,7 @@ class VerifyCommand(Trial):
         body = []
         for row in rows:
             nbytes = "calls" not in row["what"]
-            planned, measured = (text_of(row[k]) if nbytes else row[k] for k in ("planned", "measured"))
+            planned, measured = (format_bytes(row[k]) if nbytes else row[k] for k in ("planned", "measured"))
             off = abs(row["measured"] - row["planned"]) / max(row["planned"], 1)
             verdict = "[green]yes[/]" if row["good"] else "[red]no[/]"
             body.append([row["what"], planned, measured, f"{off:.2%}", f"{row['tolerance']:.0%}", verdict])
