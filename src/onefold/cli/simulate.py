@@ -1,4 +1,4 @@
-"""`onefold simulate`: one rank of many on this machine, with real memory and compute and no peers."""
+"""`onefold simulate`: one rank of many on this machine, with real memory and compute, and no peers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from onefold.cli.subject import Compute, Trial
+from onefold.cli.subject import Compute, TrialOptions
 from onefold.cli.tables import console, seconds, table
 from onefold.cost.text import format_bytes
 from onefold.observe.simulation import Simulation, simulate
@@ -17,11 +17,11 @@ from onefold.train.run.model import initialise
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateCommand(Trial):
+class SimulateCommand(TrialOptions):
     """One rank of many, with real memory and compute and no peers. Try: onefold simulate --model gpt-tiny --ranks 64"""
 
     ranks: int = 8
-    """How many ranks there would be."""
+    """Number of ranks to simulate."""
 
     batch: int = 1
     """Sequences per rank."""
@@ -30,13 +30,13 @@ class SimulateCommand(Trial):
     """Steps to take; the first one is slower."""
 
     precision: Compute = "bf16"
-    """What computes."""
+    """The dtype of forward and backward."""
 
     activations: Literal["keep", "checkpoint", "checkpoint+host"] = "keep"
-    """Keep them, or compute blocks again, from inputs on the device or on the host."""
+    """What blocks keep for backward: all activations, or only inputs (checkpoint), also in host memory."""
 
     device: Literal["cpu", "cuda"] | None = None
-    """cuda if there is one, else cpu."""
+    """By default cuda if there is a GPU, else cpu."""
 
     def run(self) -> int:
         zero = dataclasses.replace(self.zero(self.precision, "ranks", "batch", "steps"), activations=self.activations)
@@ -84,14 +84,14 @@ def show(name: str, found: Simulation) -> None:
         f"steps: {', '.join(seconds(step) for step in found.steps_s)}; would send {format_bytes(found.sent_bytes)}"
     )
     if found.busy is None:
-        screen.print("how much of it is compute is not known: torch's profiler saw no kernels on this device")
+        screen.print("the share of compute is unknown: torch's profiler saw no kernels on this device")
         return
     parts = [f"compute {seconds(found.busy.compute_s)}"]
     if found.launch_s is not None:
         parts.append(f"launch overhead {seconds(found.launch_s) or 'none'}")
     if found.busy.stand_ins_s:
         parts.append(f"copies that stand for messages {seconds(found.busy.stand_ins_s)}")
-    told = f"the last one: {', '.join(parts)}"
+    line = f"the last step: {', '.join(parts)}"
     if found.launch_s is None:
-        told += "; under the profiler that is more than the step, so the rest is not known"
-    screen.print(told)
+        line += "; with the profiler on this is more than the step took, so launch overhead is unknown"
+    screen.print(line)

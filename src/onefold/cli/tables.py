@@ -15,7 +15,7 @@ from onefold.planner.rows import Row
 
 
 def console() -> Console:
-    """Wide enough for our tables where the output is no terminal."""
+    """A console; where the output is no terminal, one that is wide enough for the tables."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=210)
 
@@ -35,11 +35,11 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def size(numel: int) -> str:
+def format_numel(numel: int) -> str:
     return "" if not numel else f"{numel / 1e12:.3g}T" if numel >= 1e12 else f"{numel / 1e9:.3g}B"
 
 
-def amount(nbytes: int) -> str:
+def bytes_or_blank(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else ""
 
 
@@ -74,11 +74,19 @@ def _memory(rows: Sequence[Row]) -> Table:
         cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.peak_grads_bytes,
                  row.buffers_bytes, row.gathered_bytes, row.activations_bytes, row.margin_bytes,
                  row.peak_bytes)  # fmt: skip
-        away = [amount(nbytes) for nbytes in (row.host_bytes, row.pinned_bytes, row.disk_bytes)]
+        offloaded = [bytes_or_blank(nbytes) for nbytes in (row.host_bytes, row.pinned_bytes, row.disk_bytes)]
         most = "" if row.largest_batch is None else row.largest_batch or "none"
         fits = "[green]yes[/]" if row.fits else "[red]no[/]"
         body.append(
-            [row.label, *map(amount, cells), *away, fits, most, row.fewest_ranks or "none", size(row.largest_model)]
+            [
+                row.label,
+                *map(bytes_or_blank, cells),
+                *offloaded,
+                fits,
+                most,
+                row.fewest_ranks or "none",
+                format_numel(row.largest_model),
+            ]
         )
     batch = f", batch {rows[0].batch}, activations: {rows[0].activations}" if rows[0].activations != "unknown" else ""
     return table(f"memory{batch}", heads, body)
@@ -96,7 +104,7 @@ def _traffic(rows: Sequence[Row]) -> Table:
 
 def _time(rows: Sequence[Row]) -> Table:
     heads = ("a step", "seconds", "compute", "waits for links", "tensor parallel", "update", "on the host",
-             "transfers", "bubble", "look-ahead", "break-even", "tokens/s", "days")  # fmt: skip
+             "transfers", "bubble", "prefetch", "break-even", "tokens/s", "days")  # fmt: skip
     body = []
     for row in rows:
         ahead = f"{row.look_ahead}{' (link bound)' if row.bandwidth_bound else ''}" if row.look_ahead else ""
