@@ -67,7 +67,7 @@ class Offload:
             if type(given) is not int or given <= 0:
                 raise ConfigError(f"Offload({name}={given!r}) is not a positive number of bytes")
             if self.optimizer != AUTO:
-                raise ConfigError(f"Offload({name}=…) is a budget of optimizer='auto'; set that too")
+                raise ConfigError(f"Offload({name}=…) is for optimizer='auto'; ask for 'auto', or leave it out")
         if self.host_bytes is not None and self.path is None:
             raise ConfigError(
                 "Offload(host_bytes=…) bounds host memory before units go to disk; give path= too, or leave it out"
