@@ -14,7 +14,7 @@ from onefold.activations import automatic
 from onefold.activations.automatic import Seen, choose_policy
 from onefold.cost.activations import Option, choose_activations
 from onefold.cost.estimate import Choice
-from onefold.cost.search import activations_for
+from onefold.cost.recommend import activations_for
 from onefold.cost.shapes import PAPER, Shape
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.simulation import train_step

@@ -43,7 +43,7 @@ class Case:
         return Estimate(
             work=Work(widths=decided.dtypes(decided.compute).widths, shape=self.shape, bucket_bytes=self.bucket_bytes),
             choice=Choice(self.stage, activations=self.activations, **self.tiers), grid=grid_of(self.ranks),
-            hardware=hardware("h200"), cost=ADAMW, batch=self.batch, inside=inside,
+            hardware=hardware("h200"), cost=ADAMW, batch=self.batch, in_backward=inside,
         )  # fmt: skip
 
     def rehearsed(self) -> int:
@@ -103,10 +103,10 @@ def test_on_a_gpu_gradients_come_as_activations_go() -> None:
     """With many tokens the fullest instant is the start of backward, which knows no gradients; with few, its end."""
     short = dataclasses.replace(DEEP, seq=8)
     many, few = (Case(short, batch, 0, 1, "bf16", "keep").estimate() for batch in (1024, 1))
-    assert many.stays.gradients == 0 and many.fullest.gradients < 0.001 * many.resident.gradients
-    assert few.fullest.gradients > 0.7 * few.resident.gradients
+    assert many.persistent_states.gradients == 0 and many.fullest.gradients < 0.001 * many.device_states.gradients
+    assert few.fullest.gradients > 0.7 * few.device_states.gradients
     adding_up = dataclasses.replace(many, micro_batches=2)
-    assert adding_up.peak_bytes - many.peak_bytes == pytest.approx(many.resident.gradients, rel=0.01)
+    assert adding_up.peak_bytes - many.peak_bytes == pytest.approx(many.device_states.gradients, rel=0.01)
 
 
 def test_updates_inside_backward_hold_a_few_units_of_gradients() -> None:
@@ -118,12 +118,12 @@ def test_updates_inside_backward_hold_a_few_units_of_gradients() -> None:
 
 def test_on_a_cpu_buffers_and_gradients_stay() -> None:
     found = dataclasses.replace(Case(DEEP, 8, 2, 8, "fp32", "keep").estimate(), hardware=hardware("laptop"))
-    assert found.persistent_bytes == found.resident.total + found.fullest.buffers > found.resident.total > 0
-    assert found.stays == found.resident and found.fullest.gradients == found.margin == 0
+    assert found.persistent_bytes == found.device_states.total + found.fullest.buffers > found.device_states.total > 0
+    assert found.persistent_states == found.device_states and found.fullest.gradients == found.margin == 0
 
 
 def test_5b_on_an_h200_has_the_peak_its_allocator_counted() -> None:
     """24 × 4096, 8 sequences of 1024, nothing computed again, torch 2.11: 85.2 GiB."""
     found = Case(Shape(layers=24, hidden=4096, heads=32), 8, 0, 1, "bf16", "keep").estimate()
     assert (found.peak_bytes - found.margin) / 2**30 == pytest.approx(85.2, rel=0.005)
-    assert found.stays.total == pytest.approx(12 * found.work.parameters, rel=0.001)
+    assert found.persistent_states.total == pytest.approx(12 * found.work.parameters, rel=0.001)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from onefold.cost.activations import PER_BLOCK, of_shape, tensor_parallel_elements
+from onefold.cost.activations import PER_BLOCK, shape_activations, tensor_parallel_elements
 from onefold.cost.estimate import Choice, Estimate
 from onefold.cost.hardware import hardware
 from onefold.cost.prefetch import exposed_s
@@ -12,7 +12,7 @@ from onefold.cost.search import days, largest_model
 from onefold.cost.seconds import (
     break_even_batch,
     compute_step_s,
-    equal_prefetch,
+    prefetch_for_equal_units,
     prefetch_need,
     stage3_communication_s,
 )
@@ -152,7 +152,7 @@ def test_a_hybrid_holds_small_units_as_stage_2_and_large_ones_as_stage_3():
     shape = Shape(layers=4, hidden=1024, heads=8, vocab=64 * 1024)
     ranks, threshold = 8, 2_000_000
     mixed = estimate(shape=shape, ranks=ranks, stage=3, keep_whole=threshold)
-    large = sum(unit.used for unit in mixed.sizes.units if unit.used > threshold)
+    large = sum(unit.used_numel for unit in mixed.sizes.units if unit.used_numel > threshold)
     small = mixed.sizes.numel - large
     assert large and small
     wanted = 16 * large / ranks + 2 * small + 14 * small / ranks
@@ -168,7 +168,7 @@ def test_a_hybrid_holds_small_units_as_stage_2_and_large_ones_as_stage_3():
 def test_look_ahead_of_equal_units(gb_per_s, gather_ms, units):
     gather_s = 200e6 * 2 / (gb_per_s * GB)
     assert gather_s == pytest.approx(gather_ms / 1e3)
-    assert equal_prefetch(gather_s, 0.010) == units
+    assert prefetch_for_equal_units(gather_s, 0.010) == units
     assert prefetch_need([gather_s] * 32, [0.010] * 32).units == units
 
 
@@ -189,15 +189,16 @@ def test_look_ahead_hides_latency_but_not_lack_of_bandwidth():
 def test_activations_of_the_paper():
     small, large = PAPER["1.5b"].shape, PAPER["100b"].shape
     counted = 12 / PER_BLOCK  # the paper's 12·h per token; the GPT that is trained here keeps more
-    assert of_shape(small, 32, "keep").kept_per_block * 48 / GB * counted == pytest.approx(60, abs=0.5)
-    checkpointed = of_shape(small, 32, "checkpoint")
+    assert shape_activations(small, 32, "keep").kept_per_block * 48 / GB * counted == pytest.approx(60, abs=0.5)
+    checkpointed = shape_activations(small, 32, "checkpoint")
     assert checkpointed.kept_per_block * 48 / GB == pytest.approx(5.0, abs=0.05)
     assert checkpointed.block / GB * counted == pytest.approx(1.3, abs=0.05)
-    assert of_shape(large, 32, "checkpoint", tp=16).kept_per_block * 125 / GB == pytest.approx(67, abs=0.2)
-    assert of_shape(large, 32, "partition", tp=16).kept_per_block * 125 / GB == pytest.approx(4.2, abs=0.01)
-    assert of_shape(large, 32, "partition+host", tp=16).kept_per_block == 0
-    assert of_shape(large, 32, "partition+host", tp=16).host_per_block * 125 / GB == pytest.approx(4.2, abs=0.01)
-    assert of_shape(large, 32, "checkpoint").kept_per_block * 125 / 2 / GB == pytest.approx(33.5, abs=0.1)
+    assert shape_activations(large, 32, "checkpoint", tp=16).kept_per_block * 125 / GB == pytest.approx(67, abs=0.2)
+    assert shape_activations(large, 32, "partition", tp=16).kept_per_block * 125 / GB == pytest.approx(4.2, abs=0.01)
+    on_host = shape_activations(large, 32, "partition+host", tp=16)
+    assert on_host.kept_per_block == 0
+    assert on_host.host_per_block * 125 / GB == pytest.approx(4.2, abs=0.01)
+    assert shape_activations(large, 32, "checkpoint").kept_per_block * 125 / 2 / GB == pytest.approx(33.5, abs=0.1)
     # 33 GB for 100B means one checkpoint for every second layer
 
 
@@ -275,7 +276,7 @@ GPT_2_8B = Shape(layers=32, hidden=2560, heads=20, vocab=2 * 50257)  # with an o
 def offloaded(stage=3, *, inside=True, machine=MEASURED, widths=SPLIT, batch=16, **choice):
     return Estimate(
         work=Work(widths=widths, shape=GPT_2_8B), choice=Choice(stage, **{"optimizer": "host", **choice}),
-        grid=grid_of(1), hardware=machine, cost=ADAM, batch=batch, inside=inside,
+        grid=grid_of(1), hardware=machine, cost=ADAM, batch=batch, in_backward=inside,
     )  # fmt: skip
 
 
@@ -283,49 +284,49 @@ def test_a_cpu_update_and_the_gpu_run_side_by_side():
     """2.78B, 16 sequences, checkpointed: 610 ms on the GPU; 26 bytes per parameter at 100 GB/s on the CPU."""
     found = offloaded()
     assert found.compute_s == pytest.approx(0.61, rel=0.05)
-    assert 0.7 <= found.host_side_s <= 0.8
-    assert found.step_s == pytest.approx(max(found.compute_s, found.host_side_s), rel=0.1)
+    assert 0.7 <= found.host_update_s <= 0.8
+    assert found.step_s == pytest.approx(max(found.compute_s, found.host_update_s), rel=0.1)
     wide = offloaded(widths=MIXED)
-    assert wide.host_side_s / found.host_side_s == pytest.approx(28 / 26, rel=0.001)
+    assert wide.host_update_s / found.host_update_s == pytest.approx(28 / 26, rel=0.001)
 
 
 def test_what_hides_an_update_on_the_host():
     """After clipping only the next forward, and at stage 2 nothing; inside backward that too."""
     beside_all, beside_forward = offloaded(), offloaded(inside=False)
     forward = beside_all.compute_s / 4
-    tail = beside_all.step_s - max(beside_all.compute_s, beside_all.host_side_s)
-    assert 0 < tail < 0.1 * beside_all.host_side_s
+    tail = beside_all.step_s - max(beside_all.compute_s, beside_all.host_update_s)
+    assert 0 < tail < 0.1 * beside_all.host_update_s
     assert beside_forward.step_s == pytest.approx(
-        beside_forward.compute_s + beside_forward.host_side_s - forward + tail
+        beside_forward.compute_s + beside_forward.host_update_s - forward + tail
     )
     waits = offloaded(2, inside=False)
-    assert waits.step_s == pytest.approx(waits.compute_s + waits.host_side_s)
-    assert offloaded(2).step_s == pytest.approx(forward + waits.host_side_s + tail)
+    assert waits.step_s == pytest.approx(waits.compute_s + waits.host_update_s)
+    assert offloaded(2).step_s == pytest.approx(forward + waits.host_update_s + tail)
 
 
 def test_units_that_stay_on_the_device_take_work_off_the_host():
     units = len(offloaded().sizes.units)
-    half = offloaded(staying=units // 2)
-    assert half.host_side_s == pytest.approx(offloaded().host_side_s / 2, rel=0.1)
-    assert half.resident.optimizer > 0.4 * 10 * GPT_2_8B.numel
+    half = offloaded(device_units=units // 2)
+    assert half.host_update_s == pytest.approx(offloaded().host_update_s / 2, rel=0.1)
+    assert half.device_states.optimizer > 0.4 * 10 * GPT_2_8B.numel
     assert half.step_s < 1.05 * half.compute_s, "the GPU is the slower one now, and no tail is left"
 
 
 def test_the_slowest_of_processors_pcie_and_disk_counts():
     on_disk = offloaded(optimizer="disk", machine=dataclasses.replace(MEASURED, disk_rate=7e9))
-    assert on_disk.host_side_s == pytest.approx(2 * 10 * GPT_2_8B.numel / 7e9, rel=0.01)
+    assert on_disk.host_update_s == pytest.approx(2 * 10 * GPT_2_8B.numel / 7e9, rel=0.01)
     slow = offloaded(machine=dataclasses.replace(MEASURED, pcie_rate=5e9))
-    assert slow.host_side_s == pytest.approx(4 * GPT_2_8B.numel / 5e9, rel=0.01)  # gradients and values down
+    assert slow.host_update_s == pytest.approx(4 * GPT_2_8B.numel / 5e9, rel=0.01)  # gradients and values down
 
 
 def test_the_runtime_streams_gradients_so_it_needs_less_than_the_formula():
     """4 bytes per parameter by the paper's count; 2 stay, where nothing adds up over micro-batches first."""
     found = estimate(70e9, 16, 3, optimizer="host")
-    assert (found.states.total / GB, found.resident.total / GB) == pytest.approx((17.5, 8.75), abs=0.01)
+    assert (found.states.total / GB, found.device_states.total / GB) == pytest.approx((17.5, 8.75), abs=0.01)
     assert found.host_bytes == pytest.approx(14 * 70e9 / 16, rel=0.01)  # 12 of state, 2 of gradients that wait
     assert found.pinned_bytes == pytest.approx(2 * 70e9 / 16, rel=0.05)
     on_disk = estimate(70e9, 16, 3, optimizer="disk", parameters="disk")
-    assert on_disk.resident.total < 0.01 * GB and on_disk.disk_bytes == pytest.approx(14 * 70e9 / 16, rel=0.01)
+    assert on_disk.device_states.total < 0.01 * GB and on_disk.disk_bytes == pytest.approx(14 * 70e9 / 16, rel=0.01)
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import pytest
 
 from onefold.cost.estimate import Choice
 from onefold.cost.hardware import hardware
-from onefold.cost.search import Question, fewest_ranks, largest_batch, recommend
+from onefold.cost.recommend import recommend
+from onefold.cost.search import Question, fewest_ranks, largest_batch
 from onefold.cost.shapes import PAPER, Shape
 from onefold.cost.states import StateCost
 from onefold.cost.work import Work
@@ -57,11 +58,11 @@ def test_huge_gives_stage_3_with_offload():
 def test_a_device_with_room_left_keeps_some_units():
     """10B on one H200: all states do not fit, and with the optimizer on the host much of the device is empty."""
     rows = recommend(question(Shape(layers=50, hidden=4096, heads=32), 1, "h200", batch=4))
-    mixed = next(row for row in rows if row.estimate.choice.staying)
-    assert mixed.fits and f"but for {mixed.estimate.choice.staying} units" in str(mixed.estimate.choice)
-    plain = next(row for row in rows if row.estimate.choice == mixed.estimate.choice._replace(staying=0))
+    mixed = next(row for row in rows if row.estimate.choice.device_units)
+    assert mixed.fits and f"but for {mixed.estimate.choice.device_units} units" in str(mixed.estimate.choice)
+    plain = next(row for row in rows if row.estimate.choice == mixed.estimate.choice._replace(device_units=0))
     assert mixed.estimate.step_s < plain.estimate.step_s
-    more = mixed.estimate.choice._replace(staying=mixed.estimate.choice.staying + 1)
+    more = mixed.estimate.choice._replace(device_units=mixed.estimate.choice.device_units + 1)
     assert not dataclasses.replace(mixed.estimate, choice=more).fits, "one more would not fit"
 
 

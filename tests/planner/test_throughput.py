@@ -17,7 +17,7 @@ from onefold.cost.search import Question, fits
 from onefold.cost.shapes import PAPER, Shape
 from onefold.cost.states import StateCost
 from onefold.cost.work import Work
-from onefold.planner.throughput import STATED, at, expected, numbers_for, scaling
+from onefold.planner.throughput import STATED, at, expected, rank_counts, scaling
 from onefold.settings.widths import Widths
 
 MIXED, ADAM = Widths(compute=2, wire=2, grad=2, master=4), StateCost(8)
@@ -109,7 +109,7 @@ def test_large_models_run_near_what_the_paper_measured(name, least):
 
 
 def test_numbers_of_ranks_are_those_the_grid_can_have():
-    assert numbers_for(question(PAPER["60b-wide"].shape, 400, tp=16)) == [16, 32, 64, 128, 256, 400, 512, 1024]
+    assert rank_counts(question(PAPER["60b-wide"].shape, 400, tp=16)) == [16, 32, 64, 128, 256, 400, 512, 1024]
 
 
 def test_the_global_batch_bounds_the_batch():

@@ -42,7 +42,7 @@ def test_a_folder_with_something_in_it_is_not_written_over(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious").touch()
     assert main(["train", "--out", str(tmp_path / "run")]) == 2
-    assert said_once(capsys.readouterr().err).endswith("go on with it by --resume, or give another --out")
+    assert said_once(capsys.readouterr().err).endswith("resume its run with --resume, or give another --out")
 
 
 def test_a_folder_for_state_on_disk_that_is_not_there_is_found_before_any_rank_starts(tmp_path, capsys):

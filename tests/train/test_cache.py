@@ -14,7 +14,7 @@ from onefold.errors import ConfigError
 from onefold.train.run import digest
 from onefold.train.run.cache import HEADER_BYTES, Cache, named_draft_of
 from onefold.train.run.data import load_data, prepare
-from onefold.train.run.settings import DataSettings
+from onefold.train.run.groups import DataSettings
 
 NOBODY = 65534
 TEXT = b"private words, " * 40

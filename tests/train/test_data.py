@@ -13,9 +13,9 @@ import torch
 from onefold.errors import ConfigError
 from onefold.train.run import data as module
 from onefold.train.run.data import bigram_loss, load_data, prepare
+from onefold.train.run.groups import DataSettings
 from onefold.train.run.records import read_facts
 from onefold.train.run.sample import codec_of
-from onefold.train.run.settings import DataSettings
 from onefold.train.run.source import find_source
 from tests.train.launched import SMALL, run
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from onefold.train.run.diagnose import falling_scale, is_out_of_memory, lost_updates, out_of_memory, small_messages
-from onefold.train.run.metrics import collected
+from onefold.train.run.metrics import collect_warnings
 from onefold.train.run.schedule import learning_rate
 from onefold.train.run.stop import Stop
 
@@ -58,9 +58,9 @@ def test_a_real_failed_allocation_is_known_for_what_it_is():
     assert not is_out_of_memory(RuntimeError("shapes differ"))
 
 
-def test_warnings_and_logs_are_collected_and_then_left_alone_again():
+def test_warnings_and_logs_are_collect_warnings_and_then_left_alone_again():
     heard = []
-    with collected(lambda kind, message: heard.append((kind, message))):
+    with collect_warnings(lambda kind, message: heard.append((kind, message))):
         warnings.warn("one", stacklevel=1)
         logging.getLogger("onefold").warning("two %s", "words")
         logging.getLogger("onefold").info("nothing")

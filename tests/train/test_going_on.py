@@ -9,8 +9,9 @@ from onefold.cli.train import TrainCommand
 from onefold.errors import ConfigError, OnefoldError
 from onefold.train.run.data import prepare
 from onefold.train.run.folder import append_lines
+from onefold.train.run.groups import DataSettings
 from onefold.train.run.records import read_facts, read_metrics, read_warnings
-from onefold.train.run.settings import DataSettings, Settings
+from onefold.train.run.settings import Settings
 from onefold.train.run.start import check_folder
 from onefold.train.run.toml import read_toml, to_toml, with_values
 from tests.harness import run_ranks, run_ranks_raises
@@ -68,7 +69,7 @@ def test_rows_without_a_checkpoint_are_set_aside_not_lost(tmp_path):
     before = (out / "metrics.jsonl").read_text()
     run_ranks(2, one_rank, resumed(out))
     assert (out / "metrics-without-checkpoint.jsonl").read_text() == before
-    assert any("no checkpoint to go on from" in row["message"] for row in read_warnings(out))
+    assert any("no checkpoint to resume from" in row["message"] for row in read_warnings(out))
 
 
 def test_the_baseline_is_of_the_windows_that_are_evaluated(tmp_path):

@@ -12,8 +12,9 @@ import pytest
 
 from onefold.cli.main import main
 from onefold.files.limited import JSON_BYTES_LIMIT
+from onefold.train.run.groups import DataSettings
 from onefold.train.run.records import read_facts, read_metrics
-from onefold.train.run.settings import DataSettings, Settings
+from onefold.train.run.settings import Settings
 from onefold.train.run.source import find_source
 from onefold.train.run.toml import NOT_SAVED, to_toml, with_values
 from tests.harness import fresh_ranks, run_ranks, run_ranks_raises
@@ -152,7 +153,7 @@ def test_nodes_with_other_data_train_no_model_together(tmp_path):
     texts(tmp_path / "0")
     edit(texts(tmp_path / "1") / "a.txt")
     outcomes = fresh_ranks(2, first_of_its_node, settings_of(tmp_path / "run"), str(tmp_path), timeout_s=120)
-    assert ["rank 1 finds other data at --data than rank 0" in outcome.error for outcome in outcomes] == [True, True]
+    assert ["rank 1 found other data at --data than rank 0" in outcome.error for outcome in outcomes] == [True, True]
 
 
 @pytest.mark.parametrize(

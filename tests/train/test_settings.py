@@ -84,7 +84,7 @@ def test_the_defaults_are_well():
         ({"zero": {"stage": 2, "offload": "host", "offload_parameters": "host"}}, "needs stage=3, found stage=2"),
         ({"compare": "0,3", "zero": {"offload": "host"}}, "use stage 1, 2 or 3"),
         ({"compare": "0,1,5"}, "use for example 0,1,2,3"),
-        ({"output": {"profile": True}, "steps": {"steps": 4}}, "3 steps after 2 that are let pass, but --steps is 4"),
+        ({"output": {"profile": True}, "steps": {"steps": 4}}, "3 steps after 2 of warmup, but --steps is 4"),
         ({"output": {"profile_steps": 0}}, "--profile-steps 0 is out of range; use a number of at least 1"),
         ({"checkpoints": {"accept_changed_data": True}}, "is for a run that is resumed; add --resume, or leave it out"),
         ({"checkpoints": {"resume": True, "resume_or_start": True}}, "give one of them"),

@@ -9,7 +9,7 @@ import pytest
 
 from onefold.errors import ConfigError
 from onefold.train.run.data import load_data, prepare
-from onefold.train.run.settings import DataSettings
+from onefold.train.run.groups import DataSettings
 from onefold.train.run.tokens import open_tokens
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.train.run.data import load_data, prepare
-from onefold.train.run.settings import DataSettings
+from onefold.train.run.groups import DataSettings
 from onefold.train.run.tokenizer import decoded, encoded
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -101,7 +101,7 @@ PEAK = """
 import json, resource, sys
 from pathlib import Path
 from onefold.train.run.data import prepare
-from onefold.train.run.settings import DataSettings
+from onefold.train.run.groups import DataSettings
 tokenizer, small, large, cache = sys.argv[1:]
 def peak(path):
     prepare(DataSettings(data=Path(path), tokenizer=tokenizer, cache=Path(cache)))

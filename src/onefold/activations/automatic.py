@@ -17,7 +17,7 @@ from onefold.activations.policy import attach_policy
 from onefold.activations.recompute import other_hooks_save
 from onefold.comm.meter import Label
 from onefold.cost.activations import Option, choose_activations
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.model.containers import tensors_in
 from onefold.model.storage import storage_key
 from onefold.runtime.automatic import room_left
@@ -63,7 +63,7 @@ def choose_policy(seen: Seen, blocks: int, tp: int, others: int = 0) -> tuple[st
     needs = {policy: need + others * kept for policy, need in needs.items()}
     return choose_activations(
         [
-            Option(policy, need <= USED * room, SPEED[policy], f"{text_of(need)} of {text_of(USED * room)}")
+            Option(policy, need <= USED * room, SPEED[policy], f"{format_bytes(need)} of {format_bytes(USED * room)}")
             for policy, need in needs.items()
         ]
     )

@@ -1,7 +1,7 @@
 """Runs a command as local ranks, from their start to their end.
 
-The launcher starts the ranks, passes a signal on and waits for the step in hand to be saved, starts lost ranks again,
-ends all when one has failed or does not answer, and says once which rank failed first. No rank outlives it.
+The launcher starts the ranks, forwards signals and waits until the current step is saved, restarts all ranks when one
+was lost, kills all when one has failed or does not answer, and prints which rank failed first. No rank outlives it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_ranks(ranks: int, arguments: Sequence[str]) -> Any:
     return launcher.result
 
 
-def give_up(line: Lifeline, error: Exception) -> NoReturn:
+def report_and_exit(line: Lifeline, error: Exception) -> NoReturn:
     """Called on a rank: report the error to the launcher and exit with code 1 at once, so that no peer waits."""
     rank = int(os.environ["RANK"])
     if watcher := current_watcher():
@@ -121,15 +121,15 @@ class Start:
         quiet = not launch.forwards_signals  # a user's program keeps its own output
         with started(launch.ranks, launch.command, restart=self._restart, quiet=quiet, files=launch.files) as ranks:
             decided = self._watch(ranks)
-            self._look(ranks)
+            self._poll(ranks)
             stopped = {rank.rank: time.monotonic() - rank.stopped_s for rank in ranks if rank.stopped_s is not None}
             for said in ranks.end():
-                self._understand(said)
+                self._handle(said)
         exits = sorted(self._exits.values(), key=lambda end: end.at_s)
         if decided is None and len(exits) == launch.ranks and not any(end.code for end in exits):
             decided = Outcome(0)
         if decided is None and launch.forwards_signals and self._stopping_s is not None:
-            decided = Outcome(128 + self._stop.number, f"ended by {self._name()}")
+            decided = Outcome(128 + self._stop.number, f"ended by {self._signal_name()}")
         if decided is None:
             decided = verdict(self._errors, exits, stopped, launch.timeout_s)
         return decided._replace(signals=tuple(self._signals))
@@ -139,17 +139,19 @@ class Start:
         failed_s = None
         while len(self._exits) < self._launch.ranks:
             for said in ranks.listen(TICK_S):
-                self._understand(said)
-            self._look(ranks)
+                self._handle(said)
+            self._poll(ranks)
             now = time.monotonic()
             if self._stop.asked and self._stopping_s is None:
                 self._stopping_s = now
-                if (ended := self._pass_on(ranks)) is not None:
+                if (ended := self._forward_signal(ranks)) is not None:
                     return ended
             if self._stop.asked_again:
-                return Outcome(128 + self._stop.number, f"ended by a second {self._name()}: nothing more was saved")
+                return Outcome(
+                    128 + self._stop.number, f"ended by a second {self._signal_name()}: nothing more was saved"
+                )
             if self._stopping_s is not None and now - self._stopping_s >= self._launch.shutdown_s:
-                late = f"the ranks had not ended {self._launch.shutdown_s:g} s after {self._name()}"
+                late = f"the ranks had not ended {self._launch.shutdown_s:g} s after {self._signal_name()}"
                 return Outcome(128 + self._stop.number, late)
             if any(rank.stopped_s and now - rank.stopped_s >= self._launch.timeout_s for rank in ranks):
                 return None
@@ -161,7 +163,7 @@ class Start:
                     return None
         return None
 
-    def _pass_on(self, ranks: Ranks) -> Outcome | None:
+    def _forward_signal(self, ranks: Ranks) -> Outcome | None:
         """Called after a signal: ranks that train finish their step and save.
 
         While a rank has not come to its first step all are ended at once: there is nothing to save.
@@ -171,25 +173,25 @@ class Start:
                 rank.signal(self._stop.number)
         elif PREPARING in self._phases:
             early = ", before the first step of this start: nothing is lost" if self._launch.shutdown_s else ""
-            return Outcome(128 + self._stop.number, f"ended by {self._name()}{early}")
+            return Outcome(128 + self._stop.number, f"ended by {self._signal_name()}{early}")
         else:
-            self._signals.append(self._name())
+            self._signals.append(self._signal_name())
             for rank in ranks:
                 rank.tell_to_stop()
         return None
 
-    def _name(self) -> str:
+    def _signal_name(self) -> str:
         return signal_name(self._stop.number)
 
-    def _look(self, ranks: Ranks) -> None:
+    def _poll(self, ranks: Ranks) -> None:
         """Updates which ranks have ended, and which are stopped (SIGSTOP)."""
         for rank in ranks:
-            rank.look()
+            rank.update_stopped()
             if rank.rank not in self._exits and (code := rank.process.poll()) is not None:
                 self._exits[rank.rank] = Exit(rank.rank, code, time.monotonic())
                 rank.end()  # at once, while no other process can have its number: what it had started
 
-    def _understand(self, said: Said) -> None:
+    def _handle(self, said: Said) -> None:
         what = json.loads(said.text)
         if "phase" in what:
             self._phases[said.rank] = what["phase"]

@@ -35,11 +35,11 @@ COMMANDS = {
     "verify": Command("onefold.cli.verify", "VerifyCommand", "run two real steps and compare them with the plan"),
     "simulate": Command("onefold.cli.simulate", "SimulateCommand", "one rank of many, with real memory and no peers"),
     "report": Command("onefold.cli.report", "ReportCommand", "a run, or several stages of it, as one page"),
-    "sample": Command("onefold.cli.sample", "SampleCommand", "let a trained model write"),
+    "sample": Command("onefold.cli.sample", "SampleCommand", "text from a trained model"),
     "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint's weights as a Hugging Face folder"),
     "inspect": Command("onefold.cli.checkpoint", "Inspect", "what is inside a checkpoint"),
-    "run": Command("onefold.cli.run", "RunCommand", "a script of your own on local ranks"),
-    "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "is every byte as it was written"),
+    "run": Command("onefold.cli.run", "RunCommand", "your own script on local ranks"),
+    "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "check every byte of a checkpoint"),
 }
 
 

@@ -14,7 +14,7 @@ import torch
 
 from onefold.cli import throughput
 from onefold.cli.plots import check_plot, draw
-from onefold.cli.subject import Compute, Master, Subject, bucket_bytes, policy
+from onefold.cli.subject import Compute, Master, ModelOptions, bucket_bytes, policy
 from onefold.cli.tables import show_plan
 from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.search import Question
@@ -26,17 +26,17 @@ from onefold.planner.plan import Plan, answer, plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCommand(Subject):
+class PlanCommand(ModelOptions):
     """What fits, what it costs, what to choose. Try: onefold plan --params 7.5e9 --ranks 64"""
 
     params: float | None = None
-    """A bare number of parameters."""
+    """Instead of a model: a number of parameters alone."""
 
     ranks: int = 1
-    """Devices in all."""
+    """Total number of ranks (devices)."""
 
     tp: int = 1
-    """Tensor-parallel ranks; 0 lets the plan choose, never beyond a node."""
+    """Tensor-parallel degree; 0 lets the plan choose, up to the size of a node."""
 
     pp: int = 1
     """Pipeline stages."""
@@ -45,52 +45,52 @@ class PlanCommand(Subject):
     """Replicas of the sharded state (hybrid sharding)."""
 
     batch: int | None = None
-    """Sequences per replica and micro-batch; the largest that fits if left out."""
+    """Sequences per replica and micro-batch; by default the largest that fits."""
 
     micro_batches: int = 1
-    """Per step."""
+    """Micro-batches per step (gradient accumulation)."""
 
     max_global_batch: int | None = None
-    """Sequences per step, over all replicas, that the training tolerates."""
+    """Upper limit of the global batch: sequences per step over all replicas."""
 
     precision: Compute = "bf16"
-    """What computes."""
+    """The dtype of forward and backward."""
 
     master: Master = "fp32"
-    """What the optimizer updates where 16 bits compute; split saves 2 bytes per parameter."""
+    """With 16 bits: the fp32 master that the optimizer updates; split saves 2 bytes per parameter."""
 
     optimizer: str = "adamw"
     """adamw, adam, sgd, momentum, adagrad or rmsprop."""
 
     activations: Literal["auto", "keep", "checkpoint", "checkpoint+host", "partition", "partition+host"] | None = None
-    """What becomes of activations; by default blocks are computed again."""
+    """What blocks keep for backward; by default only inputs, from which blocks are recomputed."""
 
     hardware: str = "a100-80"
-    """v100-32, a100-80, h100-80, h200, ethernet, laptop, or measure."""
+    """v100-32, a100-80, h100-80, h200, ethernet, laptop; or measure: benchmark this machine."""
 
     memory_gb: float | None = None
-    """Memory of a device, if it is another."""
+    """Memory per device in GB, if it differs from the hardware table's."""
 
     bucket_mb: float = 32.0
-    """Largest flat unit, in MiB."""
+    """Largest unit (flat buffer of parameters), in MiB."""
 
     prefetch: int = 1
-    """Units gathered ahead at stage 3."""
+    """Stage 3: units that are all-gathered ahead of their use."""
 
     step_in_backward: bool = False
-    """Updates run inside backward, where those on the host have more to hide behind; nothing is clipped."""
+    """Update in backward, so that host updates overlap with it; no clipping."""
 
     scaling: bool = False
-    """Instead: expected throughput against the number of ranks, up to 1024. A model, not a measurement."""
+    """Show expected throughput against the number of ranks, up to 1024, instead. A model, not a measurement."""
 
     tokens: float | None = None
-    """Tokens to train on, to have days."""
+    """Tokens to train on: adds how many days that takes."""
 
     json: bool = False
-    """Print JSON."""
+    """Print the plan as JSON."""
 
     plot: Path | None = None
-    """Draw into a .png or .html file."""
+    """Draw charts into this .png or .html file."""
 
     def run(self) -> int:
         if self.plot is not None:
@@ -158,7 +158,7 @@ class PlanCommand(Subject):
             max_global_batch=self.max_global_batch,
             activations=self.activations,
             prefetch=self.prefetch,
-            inside=self.step_in_backward,
+            in_backward=self.step_in_backward,
         )
 
     def machine(self) -> Hardware:
@@ -174,9 +174,9 @@ class PlanCommand(Subject):
         return bucket_bytes(self.bucket_mb)
 
     def _of_module(self) -> Plan:
-        shapely = ("step_in_backward", "tp", "pp", "replica", "params", "model", "layers", "hidden", "heads")
+        for_shapes = ("step_in_backward", "tp", "pp", "replica", "params", "model", "layers", "hidden", "heads")
         fields = {field.name: field.default for field in dataclasses.fields(self)}
-        if given := [name for name in shapely if getattr(self, name) != fields[name]]:
+        if given := [name for name in for_shapes if getattr(self, name) != fields[name]]:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise ConfigError(
                 f"{flags}: not with --config, whose model is planned as it is, for data parallelism alone"

@@ -1,8 +1,8 @@
-"""Local ranks as child processes: started, listened to, asked whether they are stopped, ended.
+"""Local ranks as child processes: start them, read what they send, see whether they are stopped, kill them.
 
-They meet in a file without a name (memfd) that only this user can open, and talk over loopback: a local run opens no
-port that another machine could reach, and leaves no file behind however it ends. Each rank leads a session of its own,
-so that Ctrl-C in a terminal reaches the launcher alone, and what a rank has started ends with it.
+Their rendezvous is a file without a name (memfd) that only this user can open, and they talk over loopback: a local run
+opens no port that another machine could reach, and leaves no file behind however it ends. Each rank leads a session of
+its own, so that Ctrl-C in a terminal reaches the launcher alone, and what a rank has started ends with it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rank:
         *whole, self._heard = (self._heard + said).split(b"\n")
         return [Said(self.rank, text) for text in whole]
 
-    def look(self) -> None:
+    def update_stopped(self) -> None:
         """Asks the kernel whether the rank is stopped (SIGSTOP, SIGTSTP)."""
         stopped = self.process.poll() is None and _state(self.process.pid) == "T"
         self.stopped_s = (self.stopped_s or time.monotonic()) if stopped else None

@@ -1,4 +1,4 @@
-"""`onefold report`: what a run has come to, as a page, or its headline figures as JSON."""
+"""`onefold report`: a run as one HTML page, or its headline figures as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReportCommand:
     """The --out of `onefold train`; with --compare, the folder that holds stage-0, stage-1, …"""
 
     out: Path | None = None
-    """Where to write them instead: a run's folder may be someone else's, or read-only. Made if need be."""
+    """Write into this folder instead, for run folders that are read-only; it is made if it does not exist."""
 
     json: bool = False
     """Print the headline figures as JSON."""

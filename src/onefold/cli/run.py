@@ -29,26 +29,26 @@ class RunCommand:
     """
 
     ranks: int | None = None
-    """Local processes; by default one per GPU, or 2 on a CPU."""
+    """Local ranks (processes); by default one per GPU, or 2 on a CPU."""
 
     max_restarts: int = 0
-    """How often to start all ranks again after one was lost; the script goes on from its own checkpoint."""
+    """How often to restart all ranks after one was lost; the script resumes from its own checkpoint."""
 
     timeout_s: float = 600.0
-    """How long a rank may be stopped (SIGSTOP) before all are ended."""
+    """Seconds that a rank may be stopped (SIGSTOP) before all ranks are killed."""
 
     shutdown_s: float = SHUTDOWN_S
-    """After a signal: how long to wait for the script to end by itself."""
+    """Seconds that the script has to end by itself after a signal."""
 
     module: bool = False
-    """What follows is a module, as in python -m."""
+    """The script is a module name, as in python -m."""
 
     script: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """The script, and its own arguments."""
 
     @staticmethod
     def arrange(arguments: Sequence[str]) -> list[str]:
-        """Our own flags, then "--", then the script with everything behind it.
+        """The flags of `onefold run`, then "--", then the script with its own arguments.
 
         >>> RunCommand.arrange(["--ranks", "2", "script.py", "--ranks", "3"])
         ['--ranks', '2', '--', 'script.py', '--ranks', '3']

@@ -1,4 +1,4 @@
-"""`onefold sample`: let a trained model write."""
+"""`onefold sample`: text from a trained model."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from onefold.train.run.sample import continuation, open_run
 
 @dataclass(frozen=True, kw_only=True)
 class SampleCommand:
-    """Go on from a text with the model of a run's last checkpoint, in one process. The same seed, the same text."""
+    """Generate text with the model of a run's last checkpoint, in one process. The same seed gives the same text."""
 
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train`."""
 
     prompt: str = "def "
-    """The text to go on from."""
+    """The text to continue."""
 
     tokens: int = 200
-    """How many to write."""
+    """Number of tokens to generate."""
 
     temperature: float = 0.8
-    """Below 1 bolder in what is likely, above 1 wilder; 0 always takes the likeliest."""
+    """Sampling temperature; 0 always takes the likeliest token."""
 
     top_k: int = 50
-    """Choose among so many; 0 is all."""
+    """Sample from the likeliest so many tokens; 0: from all."""
 
     seed: int = 0
-    """The seed of the random choices."""
+    """Seed of the sampling."""
 
     tokenizer: str | None = None
-    """A tokenizers file, or bytes; where the run does not say, or the file has moved."""
+    """A tokenizers file, or bytes; needed if the run does not record its tokenizer, or the file has moved."""
 
     json: bool = False
     """Print JSON."""
@@ -69,7 +69,7 @@ class SampleCommand:
 
     def _check(self) -> None:
         if not self.prompt:
-            raise ConfigError("--prompt is empty; give at least one character to go on from, such as 'def '")
+            raise ConfigError("--prompt is empty; give at least one character to continue, such as 'def '")
         for name, least in (("tokens", 1), ("top_k", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} is below {least}")
@@ -78,5 +78,5 @@ class SampleCommand:
 
 
 def _shown(text: str) -> str:
-    """What a model writes may be anything, also what a terminal would obey."""
+    """Escapes control characters, which a model may generate and a terminal would obey."""
     return visible(text, also="\n\t")

@@ -1,4 +1,4 @@
-"""A run on the screen: a live line on a terminal, a plain line per logged step elsewhere."""
+"""Progress of a run: a live line on a terminal, one line per logged step elsewhere."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.files.visible import visible
 from onefold.train.run.metrics import Listener, Row
 
 
-class Voice(Console):
-    """Prints, or stops printing when the reader of a pipe has closed it (… | head), which must not end a run."""
+class PipeConsole(Console):
+    """A console that stops printing when the reader of its pipe has gone (… | head), which must not end a run."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -28,7 +28,7 @@ class Screen(Listener):
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
-        self._console = Voice(highlight=False, soft_wrap=True)
+        self._console = PipeConsole(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
 
     def began(self, facts: dict[str, Any], step: int) -> None:
@@ -45,7 +45,7 @@ class Screen(Listener):
         if left_out := facts["data"]["left_out"]:
             self._say(f"left out of {facts['data']['source']}: {left_out}")
         if step:
-            self._say(f"goes on after step {step}")
+            self._say(f"resumes after step {step}")
         if self._console.is_terminal:
             columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}")
             self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
@@ -84,7 +84,7 @@ def figures(row: Row, *, memory: bool) -> str:
     parts = [f"loss {row.loss:.4f}"]
     if row.val_loss is not None and row.val_ppl is not None:
         parts.append(f"val {row.val_loss:.4f} (ppl {row.val_ppl:.2f})")
-    if not math.isnan(row.grad_norm):  # updated inside backward: nobody had all gradients
+    if not math.isnan(row.grad_norm):  # updated in backward: there is no global norm
         parts.append(f"norm {row.grad_norm:.3f}")
     parts += [f"lr {row.lr:.2e}", f"{row.tokens_per_s:,.0f} tok/s"]
     if row.mfu is not None:
@@ -93,7 +93,7 @@ def figures(row: Row, *, memory: bool) -> str:
         parts.append(f"scale {row.loss_scale:g}")
     if memory:
         short = {"parameters": "par", "gradients": "grad", "optimizer": "opt", "communication": "comm"}
-        parts.append(" ".join(f"{name} {text_of(row.memory[key] or 0)}" for key, name in short.items()))
+        parts.append(" ".join(f"{name} {format_bytes(row.memory[key] or 0)}" for key, name in short.items()))
     elif row.memory["peak"]:
-        parts.append(f"peak {text_of(row.memory['peak'])}")
+        parts.append(f"peak {format_bytes(row.memory['peak'])}")
     return "  ".join(parts)

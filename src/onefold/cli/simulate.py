@@ -1,4 +1,4 @@
-"""`onefold simulate`: one rank of many on this machine, with real memory and compute and no peers."""
+"""`onefold simulate`: one rank of many on this machine, with real memory and compute, and no peers."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from onefold.cli.subject import Compute, Trial
+from onefold.cli.subject import Compute, TrialOptions
 from onefold.cli.tables import console, seconds, table
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.observe.simulation import Simulation, simulate
 from onefold.train.run.model import initialise
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateCommand(Trial):
+class SimulateCommand(TrialOptions):
     """One rank of many, with real memory and compute and no peers. Try: onefold simulate --model gpt-tiny --ranks 64"""
 
     ranks: int = 8
-    """How many ranks there would be."""
+    """Number of ranks to simulate."""
 
     batch: int = 1
     """Sequences per rank."""
@@ -30,13 +30,13 @@ class SimulateCommand(Trial):
     """Steps to take; the first one is slower."""
 
     precision: Compute = "bf16"
-    """What computes."""
+    """The dtype of forward and backward."""
 
     activations: Literal["keep", "checkpoint", "checkpoint+host"] = "keep"
-    """Keep them, or compute blocks again, from inputs on the device or on the host."""
+    """What blocks keep for backward: all activations, or only inputs (checkpoint), also in host memory."""
 
     device: Literal["cpu", "cuda"] | None = None
-    """cuda if there is one, else cpu."""
+    """By default cuda if there is a GPU, else cpu."""
 
     backend: Literal["gloo", "nccl"] | None = None
     """What would move messages; nccl for cuda and gloo for cpu if left out. With nccl no call is made per peer."""
@@ -69,29 +69,32 @@ def as_dict(found: Simulation) -> dict[str, object]:
 def show(name: str, found: Simulation) -> None:
     plan = found.planned
     rows = [
-        [what, text_of(getattr(plan.states, what)), text_of(getattr(found.states, what))]
+        [what, format_bytes(getattr(plan.states, what)), format_bytes(getattr(found.states, what))]
         for what in ("parameters", "gradients", "optimizer")
     ]
-    rows.append(["states", text_of(plan.states.total), text_of(found.states.total), f"{found.states_off:+.2%}"])
-    rows.append(["peak", text_of(plan.peak_bytes), text_of(found.peak_bytes), f"{found.peak_off:+.2%}"])
+    totals = (
+        ("states", plan.states.total, found.states.total, found.states_off),
+        ("peak", plan.peak_bytes, found.peak_bytes, found.peak_off),
+    )
+    rows += [[what, format_bytes(wanted), format_bytes(seen), f"{off:+.2%}"] for what, wanted, seen, off in totals]
     if found.reserved_bytes:
-        rows.append(["reserved by the allocator", "", text_of(found.reserved_bytes)])
+        rows.append(["reserved by the allocator", "", format_bytes(found.reserved_bytes)])
     title = f"{name} ({found.parameters:,} parameters): rank 0 of {found.ranks} at stage {found.stage}, {found.device}"
     screen = console()
     screen.print(
         table(title, ("per rank", "planned", "measured", "off by"), [row + [""] * (4 - len(row)) for row in rows])
     )
     took = ", ".join(seconds(step) for step in found.steps_s)
-    screen.print(f"start: {seconds(found.build_s)}; steps: {took}; would send {text_of(found.sent_bytes)}")
+    screen.print(f"start: {seconds(found.build_s)}; steps: {took}; would send {format_bytes(found.sent_bytes)}")
     if found.busy is None:
-        screen.print("how much of it is compute is not known: torch's profiler saw no kernels on this device")
+        screen.print("the share of compute is unknown: torch's profiler saw no kernels on this device")
         return
     parts = [f"compute {seconds(found.busy.compute_s)}"]
     if found.launch_s is not None:
         parts.append(f"launch overhead {seconds(found.launch_s) or 'none'}")
     if found.busy.stand_ins_s:
         parts.append(f"copies that stand for messages {seconds(found.busy.stand_ins_s)}")
-    told = f"the last one: {', '.join(parts)}"
+    line = f"the last step: {', '.join(parts)}"
     if found.launch_s is None:
-        told += "; under the profiler that is more than the step, so the rest is not known"
-    screen.print(told)
+        line += "; with the profiler on this is more than the step took, so launch overhead is unknown"
+    screen.print(line)

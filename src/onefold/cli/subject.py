@@ -1,4 +1,4 @@
-"""What the commands are about: a model by name, by shape or by its config.json, and how it is trained."""
+"""Options that commands share: which model (by name, by shape or by its config.json), and how it is trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Compute = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ModelOptions:
     """Which model."""
 
     model: str | None = None
@@ -34,19 +34,19 @@ class Subject:
     """A Hugging Face config.json, or the folder that holds it (needs transformers)."""
 
     layers: int | None = None
-    """A GPT by shape: blocks, with --hidden and --heads."""
+    """Blocks of a GPT by shape; needs --hidden and --heads."""
 
     hidden: int | None = None
-    """Its width."""
+    """Hidden size of a GPT by shape."""
 
     heads: int | None = None
-    """Its attention heads."""
+    """Attention heads of a GPT by shape."""
 
     seq: int | None = None
     """Tokens per sequence."""
 
     vocab: int | None = None
-    """Its vocabulary."""
+    """Vocabulary size."""
 
     def shape(self) -> Shape | None:
         """The shape of a GPT, if it is one."""
@@ -70,7 +70,7 @@ class Subject:
         return f"GPT {self.layers}×{self.hidden}"
 
     def build(self) -> nn.Module:
-        """The module, on whatever device torch makes things now."""
+        """The module, on torch's default device."""
         shape = self.shape()
         if shape is not None:
             return GPT(shape)
@@ -90,38 +90,38 @@ class Subject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial(Subject):
+class TrialOptions(ModelOptions):
     """How a model is trained for a few steps."""
 
     stage: int = 3
-    """0, 1, 2 or 3."""
+    """ZeRO stage 0, 1, 2 or 3."""
 
     master: Literal["fp32", "split"] | None = None
-    """What the optimizer updates where 16 bits compute."""
+    """With 16 bits: the fp32 master that the optimizer updates."""
 
     optimizer: str = "adamw"
     """adamw, adam, sgd, momentum, adagrad or rmsprop."""
 
     bucket_mb: float = 32.0
-    """Largest flat unit, in MiB."""
+    """Largest unit (flat buffer of parameters), in MiB."""
 
     prefetch: int = 1
-    """Units gathered ahead at stage 3."""
+    """Stage 3: units that are all-gathered ahead of their use."""
 
     offload: Literal["host", "disk", "auto"] | None = None
-    """Where optimizer state is, if not on the device."""
+    """Keep optimizer state on the host or on disk; auto offloads only units that do not fit on the device."""
 
     offload_parameters: Literal["host", "disk"] | None = None
-    """Stage 3: where the shards of parameters are."""
+    """Stage 3, with --offload: keep the parameter shards on the host or on disk."""
 
     offload_path: Path | None = None
-    """With disk: a folder on a fast disk."""
+    """With disk or auto: a folder on a fast disk of this node, for scratch files."""
 
     json: bool = False
-    """Print JSON."""
+    """Print the figures as JSON."""
 
     def zero(self, precision: Compute, *counts: str) -> Zero:
-        """The settings of shard(); raises what cannot be, before anything runs."""
+        """The settings of shard(); raises ConfigError for settings that cannot be, before anything runs."""
         for name in counts:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not a positive whole number")

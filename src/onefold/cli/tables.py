@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.planner.plan import Plan
 from onefold.planner.rows import Row
 
 
 def console() -> Console:
-    """Wide enough for our tables where the output is no terminal."""
+    """A console; where the output is no terminal, one that is wide enough for the tables."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=210)
 
@@ -35,19 +35,19 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def size(numel: int) -> str:
+def format_numel(numel: int) -> str:
     return "" if not numel else f"{numel / 1e12:.3g}T" if numel >= 1e12 else f"{numel / 1e9:.3g}B"
 
 
-def amount(nbytes: int) -> str:
-    return text_of(nbytes) if nbytes else ""
+def bytes_or_blank(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else ""
 
 
 def show_plan(plan: Plan) -> None:
     screen = console()
     screen.print(
         f"[bold]{escape(plan.model)}[/]: {plan.parameters:,} parameters, {plan.precision}, on {plan.ranks} × "
-        f"{plan.hardware.name} ({plan.grid}), {text_of(plan.hardware.memory_bytes)} each"
+        f"{plan.hardware.name} ({plan.grid}), {format_bytes(plan.hardware.memory_bytes)} each"
     )
     rows = [*plan.stages, *plan.variants]
     screen.print(_memory(rows))
@@ -60,7 +60,7 @@ def show_plan(plan: Plan) -> None:
         what = f"{choice.label}, batch {choice.batch}, {choice.activations}" if known else choice.label
         mark = "[green]fits[/]" if choice.fits else "[red]does not fit[/]"
         tp = f", tp {choice.tp}" if choice.tp > 1 else ""
-        screen.print(f"  {number}. [bold]{what}{tp}[/] ({mark}, {text_of(choice.peak_bytes)}): {choice.reason}")
+        screen.print(f"  {number}. [bold]{what}{tp}[/] ({mark}, {format_bytes(choice.peak_bytes)}): {choice.reason}")
     if plan.hybrid is not None:
         screen.print(f"[bold]over[/] {escape(plan.proposed_mesh)}", soft_wrap=True)
     for note in plan.notes:
@@ -76,11 +76,19 @@ def _memory(rows: Sequence[Row]) -> Table:
         cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.peak_grads_bytes,
                  row.buffers_bytes, row.gathered_bytes, row.activations_bytes, row.margin_bytes,
                  row.peak_bytes)  # fmt: skip
-        away = [amount(nbytes) for nbytes in (row.host_bytes, row.pinned_bytes, row.disk_bytes)]
+        offloaded = [bytes_or_blank(nbytes) for nbytes in (row.host_bytes, row.pinned_bytes, row.disk_bytes)]
         most = "" if row.largest_batch is None else row.largest_batch or "none"
         fits = "[green]yes[/]" if row.fits else "[red]no[/]"
         body.append(
-            [row.label, *map(amount, cells), *away, fits, most, row.fewest_ranks or "none", size(row.largest_model)]
+            [
+                row.label,
+                *map(bytes_or_blank, cells),
+                *offloaded,
+                fits,
+                most,
+                row.fewest_ranks or "none",
+                format_numel(row.largest_model),
+            ]
         )
     batch = f", batch {rows[0].batch}, activations: {rows[0].activations}" if rows[0].activations != "unknown" else ""
     return table(f"memory{batch}", heads, body)
@@ -91,14 +99,14 @@ def _traffic(rows: Sequence[Row]) -> Table:
     body = []
     for row in rows:
         sent = {m.purpose: m for m in row.messages}
-        cells = [text_of(sent[p].bytes) if p in sent and sent[p].bytes else "" for p in purposes]
-        body.append([row.label, f"{row.traffic_elements:,}", text_of(row.traffic_bytes), *cells])
+        cells = [format_bytes(sent[p].bytes) if p in sent and sent[p].bytes else "" for p in purposes]
+        body.append([row.label, f"{row.traffic_elements:,}", format_bytes(row.traffic_bytes), *cells])
     return table("sent by one rank in a step", ("", "elements", "bytes", *purposes), body)
 
 
 def _time(rows: Sequence[Row]) -> Table:
     heads = ("a step", "seconds", "compute", "waits for links", "tensor parallel", "update", "on the host",
-             "transfers", "bubble", "look-ahead", "break-even", "tokens/s", "days")  # fmt: skip
+             "transfers", "bubble", "prefetch", "break-even", "tokens/s", "days")  # fmt: skip
     body = []
     for row in rows:
         ahead = f"{row.look_ahead}{' (link bound)' if row.bandwidth_bound else ''}" if row.look_ahead else ""

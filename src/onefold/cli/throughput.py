@@ -12,7 +12,7 @@ from onefold.cli.plots import STAGE_COLOURS, plotter, save
 from onefold.cli.tables import console, seconds, table
 from onefold.cost.search import Question, check_question
 from onefold.errors import ConfigError
-from onefold.planner.throughput import STATED, Point, expected, numbers_for, scaling
+from onefold.planner.throughput import STATED, Point, expected, rank_counts, scaling
 
 STAGES = (1, 2, 3)
 HEADS = ("stage, ranks", "batch", "in all", "activations", "a step", "compute", "waits for links", "tensor parallel",
@@ -32,7 +32,7 @@ def curves(question: Question, tp: int) -> list[Curve]:
     if not tp:
         raise ConfigError("--scaling is for one grid, and --tp 0 may mean several; give a --tp")
     check_question(question)
-    numbers = numbers_for(question)
+    numbers = rank_counts(question)
     return [Curve(stage, expected(question, stage, numbers)) for stage in STAGES]
 
 

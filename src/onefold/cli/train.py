@@ -1,7 +1,7 @@
 """`onefold train`: from text to a trained model, on local processes of its own or as torchrun's.
 
-1 Read the settings and refuse what cannot be. 2 Start the ranks, unless this is one. 3 A rank trains; what goes wrong
-it tells the launcher, which says it once. 4 At the end a report.
+1 Read and check the settings. 2 Start the ranks, unless this process is one. 3 A rank trains, and sends its errors to
+the launcher, which prints the first cause. 4 At the end, write a report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from onefold.checkpoint.format.folder import committed, step_name
 from onefold.checkpoint.format.storage import Storage
-from onefold.cli.launch import Launch, Launcher, give_up, is_rank, onefold_command, say
+from onefold.cli.launch import Launch, Launcher, is_rank, onefold_command, report_and_exit, say
 from onefold.cli.lifeline import FINISHED, PREPARING, TRAINING, Lifeline
 from onefold.cli.ranks import private_file
 from onefold.cli.screen import Screen
@@ -46,7 +46,7 @@ from onefold.train.run.stop import Stop
 from onefold.train.run.tokenizer import find_tokenizer
 from onefold.train.run.toml import NOT_SAVED, read_toml, to_toml, with_values
 
-NO_ADVICE = ("ConfigError", "CheckpointError", "CheckpointDamaged")  # errors that going on would only meet again
+NO_ADVICE = ("ConfigError", "CheckpointError", "CheckpointDamaged")  # errors that a resumed run would meet again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +54,21 @@ class TrainCommand(Settings):
     """Train a GPT. Try: onefold train --steps 200"""
 
     config: Path | None = None
-    """A TOML file of settings, such as the config.toml of a run; flags win over it."""
+    """A TOML file of settings, such as the config.toml of a run; flags override it."""
 
     json: bool = False
-    """Say nothing while it runs, and the last figures as JSON."""
+    """Print nothing while the run trains, and its last row of metrics as JSON at the end."""
 
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> TrainCommand:
-        """What flags change: the settings of a file, of the run that goes on, or those above."""
+        """The settings that flags override: those of --config, of the run that is resumed, or the defaults."""
         path = _flag(arguments, "--config")
         if path is None and {"--resume", "--resume-or-start"} & set(arguments):
             known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
             path = str(known) if os.path.lexists(known) else None
-        return cls() if path is None else with_values(cls(), _overruled(read_toml(Path(path)), arguments), path)
+        return (
+            cls() if path is None else with_values(cls(), _without_overridden(read_toml(Path(path)), arguments), path)
+        )
 
     def run(self) -> int:
         ranks = self.count()
@@ -75,7 +77,7 @@ class TrainCommand(Settings):
             check_resumable(self)
         if is_rank():
             return self._as_rank()
-        shape = self._check_more()
+        shape = self._check_data()
         with ExitStack() as locks:
             for folder in dict.fromkeys([self.output.out, *(run.output.out for run in self.stages())]):
                 locks.enter_context(RunLock(folder))
@@ -83,7 +85,7 @@ class TrainCommand(Settings):
             return self._launch(ranks)
 
     def count(self) -> int:
-        """Ranks in all."""
+        """The number of ranks."""
         if not is_rank():
             return self.ranks or torch.cuda.device_count() or 2
         found = int(os.environ.get("WORLD_SIZE", "1"))
@@ -91,8 +93,8 @@ class TrainCommand(Settings):
             raise ConfigError(f"--ranks {self.ranks}, but torchrun started {found}; leave --ranks out")
         return found
 
-    def _check_more(self) -> Shape:
-        """What would fail on every rank alike, before there are any; the model's shape."""
+    def _check_data(self) -> Shape:
+        """Raises, before ranks are started, for mistakes that every rank would find; returns the model's shape."""
         source = find_source(self.data, self.output.out)
         vocab = (source.tokens.vocab or 1) if source.tokens else find_tokenizer(self.data.tokenizer).vocab
         shape = self.model.shape(vocab)
@@ -104,7 +106,7 @@ class TrainCommand(Settings):
         return shape
 
     def _check_run(self, shape: Shape) -> None:
-        """The folder, and whether what goes on there is the same run; reads the data once."""
+        """Checks --out, and that a resumed run has the same settings and data; reads the data once."""
         check_folder(self)
         prepared = prepare(self.data, self.output.out)
         for run in self.stages() if self.checkpoints.may_resume else ():
@@ -136,11 +138,11 @@ class TrainCommand(Settings):
                 say(f"the training is done and saved; for its report: onefold report {out}")
                 raise
             return 0
-        say(outcome.message + self._how_to_go_on(outcome))
+        say(outcome.message + self._how_to_resume(outcome))
         return outcome.code
 
-    def _how_to_go_on(self, outcome: Outcome) -> str:
-        """If something was saved, and it is not what could not be loaded."""
+    def _how_to_resume(self, outcome: Outcome) -> str:
+        """How to resume, if a checkpoint was saved and the error is not about checkpoints or settings."""
         if outcome.kind in NO_ADVICE:
             return ""
         folders = [RunFolder(run.output.out).checkpoints for run in self.stages()]
@@ -148,12 +150,12 @@ class TrainCommand(Settings):
         return f" (to go on from {step_name(max(saved))}: {self._resume()})" if saved else ""
 
     def _resume(self) -> str:
-        """A command to copy."""
+        """The command that resumes this run."""
         ranks = f" --ranks {self.count()}" if not is_rank() else ""
         return f"onefold train --resume --out {shlex.quote(str(self.output.out))}{ranks}"
 
     def _finish(self, signals: Sequence[str] = ()) -> None:
-        """What came of it, and the page about it."""
+        """Prints the results and writes the report."""
         out = self.output.out
         finished = [_last(run) for run in self.stages()]
         if not all(finished):
@@ -179,14 +181,14 @@ class TrainCommand(Settings):
         try:
             self._train(stop, line)
         except Exception as error:
-            give_up(line, error)
+            report_and_exit(line, error)
         shutdown()
         if not line.launched and int(os.environ["RANK"]) == 0:
             self._finish()
         return 0
 
     def _train(self, stop: Stop, line: Lifeline) -> None:
-        """To the end, or to a signal."""
+        """Trains every stage, until the end or a signal."""
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         again = restarted or self.checkpoints.resume
         settings = dataclasses.replace(self, checkpoints=dataclasses.replace(self.checkpoints, resume=again))
@@ -196,7 +198,7 @@ class TrainCommand(Settings):
             line.say({"phase": PREPARING})
             if not train(run, stop, self._listener(run)).finished:
                 break
-            gc.collect()  # a sharded model is a circle
+            gc.collect()  # a sharded model is a reference cycle
         line.say({"phase": FINISHED})
 
     def _listener(self, run: Settings) -> Listener:
@@ -216,8 +218,8 @@ def _flag(arguments: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _overruled(values: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
-    """A file's accumulation gives way to a flag for the global batch, and the other way round."""
+def _without_overridden(values: dict[str, Any], arguments: Sequence[str]) -> dict[str, Any]:
+    """Drops a file's accumulation if --global-batch is given, and the other way round."""
     steps = values.get("steps")
     if isinstance(steps, dict):
         if _flag(arguments, "--accumulation") is not None:
@@ -228,7 +230,7 @@ def _overruled(values: dict[str, Any], arguments: Sequence[str]) -> dict[str, An
 
 
 def _last(run: Settings) -> dict[str, Any] | None:
-    """The last row of a run that came to its end."""
+    """The last row of metrics of a finished run; None if it is not finished."""
     rows = read_metrics(run.output.out)
     return rows[-1] if rows and rows[-1]["step"] == run.steps.steps else None
 
@@ -242,17 +244,17 @@ def _verdict(out: Path, row: dict[str, Any]) -> str:
 
 
 def _profile(run: Settings) -> str:
-    """Where a step went, if it was asked for."""
+    """The summary of the profile, with --profile."""
     folder = RunFolder(run.output.out).profile
     if not run.output.profile:
         return ""
     if not (folder / "summary.txt").exists():
-        return "no profile: the run had ended before there was a step to record\n"
+        return "no profile: the run ended before a step was recorded\n"
     return (folder / "summary.txt").read_text() + f"{folder}/rank….json.gz, for chrome://tracing or ui.perfetto.dev\n"
 
 
 def _profiled(run: Settings) -> dict[str, Any]:
-    """The same for programs."""
+    """The profile as a dict for JSON, with --profile."""
     return {"profile": [one.as_dict() for one in read_profile(run.output.out)]} if run.output.profile else {}
 
 

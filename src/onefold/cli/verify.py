@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from onefold.cli.launch import give_up, is_rank, run_ranks
+from onefold.cli.launch import is_rank, report_and_exit, run_ranks
 from onefold.cli.lifeline import Lifeline
-from onefold.cli.subject import Compute, Trial
+from onefold.cli.subject import Compute, TrialOptions
 from onefold.cli.tables import console, table
 from onefold.comm.mesh import init
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.observe.inventory import DISK
 from onefold.observe.rehearsal import Rehearsal, rehearse
 from onefold.observe.reports import MemoryReport, memory, traffic
@@ -30,7 +30,7 @@ from onefold.settings.zero import Zero
 from onefold.shard import shard
 
 STATES, PEAK, EXACT = 0.02, 0.10, 0.0  # how far off a figure may be
-WARM_UP = 2  # steps until buffers and orders are settled
+WARM_UP = 2  # steps until buffers are allocated and schedules learnt
 
 
 class Check(NamedTuple):
@@ -51,24 +51,24 @@ class Check(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyCommand(Trial):
+class VerifyCommand(TrialOptions):
     """Run two real steps and compare memory, traffic and calls with the plan; exit code 1 if the plan was wrong."""
 
     ranks: int = 2
-    """Local processes."""
+    """Local ranks (processes)."""
 
     batch: int = 2
     """Sequences per rank."""
 
     precision: Compute = "fp32"
-    """What computes."""
+    """The dtype of forward and backward."""
 
     def run(self) -> int:
         zero = self.zero(self.precision, "ranks", "batch")
         if is_rank():
             return self._as_rank(zero)
         with torch.device("meta"):
-            self.build()  # a mistake in the model is said before there are ranks
+            self.build()  # raises for a mistake in the model before ranks are started
         if self.offload_path is not None:
             check_folder(self.offload_path, 0)
         rows = run_ranks(self.ranks, ["verify", *self.arguments()])
@@ -76,25 +76,25 @@ class VerifyCommand(Trial):
         return verdict(rows)
 
     def _as_rank(self, zero: Zero) -> int:
-        line = Lifeline(lambda: None)  # a signal ends the launcher at once, and us with it
+        line = Lifeline(lambda: None)  # a signal ends the launcher at once, and this rank with it
         try:
             checks = [check._asdict() | {"good": check.good} for check in self._measure(zero)]
             if os.environ["RANK"] == "0":
                 line.say({"result": checks})
         except Exception as error:
-            give_up(line, error)
+            report_and_exit(line, error)
         return 0
 
     def _measure(self, zero: Zero) -> list[Check]:
         init()
         torch.manual_seed(0)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        plays = "nccl" if device.type == "cuda" else "gloo"
+        backend = "nccl" if device.type == "cuda" else "gloo"
         sample = self.sample(self.batch)
         with torch.device("meta"):
             blank = self.build()
         cls, settings = OPTIMIZERS[self.optimizer.lower()]
-        planned = rehearse(blank, sample, zero, cost_of(self.optimizer), ranks=self.ranks, plays=plays)
+        planned = rehearse(blank, sample, zero, cost_of(self.optimizer), ranks=self.ranks, plays=backend)
         model = shard(self.build().to(device), zero)
         optimizer = Optimizer(model, cls, **settings)
         inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
@@ -114,7 +114,7 @@ class VerifyCommand(Trial):
         body = []
         for row in rows:
             nbytes = "calls" not in row["what"]
-            planned, measured = (text_of(row[k]) if nbytes else row[k] for k in ("planned", "measured"))
+            planned, measured = (format_bytes(row[k]) if nbytes else row[k] for k in ("planned", "measured"))
             off = abs(row["measured"] - row["planned"]) / max(row["planned"], 1)
             verdict = "[green]yes[/]" if row["good"] else "[red]no[/]"
             body.append([row["what"], planned, measured, f"{off:.2%}", f"{row['tolerance']:.0%}", verdict])

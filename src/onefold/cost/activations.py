@@ -19,9 +19,9 @@ from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError
 from onefold.settings.zero import ACTIVATIONS
 
-EQUAL = 0.05  # choices whose speeds differ by less are as fast as each other
+SPEED_TOLERANCE = 0.05  # choices whose speeds differ by less count as equally fast
 PER_BLOCK = 16  # elements kept per token and hidden unit
-WHOLE = 4  # of these, what tensor parallelism does not split: inputs and outputs of norms
+UNSPLIT = 4  # of these, what tensor parallelism does not split: inputs and outputs of norms
 WIDEST = 4  # elements per token and hidden unit on each side of the nonlinearity
 
 
@@ -52,20 +52,20 @@ def check_policy(policy: str, tp: int) -> None:
         )
 
 
-def of_shape(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int = 2) -> ActivationBytes:
+def shape_activations(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int = 2) -> ActivationBytes:
     """The activations of a shape for `batch` sequences with this policy.
 
     >>> paper = Shape(layers=48, hidden=1600, heads=16)
-    >>> of_shape(paper, 32, "checkpoint").kept_per_block * 48 / 1e9
+    >>> shape_activations(paper, 32, "checkpoint").kept_per_block * 48 / 1e9
     5.0331648
     """
     check_policy(policy, tp)
     tokens = batch * shape.seq
     row = tokens * shape.hidden * itemsize
-    sums = 4 * tokens * (shape.heads // tp + WHOLE)  # in fp32: statistics of attention's and the norms' rows
-    kept = WHOLE * row + (PER_BLOCK - WHOLE) * row // tp + sums
+    sums = 4 * tokens * (shape.heads // tp + UNSPLIT)  # in fp32: statistics of attention's and the norms' rows
+    kept = UNSPLIT * row + (PER_BLOCK - UNSPLIT) * row // tp + sums
     logits = tokens * -(-shape.vocab // tp)
-    found = ActivationBytes(
+    kept_all = ActivationBytes(
         kept_per_block=kept,
         host_per_block=0,
         block=row,  # the gradient of its output
@@ -75,13 +75,13 @@ def of_shape(shape: Shape, batch: int, policy: str, tp: int = 1, itemsize: int =
         outside=2 * row,
     )
     if policy == "keep":
-        return found
+        return kept_all
     shared = policy.startswith("partition")
     part = part_numel(tokens * shape.hidden, tp if shared else 1) * itemsize
     moved = 2 * row if shared or policy.endswith("+host") else 0  # the restored input and the prefetched one
     if policy.endswith("+host"):
-        return found._replace(kept_per_block=0, host_per_block=part, block=kept + moved + part)  # and one copied out
-    return found._replace(kept_per_block=part, block=kept + moved, arena=True)
+        return kept_all._replace(kept_per_block=0, host_per_block=part, block=kept + moved + part)  # and one copied out
+    return kept_all._replace(kept_per_block=part, block=kept + moved, arena=True)
 
 
 class Option(NamedTuple):
@@ -106,7 +106,7 @@ def choose_activations(options: Sequence[Option]) -> tuple[str, str]:
         last = options[-1]
         return last.policy, f"nothing fits: {last.policy} comes closest and needs {last.needs}"
     fastest = max(option.speed for option in fitting)
-    chosen = next(option for option in fitting if option.speed >= (1 - EQUAL) * fastest)
+    chosen = next(option for option in fitting if option.speed >= (1 - SPEED_TOLERANCE) * fastest)
     parts = [f"{chosen.policy} fits with {chosen.needs}"]
     if chosen is not options[0]:
         simpler = options[options.index(chosen) - 1]

@@ -50,12 +50,12 @@ class ReductionInFlight(NamedTuple):
 
 class Reductions:
     """The reductions of one backward. With `counted`, gradients that wait for the update are counted. With updates
-    `inside` backward, a gradient is freed with its update. Of units that the host updates, `room` bytes of gradients
-    may wait on the device."""
+    `in_backward`, a gradient is freed with its update. Of units that the host updates, `room` bytes of gradients may
+    wait on the device."""
 
-    def __init__(self, ranks: int, *, cuda: bool, inside: bool, counted: bool, room: int) -> None:
+    def __init__(self, ranks: int, *, cuda: bool, in_backward: bool, counted: bool, room: int) -> None:
         self._pool = Pool(torch.device("meta"), keeps=not cuda)
-        self._ranks, self._cuda, self._inside, self._counted = ranks, cuda, inside, counted
+        self._ranks, self._cuda, self._in_backward, self._counted = ranks, cuda, in_backward, counted
         self._waiting = 0  # bytes of gradients
         self._room, self._used_room = room, 0  # bytes that may wait for the host, and the most that have waited
         self._flight: deque[ReductionInFlight] = deque()
@@ -71,7 +71,7 @@ class Reductions:
         """Adds the gradients of a unit, and starts its reduction."""
         before, taken = self._current, []
         if placement.updated_on_host or not self._in_place(unit, placement):
-            taken.append(self._take(unit.whole, self._wire(unit)))
+            taken.append(self._take(unit.numel, self._wire(unit)))
         else:
             self._wait_for_update(unit, placement)
         filling = self._fullest = self._current
@@ -80,8 +80,10 @@ class Reductions:
         others = self._ranks - 1
         taken.append(self._take(unit.shard * (min(others, 1) if self._cuda else others), self._wire(unit)))
         self._flight.append(ReductionInFlight(unit, placement, taken))
-        fresh = 0 if self._unflattened(unit, placement) else unit.largest * unit.widths.compute
-        return Arrival(before if unit.params == 1 else filling, filling, self._fullest.at_most(self._current), fresh)
+        fresh = 0 if self._unflattened(unit, placement) else unit.largest_numel * unit.widths.compute
+        return Arrival(
+            before if unit.param_count == 1 else filling, filling, self._fullest.at_most(self._current), fresh
+        )
 
     def drain(self) -> GradientBytes:
         """Ends all reductions; the most bytes meanwhile."""
@@ -114,14 +116,14 @@ class Reductions:
         unit, placement, taken = self._flight.popleft()
         in_place = self._in_place(unit, placement)
         if placement.updated_on_host:
-            summed = unit.shard if placement.gradients is Scope.SHARDED else unit.whole
+            summed = unit.shard if placement.gradients is Scope.SHARDED else unit.numel
             self._copying.append([taken.pop(0) if in_place else self._take(summed, unit.widths.grad)])
         elif not in_place:
             self._wait_for_update(unit, placement)
         if unit.widths.narrow and not self._unflattened(unit, placement):
             taken.append(self._take(unit.shard, 4))
         self._fullest = self._fullest.at_most(self._current)
-        if self._inside:
+        if self._in_backward:
             self._waiting -= self._counted * gradient_bytes(unit, placement)
         while len(self._copying) > (COPYING if self._cuda and not self._room else 0):
             taken += self._copying.popleft()
@@ -131,13 +133,13 @@ class Reductions:
 
     def _in_place(self, unit: UnitSize, placement: Placement) -> bool:
         """Whether a replicated gradient is reduced in the buffer in which it stays."""
-        whole = placement.gradients is Scope.REPLICATED
-        return whole and (unit.widths.grad == self._wire(unit) or self._unflattened(unit, placement))
+        replicated = placement.gradients is Scope.REPLICATED
+        return replicated and (unit.widths.grad == self._wire(unit) or self._unflattened(unit, placement))
 
     def _unflattened(self, unit: UnitSize, placement: Placement) -> bool:
         """Whether gradients stay in autograd's own tensors, as they do with one rank."""
-        alone = self._cuda and self._ranks == 1 and not placement.updated_on_host
-        return alone and unit.widths.narrow and unit.widths.grad == unit.widths.compute
+        one_rank = self._cuda and self._ranks == 1 and not placement.updated_on_host
+        return one_rank and unit.widths.narrow and unit.widths.grad == unit.widths.compute
 
     def _wire(self, unit: UnitSize) -> int:
         """Bytes per element of a reduction's buffers; with one rank nothing is sent, so nothing is widened for it."""
@@ -157,7 +159,7 @@ def arrivals(
     *,
     cuda: bool,
     one_pass: bool,
-    inside: bool = False,
+    in_backward: bool = False,
     accumulates: bool = False,
     others: int = 0,
     room: int = 0,
@@ -166,7 +168,7 @@ def arrivals(
     CUDA gradients are counted too, unless they accumulate over micro-batches and stay; `others` are bytes of gradients
     of units that come before all of these in backward, `room` those that may wait on the device for the host."""
     rows = list(zip(units, placements, strict=True))
-    reductions = Reductions(ranks, cuda=cuda, inside=inside, counted=cuda and not accumulates, room=room)
+    reductions = Reductions(ranks, cuda=cuda, in_backward=in_backward, counted=cuda and not accumulates, room=room)
     found: list[Arrival] = []
     for _ in range(2 if cuda and any(placement.updated_on_host for placement in placements) else 1):
         reductions.next_step(others)

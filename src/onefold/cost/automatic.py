@@ -14,10 +14,11 @@ from onefold.cost.estimate import Choice, usable_bytes
 from onefold.cost.hardware import Hardware
 from onefold.cost.layout import ParamInfo
 from onefold.cost.peak import lent_bytes, segments, staging_bytes
-from onefold.cost.search import ROOM, Question, fits, most, recommend
+from onefold.cost.recommend import recommend
+from onefold.cost.search import STATES_SHARE, Question, fits, most
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost, state_bytes
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.cost.work import Module, Work
 from onefold.settings.placement import Placement, Tier
 from onefold.settings.widths import Widths
@@ -44,13 +45,13 @@ def choose_stage(
         return max(rows[0].estimate.choice.stage, int(optimizer is not None)), rows[0].reason
     if optimizer is not None:
         tier = "host" if optimizer == "auto" else optimizer
-        moved = [question.price(Choice(stage, optimizer=tier), question.grid(), 1) for stage in (1, 2, 3)]
-        chosen = next((e for e in moved if fits(e)), None)
+        offloaded = [question.price(Choice(stage, optimizer=tier), question.grid(), 1) for stage in (1, 2, 3)]
+        chosen = next((e for e in offloaded if fits(e)), None)
         if chosen is not None:
-            needs = f"{text_of(chosen.peak_bytes)} of {text_of(machine.memory_bytes)}"
+            needs = f"{format_bytes(chosen.peak_bytes)} of {format_bytes(machine.memory_bytes)}"
             return chosen.choice.stage, f"the first that fits with the optimizer on {tier}: {needs}"
     last = max((row.estimate for row in rows), key=lambda e: e.choice.stage)
-    room = f"{ROOM:.0%} of {text_of(machine.memory_bytes)}"
+    room = f"{STATES_SHARE:.0%} of {format_bytes(machine.memory_bytes)}"
     return last.choice.stage, f"no stage leaves room for activations in {room}; {last.choice} comes closest"
 
 
@@ -78,38 +79,38 @@ def choose_tiers(
     trained = [index for index, unit in enumerate(units) if unit.trained]
     cuda = machine.device == "cuda"
     gathered = max((part.gathered for part in segments(units, placements, prefetch)), default=0)
-    budget = device_bytes if device_bytes is not None else int(ROOM * machine.memory_bytes) - gathered
+    budget = device_bytes if device_bytes is not None else int(STATES_SHARE * machine.memory_bytes) - gathered
 
-    def placed(here: int, host: int) -> list[Placement]:
-        tiers = dict(zip(trained, _in_order(here, host, len(trained)), strict=True))
+    def placed(on_device: int, on_host: int) -> list[Placement]:
+        tiers = dict(zip(trained, _in_order(on_device, on_host, len(trained)), strict=True))
         return [p.on(tiers.get(i, p.optimizer_tier), p.parameters_tier) for i, p in enumerate(placements)]
 
-    def needed(here: int) -> int:
-        rows = placed(here, len(trained))
+    def device_need(on_device: int) -> int:
+        rows = placed(on_device, len(trained))
         arriving = arrivals(units, rows, ranks, cuda=cuda, one_pass=False, accumulates=True)
-        streaming = max((unit.done.buffers for unit in arriving), default=0) + lent_bytes(units, rows)
-        return state_bytes(units, rows, ADAM).total + streaming
+        in_flight = max((unit.done.buffers for unit in arriving), default=0) + lent_bytes(units, rows)
+        return state_bytes(units, rows, ADAM).total + in_flight
 
-    def needed_there(host: int) -> int:
-        rows = placed(here, host)
-        staging = staging_bytes(units, rows, ADAM, inside=False)
+    def host_need(on_host: int) -> int:
+        rows = placed(on_device, on_host)
+        staging = staging_bytes(units, rows, ADAM, in_backward=False)
         return state_bytes(units, rows, ADAM, Tier.HOST).total + sum(staging)
 
-    here = most(lambda here: needed(here) <= budget, len(trained))
-    room = "device_bytes" if device_bytes is not None else f"{ROOM:.0%} of the device less units in use"
-    why = f"with Adam, states take {text_of(needed(here))} of {text_of(max(budget, 0))} ({room})"
-    reason = f"optimizer state of {here} of {len(trained)} units stays on the device: {why}"
-    host = away = len(trained) - here
-    if host_bytes is not None and needed_there(away) > host_bytes:
-        host = min(most(lambda host: needed_there(host) <= host_bytes, away), away)
-        takes = f"{text_of(needed_there(host))} of {text_of(host_bytes)}"
-        reason += f"; of {host} more it is in host memory ({takes}), of {away - host} on disk"
-    return Tiers(tuple(_in_order(here, host, len(trained))), reason)
+    on_device = most(lambda count: device_need(count) <= budget, len(trained))
+    room = "device_bytes" if device_bytes is not None else f"{STATES_SHARE:.0%} of the device less units in use"
+    why = f"with Adam, states take {format_bytes(device_need(on_device))} of {format_bytes(max(budget, 0))} ({room})"
+    reason = f"optimizer state of {on_device} of {len(trained)} units stays on the device: {why}"
+    on_host = offloaded = len(trained) - on_device
+    if host_bytes is not None and host_need(offloaded) > host_bytes:
+        on_host = min(most(lambda count: host_need(count) <= host_bytes, offloaded), offloaded)
+        takes = f"{format_bytes(host_need(on_host))} of {format_bytes(host_bytes)}"
+        reason += f"; of {on_host} more it is in host memory ({takes}), of {offloaded - on_host} on disk"
+    return Tiers(tuple(_in_order(on_device, on_host, len(trained))), reason)
 
 
-def _in_order(here: int, host: int, units: int) -> list[Tier]:
-    """The tiers of units in forward order: the first `here` on the device, the next `host`, the others on disk."""
-    return ([Tier.DEVICE] * here + [Tier.HOST] * host + [Tier.DISK] * units)[:units]
+def _in_order(on_device: int, on_host: int, units: int) -> list[Tier]:
+    """The tiers of units in forward order: the first `on_device` ones, then `on_host` ones, the others on disk."""
+    return ([Tier.DEVICE] * on_device + [Tier.HOST] * on_host + [Tier.DISK] * units)[:units]
 
 
 def room_for_activations(

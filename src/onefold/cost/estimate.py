@@ -15,7 +15,14 @@ from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_need
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.cost.states import StateBytes, StateCost, state_bytes
 from onefold.cost.traffic import Sent, reduce_default, step_traffic, total
-from onefold.cost.transfers import Moves, exposed_update_s, host_side_s, moves_of, moving_s, time_beside
+from onefold.cost.transfers import (
+    TransferBytes,
+    exposed_update_s,
+    host_update_s,
+    overlapped_s,
+    transfer_s,
+    transfers_of,
+)
 from onefold.cost.work import Grid, Work
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
 
@@ -36,17 +43,18 @@ class Choice(NamedTuple):
     optimizer: str = "device"  # or host, disk
     parameters: str = "device"
     activations: str = "checkpoint"
-    staying: int = 0  # with the optimizer on the host: how many units, the first of forward, are updated on the device
+    device_units: int = 0  # optimizer on the host: how many units, the first of forward, are updated on the device
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}"]
         if self.keep_whole:
-            parts.append("small units whole")
+            parts.append("small units replicated")
         if self.parameters == self.optimizer != "device":
             parts.append(f"all on {self.parameters}")
         elif self.optimizer != "device":
-            parts.append(f"optimizer on {self.optimizer}" + (f" but for {self.staying} units" if self.staying else ""))
-            parts += [f"values on {self.parameters}"] if self.parameters != "device" else []
+            mixed = f" but for {self.device_units} units" if self.device_units else ""
+            parts.append(f"optimizer on {self.optimizer}{mixed}")
+            parts += [f"parameters on {self.parameters}"] if self.parameters != "device" else []
         return ", ".join(parts)
 
 
@@ -63,7 +71,7 @@ class Estimate:
     micro_batches: int = 1
     prefetch: int = 1
     reduce: str | None = None
-    inside: bool = False  # updates inside backward, where nothing is clipped or accumulated
+    in_backward: bool = False  # updates run in backward; nothing is clipped or accumulated
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -74,17 +82,17 @@ class Estimate:
     @cached_property
     def placements(self) -> list[Placement]:
         row = STAGES[self.choice.stage].on(Tier(self.choice.optimizer), Tier(self.choice.parameters))
-        return self.work.remember(("placements", self._table), lambda: self._place(row.over(self.grid.shard)))
+        return self.work.remember(("placements", self._placement_key), lambda: self._place(row.over(self.grid.shard)))
 
     @property
-    def _typical(self) -> tuple[Sequence[UnitSize], Sequence[Placement]]:
+    def _simulated_units(self) -> tuple[Sequence[UnitSize], Sequence[Placement]]:
         """The units to simulate a step with: all, or, where only a number of parameters is known, FEW equal ones."""
         few = len(self.sizes.units) if self.work.numel is None else self.prefetch + FEW
         return self.sizes.units[:few], self.placements[:few]
 
     @property
-    def _table(self) -> tuple[Grid, Choice]:
-        """What the placement table depends on."""
+    def _placement_key(self) -> tuple[Grid, Choice]:
+        """Key of caches: all that the placements of units depend on."""
         return self.grid, self.choice._replace(activations="")
 
     def _place(self, row: Placement) -> list[Placement]:
@@ -92,9 +100,9 @@ class Estimate:
         found, trained = [], 0
         for unit in self.sizes.units:
             placed = row
-            if unit.used <= self.choice.keep_whole:
+            if unit.used_numel <= self.choice.keep_whole:
                 placed = row._replace(parameters=Scope.REPLICATED, parameters_tier=Tier.DEVICE, late=False)
-            if unit.trained and trained < self.choice.staying:
+            if unit.trained and trained < self.choice.device_units:
                 placed = placed.on(Tier.DEVICE, Tier.DEVICE)
             trained += unit.trained
             found.append(placed)
@@ -103,7 +111,7 @@ class Estimate:
     def states_on(self, tier: Tier) -> StateBytes:
         """Bytes of states between backward and step."""
         return self.work.remember(
-            ("states", self._table, self.cost, tier),
+            ("states", self._placement_key, self.cost, tier),
             lambda: state_bytes(self.sizes.units, self.placements, self.cost, tier),
         )
 
@@ -118,7 +126,7 @@ class Estimate:
         return self.states_on(Tier.DEVICE)._replace(gradients=gradients)
 
     @property
-    def resident(self) -> StateBytes:
+    def device_states(self) -> StateBytes:
         """Bytes of states on the device in a run: gradients of units that the host updates leave it at once, unless
         they accumulate over micro-batches first."""
         return self.states if self.micro_batches > 1 else self.states_on(Tier.DEVICE)
@@ -130,16 +138,16 @@ class Estimate:
 
     @cached_property
     def staging(self) -> Staging:
-        units, placements = self._typical
-        return staging_bytes(units, placements, self.cost, inside=self.inside)
+        units, placements = self._simulated_units
+        return staging_bytes(units, placements, self.cost, in_backward=self.in_backward)
 
     @cached_property
     def activations(self) -> ActivationBytes:
         return self.work.activations(self.batch, self.choice.activations, self.grid)
 
     @property
-    def flying(self) -> int:
-        """Micro-batches between forward and backward at once."""
+    def in_flight(self) -> int:
+        """The number of micro-batches that are between forward and backward at once (pipeline parallelism)."""
         return min(self.grid.pp, self.micro_batches)
 
     @property
@@ -151,26 +159,26 @@ class Estimate:
         return self.micro_batches > 1
 
     @cached_property
-    def stays(self) -> StateBytes:
+    def persistent_states(self) -> StateBytes:
         """Bytes that are on the device throughout a step. On CUDA gradients are not, unless they accumulate."""
-        return self.resident._replace(gradients=0) if self._cuda and not self._accumulates else self.resident
+        return self.device_states._replace(gradients=0) if self._cuda and not self._accumulates else self.device_states
 
     @cached_property
     def fullest(self) -> Instant:
-        walk = self.work.remember(
-            ("walk", self._table, self.prefetch, self._cuda, self.cost.one_pass, self.inside, self._accumulates),
-            self._walk,
-        )
-        found = instants(walk, self.activations, self.flying)
+        """The instant of a step at which most bytes are in memory."""
+        flags = (self._cuda, self.cost.one_pass, self.in_backward, self._accumulates)
+        key = ("segments", self._placement_key, self.prefetch, flags)
+        found = instants(self.work.remember(key, self._segments), self.activations, self.in_flight)
         return max(found, key=lambda instant: instant.total, default=Instant(""))
 
-    def _walk(self) -> list[Segment]:
-        units, placements = self._typical
-        others = 0 if self.inside else self.resident.gradients - state_bytes(units, placements, self.cost).gradients
+    def _segments(self) -> list[Segment]:
+        units, placements = self._simulated_units
+        others = self.device_states.gradients - state_bytes(units, placements, self.cost).gradients
         arriving = arrivals(
-            units, placements, self.grid.shard, cuda=self._cuda, one_pass=self.cost.one_pass, inside=self.inside,
-            accumulates=self._accumulates, others=0 if self._accumulates else others,
-            room=lent_bytes(self.sizes.units, self.placements) if self.inside else 0,
+            units, placements, self.grid.shard, cuda=self._cuda, one_pass=self.cost.one_pass,
+            in_backward=self.in_backward, accumulates=self._accumulates,
+            others=0 if self.in_backward or self._accumulates else others,
+            room=lent_bytes(self.sizes.units, self.placements) if self.in_backward else 0,
         )  # fmt: skip
         return segments(units, placements, self.prefetch, arriving, cuda=self._cuda, tied=self.work.tied(self.sizes))
 
@@ -180,16 +188,16 @@ class Estimate:
 
     @property
     def persistent_bytes(self) -> int:
-        return self.stays.total + (0 if self._cuda else self.fullest.buffers)
+        return self.persistent_states.total + (0 if self._cuda else self.fullest.buffers)
 
     @property
     def peak_bytes(self) -> int:
-        return self.stays.total + self.fullest.total + self.margin
+        return self.persistent_states.total + self.fullest.total + self.margin
 
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes of activations kept on the device from forward to backward."""
-        return self.activations.kept_per_block * self.work.layers_here(self.grid) * self.flying
+        return self.activations.kept_per_block * self.work.layers_here(self.grid) * self.in_flight
 
     @property
     def pinned_bytes(self) -> int:
@@ -197,16 +205,16 @@ class Estimate:
         if self.hardware.device != "cuda":
             return 0
         states = self.states_on(Tier.HOST)
-        waiting = 0 if self.inside else states.gradients
-        offloaded = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
+        waiting = 0 if self.in_backward else states.gradients
+        offloaded = self.activations.host_per_block * self.work.layers_here(self.grid) * self.in_flight
         return states.parameters + waiting + self.staging.copied + offloaded
 
     @property
     def host_bytes(self) -> int:
-        """Of one rank."""
+        """Bytes of host memory that one rank takes."""
         states = self.states_on(Tier.HOST)
-        waiting = 0 if self.inside else states.gradients
-        offloaded = self.activations.host_per_block * self.work.layers_here(self.grid) * self.flying
+        waiting = 0 if self.in_backward else states.gradients
+        offloaded = self.activations.host_per_block * self.work.layers_here(self.grid) * self.in_flight
         return states.parameters + states.optimizer + waiting + sum(self.staging) + offloaded
 
     @property
@@ -215,11 +223,15 @@ class Estimate:
 
     @property
     def padding_bytes(self) -> int:
-        """Of the states, what is no parameter's."""
-        used = [u._replace(whole=u.used, shard=-(-u.used // self.sizes.ranks)) for u in self.sizes.units]
-        trimmed = [u._replace(body=u.used, owned=min(u.owned, u.shard), params=0) for u in used]
-        bare = sum(state_bytes(trimmed, self.placements, self.cost, tier).total for tier in Tier)
+        """Bytes of states that hold padding, not elements of parameters."""
+        unpadded = [self._without_padding(unit) for unit in self.sizes.units]
+        bare = sum(state_bytes(unpadded, self.placements, self.cost, tier).total for tier in Tier)
         return max(0, self.all_states - bare)
+
+    def _without_padding(self, unit: UnitSize) -> UnitSize:
+        numel, shard = unit.used_numel, -(-unit.used_numel // self.sizes.ranks)
+        owned = min(unit.owned_numel, shard)
+        return unit._replace(numel=numel, shard=shard, body_numel=numel, owned_numel=owned, param_count=0)
 
     @property
     def usable_bytes(self) -> int:
@@ -227,17 +239,16 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        node = min(self.grid.ranks, self.hardware.node_ranks)
         return (
             self.peak_bytes <= self.usable_bytes
-            and self.host_bytes * node <= self.hardware.host_bytes
-            and self.disk_bytes * node <= self.hardware.disk_bytes
+            and self.host_bytes * self._ranks_per_node <= self.hardware.host_bytes
+            and self.disk_bytes * self._ranks_per_node <= self.hardware.disk_bytes
         )
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def rounds(self) -> int:
+    def reductions(self) -> int:
         return self.micro_batches if (self.reduce or reduce_default(self.placements[0])) == "each" else 1
 
     @cached_property
@@ -255,16 +266,16 @@ class Estimate:
 
     @property
     def traffic_elements(self) -> int:
-        """Bytes that one rank sends for ZeRO in a step."""
+        """Elements that one rank sends in a step, without tensor parallelism."""
         return total({k: v for k, v in self.traffic.items() if k != "tensor-parallel"})[0]
 
     def link(self, axis: str) -> float:
         """Bytes per second along an axis; tensor parallelism uses neighbouring ranks."""
         node = self.hardware.node_ranks
-        inside = max(1, min(self.grid.tp, node))
+        tp_in_node = max(1, min(self.grid.tp, node))
         if axis == "tp":
             return self.hardware.link(self.grid.tp, node)
-        shards = max(1, node // inside)
+        shards = max(1, node // tp_in_node)
         if axis == "replica":
             return self.hardware.link(self.grid.replica, max(1, shards // self.grid.shard))
         return self.hardware.link(self.grid.data if axis == "all" else self.grid.shard, shards)
@@ -273,7 +284,7 @@ class Estimate:
 
     @cached_property
     def compute_s(self) -> float:
-        """One micro-batch."""
+        """Seconds of forward and backward of one micro-batch."""
         rate = self.hardware.flops * self.hardware.efficiency
         return self.work.flops(self.batch, self.choice.activations, self.grid) / rate
 
@@ -298,53 +309,57 @@ class Estimate:
         exposed = exposed_in_step(
             self.compute_s,
             gather_s=self.gather_s,
-            reduce_s=(messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.rounds,
+            reduce_s=(messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.reductions,
             updated_s=messages.get("gather-updated", 0.0) + messages.get("gather-gradient", 0.0),
             prefetch=self.prefetch,
             checkpointed=checkpointed,
             micro_batches=self.micro_batches,
-            rounds=self.rounds,
+            rounds=self.reductions,
         )
         bubble = compute * (self.grid.pp - 1) / self.micro_batches
         update, transfer = self._update_s(compute)
         return StepSeconds(compute, exposed, messages.get("tensor-parallel", 0.0), update, transfer, bubble)
 
     @property
-    def _node(self) -> int:
-        """Ranks that share a host."""
+    def _ranks_per_node(self) -> int:
+        """The number of ranks that share a host."""
         return min(self.grid.ranks, self.hardware.node_ranks)
 
     @cached_property
-    def moves(self) -> Moves:
+    def transfers(self) -> TransferBytes:
         return self.work.remember(
-            ("moves", self._table, self.cost), lambda: moves_of(self.sizes.units, self.placements, self.cost)
+            ("transfers", self._placement_key, self.cost),
+            lambda: transfers_of(self.sizes.units, self.placements, self.cost),
         )
 
     @cached_property
-    def host_side_s(self) -> float:
+    def host_update_s(self) -> float:
         """Seconds of one step's host updates, hidden or not."""
-        return host_side_s(self.moves, self.hardware, self._node)
+        return host_update_s(self.transfers, self.hardware, self._ranks_per_node)
 
     def _update_s(self, compute: float) -> tuple[float, float]:
         """Seconds that a step waits for updates, and for other transfers between device, host and disk."""
-        hardware, moves = self.hardware, self.moves
-        update = moves.device / hardware.memory_rate
-        if moves.host:
+        hardware, transfers = self.hardware, self.transfers
+        update = transfers.device / hardware.memory_rate
+        if transfers.host:
             late = any(placement.late for placement in self.placements)
             forward = self.compute_s / (4 if self.choice.activations != "keep" else 3)
-            beside = time_beside(forward, compute - forward, late=late, inside=self.inside)
-            away = 0 if self.choice.staying else sum(placement.updated_on_host for placement in self.placements)
-            update += exposed_update_s(self.host_side_s, beside, away)
+            overlapped = overlapped_s(forward, compute - forward, late=late, in_backward=self.in_backward)
+            on_host = sum(placement.updated_on_host for placement in self.placements)
+            waited_for = 0 if self.choice.device_units else on_host  # the last updates of backward run on the device
+            update += exposed_update_s(self.host_update_s, overlapped, waited_for)
         offloaded = self.activations.host_per_block * self.work.layers_here(self.grid) * self.micro_batches
-        moving = moving_s(moves, hardware, self._node, passes=2 * self.micro_batches, offloaded=offloaded)
-        return update, max(0.0, moving - compute - update)
+        transfer = transfer_s(
+            transfers, hardware, self._ranks_per_node, passes=2 * self.micro_batches, offloaded=offloaded
+        )
+        return update, max(0.0, transfer - compute - update)
 
     @property
     def step_s(self) -> float:
         return self.step.total
 
     @property
-    def look_ahead(self) -> tuple[int, bool]:
+    def prefetch_needed(self) -> tuple[int, bool]:
         """The number of units to prefetch, and whether the link is the limit however many are prefetched."""
         if not self.gather_s or not self.compute_s:
             return 0, False

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from onefold.cost.estimate import Estimate
 from onefold.cost.search import Question, fits, in_batch, largest_batch
-from onefold.cost.text import text_of
+from onefold.cost.text import format_bytes
 from onefold.cost.work import Grid
 
 FLAT = 256  # ranks up to which one axis is kept: latencies are a few milliseconds a unit, and compute hides them
@@ -96,9 +96,9 @@ def _told(flat: Estimate, best: Estimate, latency: float, moving: float) -> Hybr
     messages = sum(ring_seconds(best))
     batch = f" at batch {best.batch}" if best.batch != flat.batch else ""
     reason = (
-        f"sharded over {flat.grid.shard} ranks, a unit of {text_of(unit.whole_bytes)} travels in messages of "
-        f"{text_of(cut)}, which in rings take up to {whole:.2g} s of a step, {latency / whole:.0%} of it latency; on "
-        f"this mesh they take up to {messages:.2g} s, and {text_of(best.peak_bytes)} of "
-        f"{text_of(best.hardware.memory_bytes)} still fit{batch}"
+        f"sharded over {flat.grid.shard} ranks, a unit of {format_bytes(unit.whole_bytes)} travels in messages of "
+        f"{format_bytes(cut)}, which in rings take up to {whole:.2g} s of a step, {latency / whole:.0%} of it latency; on "
+        f"this mesh they take up to {messages:.2g} s, and {format_bytes(best.peak_bytes)} of "
+        f"{format_bytes(best.hardware.memory_bytes)} still fit{batch}"
     )
     return HybridMesh(best.grid.replica, best.grid.shard, best.batch, cut, whole, messages, best.peak_bytes, reason)

@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 def lent_bytes(units: Sequence[UnitSize], placements: Sequence[Placement]) -> int:
     """Bytes of gradients that may wait on the device for host updates in backward."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.updated_on_host]
-    return waiting_bytes([u.widths.grad * (u.whole if p.gradients is Scope.REPLICATED else u.shard) for u, p in rows])
+    return waiting_bytes([u.widths.grad * (u.numel if p.gradients is Scope.REPLICATED else u.shard) for u, p in rows])
 
 
 class Staging(NamedTuple):
@@ -58,15 +58,15 @@ class Staging(NamedTuple):
 
 
 def staging_bytes(
-    units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, inside: bool
+    units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, in_backward: bool
 ) -> Staging:
     """Staging buffers of the update threads, one unit each; a file that grows has two. One more unit may be read
-    between steps. With updates `inside` backward, gradients wait on the device instead."""
+    between steps. With updates `in_backward`, gradients wait on the device instead."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.updated_on_host]
     if not rows:
         return Staging(0, 0)
     copied = updating_bytes([u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST])
-    if inside:
+    if in_backward:
         copied += updating_bytes([u.shard * u.widths.grad for u, _ in rows])
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
     files = [optimizer_bytes(u, p, cost, Tier.DISK) for u, p in rows]
@@ -87,7 +87,7 @@ def segments(
     runs = [list(run) for _, run in groupby(range(len(units)), key=lambda i: units[i].block or f"#{i}")]
     last_block = max((number for number, run in enumerate(runs) if units[run[0]].block), default=len(runs))
     sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARDED}
-    shared = units[tied].largest * units[tied].widths.compute if tied is not None else 0
+    shared = units[tied].largest_numel * units[tied].widths.compute if tied is not None else 0
     found = []
     for backward in (False, True):
         order = [i for i in range(len(units)) if i in sharded]
@@ -97,9 +97,9 @@ def segments(
             own = [i for i in run if i in place]
             after = max((place[i] for i in own), default=-1) + 1
             ahead = order[after : after + prefetch] if own else []
-            gathered = sum(units[i].whole_bytes for i in [*own, *ahead])
+            gathered = sum(units[i].unsharded_bytes for i in [*own, *ahead])
             if tied in sharded and tied not in run and (backward or number > last_block):
-                gathered += units[tied].whole_bytes
+                gathered += units[tied].unsharded_bytes
             name = units[run[0]].block or units[run[0]].name
             where = f"{'backward' if backward else 'forward'} of {name}"
             here = tuple(arriving[i] for i in run) if arriving and (backward or not cuda) else (Arrival(),)
@@ -110,15 +110,15 @@ def segments(
     return found
 
 
-def instants(walk: Sequence[Segment], activations: ActivationBytes, flying: int = 1) -> Iterator[Instant]:
-    """The instants that can be the fullest; `flying` micro-batches are between forward and backward at once."""
-    blocks = sum(segment.block and not segment.backward for segment in walk)
-    earlier = (flying - 1) * blocks * activations.kept_per_block
+def instants(step: Sequence[Segment], activations: ActivationBytes, in_flight: int = 1) -> Iterator[Instant]:
+    """The instants that can be the fullest; `in_flight` micro-batches are between forward and backward at once."""
+    blocks = sum(segment.block and not segment.backward for segment in step)
+    earlier = (in_flight - 1) * blocks * activations.kept_per_block
     kept = blocks if activations.arena else 0
-    for where, block, backward, head, gathered, arriving, tied in walk:
+    for where, block, backward, head, gathered, arriving, tied in step:
         kept += block and not (backward or activations.arena)
         base = earlier + kept * activations.kept_per_block
-        for held, working in _moments(arriving, activations, block=block, head=head, tied=tied):
+        for held, working in _instants_of(arriving, activations, block=block, head=head, tied=tied):
             yield Instant(where, gathered, *held, base + working)
         kept -= block and backward and not activations.arena
         left, more = earlier + kept * activations.kept_per_block, tied if block or head else arriving[0].fresh
@@ -126,7 +126,7 @@ def instants(walk: Sequence[Segment], activations: ActivationBytes, flying: int 
         yield Instant(where, 0, *arriving[0].after, left)
 
 
-def _moments(
+def _instants_of(
     arriving: Sequence[Arrival], activations: ActivationBytes, *, block: bool, head: bool, tied: int
 ) -> Iterator[tuple[GradientBytes, int]]:
     """Bytes of gradients at the instants of a segment's backward, and of what it computes with then. The first unit of

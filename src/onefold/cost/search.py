@@ -1,39 +1,21 @@
-"""Searches choices: the largest batch, the fewest ranks, the largest model, and a ranking with reasons.
-
-1 Every choice is priced at the given batch, or at the largest that fits. 2 Of stages 0 to 2 the fastest is taken; those
-within a few per cent of it count as equal, and among equals the simplest is taken. 3 Sharded parameters or offload are
-taken where nothing less fits, or where they are clearly faster at the same batch.
-"""
+"""A question to the planner, and searches that answer it: the largest batch, the fewest ranks, the largest model."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from onefold.cost.activations import EQUAL, Option, check_policy, choose_activations
+from onefold.cost.activations import check_policy
 from onefold.cost.estimate import Choice, Estimate
 from onefold.cost.hardware import Hardware
 from onefold.cost.states import StateCost
-from onefold.cost.text import text_of
 from onefold.cost.work import Grid, Work, grid_of
 from onefold.errors import ConfigError
 
-WORTH = 1.25  # how much faster sharded parameters or other tiers must be, to be chosen where less would do
-ROOM = 0.7  # of a device's memory that states may take where nothing is known of activations
+STATES_SHARE = 0.7  # of a device's memory: what states may take where activations are unknown
 LARGEST_BATCH = 1 << 14
 
-# From the simplest on. Sharding optimizer state costs nothing, so stage 0 comes after it.
-CHOICES = (
-    Choice(1), Choice(0), Choice(2), Choice(3), Choice(2, optimizer="host"), Choice(3, optimizer="host"),
-    Choice(3, optimizer="host", parameters="host"), Choice(3, optimizer="disk"),
-    Choice(3, optimizer="disk", parameters="host"), Choice(3, optimizer="disk", parameters="disk"),
-)  # fmt: skip
-POLICIES = {
-    False: ("checkpoint", "checkpoint+host"),
-    True: ("checkpoint", "partition", "partition+host"),
-}  # with tp or without
 AUTO = "auto"  # also consider to keep all activations: faster, if the memory that a higher stage frees is used for it
 
 
@@ -53,7 +35,7 @@ class Question:
     max_global_batch: int | None = None
     activations: str | None = None
     prefetch: int = 1
-    inside: bool = False  # updates inside backward
+    in_backward: bool = False  # updates run in backward
 
     def grid(self, tp: int | None = None) -> Grid:
         return grid_of(self.ranks, tp=tp or self.tp or 1, pp=self.pp, replica=self.replica)
@@ -61,22 +43,14 @@ class Question:
     def price(self, choice: Choice, grid: Grid, batch: int) -> Estimate:
         return Estimate(
             work=self.work, choice=choice, grid=grid, hardware=self.hardware, cost=self.cost, batch=batch,
-            micro_batches=self.micro_batches, prefetch=self.prefetch, inside=self.inside,
+            micro_batches=self.micro_batches, prefetch=self.prefetch, in_backward=self.in_backward,
         )  # fmt: skip
-
-
-class Ranked(NamedTuple):
-    """A choice that was considered, and the reason for its rank."""
-
-    estimate: Estimate
-    fits: bool
-    reason: str
 
 
 def fits(estimate: Estimate) -> bool:
     """Whether a choice fits, with a reserve for activations if they are unknown."""
     known = estimate.work.knows_activations
-    return estimate.fits and (known or estimate.peak_bytes <= ROOM * estimate.hardware.memory_bytes)
+    return estimate.fits and (known or estimate.peak_bytes <= STATES_SHARE * estimate.hardware.memory_bytes)
 
 
 def most(accept: Callable[[int], bool], limit: int) -> int:
@@ -113,7 +87,7 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
     def enough(ranks: int) -> bool:
         smaller = dataclasses.replace(question, ranks=ranks)
         priced = smaller.price(choice, smaller.grid(), question.batch or 1)
-        return priced.stays.total <= priced.usable_bytes and fits(priced)
+        return priced.persistent_states.total <= priced.usable_bytes and fits(priced)
 
     found = next((ranks for ranks in numbers if enough(ranks)), None)
     if found is None or found == step:
@@ -128,217 +102,19 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
 def largest_model(estimate: Estimate) -> int:
     """The number of parameters whose states fill the devices, as the paper counts: nothing else, and host and disk are
     unlimited."""
-    if not estimate.resident.total or estimate.choice.parameters != "device":
+    if not estimate.device_states.total or estimate.choice.parameters != "device":
         return 0
     cut = estimate.grid.tp * estimate.grid.pp
-    return int(estimate.hardware.memory_bytes * estimate.sizes.numel / estimate.resident.total * cut)
+    return int(estimate.hardware.memory_bytes * estimate.sizes.numel / estimate.device_states.total * cut)
 
 
 def days(tokens: float, tokens_per_s: float) -> float:
     return tokens / tokens_per_s / 86400
 
 
-# -- the ranking ------------------------------------------------------------------------------------------------------
-
-
-def recommend(question: Question) -> list[Ranked]:
-    """All choices, the best first."""
-    found = [_best_activations(question, choice, grid) for grid in _grids(question) for choice in _choices(question)]
-    found += [filled for e in found if (filled := fill(question, e)) is not None]
-    good = [e for e in found if e.batch and fits(e) and in_batch(question, e)]
-    if not good:
-        closest = sorted(found, key=lambda e: (e.peak_bytes, e.host_bytes))
-        return [Ranked(e, False, _unfit(question, e)) for e in closest]
-    chosen = _choose(question, good)
-    rest = sorted((e for e in good if e is not chosen), key=lambda e: -_speed(e))
-    ranked = [Ranked(chosen, True, _why(chosen, rest, found))]
-    ranked += [Ranked(e, True, _why_not(e, chosen)) for e in rest]
-    return ranked + [Ranked(e, False, _unfit(question, e)) for e in found if not any(e is other for other in good)]
-
-
-def _choose(question: Question, good: Sequence[Estimate]) -> Estimate:
-    """The simplest of the choices that are as fast as the fastest. Sharded parameters or offload must be clearly faster
-    at the batch that fits without them; a larger batch alone is no reason."""
-    plain = [e for e in good if e.choice.stage < 3 and e.choice.optimizer == "device"]
-    first = _simplest(plain or good)
-    if not plain:
-        return first
-    others = [question.price(e.choice, e.grid, first.batch) for e in good if e not in plain]
-    faster = [e for e in others if _speed(e) > WORTH * _speed(first)]
-    if not faster:
-        return first
-    winner = _simplest(faster)
-    return next(e for e in good if e.choice == winner.choice and e.grid == winner.grid)
-
-
-def _simplest(choices: Sequence[Estimate]) -> Estimate:
-    best = max(_speed(e) for e in choices)
-    return next(e for e in choices if _speed(e) >= (1 - EQUAL) * best)
-
-
-def in_batch(question: Question, e: Estimate) -> bool:
+def within_global_batch(question: Question, e: Estimate) -> bool:
+    """Whether a step has no more samples than the question allows."""
     return question.max_global_batch is None or e.samples_per_step <= question.max_global_batch
-
-
-def _unfit(question: Question, e: Estimate) -> str:
-    if not in_batch(question, e):
-        most = question.max_global_batch
-        return (
-            f"{e.grid.data} replicas make a global batch of {e.samples_per_step}, and {most} is allowed; use tp or pp"
-        )
-    return _too_large(e)
-
-
-def _speed(estimate: Estimate) -> float:
-    """Samples per second; where compute is unknown, steps per second."""
-    return estimate.samples_per_step / estimate.step_s if estimate.step_s else 1.0
-
-
-def _choices(question: Question) -> Iterator[Choice]:
-    """The choices to consider; with one rank only stage 0, with and without offload."""
-    alone = question.grid().shard == 1
-    for choice in CHOICES:
-        if alone and choice in (Choice(1), Choice(2), Choice(2, optimizer="host"), Choice(3)):
-            continue
-        yield choice
-        if choice == Choice(3) and (threshold := _small(question)):
-            yield choice._replace(keep_whole=threshold)
-
-
-def _small(question: Question) -> int:
-    """The size up to which units may stay replicated at stage 3: those of norms and biases, if they are separate and
-    few."""
-    if question.work.shape is None:
-        return 0
-    used = sorted(unit.used for unit in question.work.sizes(question.grid()).units)
-    threshold = max((size for size in used if size * 100 < used[-1]), default=0)
-    return threshold if sum(size for size in used if size <= threshold) * 20 < sum(used) else 0
-
-
-def _grids(question: Question) -> list[Grid]:
-    """The given grid; or tensor parallelism as far as it divides the model, never beyond a node."""
-    if question.tp is not None:
-        return [question.grid()]
-    degrees = [1]
-    shape = question.work.shape
-    while degrees[-1] * 2 <= question.hardware.node_ranks and question.ranks % (degrees[-1] * 2 * question.pp) == 0:
-        if shape is None or shape.heads % (degrees[-1] * 2) or shape.hidden % (degrees[-1] * 2):
-            break
-        degrees.append(degrees[-1] * 2)
-    return [question.grid(tp) for tp in degrees]
-
-
-def fill(question: Question, estimate: Estimate) -> Estimate | None:
-    """A choice with as many units updated on the device as it has room for (optimizer="auto"), if these are some and
-    not all; only at a given batch, since the largest batch leaves no room."""
-    choice, placements = estimate.choice, estimate.placements
-    if question.batch is None or choice.optimizer != "host" or choice.parameters != "device" or not fits(estimate):
-        return None
-    away = sum(unit.trained and p.updated_on_host for unit, p in zip(estimate.sizes.units, placements, strict=True))
-
-    def priced(units: int) -> Estimate:
-        return question.price(choice._replace(staying=units), estimate.grid, estimate.batch)
-
-    units = most(lambda units: fits(priced(units)), away)
-    return priced(units) if 0 < units < away else None
-
-
-def _best_activations(question: Question, choice: Choice, grid: Grid) -> Estimate:
-    """A choice with the simplest activation policy that the batch allows: recomputing and moving inputs cost time."""
-    if not question.work.knows_activations:
-        return question.price(choice, grid, int(fits(question.price(choice, grid, 1))))
-    return activations_for(question, choice, grid)[0]
-
-
-def activations_for(question: Question, choice: Choice, grid: Grid) -> tuple[Estimate, str]:
-    """A choice with the best activation policy, and the reason."""
-    priced, options = {}, []
-    for policy in _policies(question, grid):
-        chosen = choice._replace(activations=policy)
-        batch = question.batch or largest_batch(question, chosen, grid)
-        if question.max_global_batch is not None:
-            batch = min(batch, question.max_global_batch // (grid.data * question.micro_batches))
-        priced[policy] = estimate = question.price(chosen, grid, max(batch, 1))
-        needs = f"{text_of(estimate.peak_bytes)} of {text_of(estimate.hardware.memory_bytes)} at batch {estimate.batch}"
-        options.append(Option(policy, bool(batch) and fits(estimate), _speed(estimate), needs))
-    policy, why = choose_activations(options)
-    return priced[policy], why
-
-
-def _policies(question: Question, grid: Grid) -> tuple[str, ...]:
-    """The activation policies to consider; by default all choices recompute blocks, and are compared so."""
-    if question.activations not in (None, AUTO):
-        return (str(question.activations),)
-    return ("keep", *POLICIES[grid.tp > 1]) if question.activations == AUTO else POLICIES[grid.tp > 1]
-
-
-# -- reasons ----------------------------------------------------------------------------------------------------------
-
-
-def _too_large(estimate: Estimate) -> str:
-    memory = estimate.hardware.memory_bytes
-    if estimate.peak_bytes > memory or (not estimate.fits and not estimate.host_bytes):
-        return f"needs {text_of(estimate.peak_bytes)} of {text_of(memory)}"
-    if estimate.peak_bytes > estimate.usable_bytes:
-        return f"needs {text_of(estimate.peak_bytes)} of {text_of(memory)}, too close to the edge"
-    if estimate.fits:
-        return f"needs {text_of(estimate.peak_bytes)} of {text_of(memory)} and leaves too little for activations"
-    node = min(estimate.grid.ranks, estimate.hardware.node_ranks)
-    host, disk = (text_of(nbytes * node) for nbytes in (estimate.host_bytes, estimate.disk_bytes))
-    return f"needs {host} of host memory and {disk} of disk per node"
-
-
-def _why(chosen: Estimate, others: list[Estimate], found: list[Estimate]) -> str:
-    """The reason for a choice: why the next simpler one does not do, and the next heavier one is not needed."""
-    parts = []
-    same = [e for e in found if e.grid == chosen.grid]
-    place = _place(chosen)
-    lighter = [e for e in same if _place(e) < place and e.choice.stage < chosen.choice.stage]
-    if lighter:
-        last = max(lighter, key=lambda e: e.choice.stage)
-        if not (last.batch and fits(last)):
-            parts.append(f"{last.choice} {_too_large(last)}")
-        else:
-            parts.append(f"{last.choice} would be {_percent(_speed(chosen) / _speed(last) - 1)} slower")
-    if (three := next((e for e in others if e.choice[:4] == Choice(3)[:4]), None)) and chosen.choice.stage < 3:
-        saved = chosen.resident.total - three.resident.total
-        traffic = three.traffic_elements / max(chosen.traffic_elements, 1) - 1
-        parts.append(f"stage 3 would save {text_of(saved)} you do not need and cost {_percent(traffic)} more traffic")
-    elif chosen.choice.stage < 3 and chosen.grid.shard > 1:
-        parts.append("it sends no more than plain data parallelism")
-    if chosen.choice.activations.startswith("partition"):
-        parts.append(_why_activations(chosen))
-    if not parts:
-        parts.append(f"{text_of(chosen.peak_bytes)} of {text_of(chosen.hardware.memory_bytes)} at the peak")
-    return "; ".join(parts)
-
-
-def _why_activations(chosen: Estimate) -> str:
-    if chosen.choice.activations == "partition":
-        return f"block inputs are shared {chosen.grid.tp} ways (P_a) for under 10% more tensor-parallel traffic"
-    return "block inputs go to host memory (P_a+cpu), since nothing else fits or the batch it allows pays for it"
-
-
-def _why_not(estimate: Estimate, chosen: Estimate) -> str:
-    slower = _speed(chosen) / _speed(estimate) - 1
-    if slower > EQUAL:
-        waits = estimate.step.exposed + estimate.step.transfer
-        waiting = (
-            f", waiting {waits:.2g} s of {estimate.step_s:.2g} s per step" if waits > 0.1 * estimate.step_s else ""
-        )
-        return f"{_percent(slower)} slower{waiting}"
-    if _place(estimate) > _place(chosen):
-        return f"no faster, and leaves {text_of(estimate.hardware.memory_bytes - estimate.peak_bytes)} unused"
-    return "no faster"
-
-
-def _place(estimate: Estimate) -> int:
-    plain = estimate.choice._replace(keep_whole=0, staying=0, activations=Choice(0).activations)
-    return CHOICES.index(plain)
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.0f}%" if fraction < 3 else f"{1 + fraction:.1f}×"
 
 
 def check_question(question: Question) -> None:
@@ -349,8 +125,8 @@ def check_question(question: Question) -> None:
         value = getattr(question, name)
         if value is not None and (type(value) is not int or value < (0 if name == "prefetch" else 1)):
             raise ConfigError(f"{name}={value!r} is not a positive whole number")
-    if question.inside and question.micro_batches > 1:
-        raise ConfigError("updates inside backward leave nothing to accumulate: use one micro-batch, or leave them out")
+    if question.in_backward and question.micro_batches > 1:
+        raise ConfigError("updates in backward leave nothing to accumulate: use one micro-batch, or leave them out")
     grid = question.grid()
     if question.work.shape is not None:
         question.work.shape.check(grid.tp, grid.pp)

@@ -44,10 +44,10 @@ def _units_for(gather: float, before: Sequence[float]) -> int:
     return len(before)
 
 
-def equal_prefetch(gather_s: float, compute_s: float) -> int:
+def prefetch_for_equal_units(gather_s: float, compute_s: float) -> int:
     """`prefetch_need` for equal units: ceil(gather / compute).
 
-    >>> [equal_prefetch(200e6 * 2 / rate, 0.010) for rate in (25e9, 50e9, 100e9, 200e9)]
+    >>> [prefetch_for_equal_units(200e6 * 2 / rate, 0.010) for rate in (25e9, 50e9, 100e9, 200e9)]
     [2, 1, 1, 1]
     """
     return max(1, math.ceil(round(gather_s / compute_s, 9)))

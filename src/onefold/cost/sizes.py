@@ -16,46 +16,46 @@ class UnitSize(NamedTuple):
     """The sizes of one unit on one rank."""
 
     name: str
-    used: int  # elements of parameters, without padding
-    whole: int  # elements of the flat buffer, with padding
+    used_numel: int  # elements of parameters, without padding
+    numel: int  # elements of the flat buffer, with padding
     shard: int  # elements of one shard
-    body: int  # elements updated where the optimizer is replicated: all but the padding that makes shards equal
-    owned: int  # elements that this rank updates where the optimizer is sharded
-    params: int
+    body_numel: int  # elements updated where the optimizer is replicated: all but the padding that makes shards equal
+    owned_numel: int  # elements that this rank updates where the optimizer is sharded
+    param_count: int
     widths: Widths
     block: str = ""
     trained: bool = True
-    largest: int = 0  # elements of its largest parameter, where parameters are known
+    largest_numel: int = 0  # elements of its largest parameter, where parameters are known
 
     @property
-    def whole_bytes(self) -> int:
-        return self.whole * self.widths.compute
+    def unsharded_bytes(self) -> int:
+        return self.numel * self.widths.compute
 
 
-def of_layout(layout: UnitLayout, rank: int, widths: Widths, *, block: str = "", trained: bool = True) -> UnitSize:
+def size_of_layout(layout: UnitLayout, rank: int, widths: Widths, *, block: str = "", trained: bool = True) -> UnitSize:
     return UnitSize(
         name=layout.name,
-        used=layout.used_numel,
-        whole=layout.numel,
+        used_numel=layout.used_numel,
+        numel=layout.numel,
         shard=layout.shard_numel,
-        body=layout.body.numel,
-        owned=layout.body.clip(layout.shard(rank)).numel,
-        params=len(layout.slots),
+        body_numel=layout.body.numel,
+        owned_numel=layout.body.clip(layout.shard(rank)).numel,
+        param_count=len(layout.slots),
         widths=widths,
         block=block,
         trained=trained,
-        largest=max((slot.numel for slot in layout.slots), default=0),
+        largest_numel=max((slot.numel for slot in layout.slots), default=0),
     )
 
 
-def of_count(numel: int, ranks: int, widths: Widths, units: int) -> list[UnitSize]:
+def sizes_of_count(numel: int, ranks: int, widths: Widths, units: int) -> list[UnitSize]:
     """A number of parameters as units of equal size, without padding; the first ones take the remainder."""
     each, more = divmod(numel, units)
     sizes = []
     for index in range(units):
-        whole = each + (index < more)
-        shard = -(-whole // ranks)
-        sizes.append(UnitSize(f"unit {index}", whole, whole, shard, whole, shard, 0, widths))
+        unit_numel = each + (index < more)
+        shard = -(-unit_numel // ranks)
+        sizes.append(UnitSize(f"unit {index}", unit_numel, unit_numel, shard, unit_numel, shard, 0, widths))
     return sizes
 
 
@@ -70,7 +70,7 @@ class Sizes:
 
     @property
     def numel(self) -> int:
-        return sum(unit.used for unit in self.units)
+        return sum(unit.used_numel for unit in self.units)
 
     @property
     def trained(self) -> list[UnitSize]:

@@ -36,13 +36,13 @@ def parameter_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVI
     """Bytes of parameters that this rank keeps on a tier while nothing is unsharded: all, or its shard; and on the
     device one placeholder element for each parameter that may be hidden."""
     if placement.parameters is Scope.REPLICATED and not (unit.trained and placement.late):
-        whole = unit.whole if unit.trained else unit.used
-        return whole * unit.widths.compute if tier is Tier.DEVICE else 0
-    kept = (unit.shard if placement.parameters is Scope.SHARDED else unit.whole) * unit.widths.compute
-    marks = unit.params * unit.widths.compute if tier is Tier.DEVICE else 0
+        numel = unit.numel if unit.trained else unit.used_numel
+        return numel * unit.widths.compute if tier is Tier.DEVICE else 0
+    kept = (unit.shard if placement.parameters is Scope.SHARDED else unit.numel) * unit.widths.compute
+    placeholders = unit.param_count * unit.widths.compute if tier is Tier.DEVICE else 0
     if tier is not placement.parameters_tier:
-        return marks
-    return marks + (file_bytes(kept) if tier is Tier.DISK else kept)
+        return placeholders
+    return placeholders + (file_bytes(kept) if tier is Tier.DISK else kept)
 
 
 def gradient_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVICE) -> int:
@@ -52,16 +52,16 @@ def gradient_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVIC
         return 0
     if placement.updated_on_host or placement.gradients is Scope.SHARDED:
         return unit.shard * unit.widths.grad
-    loose = unit.shard == unit.whole and unit.widths.narrow and unit.widths.grad == unit.widths.compute
+    unflattened = unit.shard == unit.numel and unit.widths.narrow and unit.widths.grad == unit.widths.compute
     # One rank: in autograd's own tensors, without padding.
-    return (unit.used if loose else unit.whole) * unit.widths.grad
+    return (unit.used_numel if unflattened else unit.numel) * unit.widths.grad
 
 
 def updated_numel(unit: UnitSize, placement: Placement) -> int:
     """Elements of a unit that this rank updates."""
     if not unit.trained:
         return 0
-    return unit.body if placement.optimizer is Scope.REPLICATED else unit.owned
+    return unit.body_numel if placement.optimizer is Scope.REPLICATED else unit.owned_numel
 
 
 def optimizer_bytes(unit: UnitSize, placement: Placement, cost: StateCost, tier: Tier = Tier.DEVICE) -> int:

@@ -18,7 +18,7 @@ from onefold.settings.placement import Placement, Tier
 from onefold.settings.widths import Widths
 
 
-class Moves(NamedTuple):
+class TransferBytes(NamedTuple):
     """Bytes that one rank moves in one step."""
 
     device: int = 0  # read and written by updates there
@@ -31,61 +31,61 @@ class Moves(NamedTuple):
 
 
 def update_bytes(widths: Widths, cost: StateCost) -> int:
-    """Read and written for one element: state and master both ways, the gradient in, the new value out; the old value
-    in, too, unless the master is a copy.
+    """Bytes that an update reads and writes for one element: it reads and writes state and master, reads the gradient
+    and writes the parameter; it reads the old parameter too, unless the master is a copy.
 
     >>> [update_bytes(Widths(2, 2, 2, master), StateCost(8)) for master in (2, 4)]
     [26, 28]
     """
-    values = 1 if widths.master == 4 else 2
-    return 2 * (widths.master + cost.per_element) + widths.grad + values * widths.compute
+    accesses = 1 if widths.master == 4 else 2  # to the parameter
+    return 2 * (widths.master + cost.per_element) + widths.grad + accesses * widths.compute
 
 
-def moves_of(units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost) -> Moves:
-    total = Moves()
+def transfers_of(units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost) -> TransferBytes:
+    total = TransferBytes()
     for unit, placement in zip(units, placements, strict=True):
         numel, widths = updated_numel(unit, placement), unit.widths
-        touched, values = numel * update_bytes(widths, cost), unit.shard * widths.compute
-        here = placement.parameters_tier is Tier.DEVICE
-        filed = values if placement.parameters_tier is Tier.DISK else 0
-        one = Moves(device=touched, fetched=0 if here else values, in_file=filed)
+        touched, shard_bytes = numel * update_bytes(widths, cost), unit.shard * widths.compute
+        on_device = placement.parameters_tier is Tier.DEVICE
+        in_file = shard_bytes if placement.parameters_tier is Tier.DISK else 0
+        one = TransferBytes(device=touched, fetched=0 if on_device else shard_bytes, in_file=in_file)
         if placement.updated_on_host:
-            old = numel * widths.compute if here and widths.master != 4 else 0
+            old = numel * widths.compute if on_device and widths.master != 4 else 0
             one = one._replace(
                 device=0,
                 host=touched,
                 down=numel * widths.grad + old,
-                up=numel * widths.compute if here else 0,
-                disk=2 * optimizer_bytes(unit, placement, cost, Tier.DISK) + (2 * filed if numel else 0),
+                up=numel * widths.compute if on_device else 0,
+                disk=2 * optimizer_bytes(unit, placement, cost, Tier.DISK) + (2 * in_file if numel else 0),
             )
-        total = Moves(*(a + b for a, b in zip(total, one, strict=True)))
+        total = TransferBytes(*(a + b for a, b in zip(total, one, strict=True)))
     return total
 
 
-def host_side_s(moves: Moves, hardware: Hardware, ranks: int) -> float:
+def host_update_s(transfers: TransferBytes, hardware: Hardware, ranks: int) -> float:
     """Seconds of one step's host updates, hidden or not; `ranks` share the host and its disk."""
-    pcie = max(moves.down, moves.up) / hardware.pcie_rate
-    disk = moves.disk * ranks / hardware.disk_rate if moves.disk else 0.0
-    return max(moves.host * ranks / hardware.host_rate, pcie, disk)
+    pcie = max(transfers.down, transfers.up) / hardware.pcie_rate
+    disk = transfers.disk * ranks / hardware.disk_rate if transfers.disk else 0.0
+    return max(transfers.host * ranks / hardware.host_rate, pcie, disk)
 
 
-def time_beside(forward_s: float, backward_s: float, *, late: bool, inside: bool) -> float:
-    """Seconds of compute that host updates overlap with: backward if they start `inside` it, and the next forward if
+def overlapped_s(forward_s: float, backward_s: float, *, late: bool, in_backward: bool) -> float:
+    """Seconds of compute that host updates overlap with: backward if they start `in_backward`, and the next forward if
     they may be `late`."""
-    return (backward_s if inside else 0.0) + (forward_s if late else 0.0)
+    return (backward_s if in_backward else 0.0) + (forward_s if late else 0.0)
 
 
-def exposed_update_s(host_s: float, beside_s: float, units: int) -> float:
+def exposed_update_s(host_s: float, overlapped: float, units: int) -> float:
     """Seconds that a step waits for host updates: what compute does not hide, and the last of `units` updates (0: none
     is waited for)."""
-    tail = host_s / units if units and beside_s else 0.0
-    return max(0.0, host_s - beside_s) + tail
+    tail = host_s / units if units and overlapped else 0.0
+    return max(0.0, host_s - overlapped) + tail
 
 
-def moving_s(moves: Moves, hardware: Hardware, ranks: int, *, passes: int, offloaded: int) -> float:
+def transfer_s(transfers: TransferBytes, hardware: Hardware, ranks: int, *, passes: int, offloaded: int) -> float:
     """Seconds of transfers over PCIe or disk in a step of so many forwards and backwards; `offloaded` bytes of
     activations go to the host and back."""
-    up = moves.up + passes * moves.fetched + offloaded
-    pcie = max(moves.down + offloaded, up) / hardware.pcie_rate
-    disk = (moves.disk + passes * moves.in_file) * ranks
+    up = transfers.up + passes * transfers.fetched + offloaded
+    pcie = max(transfers.down + offloaded, up) / hardware.pcie_rate
+    disk = (transfers.disk + passes * transfers.in_file) * ranks
     return max(pcie, disk / hardware.disk_rate if disk else 0.0)

@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from onefold.cost import sizes as measure
 from onefold.cost.activations import (
     NOTHING,
     ActivationBytes,
     check_policy,
     flops_per_sample,
-    of_shape,
+    shape_activations,
     tensor_parallel_elements,
 )
 from onefold.cost.layout import ParamInfo, plan_units
 from onefold.cost.shapes import Shape
-from onefold.cost.sizes import Sizes
+from onefold.cost.sizes import Sizes, size_of_layout, sizes_of_count
 from onefold.errors import ConfigError
 from onefold.settings.placement import Placement, Scope
 from onefold.settings.widths import Widths
@@ -87,13 +86,13 @@ class Work:
     shape: Shape | None = None
     module: Module | None = None
     bucket_bytes: int = 32 << 20
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def remember(self, key: Any, make: Callable[[], T]) -> T:
-        """Caches what does not depend on the batch, since a search asks for it many times."""
-        if key not in self._known:
-            self._known[key] = make()
-        found: T = self._known[key]
+        """Caches a figure that does not depend on the batch, since a search asks for it many times."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        found: T = self._cache[key]
         return found
 
     def __post_init__(self) -> None:
@@ -124,14 +123,14 @@ class Work:
             assert self.numel is not None
             local = -(-self.numel // (grid.tp * grid.pp))
             units = max(1, min(4096, -(-local * self.widths.compute // self.bucket_bytes)))
-            return Sizes(tuple(measure.of_count(local, grid.shard, self.widths, units)), grid.shard)
+            return Sizes(tuple(sizes_of_count(local, grid.shard, self.widths, units)), grid.shard)
         infos = [
             ParamInfo(part.name, part.numel, self.widths.compute, "trained", part.block)
             for part in self.shape.parts(grid.tp, grid.pp)
         ]
         blocks = {info.name: info.block for info in infos}
         layouts = plan_units(infos, grid.shard, self.bucket_bytes, grid.replica)
-        rows = [measure.of_layout(u, rank, self.widths, block=blocks[u.slots[0].name]) for u in layouts]
+        rows = [size_of_layout(u, rank, self.widths, block=blocks[u.slots[0].name]) for u in layouts]
         return Sizes(tuple(rows), grid.shard, flags=len(infos))
 
     def _module_sizes(self, module: Module, grid: Grid, rank: int) -> Sizes:
@@ -139,7 +138,7 @@ class Work:
         rows = []
         for unit in plan_units(module.infos, grid.shard, self.bucket_bytes, grid.replica):
             block, trained = blocks[unit.slots[0].name], unit.kind not in module.frozen
-            rows.append(measure.of_layout(unit, rank, module.widths[unit.kind], block=block, trained=trained))
+            rows.append(size_of_layout(unit, rank, module.widths[unit.kind], block=block, trained=trained))
         flags = sum(info.kind not in module.frozen for info in module.infos)
         return Sizes(tuple(rows), grid.shard, module.buffers_bytes, flags)
 
@@ -161,17 +160,18 @@ class Work:
         return [i for i in forward if i is not None], [i for i in sharded[::-1] if i not in (forward[-1], *positions)]
 
     def activations(self, batch: int, policy: str, grid: Grid) -> ActivationBytes:
+        """Bytes of activations on one rank for one micro-batch."""
         if self.module and self.module.activations:
-            return _of_module(self.module, batch, policy, grid)
+            return _module_activations(self.module, batch, policy, grid)
         if self.shape is None:
             return NOTHING
-        return of_shape(self.shape, batch, policy, grid.tp, self.widths.compute)
+        return shape_activations(self.shape, batch, policy, grid.tp, self.widths.compute)
 
     def flops(self, batch: int, policy: str, grid: Grid) -> float:
-        """The activations of one rank for one micro-batch."""
+        """Flops of one rank for forward and backward of one micro-batch."""
         if self.module and self.module.flops:
-            again = "keep" if policy == "keep" else "checkpoint"
-            return self.module.flops[again] * batch / self.module.batch
+            rehearsed = "keep" if policy == "keep" else "checkpoint"
+            return self.module.flops[rehearsed] * batch / self.module.batch
         return flops_per_sample(self.shape, policy) * batch / (grid.tp * grid.pp) if self.shape else 0.0
 
     def layers_here(self, grid: Grid) -> int:
@@ -180,28 +180,28 @@ class Work:
         return -(-self.shape.layers // grid.pp) if self.shape else 0
 
     def tensor_elements(self, batch: int, policy: str, grid: Grid) -> int:
-        """Bytes that one rank sends for tensor parallelism in one micro-batch."""
+        """Elements that one rank sends for tensor parallelism in one micro-batch."""
         if self.shape is None:
             return 0
         return self.layers_here(grid) * tensor_parallel_elements(self.shape, batch, policy, grid.tp)
 
 
-def _of_module(module: Module, batch: int, policy: str, grid: Grid) -> ActivationBytes:
+def _module_activations(module: Module, batch: int, policy: str, grid: Grid) -> ActivationBytes:
     """The activations of a rehearsed model: all at the peak; P_a leaves out what the other ranks of "tp" keep."""
     check_policy(policy, grid.tp)
 
     def scaled(nbytes: float) -> int:
         return int(nbytes * batch / module.batch)
 
-    whole = module.activations["keep" if policy == "keep" else "checkpoint"]
+    peak = module.activations["keep" if policy == "keep" else "checkpoint"]
     inputs, largest = sum(module.block_inputs), max(module.block_inputs, default=0)
     part = inputs // grid.tp if policy.startswith("partition") else inputs
     if policy.endswith("+host"):
-        working = scaled(whole - inputs + 2 * largest)
+        working = scaled(peak - inputs + 2 * largest)
         return ActivationBytes(0, scaled(part), *_throughout(working))
     if policy == "partition":
-        whole -= inputs - part
-    return ActivationBytes(0, 0, *_throughout(scaled(whole)))
+        peak -= inputs - part
+    return ActivationBytes(0, 0, *_throughout(scaled(peak)))
 
 
 def _throughout(working: int) -> tuple[int, int, int, int, int]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 
 from onefold.cost.layout import UnitLayout
-from onefold.cost.sizes import UnitSize, of_layout
+from onefold.cost.sizes import UnitSize, size_of_layout
 from onefold.settings.offload import Offload
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
 from onefold.settings.precision import Precision
@@ -40,7 +40,7 @@ class UnitSpec:
     def size(self, rank: int, precision: Precision) -> UnitSize:
         """The unit as `rank` holds it, under a precision that is decided."""
         widths = precision.dtypes(self.dtype).widths
-        return of_layout(self.layout, rank, widths, block=self.block, trained=self.trained)
+        return size_of_layout(self.layout, rank, widths, block=self.block, trained=self.trained)
 
 
 def place_all(settings: Zero) -> Placement:

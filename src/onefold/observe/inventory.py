@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from onefold.cost.limits import BETWEEN_STEPS, COPYING, IN_FLIGHT, READ_AHEAD, WAITING, WORKERS, updating_bytes
-from onefold.cost.sizes import Sizes, of_layout
+from onefold.cost.sizes import Sizes, size_of_layout
 from onefold.cost.states import StateCost, file_bytes, state_bytes
 from onefold.model.storage import storage_bytes, storage_key
 from onefold.offload.image import belongs_in_file
@@ -190,7 +190,7 @@ def sizes_of(engine: Engine) -> Sizes:
     rank, units = engine.comm.rank, []
     for unit in engine.all_units:
         widths = unit.dtypes.widths._replace(grad=unit.gradients.dtype.itemsize)
-        units.append(of_layout(unit.layout, rank, widths, trained=unit.trained))
+        units.append(size_of_layout(unit.layout, rank, widths, trained=unit.trained))
     return Sizes(tuple(units), engine.comm.size, flags=len(engine.params))
 
 

@@ -15,8 +15,9 @@ from onefold.cost.estimate import Choice
 from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.hybrid import HybridMesh, propose
 from onefold.cost.machine import here
-from onefold.cost.search import CHOICES, ROOM, Question, check_question, recommend
-from onefold.cost.text import text_of
+from onefold.cost.recommend import CHOICES, recommend
+from onefold.cost.search import STATES_SHARE, Question, check_question
+from onefold.cost.text import format_bytes
 from onefold.cost.work import Module, Work
 from onefold.errors import ConfigError
 from onefold.model.survey import Survey, survey
@@ -28,7 +29,7 @@ from onefold.settings.offload import AUTO, Offload
 from onefold.settings.precision import NAMES, Precision
 from onefold.settings.zero import Zero
 
-HERE = ("keep", "checkpoint", "checkpoint+host")  # what a plan for a module rehearses: it knows no tensor parallelism
+REHEARSED = ("keep", "checkpoint", "checkpoint+host")  # policies of a module's plan, which has no tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Plan:
         lines.append(f"{'':<10}{'params':>10}{'grads':>10}{'optim':>10}{'states':>10}{'peak':>10}{'step':>10}  fits")
         for row in self.stages:
             cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.peak_bytes)
-            numbers = "".join(f"{text_of(cell):>10}" for cell in cells)
+            numbers = "".join(f"{format_bytes(cell):>10}" for cell in cells)
             lines.append(f"{row.label:<10}{numbers}{row.step_s:>9.3g}s  {'yes' if row.fits else 'no'}")
         chosen = self.recommendation
         lines.append(f"choose {chosen.label}, batch {chosen.batch}: {chosen.reason}")
@@ -86,18 +87,18 @@ class Plan:
 
 
 def answer(question: Question, model: str, precision: str, tokens: float | None = None) -> Plan:
-    """The plan for a number of parameters or a shape."""
+    """The plan that answers a question about a number of parameters, a shape or a rehearsed module."""
     check_question(question)
     notes = []
     if not question.work.knows_activations:
         notes.append("activations are not counted: give a shape, a config.json or a module to have them")
-        notes.append("compute is not known either: seconds are of messages and updates alone, and no days")
+        notes.append("compute is not known either: seconds count messages and updates alone, and days are not given")
     if question.micro_batches > 1 and question.work.widths.narrow:
         notes.append("gradients that add up over micro-batches are kept in fp32")
     grid = question.grid()
     if grid.tp > question.hardware.node_ranks:
         notes.append(
-            f"tp={grid.tp} reaches beyond a node of {question.hardware.node_ranks}: its sums cross the network"
+            f"tp={grid.tp} is larger than a node of {question.hardware.node_ranks}: its all-reduces cross the network"
         )
     ranked = recommend(question)
     policy = ranked[0].estimate.choice.activations
@@ -110,10 +111,10 @@ def answer(question: Question, model: str, precision: str, tokens: float | None 
     ]
     hybrids = [r.estimate.choice._replace(activations=policy) for r in ranked if r.estimate.choice.keep_whole]
     rows = [row_of(question, estimate, tokens) for estimate in priced]
-    plain = [row for row, e in zip(rows, priced) if e.choice.optimizer == "device"]
-    moved = [row for row, e in zip(rows, priced) if e.choice.optimizer != "device"]
-    mixed = [r.estimate for r in ranked if r.estimate.choice.staying and r.estimate.grid == grid]
-    moved += [row_of(question, question.price(e.choice, grid, batch), tokens) for e in mixed]
+    on_device = [row for row, e in zip(rows, priced) if e.choice.optimizer == "device"]
+    offloaded = [row for row, e in zip(rows, priced) if e.choice.optimizer != "device"]
+    mixed = [r.estimate for r in ranked if r.estimate.choice.device_units and r.estimate.grid == grid]
+    offloaded += [row_of(question, question.price(e.choice, grid, batch), tokens) for e in mixed]
     return Plan(
         model=model,
         parameters=question.work.parameters,
@@ -121,8 +122,8 @@ def answer(question: Question, model: str, precision: str, tokens: float | None 
         grid=str(grid),
         hardware=question.hardware,
         precision=precision,
-        stages=tuple(plain),
-        variants=(*(row_of(question, question.price(c, grid, batch), tokens) for c in hybrids[:1]), *moved),
+        stages=tuple(on_device),
+        variants=(*(row_of(question, question.price(c, grid, batch), tokens) for c in hybrids[:1]), *offloaded),
         recommendations=tuple(recommendation_of(r) for r in ranked),
         notes=tuple(notes),
         hybrid=propose(question, ranked[0].estimate) if ranked[0].fits else None,
@@ -153,8 +154,8 @@ def plan(
 
     `sample` is what the model is called with (a tensor, a tuple, or a dict of keywords), rows first. `loss` is
     (model, sample) -> loss; by default the model's own, or the sum of what it returns. `fields` are those of `shard`.
-    `values=True` takes the steps on real tensors, for models that decide by values. `activations="checkpoint"` computes
-    blocks again in backward; `micro_batches` of `sample` make a step.
+    `values=True` takes the steps on real tensors, for models whose control flow depends on them.
+    `activations="checkpoint"` computes blocks again in backward; `micro_batches` of `sample` make a step.
 
     >>> import torch, onefold
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64))
@@ -162,55 +163,56 @@ def plan(
     >>> [row.states_bytes for row in found.stages]
     [530948, 332804, 232964, 133140]
     """
-    if activations not in HERE or type(micro_batches) is not int or micro_batches < 1:
+    if activations not in REHEARSED or type(micro_batches) is not int or micro_batches < 1:
         raise ConfigError(
-            f"activations={activations!r}, micro_batches={micro_batches!r}: one of {', '.join(HERE)}, and 1 …"
+            f"activations={activations!r}, micro_batches={micro_batches!r}: use one of {', '.join(REHEARSED)}, and at "
+            f"least 1 micro-batch"
         )
     if "stage" in fields or "mesh" in fields:
         raise ConfigError("a plan is for all stages and for `ranks` ranks: leave stage and mesh out")
-    machine = _machine(hardware, model)
+    machine = _hardware_of(hardware, model)
     offload = _offload(fields.pop("offload", None), machine)
     zero = Zero.of(None, {**fields, "stage": 2})
     cost = cost_of(optimizer, optimizer_settings)
-    plays = "nccl" if machine.device == "cuda" else "gloo"
-    policy = Precision.of(zero.precision).decided(own_sum=plays == "gloo", cuda=plays == "nccl")
+    backend = "nccl" if machine.device == "cuda" else "gloo"
+    policy = Precision.of(zero.precision).decided(own_sum=backend == "gloo", cuda=backend == "nccl")
 
     def rehearsed(stage: int, policy: str, at: int, *, count: bool = False) -> Rehearsal:
         asked = dataclasses.replace(zero, stage=stage, activations=policy, offload=_at_stage(offload, stage))
         return rehearse(
-            model, sample, asked, cost, ranks=at, plays=plays,
+            model, sample, asked, cost, ranks=at, plays=backend,
             loss=loss, values=values, count_flops=count, micro_batches=1 if count else micro_batches,
         )  # fmt: skip
 
-    kept = rehearsed(0, "keep", 1, count=True)
+    keep = rehearsed(0, "keep", 1, count=True)
     seen = survey(model, dataclasses.replace(zero, init=None), 1)
-    again = rehearsed(0, "checkpoint", 1, count=True) if seen.blocks else kept
-    work = _module_work(seen, sample, policy, kept, again, accumulates=micro_batches > 1)
+    checkpoint = rehearsed(0, "checkpoint", 1, count=True) if seen.blocks else keep
+    work = _module_work(seen, sample, policy, keep, checkpoint, accumulates=micro_batches > 1)
     question = Question(
         work=work, ranks=ranks, hardware=machine, cost=cost, batch=work.module.batch if work.module else 1,
         max_global_batch=max_global_batch, activations=activations, micro_batches=micro_batches,
         prefetch=zero.prefetch if isinstance(zero.prefetch, int) else 1,
     )  # fmt: skip
-    found = answer(question, type(model).__name__, _name(policy), tokens)
+    found = answer(question, type(model).__name__, _precision_name(policy), tokens)
     rows = found.stages
     if offload.optimizer is not None:
         choices = [_choice(_at_stage(offload, row.stage), row.stage, activations) for row in rows]
         priced = [question.price(choice, question.grid(), row.batch) for choice, row in zip(choices, rows)]
         rows = tuple(row_of(question, estimate, tokens) for estimate in priced)
     exact = tuple(exact_row(row, rehearsed(row.stage, activations, ranks), found.hardware) for row in rows)
-    return dataclasses.replace(found, stages=exact, recommendations=_agreeing(found.recommendations, exact))
+    return dataclasses.replace(found, stages=exact, recommendations=_corrected(found.recommendations, exact))
 
 
 def _offload(value: Any, machine: Hardware) -> Offload:
-    """With "auto", the budget of the machine that is planned for, not of this one."""
+    """The setting `offload`; with "auto", the device budget is that of the machine planned for, not of this one."""
     offload = Offload.of(value)
     if offload.optimizer == AUTO and offload.device_bytes is None:
-        return dataclasses.replace(offload, device_bytes=int(ROOM * machine.memory_bytes))
+        return dataclasses.replace(offload, device_bytes=int(STATES_SHARE * machine.memory_bytes))
     return offload
 
 
 def _at_stage(offload: Offload, stage: int) -> Offload:
-    """As much of it as a stage can have."""
+    """As much of an Offload as a stage allows."""
     if stage == 0 or offload.optimizer is None:
         return Offload()
     if stage == 3 or offload.parameters is None:
@@ -224,19 +226,19 @@ def _choice(offload: Offload, stage: int, activations: str) -> Choice:
     )
 
 
-def _agreeing(ranked: tuple[Recommendation, ...], rows: Sequence[Row]) -> tuple[Recommendation, ...]:
-    """The ranking with what the rehearsals found: what does not fit after all goes behind what does."""
+def _corrected(ranked: tuple[Recommendation, ...], rows: Sequence[Row]) -> tuple[Recommendation, ...]:
+    """The ranking with the peaks that rehearsals measured: choices that do not fit after all go last."""
     exact = {row.label: row for row in rows}
-    told = []
+    corrected = []
     for choice in ranked:
         row = exact.get(choice.label)
         if row is not None and row.batch == choice.batch:
             choice = dataclasses.replace(choice, fits=row.fits, peak_bytes=row.peak_bytes)
-        told.append(choice)
-    return tuple(sorted(told, key=lambda choice: not choice.fits))
+        corrected.append(choice)
+    return tuple(sorted(corrected, key=lambda choice: not choice.fits))
 
 
-def _machine(named: str | Hardware | None, model: nn.Module) -> Hardware:
+def _hardware_of(named: str | Hardware | None, model: nn.Module) -> Hardware:
     if isinstance(named, Hardware):
         return named
     if named is None:
@@ -248,8 +250,8 @@ def _module_work(
     seen: Survey,
     sample: Any,
     policy: Precision,
-    kept: Rehearsal,
-    again: Rehearsal,
+    keep: Rehearsal,
+    checkpoint: Rehearsal,
     *,
     accumulates: bool,
 ) -> Work:
@@ -258,25 +260,25 @@ def _module_work(
         widths = {kind: own._replace(grad=4) if own.narrow else own for kind, own in widths.items()}
     first = next((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None:
-        raise ConfigError("the sample holds no tensor with rows; give what the model is called with")
+        raise ConfigError("the sample holds no tensor with a batch dimension; give what the model is called with")
     module = Module(
         infos=seen.params,
         widths=widths,
         batch=first.shape[0],
         tokens=first.shape[1] if first.ndim > 1 and not first.is_floating_point() else 1,
         activations={
-            "keep": kept.peak["activations"],
-            "checkpoint": again.peak["activations"] + again.peak["checkpoints"],
+            "keep": keep.peak["activations"],
+            "checkpoint": checkpoint.peak["activations"] + checkpoint.peak["checkpoints"],
         },
-        block_inputs=again.block_inputs,
-        flops={"keep": kept.flops, "checkpoint": again.flops},
+        block_inputs=checkpoint.block_inputs,
+        flops={"keep": keep.flops, "checkpoint": checkpoint.flops},
         frozen=frozen_kinds(seen.units),
-        buffers_bytes=kept.module_buffers,
+        buffers_bytes=keep.module_buffers,
     )
     compute = policy.dtypes(policy.compute if isinstance(policy.compute, torch.dtype) else torch.float32)
     return Work(widths=compute.widths, module=module, bucket_bytes=seen.settings.bucket_bytes)
 
 
-def _name(policy: Precision) -> str:
+def _precision_name(policy: Precision) -> str:
     compute = NAMES[policy.compute] if isinstance(policy.compute, torch.dtype) else str(policy.compute)
     return compute if policy.master is None else f"{compute}, {policy.master} master"

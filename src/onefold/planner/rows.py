@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from onefold.cost.estimate import Estimate, usable_bytes
 from onefold.cost.hardware import Hardware
-from onefold.cost.search import Question, Ranked, days, fewest_ranks, fits, largest_batch, largest_model
+from onefold.cost.recommend import Ranked
+from onefold.cost.search import Question, days, fewest_ranks, fits, largest_batch, largest_model
 from onefold.cost.seconds import break_even_batch
 from onefold.cost.traffic import Sent
 from onefold.observe.rehearsal import Rehearsal
@@ -128,7 +129,7 @@ def exact_row(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
 
 
 def row_of(question: Question, e: Estimate, tokens: float | None) -> Row:
-    states, step, ahead = e.resident, e.step, e.look_ahead
+    states, step, ahead = e.device_states, e.step, e.prefetch_needed
     messages = tuple(_message(purpose, sent, e) for purpose, sent in e.traffic.items())
     known = question.work.knows_activations
     return Row(
@@ -140,7 +141,7 @@ def row_of(question: Question, e: Estimate, tokens: float | None) -> Row:
         grads_bytes=states.gradients,
         optimizer_bytes=states.optimizer,
         states_bytes=states.total,
-        peak_grads_bytes=e.stays.gradients + e.fullest.gradients,
+        peak_grads_bytes=e.persistent_states.gradients + e.fullest.gradients,
         buffers_bytes=e.fullest.buffers,
         gathered_bytes=e.fullest.gathered,
         activations_bytes=e.fullest.activations,
@@ -161,7 +162,7 @@ def row_of(question: Question, e: Estimate, tokens: float | None) -> Row:
         exposed_s=step.exposed,
         tensor_s=step.tensor,
         update_s=step.update,
-        host_update_s=e.host_side_s,
+        host_update_s=e.host_update_s,
         transfer_s=step.transfer,
         bubble_s=step.bubble,
         look_ahead=ahead[0],

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from onefold.cost.estimate import Choice, Estimate
-from onefold.cost.search import AUTO, Question, fits, in_batch, largest_batch
+from onefold.cost.search import AUTO, Question, fits, largest_batch, within_global_batch
 from onefold.cost.seconds import StepSeconds
 
 STATED = "a model, not a measurement"
@@ -41,7 +41,7 @@ class Point(NamedTuple):
         return self.flops / self.step.total / 1e12
 
 
-def numbers_for(question: Question) -> list[int]:
+def rank_counts(question: Question) -> list[int]:
     """The usual numbers of ranks and the one that was asked for, as far as the grid can have them."""
     unit = (question.tp or 1) * question.pp * question.replica
     return [ranks for ranks in sorted({*RANKS, question.ranks}) if ranks % unit == 0]
@@ -63,7 +63,7 @@ def at(question: Question, stage: int) -> Point | None:
     for policy in _policies(question):
         choice = Choice(stage, activations=policy)
         batch = question.batch or largest_batch(question, choice, grid)
-        if batch and fits(estimate := question.price(choice, grid, batch)) and in_batch(question, estimate):
+        if batch and fits(estimate := question.price(choice, grid, batch)) and within_global_batch(question, estimate):
             return _point(estimate)
     return None
 

@@ -108,12 +108,12 @@ def room_left(resolved: Resolved) -> int:
     settings, units = resolved.settings, resolved.units
     offload = Offload.of(settings.offload)
     assert isinstance(settings.stage, int)
-    staying = sum(unit.trained and unit.placement.optimizer_tier is Tier.DEVICE for unit in units)
+    device_units = sum(unit.trained and unit.placement.optimizer_tier is Tier.DEVICE for unit in units)
     choice = Choice(
         settings.stage,
         optimizer=offload.optimizer_tier.value,
         parameters=offload.parameters_tier.value,
-        staying=staying if offload.optimizer == AUTO else 0,
+        device_units=device_units if offload.optimizer == AUTO else 0,
     )
     return room_for_activations(
         resolved.params, widths_by_kind(units, resolved.precision), frozen_kinds(units), choice,

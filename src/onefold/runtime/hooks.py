@@ -60,6 +60,7 @@ def _attach_unsharding(engine: Engine) -> None:
                 partial(_enter_module, engine, indices, sorted(frozen.intersection(indices))), with_kwargs=True
             )
             module.register_forward_hook(partial(_leave_module, engine, indices), always_call=True)
+            _notice_interrupts(engine, module)
             inside.update(id(part) for part in module.modules())
     for module in modules.values():
         if (
@@ -72,10 +73,12 @@ def _attach_unsharding(engine: Engine) -> None:
             module.register_forward_hook(
                 lambda m, args, output: unsharding.leave(id(m), [], as_list(output)), always_call=True
             )
+            _notice_interrupts(engine, module)
     model.register_forward_pre_hook(lambda *_: _enter_root(engine))
     model.register_forward_hook(
         lambda m, args, output: unsharding.leave(id(m), [], as_list(output), root=True), always_call=True
     )
+    _notice_interrupts(engine, model)
     unsharding.embedding_units = _embedding_units(model, unit_of)
     intercept_lookups(model.modules(), unit_of, unsharding)
     for module in modules.values():
@@ -83,6 +86,24 @@ def _attach_unsharding(engine: Engine) -> None:
         if indices:
             _attach_state(engine, module, indices)
     model.register_load_state_dict_post_hook(lambda *_: unsharding.reshard_all())
+
+
+def _notice_interrupts(engine: Engine, module: nn.Module) -> None:
+    """torch calls hooks with always_call after an Exception, but not after KeyboardInterrupt or SystemExit."""
+    call = module._call_impl
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # no try block in a compiled graph; torch's _call_impl has none there either
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException:
+            engine.unsharding.interrupt(id(module))
+            raise
+
+    module.__dict__["_call_impl"] = guarded
 
 
 def _enter_root(engine: Engine) -> None:

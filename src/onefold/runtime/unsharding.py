@@ -72,6 +72,7 @@ class Unsharding:
         self._running: list[int] = []  # ids of hooked modules that run, the innermost last
         self._looked_up: set[int] = set()  # units that stay unsharded until the root's forward ends
         self._pinned: set[int] = set()  # units in the root's outputs or in a graph that backward made: until it ends
+        self._interrupted = False  # the last forward was, and its gathers have not been ended
         self._backward = False
         self._graph_made = False
         self._loading = False
@@ -94,14 +95,17 @@ class Unsharding:
             self.gathers.unshard(*indices)
             return
         if not self._running:
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
             if root:
                 keep = self.gathers.kept_unit if torch.is_grad_enabled() else None
                 self._begin(FORWARD, self.gathers.forward, reshard_when_idle=True, keep=keep)
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
         self._running.append(module)
         self.gathers.hold(*indices)
 
     def _begin(self, purpose: str, order: list[int], *, reshard_when_idle: bool, keep: int | None = None) -> None:
+        if self._interrupted:
+            self._interrupted = False
+            self.gathers.end()
         order = [] if self._full_contexts else [index for index in order if index not in self._kept]
         self.gathers.begin(purpose, order, reshard_when_idle=reshard_when_idle, keep=keep)
 
@@ -128,6 +132,19 @@ class Unsharding:
         if root:
             self.forward_seen = self.gathers.seen
         self.gathers.end()
+
+    def interrupt(self, module: int) -> None:
+        """KeyboardInterrupt or SystemExit has ended the forward of a hooked module: removes the saved-tensor hooks. The
+        gathers of that forward are ended by the next forward or backward; ending them here could wait for peers that
+        have exited."""
+        if in_backward() or module not in self._running:
+            return
+        while self._running.pop() != module:
+            pass
+        if not self._running:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            self._looked_up.clear()
+            self._interrupted = True
 
     def _keep_returned(self, output: Sequence[Tensor]) -> None:
         """Keeps a parameter that the root returns unsharded until backward ends."""

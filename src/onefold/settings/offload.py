@@ -1,4 +1,4 @@
-"""What of the training state is not on the device: the settings of `shard(offload=…)`."""
+"""The setting `shard(offload=…)`: which training state is kept in host memory or on disk."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Offload:
             raise ConfigError(f"Offload(parameters={self.parameters!r}) is unknown; use 'host', 'disk' or None")
         if self.parameters is not None and self.optimizer in (None, AUTO):
             raise ConfigError(
-                f"Offload(parameters={self.parameters!r}) without the optimizer would bring values to it twice; "
-                f"set optimizer='host' or 'disk' too"
+                f"Offload(parameters={self.parameters!r}) without the optimizer would copy shards to the device for "
+                f"every update; set optimizer='host' or 'disk' too"
             )
         if self.path is not None and (not isinstance(self.path, str | Path) or self.path == ""):
-            raise ConfigError(f"Offload(path={self.path!r}) is no path; give a folder on a fast disk of this node")
+            raise ConfigError(f"Offload(path={self.path!r}) is not a path; give a folder on a fast disk of this node")
         on_disk = "disk" in (self.optimizer, self.parameters)
         if on_disk and self.path is None:
             raise ConfigError("offload to disk needs path= (--offload-path): a folder on a fast disk of this node")
@@ -67,13 +67,15 @@ class Offload:
             if type(given) is not int or given <= 0:
                 raise ConfigError(f"Offload({name}={given!r}) is not a positive number of bytes")
             if self.optimizer != AUTO:
-                raise ConfigError(f"Offload({name}=…) is what optimizer='auto' may fill; ask for 'auto'")
+                raise ConfigError(f"Offload({name}=…) is for optimizer='auto'; ask for 'auto', or leave it out")
         if self.host_bytes is not None and self.path is None:
-            raise ConfigError("Offload(host_bytes=…) says what goes to disk; give path= too, or leave it out")
+            raise ConfigError(
+                "Offload(host_bytes=…) bounds host memory before units go to disk; give path= too, or leave it out"
+            )
 
     @classmethod
     def of(cls, value: Any) -> Offload:
-        """From the setting of `shard`: a tier for the optimizer, or all of it."""
+        """From the setting of `shard`: a tier for the optimizer state, or an Offload."""
         if value is None or isinstance(value, str):
             return cls(optimizer=value)  # type: ignore[arg-type]
         if not isinstance(value, cls):
@@ -81,7 +83,7 @@ class Offload:
         return value
 
     def check_stage(self, stage: int | str) -> None:
-        """What is whole on every rank would be updated by all of them."""
+        """Raises if a stage cannot offload this: replicated state would be updated on every rank."""
         if self.optimizer is not None and stage == 0:
             raise ConfigError("offload needs sharded optimizer state: use stage 1, 2 or 3 (on one rank, too)")
         if self.parameters is not None and stage != 3:
@@ -89,7 +91,7 @@ class Offload:
 
     @property
     def optimizer_tier(self) -> Tier:
-        """Of units that are not kept on the device."""
+        """The tier of units whose optimizer state is not kept on the device."""
         return Tier.HOST if self.optimizer == AUTO else TIERS[self.optimizer]
 
     @property
@@ -97,7 +99,7 @@ class Offload:
         return TIERS[self.parameters]
 
     def __str__(self) -> str:
-        """What all ranks must share: paths may differ."""
+        """The settings that all ranks must share; paths may differ."""
         spills = "to disk" if self.path is not None else "nowhere"
         budgets = f", device_bytes={self.device_bytes}, host_bytes={self.host_bytes}, spills {spills}"
         budget = budgets if self.optimizer == AUTO else ""

@@ -9,7 +9,8 @@ communication and copies follow from it.
 | 3 | sharded | sharded | sharded |
 
 A stage is a row of data. The engine never asks for a stage number. Beside its scope a state has a tier: where
-the optimizer's state is not on the device, gradients go down to the host, which updates, and values come up again.
+the optimizer state is not on the device, gradients are copied to the host, which runs the update, and the updated
+parameters are copied back.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Placement(NamedTuple):
     parameters: Scope
     optimizer_tier: Tier = Tier.DEVICE
     parameters_tier: Tier = Tier.DEVICE
-    late: bool = False  # values are seen in forward and backward only, so an update may run beside the next forward
+    late: bool = False  # parameters are visible in forward and backward only, so updates may overlap the next forward
 
     @property
     def updated_on_host(self) -> bool:
@@ -49,13 +50,13 @@ class Placement(NamedTuple):
         return self.optimizer_tier is not Tier.DEVICE
 
     def on(self, optimizer: Tier, parameters: Tier) -> Placement:
-        """The same scopes on other tiers."""
+        """This placement with other tiers."""
         late = optimizer is not Tier.DEVICE and self.parameters is Scope.SHARDED
         return self._replace(optimizer_tier=optimizer, parameters_tier=parameters, late=late)
 
     def over(self, ranks: int) -> Placement:
-        """A shard of one is the whole: nothing need be reduced, copied or gathered over a single rank. But values that
-        are not on the device come there for use."""
+        """The placement on so many ranks. One rank holds everything, so nothing is reduced or all-gathered; offloaded
+        parameters are still copied to the device for use."""
         if ranks > 1:
             return self
         kept = self.parameters if self.parameters_tier is not Tier.DEVICE else Scope.REPLICATED

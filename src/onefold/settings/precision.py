@@ -1,8 +1,8 @@
-"""Which dtype computes, travels, is kept as gradient and is updated.
+"""The dtypes of compute, of reductions, of kept gradients and of what the optimizer updates.
 
-The fp32 master is the truth; a 16-bit copy of it computes; 16-bit gradients are summed over ranks in fp32 and rounded
-once; the optimizer updates the master in fp32, and the copy is rounded from it again. Parameters that stay in fp32 need
-no copy: they are their own master.
+With 16 bits the optimizer updates fp32 master parameters, and forward and backward use a 16-bit copy that is rounded
+from them after every update. 16-bit gradients are summed over ranks in fp32 and rounded once. Parameters that stay in
+fp32 need no copy: they are their own master.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from onefold.settings.widths import Widths
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MASTERS = ("fp32", "split")
-MASTER_BYTES = {None: 0, "fp32": 4, "split": 2}  # per element, beside the values
+MASTER_BYTES = {None: 0, "fp32": 4, "split": 2}  # per element, beside the parameters
 Dtype: TypeAlias = "torch.dtype | str | None"
 Modules: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None"
 
@@ -33,7 +33,7 @@ class Dtypes(NamedTuple):
     compute: torch.dtype
     wire: torch.dtype
     grad: torch.dtype
-    master: Literal["fp32", "split"] | None = None  # None: the values themselves are updated
+    master: Literal["fp32", "split"] | None = None  # None: the parameters themselves are updated
 
     @property
     def narrow(self) -> bool:
@@ -41,7 +41,7 @@ class Dtypes(NamedTuple):
 
     @property
     def widths(self) -> Widths:
-        """In bytes."""
+        """Bytes per element of each."""
         return Widths(self.compute.itemsize, self.wire.itemsize, self.grad.itemsize, MASTER_BYTES[self.master])
 
 
@@ -103,7 +103,7 @@ class Precision:
 
     @classmethod
     def of(cls, value: Any) -> Precision:
-        """From the setting of `shard`: a name, or a policy."""
+        """From the setting of `shard`: a name, or a Precision."""
         if isinstance(value, Precision):
             return value
         if not (isinstance(value, str) and value in DTYPES) and not (isinstance(value, torch.dtype) and value in NAMES):
@@ -112,11 +112,11 @@ class Precision:
 
     @property
     def narrow(self) -> bool:
-        """Whether 16 bits compute."""
+        """Whether forward and backward run in 16 bits."""
         return self.compute is not torch.float32
 
     def decided(self, *, own_sum: bool, cuda: bool) -> Precision:
-        """Every field filled in, for this backend and device."""
+        """This precision with every field chosen for the backend (`own_sum`: Onefold sums, as on gloo) and device."""
         if not self.narrow:
             return self
         return dataclasses.replace(
@@ -127,7 +127,7 @@ class Precision:
         )
 
     def dtypes(self, dtype: torch.dtype) -> Dtypes:
-        """For a unit that computes in `dtype`; call it on a decided policy."""
+        """The dtypes of a unit that computes in `dtype`; every field must have been decided."""
         if dtype is self.compute and self.narrow:
             assert isinstance(self.wire, torch.dtype) and isinstance(self.grad, torch.dtype)
             return Dtypes(dtype, self.wire, self.grad, self.master)

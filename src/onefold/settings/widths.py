@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Widths(NamedTuple):
-    """Bytes per element of one unit's parameters, gradients on the way, gradients kept, and master."""
+    """Bytes per element of one unit's parameters, gradients in a reduction, kept gradients, and master."""
 
     compute: int
     wire: int
     grad: int
-    master: int  # beside the values: 4 an fp32 copy, 2 a remainder, 0 where the values are their own master
+    master: int  # beside the parameters: 4 an fp32 copy, 2 a remainder, 0 where parameters are their own master
 
     @property
     def narrow(self) -> bool:
@@ -19,5 +19,5 @@ class Widths(NamedTuple):
 
     @property
     def updated(self) -> int:
-        """Of the vectors the optimizer works on."""
+        """Bytes per element of what the optimizer updates."""
         return 4 if self.narrow else self.compute

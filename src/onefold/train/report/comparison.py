@@ -106,9 +106,10 @@ def _figures(memory: Chart, traffic: Chart | None, step: Chart | None) -> str:
 
 
 NOTES = """<p class="note">States by formula: so many bytes for each of Ψ parameters, divided by N where the stage
-shards them. Units are padded to full vectors, hence the small surplus. At stage 3 a few layers are also whole while
-they compute. Traffic by formula: (N-1)/N of all parameters, twice, and at stage 3 at most three times: what is whole
-when forward ends is not gathered again. Times are of this machine, where all ranks may share its cores.</p>"""
+shards them. Units are padded to full vectors, hence the small surplus. At stage 3 a few layers are also unsharded while
+they compute. Traffic by formula: (N-1)/N of all parameters, twice, and at stage 3 at most three times: what is
+unsharded when forward ends is not all-gathered again. Times are of this machine, where all ranks
+may share its cores.</p>"""
 
 
 def _table(runs: Sequence[Run]) -> str:

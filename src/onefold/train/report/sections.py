@@ -175,7 +175,7 @@ def traffic(run: Run, chart: Chart | None) -> Section:
         marks.append("formula")
     said = (
         "<p>Ψ(N-1)/N is what one rank sends when all parameters move once. A step of stages 0 to 2 moves them twice, "
-        "of stage 3 three times, less what is still whole when forward ends.</p>"
+        "of stage 3 three times, less what is still unsharded when forward ends.</p>"
     )
     shown = figure("Sent by rank 0 in a step", chart)
     return Section("Traffic", said + figures(shown, table(("", "measured", "theory", "off"), rows, marks=marks)))
@@ -196,7 +196,7 @@ def placement(run: Run) -> Section:
         for row in rows
     ]
     why = f"<p>{text(run.fact('stage_why'))}</p>" if run.fact("stage_why") else ""
-    said = "<p>Which states of each unit are whole on every rank, and which are sharded: each rank holds its part.</p>"
+    said = "<p>Which states of each unit are replicated on every rank, and which are sharded: each rank holds 1/N.</p>"
     shown = folded(f"{len(rows)} units", table(heads, cells, words=4), is_open=len(rows) <= MANY)
     return Section("Placement", why + said + shown)
 

@@ -18,8 +18,8 @@ from onefold.errors import ConfigError, OnefoldError
 from onefold.offload.host_memory import bytes_of
 from onefold.train.run.cache import Cache
 from onefold.train.run.digest import Digests, hash_files, read_pieces
+from onefold.train.run.groups import DataSettings
 from onefold.train.run.sampling import Windows
-from onefold.train.run.settings import DataSettings
 from onefold.train.run.source import STANDARD_LIBRARY, Source, find_source
 from onefold.train.run.tokenizer import Tokenizer, find_tokenizer
 from onefold.train.run.tokens import SUFFIXES, check_range, largest, open_tokens, pieces

@@ -1,4 +1,4 @@
-"""What figures say about a run that goes wrong, and what to do about it. Pure functions: figures in, a sentence out."""
+"""Diagnoses of a run from its figures, each with a remedy. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from onefold.errors import OnefoldError
 
-FALLS, FALLS_IN = 4, 50  # of the loss scale, in so many steps: more than finding its place takes after the first
-LOST = 0.25  # of the elements that should have changed
-LATE = 0.15  # of a step spent on starting messages
+FALLS, FALLS_IN = 4, 50  # falls of the loss scale in so many steps: more than a good initial scale needs
+LOST = 0.25  # of the elements that have a gradient: so many may stay as they were
+LATENCY_SHARE = 0.15  # of a step
 GIB = 1 << 30
 
 
@@ -19,14 +19,14 @@ class OutOfMemory(OnefoldError, MemoryError):
 
 
 class Finding(NamedTuple):
-    """Something to tell the user."""
+    """A diagnosis, as it is shown to the user."""
 
     kind: str
     message: str
 
 
 def falling_scale(scales: Sequence[float]) -> Finding | None:
-    """From the loss scales of the last steps, oldest first."""
+    """Whether the loss scale keeps falling; `scales` are those of the last steps, oldest first."""
     recent = scales[-FALLS_IN - 1 :]
     falls = sum(after < before for before, after in pairwise(recent))
     if falls < FALLS:
@@ -38,23 +38,24 @@ def falling_scale(scales: Sequence[float]) -> Finding | None:
     )
 
 
-def lost_updates(moved: int, wanted: int, lr: float) -> Finding | None:
-    """Of `wanted` elements of what is updated that had a gradient, `moved` changed."""
-    if not wanted or 1 - moved / wanted <= LOST:
+def lost_updates(changed: int, expected: int, lr: float) -> Finding | None:
+    """From a sample of master parameters: `expected` of them had a gradient, `changed` of these changed."""
+    if not expected or 1 - changed / expected <= LOST:
         return None
     return Finding(
         "lost-updates",
-        f"{1 - moved / wanted:.0%} of the parameters that had a gradient did not change in this step: at a learning "
-        f"rate of {lr:.1e} their updates are lost in rounding; raise --lr or --min-lr",
+        f"{1 - changed / expected:.0%} of the parameters that had a gradient did not change in this step: at a "
+        f"learning rate of {lr:.1e} their updates are lost in rounding; raise --lr or --min-lr",
     )
 
 
 def small_messages(calls: int, latency_s: float, step_s: float, *, cut: bool) -> Finding | None:
-    """Of `calls` messages a step, each costing `latency_s` before its first byte; `cut`: blocks are in pieces."""
+    """Whether latency dominates: a step makes `calls` calls, each of at least `latency_s`; `cut`: blocks are split into
+    several units."""
     share = calls * latency_s / step_s if step_s > 0 else 0.0
-    if share <= LATE:
+    if share <= LATENCY_SHARE:
         return None
-    remedy = "raise --bucket-mb, which cuts blocks into pieces" if cut else "raise --micro-batch, or use fewer ranks"
+    remedy = "raise --bucket-mb, so that each block is one unit" if cut else "raise --micro-batch, or use fewer ranks"
     return Finding(
         "small-messages",
         f"{share:.0%} of a step is latency: {calls} messages of {latency_s * 1e6:.0f} µs each in {step_s * 1e3:.0f} "
@@ -71,7 +72,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(sizes: Mapping[str, int], *, where: str, stage: int, micro_batch: int) -> OutOfMemory:
-    """From bytes by category at the moment it failed (empty if nobody could count any more)."""
+    """The error, from bytes by category when memory ran out (empty if they could not be counted)."""
     groups = {
         "activations": sizes.get("activations", 0),
         "model states": sum(sizes.get(name, 0) for name in ("parameters", "gradients", "optimizer")),

@@ -50,21 +50,21 @@ from onefold.train.run.metrics import (
     perplexity,
     traffic_now,
 )
-from onefold.train.run.notes import Notes
 from onefold.train.run.probe import UpdateProbe
 from onefold.train.run.profiled import RunProfile
+from onefold.train.run.rank_warnings import RankWarnings
 from onefold.train.run.sampling import share
 from onefold.train.run.schedule import learning_rate
 from onefold.train.run.settings import Settings
 from onefold.train.run.stop import Stop
 
 Batch: TypeAlias = "tuple[Tensor, Tensor]"
-TELL = Label("train", "a step")
-WATCHED = 2  # the step of this process whose memory is watched: the first has its orders to learn
+LABEL = Label("train", "a step")
+TRACKED_STEP = 2  # the step of this process whose memory is tracked: the first one learns the schedules
 
 
 class Place(NamedTuple):
-    """Where a run is: steps done, samples consumed."""
+    """How far a run is: steps done, samples consumed."""
 
     step: int
     samples: int
@@ -80,20 +80,20 @@ class Loop:
         self.engine, self.shape = engine_of(model), shape
         self.batch, self.accumulation = settings.steps.split(self.engine.everyone.size)
         self.run_folder = RunFolder(settings.output.out)
-        self.notes = Notes(comm, self.run_folder.warnings)
-        self._scales: deque[float] = deque(maxlen=FALLS_IN + 1)
+        self.warnings = RankWarnings(comm, self.run_folder.warnings)
+        self._loss_scales: deque[float] = deque(maxlen=FALLS_IN + 1)
         self._peak: dict[str, int] | None = None
         self._latency_s = latency(comm)
         self._probe = UpdateProbe(self.engine)
         self._flops = flops_per_token(shape)
         self._peak_flops = peak_flops(self.engine.device, self.engine.resolved.precision.narrow)
         self._evaluated = data.windows.evaluated(settings.steps.eval_windows)
-        self._where, self._done = "the first step", 0
+        self._doing, self._done = "the first step", 0
         self._spent_s, self._timed = 0.0, 0
         self._profile = RunProfile(settings, model, comm)
 
-    def go(self, place: Place, stop: Stop, listener: Listener) -> Place:
-        """To the end, or to the end of the step in which somebody was told to stop; where that was."""
+    def run(self, place: Place, stop: Stop, listener: Listener) -> Place:
+        """Trains until the last step, or until the step in which a rank was told to stop; returns the place reached."""
         steps = self.settings.steps.steps
         try:
             with self._profile:
@@ -101,8 +101,8 @@ class Loop:
                     place, stopped = self._step(place, stop, listener)
                     if stopped:
                         break
-            self.notes.tell(place.step, listener)
-            self._where = "the last checkpoint"
+            self.warnings.tell(place.step, listener)
+            self._doing = "the last checkpoint"
             finish_saves()
             self._save(place, wait=True)
         except Exception as error:
@@ -117,9 +117,9 @@ class Loop:
         evaluate = last or _due(step, settings.steps.eval_every)
         log = evaluate or _due(step, settings.steps.log_every)
         with self._profile.step():
-            said, losses, norm, lr = self._train(place, stop, log=log)
+            flags, losses, norm, lr = self._train(place, stop, log=log)
         self._profile.tell()
-        place, stopped = Place(step, place.samples + self.batch), bool(said[0])
+        place, stopped = Place(step, place.samples + self.batch), bool(flags[0])
         if log:
             loss = losses / (self.accumulation * self.comm.size)
             row = self._row(step, loss, self.evaluate() if evaluate else None, float(norm), lr)
@@ -127,50 +127,52 @@ class Loop:
                 append_lines(self.run_folder.metrics, [_finite(row._asdict())])
             listener.row(row)
         listener.stepped(step)
-        if said[1]:
-            self.notes.tell(step, listener)
+        if flags[1]:
+            self.warnings.tell(step, listener)
         if not stopped and not last and _due(step, settings.checkpoints.save_every):
-            self._where = "a checkpoint"
+            self._doing = "a checkpoint"
             self._save(place, wait=False)
         return place, stopped
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _train(self, place: Place, stop: Stop, *, log: bool) -> tuple[bytes, float, Tensor, float]:
-        """What is timed of a step. Two flags: a rank was told to stop, a rank has a warning to tell. To log, the losses
-        of all ranks' micro-batches, summed; the norm and the learning rate."""
+        """The timed part of a step; returns two flags (a rank was told to stop, a rank has warnings), the sum of all
+        ranks' losses if they are to be logged, the gradient norm and the learning rate."""
         began = time.perf_counter()
         batches = [self._batch(place.samples, micro) for micro in range(self.accumulation)]
-        with self._watched() as tracker:
+        with self._tracked_memory() as tracker:
             if not self.engine.updates.keeps_gradients:
-                self._schedule()  # updates run in backward
-            losses = self._passes(batches)
+                self._set_learning_rate()  # updates run in backward
+            losses = self._forward_backward(batches)
             norm, lr = self._update(place.step + 1, losses, probe=log)
         if tracker is not None:
             self._peak = tracker.peak()
-        said = self.comm.all_reduce_max(bytes([stop.asked, len(self.notes) > 0]), TELL)
-        total = self._summed(float(torch.stack(losses).double().sum())) if log else 0.0  # read only where it is wanted
+        flags = self.comm.all_reduce_max(bytes([stop.asked, len(self.warnings) > 0]), LABEL)
+        total = self._summed(float(torch.stack(losses).double().sum())) if log else 0.0  # reading it waits for the device
         self._spent_s, self._timed = self._spent_s + time.perf_counter() - began, self._timed + 1
-        return said, total, norm, lr
+        return flags, total, norm, lr
 
     def _summed(self, mine: float) -> float:
         """The sum over all ranks, in rank order."""
-        return sum(struct.unpack("<d", row)[0] for row in self.comm.all_gather_bytes(struct.pack("<d", mine), TELL))
+        return sum(struct.unpack("<d", row)[0] for row in self.comm.all_gather_bytes(struct.pack("<d", mine), LABEL))
 
     def _batch(self, samples: int, micro: int) -> Batch:
         """This rank's inputs and targets of a micro-batch."""
         steps = self.settings.steps
-        readers = self.engine.everyone  # all ranks of one tp read the same
-        mine = share(samples, ranks=readers.size, rank=readers.rank, micro_batch=steps.micro_batch, micro=micro)
-        return self._here([self.data.windows.sample(steps.seed, number) for number in mine])
+        data_parallel = self.engine.everyone  # all ranks of one tp group read the same
+        mine = share(
+            samples, ranks=data_parallel.size, rank=data_parallel.rank, micro_batch=steps.micro_batch, micro=micro
+        )
+        return self._to_device([self.data.windows.sample(steps.seed, number) for number in mine])
 
-    def _here(self, windows: list[int]) -> Batch:
+    def _to_device(self, windows: list[int]) -> Batch:
         inputs, targets = self.data.batch(windows)
         return inputs.to(self.engine.device), targets.to(self.engine.device)
 
-    def _passes(self, batches: list[Batch]) -> list[Tensor]:
+    def _forward_backward(self, batches: list[Batch]) -> list[Tensor]:
         """Forward and backward of each micro-batch; the losses."""
-        self._where, losses = "forward and backward", []
+        self._doing, losses = "forward and backward", []
         for micro, (inputs, targets) in enumerate(batches, start=1):
             with nullcontext() if micro == len(batches) else accumulate(self.model, self.settings.zero.reduce):
                 loss = self.model(inputs, targets)
@@ -179,7 +181,7 @@ class Loop:
         return losses
 
     def _update(self, step: int, losses: list[Tensor], *, probe: bool) -> tuple[Tensor, float]:
-        self._where, lr = "the update", self._schedule()
+        self._doing, lr = "the update", self._set_learning_rate()
         norm = torch.tensor(math.nan)
         try:
             if self.engine.updates.keeps_gradients:
@@ -193,26 +195,26 @@ class Loop:
                 f"step {step}: the loss here was {loss}, and {_lower(error)}. Lower --lr or lengthen --warmup"
             ) from error
         if probe and self.optimizer.stepped and lr > 0:
-            self.notes.found(lost_updates(*self._probe.after(), lr))
+            self.warnings.add_finding(lost_updates(*self._probe.after(), lr))
         self.optimizer.zero_grad()
-        self._scales.append(self.optimizer.loss_scale)
+        self._loss_scales.append(self.optimizer.loss_scale)
         self._done += 1
         return norm, lr
 
-    def _schedule(self) -> float:
-        """The learning rate of this step."""
+    def _set_learning_rate(self) -> float:
+        """Sets the learning rate of this step in all param groups, and returns it."""
         adam, steps = self.settings.adam, self.settings.steps.steps
         lr = learning_rate(self.optimizer.steps, steps=steps, warmup=adam.warmup, lr=adam.lr, min_lr=adam.min_lr)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         return lr
 
-    def _watched(self) -> AbstractContextManager[Any]:
-        """On a CPU nothing but a look at every tensor tells the fullest instant: once."""
-        wanted = self._done == WATCHED - 1 and self.engine.device.type == "cpu"
+    def _tracked_memory(self) -> AbstractContextManager[Any]:
+        """Tracks every tensor of one step on a CPU, where no allocator reports the peak."""
+        wanted = self._done == TRACKED_STEP - 1 and self.engine.device.type == "cpu"
         return track_memory(self.model) if wanted else nullcontext()
 
-    # -- what is told ------------------------------------------------------------------------------------------------
+    # -- metrics and checkpoints ---------------------------------------------------------------------------------------
 
     def _row(self, step: int, loss: float, val_loss: float | None, norm: float, lr: float) -> Row:
         for what, found in (("loss", loss), ("validation loss", val_loss)):
@@ -242,32 +244,32 @@ class Loop:
         )
 
     def _diagnose(self, calls: int, step_s: float) -> None:
-        """What the same figures would make every rank say, rank 0 says."""
+        """Adds findings on rank 0 alone, since all ranks have the same figures."""
         if self.comm.rank == 0:
-            self.notes.found(falling_scale(list(self._scales)))
-            if self._done > WATCHED:
+            self.warnings.add_finding(falling_scale(list(self._loss_scales)))
+            if self._done > TRACKED_STEP:
                 blocks = [unit for unit in self.engine.units if unit.layout.slots[0].name.startswith("blocks.")]
                 cut = len(blocks) > self.shape.layers
-                self.notes.found(small_messages(calls, self._latency_s, step_s, cut=cut))
+                self.warnings.add_finding(small_messages(calls, self._latency_s, step_s, cut=cut))
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The mean loss over the windows that are always evaluated; the same on all ranks. Collective."""
-        self._where = "evaluation"
-        size, readers = self.settings.steps.micro_batch, self.engine.everyone
+        """The mean loss over the validation windows; the same number on all ranks. Collective."""
+        self._doing = "evaluation"
+        size, data_parallel = self.settings.steps.micro_batch, self.engine.everyone
         total, count = 0.0, len(self._evaluated)
-        for first in range(0, count, size * readers.size):  # all run as many forwards; the last may repeat one
-            mine = self._evaluated[first + readers.rank * size :][:size]
-            mine = mine if first + readers.rank * size < count else []
-            inputs, targets = self._here(mine or self._evaluated[:1])
+        for first in range(0, count, size * data_parallel.size):  # as many forwards on every rank; some repeat a window
+            mine = self._evaluated[first + data_parallel.rank * size :][:size]
+            mine = mine if first + data_parallel.rank * size < count else []
+            inputs, targets = self._to_device(mine or self._evaluated[:1])
             total += float(self.model(inputs, targets)) * len(mine)
-        return self._summed(total) / (self.comm.size // readers.size) / count
+        return self._summed(total) / (self.comm.size // data_parallel.size) / count
 
     def _save(self, place: Place, *, wait: bool) -> None:
         path = self.run_folder.checkpoints
         done = committed(Storage(), path) if path.exists() else []
-        told = self.comm.all_gather_bytes(bytes([place.step in done]), TELL)
-        if not told[0][0]:  # else the run went on at its very end
+        saved = self.comm.all_gather_bytes(bytes([place.step in done]), LABEL)
+        if not saved[0][0]:  # else a run was resumed at its last step, which is saved
             extra = {"step": place.step, "samples": place.samples}
             keep = self.settings.checkpoints.keep or None
             save(path, self.model, self.optimizer, extra=extra, step=place.step, keep=keep, wait=wait)
@@ -280,16 +282,16 @@ class Loop:
             sizes |= {"buffers": now.buffers.measured, "communication": now.communication.measured}
             sizes["activations"] = max(0, in_use(self.engine.device) - now.total)
         except MemoryError:
-            pass  # too late even to count
+            pass  # not even the report could be made
         stage = self.engine.resolved.settings.stage
         return out_of_memory(
-            sizes, where=self._where, stage=stage if isinstance(stage, int) else 0,
+            sizes, where=self._doing, stage=stage if isinstance(stage, int) else 0,
             micro_batch=self.settings.steps.micro_batch,
         )  # fmt: skip
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity, which is what a skipped step of fp16 has for a norm."""
+    """Replaces infinity, the norm of a skipped fp16 step, by null: JSON has none."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 

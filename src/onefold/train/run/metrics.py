@@ -1,4 +1,4 @@
-"""What a run measures of itself: one row per logged step, and what others say beside it."""
+"""What a run measures: one row of metrics per logged step, and warnings."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Row(NamedTuple):
 
 
 class Listener:
-    """Whoever wants to hear of a run while it runs; this one says nothing."""
+    """Is told of a run's progress; this base class ignores everything."""
 
     def began(self, facts: dict[str, Any], step: int) -> None:
-        """Before the first step; `step` are done already."""
+        """Called before the first step of this start; `step` steps are done already."""
 
     def stepped(self, step: int) -> None: ...
 
@@ -65,7 +65,8 @@ def perplexity(loss: float) -> float:
 
 
 def memory_now(model: nn.Module, peak: dict[str, int] | None) -> dict[str, int | None]:
-    """Bytes this rank holds between steps, and the fullest instant if somebody looked (on CUDA the allocator does)."""
+    """Bytes this rank holds between steps, and at the peak: `peak` if memory was tracked, on CUDA what the allocator
+    reports."""
     now = memory(model)
     sizes: dict[str, int | None] = {name: getattr(now, name).measured for name in CATEGORIES[:-1]}
     sizes |= {"host": now.host, "disk": now.disk} if now.elsewhere else {}
@@ -76,7 +77,7 @@ def memory_now(model: nn.Module, peak: dict[str, int] | None) -> dict[str, int |
 
 
 def in_use(device: torch.device) -> int:
-    """Bytes of the device, or of this process."""
+    """Bytes of device memory in use; on a CPU, of this process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
@@ -84,18 +85,18 @@ def in_use(device: torch.device) -> int:
 
 
 def traffic_now(model: nn.Module) -> tuple[dict[str, int], int]:
-    """Bytes by purpose of the last step, and its messages."""
+    """Bytes sent in the last step by purpose, and the number of calls."""
     sent = traffic(model)
     return sent.by_purpose, sum(flow.calls for flow in sent.flows.values())
 
 
 def flops_per_token(shape: Shape) -> float:
-    """Forward and backward: two per parameter and pass, and what attention adds."""
+    """Flops of forward and backward per token: 6 per parameter, and what attention adds."""
     return 6.0 * shape.numel + 12.0 * shape.layers * shape.hidden * shape.seq
 
 
 def peak_flops(device: torch.device, narrow: bool) -> float | None:
-    """Per second, where the table knows the device and 16 bits compute."""
+    """Peak flops per second in 16 bits; None for fp32, or for a device that is not in the hardware table."""
     if device.type != "cuda" or not narrow:
         return None
     name = torch.cuda.get_device_name(device)
@@ -103,7 +104,7 @@ def peak_flops(device: torch.device, narrow: bool) -> float | None:
 
 
 def latency(comm: Comm) -> float:
-    """Seconds until a byte has gone to all and come from all: the median of some tries. Collective."""
+    """Seconds of an all-gather of one byte: the median of several. Collective."""
     times = []
     for _ in range(TRIES):
         began = time.perf_counter()
@@ -113,25 +114,25 @@ def latency(comm: Comm) -> float:
 
 
 @contextmanager
-def collected(note: Callable[[str, str], None]) -> Iterator[None]:
-    """Python's warnings, and what the library logs as a warning or worse, go to `note(kind, message)`."""
+def collect_warnings(add: Callable[[str, str], None]) -> Iterator[None]:
+    """Passes Python's warnings, and what Onefold logs as a warning or worse, to `add(kind, message)`."""
 
-    class Ear(logging.Handler):
+    class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            note("log", record.getMessage())
+            add("log", record.getMessage())
 
-    ear, log = Ear(logging.WARNING), logging.getLogger("onefold")
-    passed_on = log.propagate
-    log.addHandler(ear)
+    handler, log = Handler(logging.WARNING), logging.getLogger("onefold")
+    propagated = log.propagate
+    log.addHandler(handler)
     log.propagate = False
     with warnings.catch_warnings():
 
         def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-            note(category.__name__, str(message))
+            add(category.__name__, str(message))
 
         warnings.showwarning = show
         try:
             yield
         finally:
-            log.removeHandler(ear)
-            log.propagate = passed_on
+            log.removeHandler(handler)
+            log.propagate = propagated

@@ -14,7 +14,8 @@ from onefold.comm.meter import Label
 from onefold.observe.profiling.profile import Profile, profile
 from onefold.observe.profiling.report import ProfileReport, summary
 from onefold.train.run.folder import SUMMARY, RunFolder, replace
-from onefold.train.run.settings import PROFILE_WARMUP, Settings
+from onefold.train.run.groups import PROFILE_WARMUP
+from onefold.train.run.settings import Settings
 
 LABEL = Label("train", "the profile")
 

@@ -15,8 +15,9 @@ from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError
 from onefold.train.run.digest import Digests
 from onefold.train.run.folder import RunFolder, is_comparison, is_run, is_stage
+from onefold.train.run.groups import BYTES
 from onefold.train.run.records import read_facts
-from onefold.train.run.settings import BYTES, Settings
+from onefold.train.run.settings import Settings
 
 NAMED = 3  # files, before the rest is counted
 SHAPE = ("layers", "hidden", "heads", "seq", "vocab")

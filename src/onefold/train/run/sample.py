@@ -18,9 +18,9 @@ from onefold.cost.layout import Span
 from onefold.cost.shapes import Shape
 from onefold.errors import CheckpointError, ConfigError
 from onefold.train.run.folder import RunFolder
+from onefold.train.run.groups import BYTES
 from onefold.train.run.model import GPT
 from onefold.train.run.records import read_facts
-from onefold.train.run.settings import BYTES
 from onefold.train.run.tokenizer import vocab_of
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 from onefold.errors import ConfigError
 from onefold.train.run.cache import default_cache
 from onefold.train.run.folder import is_run
-from onefold.train.run.settings import DataSettings
+from onefold.train.run.groups import DataSettings
 from onefold.train.run.tokens import SUFFIXES, TokenFile, beside, open_tokens
 
 LOOK = 8192  # bytes of a file that are looked at for a zero, which text has not

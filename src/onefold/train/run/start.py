@@ -1,4 +1,4 @@
-"""From settings to a loop: join the ranks, get the data ready, build and shard the model, go on from a checkpoint."""
+"""From settings to a training loop: join the ranks, prepare the data, build and shard the model, resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from onefold.train.run.environment import build, facts_of
 from onefold.train.run.folder import LOCK, RunFolder, make_folder, replace, write_facts
 from onefold.train.run.lock import LAUNCHED, RunLock
 from onefold.train.run.loop import Loop, Place
-from onefold.train.run.metrics import Listener, collected
+from onefold.train.run.metrics import Listener, collect_warnings
 from onefold.train.run.model import initialise
 from onefold.train.run.records import cut_after, read_facts, read_lines
 from onefold.train.run.same import check_same, check_stages, digest_of
@@ -39,8 +39,8 @@ from onefold.train.run.settings import Settings
 from onefold.train.run.stop import Stop
 from onefold.train.run.toml import NOT_SAVED, to_toml
 
-PROBE = ".writing-"  # what a rank makes in --out, to see that it can, while others look whether that is empty
-PATIENCE_S = 24 * 3600.0
+PROBE = ".writing-"  # files that ranks make in --out to see that they can, while others check that it is empty
+DATA_TIMEOUT_S = 24 * 3600.0
 DATA = Label("train", "the data")
 SAVED = Label("train", "the last checkpoint")
 
@@ -53,16 +53,14 @@ class Ended(NamedTuple):
 
 
 def check_folder(settings: Settings) -> None:
-    """A run starts in a folder of its own, or goes on in that of an earlier start."""
+    """Raises unless --out is empty, or holds a run that is to be resumed, and can be written."""
     out = settings.output.out
     make_folder(out)
     found = any(path.name != LOCK and not path.name.startswith(PROBE) for path in out.iterdir())
     if found and not settings.checkpoints.may_resume:
         known = RunFolder(out).config
         again = f" (and --config {known}, to repeat that run)" if known.exists() else ""
-        raise ConfigError(
-            f"--out {out} holds something already; go on with it by --resume, or give another --out{again}"
-        )
+        raise ConfigError(f"--out {out} is not empty; resume its run with --resume, or give another --out{again}")
     try:
         probe = out / f"{PROBE}{os.getpid()}"
         probe.touch()
@@ -83,8 +81,8 @@ def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
 
 
 def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> Ended:
-    heard: list[tuple[str, str]] = []
-    with collected(lambda kind, message: heard.append((kind, message))):
+    early: list[tuple[str, str]] = []  # warnings from before there is a loop
+    with collect_warnings(lambda kind, message: early.append((kind, message))):
         try:
             loop, place, prepared = _prepare(settings, comm)
         except Exception as error:
@@ -92,16 +90,16 @@ def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> En
                 stage = settings.zero.stage if isinstance(settings.zero.stage, int) else 0
                 raise out_of_memory({}, where="making the model", stage=stage, micro_batch=1) from error
             raise
-        for kind, message in heard:
-            loop.notes.note(kind, message)
-    with collected(loop.notes.note):
+        for kind, message in early:
+            loop.warnings.add(kind, message)
+    with collect_warnings(loop.warnings.add):
         if comm.rank == 0:
             assert prepared is not None, "rank 0 is the first of its node"
-            facts = _write_down(loop, place, prepared)
+            facts = _write_facts(loop, place, prepared)
             listener.began(facts, place.step)
         try:
             with stop:
-                done = loop.go(place, stop, listener)
+                done = loop.run(place, stop, listener)
         finally:
             listener.ended()
     return Ended(done.step, done.step == settings.steps.steps)
@@ -110,7 +108,7 @@ def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> En
 def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place, Prepared | None]:
     data, prepared = _data(settings, comm)
     shape = on_all(comm, lambda: settings.model.shape(data.vocab), "the model")
-    on_all(comm, lambda: _check_same(settings, prepared, shape) if comm.rank == 0 else None, "the run that goes on")
+    on_all(comm, lambda: _check_same(settings, prepared, shape) if comm.rank == 0 else None, "the run that is resumed")
     model = build(shape)
     axes = settings.zero.axes(comm.size)
     places = mesh(replica=axes["replica"], shard=axes["shard"], tp=axes["tp"]) if axes else None
@@ -126,43 +124,42 @@ def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place, Prepared | No
     if settings.output.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
-    inside = settings.updates_inside(comm.size)
-    optimizer = Optimizer(model, torch.optim.AdamW, groups=groups(settings, model), fused=True, step_in_backward=inside)
-    place = _go_on(settings, model, optimizer, comm)
+    in_backward = settings.updates_in_backward(comm.size)
+    optimizer = Optimizer(
+        model, torch.optim.AdamW, groups=param_groups(settings, model), fused=True, step_in_backward=in_backward
+    )
+    place = _resume(settings, model, optimizer, comm)
     return Loop(settings, model, optimizer, shape, data, comm), place, prepared
 
 
-def groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not."""
+def param_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with weight decay, vectors (biases, norms) without."""
     adam = settings.adam
     common = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2)}
     decayed = [param for param in model.parameters() if param.ndim >= 2]
-    plain = [param for param in model.parameters() if param.ndim < 2]
+    undecayed = [param for param in model.parameters() if param.ndim < 2]
     return [
         {"params": decayed, **common, "weight_decay": adam.weight_decay},
-        {"params": plain, **common, "weight_decay": 0.0},
+        {"params": undecayed, **common, "weight_decay": 0.0},
     ]
 
 
 def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
     """The first process of each node hashes the data and tokenises what is not in its cache; the others wait for it."""
     first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    comm = Comm(axes_of(None).everyone, torch.device("cpu"), PATIENCE_S, Meter())  # much text takes long
+    comm = Comm(axes_of(None).everyone, torch.device("cpu"), DATA_TIMEOUT_S, Meter())  # much text takes long
     prepared = on_all(comm, lambda: prepare(settings.data, settings.output.out) if first else None, "the data")
     mine = [prepared.entry, prepared.digests.run_digest] if prepared else None
     found = [json.loads(row) for row in comm.exchange(json.dumps(mine).encode(), DATA)]
     for rank, theirs in enumerate(found):
         if theirs is not None and theirs != found[0]:
-            raise MismatchError(
-                f"rank {rank} finds other data at --data than rank 0, though its ranks train one model; give all nodes "
-                f"the same files"
-            )
+            raise MismatchError(f"rank {rank} found other data at --data than rank 0; give all nodes the same files")
     seq = settings.model.seq or named(settings.model.model).seq
     return on_all(comm, lambda: load_data(settings.data, seq, found[0][0]), "the data"), prepared
 
 
 def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> None:
-    """Of rank 0: raise if the run that is gone on with was another, or the stage before it."""
+    """On rank 0: raises if the run in --out, or an earlier stage of a comparison, had other settings or data."""
     assert prepared is not None, "rank 0 is the first of its node"
     check_stages(settings, prepared.digests)
     if settings.checkpoints.may_resume:
@@ -170,14 +167,15 @@ def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> 
         folder = RunFolder(settings.output.out)
         if folder.checkpoints.exists() and digest_of(folder.path) is None:
             warnings.warn(
-                f"{folder.facts} does not say what data the run was trained on, so nobody can tell whether they are "
-                f"the same; from now on it does",
+                f"{folder.facts} does not record what data the run was trained on, so it is unknown whether they are "
+                f"the same; from now on it is recorded",
                 stacklevel=2,
             )
 
 
-def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Place:
-    """Load the last checkpoint, if the run is to go on and has one; the settings win over what was saved."""
+def _resume(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Place:
+    """Loads the last checkpoint, if the run is resumed and has one. Learning rate, betas and weight decay are those of
+    the settings, not of the checkpoint."""
     folder = RunFolder(settings.output.out)
     wanted = settings.checkpoints.may_resume and folder.checkpoints.exists()
     mine = on_all(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
@@ -189,13 +187,13 @@ def _go_on(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Com
     extra = load(folder.checkpoints, model, optimizer, fallback=True)
     if extra["step"] > settings.steps.steps:
         raise ConfigError(f"the run at {folder.path} is at step {extra['step']} already; give --steps above that")
-    for group, given in zip(optimizer.param_groups, groups(settings, model), strict=True):
+    for group, given in zip(optimizer.param_groups, param_groups(settings, model), strict=True):
         group.update({key: value for key, value in given.items() if key != "params"})
     return Place(extra["step"], extra["samples"])
 
 
 def _set_aside(folder: RunFolder) -> None:
-    """Rows of a run that left no checkpoint: it starts again, and they are kept beside it."""
+    """Renames the metrics of a run that left no checkpoint, since the run starts again."""
     if rows := read_lines(folder.metrics):
         kept = folder.metrics.with_name("metrics-without-checkpoint.jsonl")
         for number in count(2):
@@ -204,14 +202,14 @@ def _set_aside(folder: RunFolder) -> None:
             kept = folder.metrics.with_name(f"metrics-without-checkpoint-{number}.jsonl")
         folder.metrics.replace(kept)
         warnings.warn(
-            f"{folder.path} has no checkpoint to go on from, so it starts at step 0; the {len(rows)} rows it wrote are "
-            f"in {kept.name}",
+            f"{folder.path} has no checkpoint to resume from, so it starts at step 0; the {len(rows)} rows it wrote "
+            f"are in {kept.name}",
             stacklevel=2,
         )
 
 
-def _write_down(loop: Loop, place: Place, prepared: Prepared) -> dict[str, Any]:
-    """Of rank 0, before the first step: settings and facts; of later steps than this nothing is left."""
+def _write_facts(loop: Loop, place: Place, prepared: Prepared) -> dict[str, Any]:
+    """On rank 0, before the first step: writes settings and facts, and removes rows of later steps than this one."""
     settings, folder = loop.settings, loop.run_folder
     folder.path.mkdir(parents=True, exist_ok=True)
     batch = dataclasses.replace(settings.steps, global_batch=loop.batch, accumulation=None)  # the same on any ranks

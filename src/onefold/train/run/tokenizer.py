@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import ConfigError
-from onefold.train.run.settings import BYTES
+from onefold.train.run.groups import BYTES
 
 PIECE_CHARS = 1 << 22
 MOST_CHARS = 1 << 24

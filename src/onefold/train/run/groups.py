@@ -1,0 +1,289 @@
+"""The settings of a training run in groups: model, data, steps, optimizer, sharding, checkpoints, output.
+
+Every field is a flag of `onefold train`, and its docstring is the help text; every group is a table of a TOML file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onefold.cost.shapes import Shape, named
+from onefold.errors import ConfigError
+from onefold.settings.offload import Offload
+from onefold.settings.precision import DTYPES
+from onefold.settings.zero import REDUCE, Zero
+
+PRECISIONS = tuple(DTYPES)
+BYTES = "bytes"
+AXES = ("replica", "shard", "tp")
+PROFILE_STEPS = 3  # recorded by default
+PROFILE_WARMUP = 2  # steps before them: the first learns the schedules, the second tracks memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model: a GPT by name, or by shape."""
+
+    model: str = "gpt-tiny"
+    """A GPT by name: gpt-tiny, gpt-small, gpt2, gpt2-1.5b, 8b, 100b … The flags below change parts of it."""
+
+    layers: int | None = None
+    """Number of transformer blocks."""
+
+    hidden: int | None = None
+    """Hidden size."""
+
+    heads: int | None = None
+    """Attention heads per block."""
+
+    seq: int | None = None
+    """Tokens per sequence."""
+
+    vocab: int | None = None
+    """Vocabulary size; by default the tokenizer's."""
+
+    def shape(self, vocab: int) -> Shape:
+        """The shape of the model; `vocab` is the tokenizer's, which --vocab may exceed."""
+        given = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "seq")}
+        if self.vocab is not None and self.vocab < vocab:
+            raise ConfigError(
+                f"--vocab {self.vocab} is too small: the tokens go up to {vocab - 1}; use {vocab} or more"
+            )
+        given = {name: size for name, size in given.items() if size is not None}
+        return dataclasses.replace(named(self.model), **given, vocab=self.vocab or vocab)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """The text or tokens to train on."""
+
+    data: Path | None = None
+    """A text file, a folder of text files, or a token file (.bin, .npy); by default the sources of Python's standard
+    library."""
+
+    tokenizer: str = BYTES
+    """How text becomes tokens: "bytes", or the path of a Hugging Face tokenizers file (tokenizer.json)."""
+
+    val_fraction: float = 0.05
+    """Fraction of the data that is held out for validation."""
+
+    cache: Path | None = None
+    """Folder that caches tokenised text; by default onefold/ in $XDG_CACHE_HOME or ~/.cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """Steps, batches, evaluation and logging."""
+
+    steps: int = 600
+    """Optimizer steps of the whole run."""
+
+    micro_batch: int = 4
+    """Sequences per rank in one forward."""
+
+    accumulation: int | None = None
+    """Micro-batches per step; by default 1, or what --global-batch needs."""
+
+    global_batch: int | None = None
+    """Sequences per step over all ranks: micro-batch × accumulation × ranks."""
+
+    seed: int = 0
+    """Seed of the initial parameters and of the order of the data."""
+
+    eval_every: int = 100
+    """Steps between evaluations; 0 evaluates at the end only."""
+
+    eval_windows: int = 64
+    """Validation sequences per evaluation, always the same ones."""
+
+    log_every: int = 10
+    """Steps between rows of metrics.jsonl, and between lines of output where that is no terminal."""
+
+    def split(self, ranks: int) -> tuple[int, int]:
+        """The global batch and the number of micro-batches per step."""
+        unit = self.micro_batch * ranks
+        if self.global_batch is None:
+            return unit * (self.accumulation or 1), self.accumulation or 1
+        if self.accumulation is not None and self.global_batch != unit * self.accumulation:
+            raise ConfigError(
+                f"--global-batch {self.global_batch} is not micro-batch {self.micro_batch} × accumulation "
+                f"{self.accumulation} × {ranks} ranks = {unit * self.accumulation}; leave one of them out"
+            )
+        if self.global_batch % unit:
+            below = self.global_batch // unit * unit
+            near = ", ".join(str(size) for size in (below, below + unit, below + 2 * unit) if size)
+            fits = [m for m in range(1, self.micro_batch) if self.global_batch % (m * ranks) == 0]
+            other = f"; or --micro-batch {fits[-1]}" if fits else ""
+            raise ConfigError(
+                f"--global-batch {self.global_batch} is not a multiple of micro-batch {self.micro_batch} × {ranks} "
+                f"ranks = {unit}; batches that are: {near}{other}"
+            )
+        return self.global_batch, self.global_batch // unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamSettings:
+    """AdamW and its learning rate: linear warmup, then cosine decay."""
+
+    lr: float = 3e-3
+    """Learning rate after warmup."""
+
+    min_lr: float = 3e-4
+    """Learning rate at the last step."""
+
+    warmup: int = 50
+    """Warmup steps."""
+
+    weight_decay: float = 0.1
+    """Weight decay of matrices; biases and norms have none."""
+
+    beta1: float = 0.9
+    """Adam's beta1."""
+
+    beta2: float = 0.95
+    """Adam's beta2."""
+
+    clip: float = 1.0
+    """Gradients are clipped to this global norm; 0 does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroSettings:
+    """How training state is sharded over ranks, and where it is kept."""
+
+    stage: int | str = 3
+    """ZeRO stage 0, 1, 2 or 3, or auto: the lowest of 1, 2 and 3 that fits into device memory."""
+
+    precision: str = "fp32"
+    """fp32, bf16, or fp16 (with a loss scale); with 16 bits the optimizer updates fp32 master parameters."""
+
+    bucket_mb: float = 32.0
+    """Largest unit (flat buffer of parameters), in MiB."""
+
+    prefetch: int | str = 1
+    """Stage 3: units that are all-gathered ahead of their use; auto times the first passes and chooses."""
+
+    reduce: str = "each"
+    """With accumulation: "each" reduces gradients after every micro-batch, "once" at the end of the step (more memory,
+    less traffic)."""
+
+    mesh: str | None = None
+    """Mesh axes and their sizes, such as replica=2,shard=4 or shard=2,tp=2; by default state is sharded over all
+    ranks."""
+
+    sequence: bool = False
+    """Sequence parallelism over the mesh axis tp."""
+
+    activations: str = "keep"
+    """What blocks keep for backward: keep (all activations), checkpoint (their inputs; blocks are recomputed) or
+    partition (1/tp of their inputs); checkpoint+host and partition+host keep inputs in host memory; or auto."""
+
+    offload: str | None = None
+    """Keep optimizer state, and run the update, on the host or on disk; auto offloads only units that do not fit on
+    the device."""
+
+    offload_parameters: str | None = None
+    """Stage 3, with --offload: keep the parameter shards on the host or on disk."""
+
+    offload_path: Path | None = None
+    """With disk or auto: a folder on a fast disk of this node, for scratch files that the run removes at its end."""
+
+    def zero(self, seed: int) -> Zero:
+        """The settings of shard(), without the mesh, which exists only once ranks have started."""
+        if self.precision not in PRECISIONS:
+            raise ConfigError(f"--precision {self.precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+        if not 1e-4 <= self.bucket_mb < 1e9:
+            raise ConfigError(f"--bucket-mb {self.bucket_mb:g} is not a size in MiB; try 32")
+        if self.reduce not in REDUCE:
+            raise ConfigError(f"--reduce {self.reduce!r} is unknown; use one of {', '.join(REDUCE)}")
+        fields: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, "activations": self.activations}
+        tiers: dict[str, Any] = {"optimizer": self.offload, "parameters": self.offload_parameters}
+        offload = Offload(**tiers, path=self.offload_path)
+        fields["offload"] = offload if offload.optimizer is not None else None
+        return Zero(precision=self.precision, bucket_bytes=int(self.bucket_mb * (1 << 20)), seed=seed, **fields)
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        """The axes of the mesh and their sizes; empty if state is sharded over all ranks."""
+        if self.mesh is None:
+            return {}
+        try:
+            pairs = [part.split("=") for part in self.mesh.split(",")]
+            axes = {name.strip(): int(size) for name, size in pairs}
+        except ValueError as error:
+            raise ConfigError(f"--mesh {self.mesh!r} is not like replica=2,shard=4") from error
+        if unknown := [name for name in axes if name not in AXES]:
+            hint = "; a pipeline needs a script: see onefold.PipelineStage" if unknown[0] == "pp" else ""
+            raise ConfigError(f"--mesh {self.mesh!r}: {unknown[0]!r} is none of {', '.join(AXES)}{hint}")
+        if len(axes) != len(pairs) or any(size < 1 for size in axes.values()) or math.prod(axes.values()) != ranks:
+            raise ConfigError(
+                f"--mesh {self.mesh!r} has {math.prod(axes.values())} places, but there are {ranks} ranks; name each "
+                f"axis once, with sizes whose product is {ranks}"
+            )
+        return {name: axes.get(name, 1) for name in AXES}
+
+    def data_parallel_ranks(self, ranks: int) -> int:
+        """How many ranks read data of their own: all ranks of one tp group read the same."""
+        return ranks // self.axes(ranks).get("tp", 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Checkpoints, restarts and signals."""
+
+    save_every: int = 100
+    """Steps between checkpoints; 0 saves at the end only."""
+
+    keep: int = 2
+    """Number of checkpoints to keep; 0 keeps all."""
+
+    resume: bool = False
+    """Resume the run at --out from its last checkpoint, with its own settings unless flags change them."""
+
+    resume_or_start: bool = False
+    """Resume the run at --out if there is one, else start it."""
+
+    accept_changed_data: bool = False
+    """Resume even if the data are not those that the run began with."""
+
+    max_restarts: int = 0
+    """How often to restart all ranks from the last checkpoint after a rank was lost."""
+
+    shutdown_s: float = 3600.0
+    """Seconds that the ranks have after a signal, to finish their step and save it."""
+
+    timeout_s: float = 600.0
+    """Seconds that a rank waits for another before it gives up."""
+
+    @property
+    def may_resume(self) -> bool:
+        """--resume or --resume-or-start was given."""
+        return self.resume or self.resume_or_start
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """What the run writes."""
+
+    out: Path = Path("run")
+    """The run folder: settings, metrics, checkpoints and report."""
+
+    compile: bool = False
+    """Compile the blocks with torch.compile."""
+
+    tensorboard: bool = False
+    """Also write TensorBoard files into the run folder."""
+
+    profile: bool = False
+    """Profile a few early steps: a Chrome trace of each rank, and a summary of where the time goes."""
+
+    profile_steps: int | None = None
+    """With --profile: how many steps, after two of warmup; by default 3."""
+
+    @property
+    def profiled(self) -> int:
+        """Number of steps to profile."""
+        return PROFILE_STEPS if self.profile_steps is None else self.profile_steps
