@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from onefold.cost.estimate import Estimate
-from onefold.cost.search import Question, fits, in_batch, largest_batch
+from onefold.cost.search import Question, fits, largest_batch, within_global_batch
 from onefold.cost.text import format_bytes
 from onefold.cost.work import Grid
 
@@ -87,18 +87,18 @@ def _at(question: Question, flat: Estimate, grid: Grid) -> Estimate | None:
     if batch < BATCH * flat.batch:
         return None
     found = question.price(flat.choice, grid, batch)
-    return found if fits(found) and in_batch(question, found) else None
+    return found if fits(found) and within_global_batch(question, found) else None
 
 
 def _told(flat: Estimate, best: Estimate, latency: float, moving: float) -> HybridMesh:
-    unit = max(flat.sizes.units, key=lambda unit: unit.whole_bytes)
+    unit = max(flat.sizes.units, key=lambda unit: unit.unsharded_bytes)
     cut, whole = unit.shard * unit.widths.compute, latency + moving
     messages = sum(ring_seconds(best))
     batch = f" at batch {best.batch}" if best.batch != flat.batch else ""
     reason = (
-        f"sharded over {flat.grid.shard} ranks, a unit of {format_bytes(unit.whole_bytes)} travels in messages of "
-        f"{format_bytes(cut)}, which in rings take up to {whole:.2g} s of a step, {latency / whole:.0%} of it latency; on "
-        f"this mesh they take up to {messages:.2g} s, and {format_bytes(best.peak_bytes)} of "
+        f"sharded over {flat.grid.shard} ranks, a unit of {format_bytes(unit.unsharded_bytes)} travels in messages of "
+        f"{format_bytes(cut)}, which in rings take up to {whole:.2g} s of a step, {latency / whole:.0%} of it "
+        f"latency; on this mesh they take up to {messages:.2g} s, and {format_bytes(best.peak_bytes)} of "
         f"{format_bytes(best.hardware.memory_bytes)} still fit{batch}"
     )
     return HybridMesh(best.grid.replica, best.grid.shard, best.batch, cut, whole, messages, best.peak_bytes, reason)

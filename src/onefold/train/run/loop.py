@@ -149,7 +149,8 @@ class Loop:
         if tracker is not None:
             self._peak = tracker.peak()
         flags = self.comm.all_reduce_max(bytes([stop.asked, len(self.warnings) > 0]), LABEL)
-        total = self._summed(float(torch.stack(losses).double().sum())) if log else 0.0  # reading it waits for the device
+        # Reading a loss waits for the device.
+        total = self._summed(float(torch.stack(losses).double().sum())) if log else 0.0
         self._spent_s, self._timed = self._spent_s + time.perf_counter() - began, self._timed + 1
         return flags, total, norm, lr
 
