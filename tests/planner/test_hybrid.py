@@ -14,7 +14,8 @@ from onefold.cli.main import main
 from onefold.comm.mesh import simulated_axes
 from onefold.cost.hardware import hardware
 from onefold.cost.hybrid import HybridMesh, propose, ring_seconds
-from onefold.cost.search import Question, fits, recommend
+from onefold.cost.recommend import recommend
+from onefold.cost.search import Question, fits
 from onefold.cost.shapes import named
 from onefold.cost.work import Grid, Work
 from onefold.optim.elementwise import cost_of
