@@ -131,7 +131,7 @@ def environment(work: Work, rank: int, port: int) -> dict[str, str]:
     if work.threads:
         found["OMP_NUM_THREADS"] = str(work.threads)
     if work.device == "cuda" and work.ranks > 1:
-        found |= shared_gpu_environ(rank)
+        found |= shared_gpu_environ(rank) | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # as `import onefold` sets it
     if work.device == "cpu":
         found |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     return found

@@ -126,7 +126,8 @@ def main(words: list[str] | None = None) -> int:
     work = chosen(asked)
     here = present(asked.systems, usual(work), base=asked.base)
     out = folder(asked.out, usual=not (asked.quick or asked.systems) and work.name == asked.work)
-    together = work.ranks > 1 and fit_together(work, len(here.systems))
+    # A GPU has hardware queues for few processes of 32 each, so ranks of several systems do not share one.
+    together = work.ranks > 1 and work.device == "cpu" and fit_together(work, len(here.systems))
     rounds = asked.rounds or (2 if work.ranks > 1 else 1)
     shares = work.ranks > 1 and work.device == "cuda"
     with mps_daemon() if shares else nullcontext() as mps:

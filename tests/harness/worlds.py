@@ -34,8 +34,10 @@ class SharedGpu(World):
     backend: str = "cpu:gloo,cuda:nccl"
 
     def environ(self, rank: int) -> dict[str, str]:
-        # CUBLAS: else products on several streams may differ in their last bits
-        return {VARIABLE: "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **shared_gpu_environ(rank)}
+        # CUBLAS: else products on several streams may differ in their last bits. Queues: a GPU has none left for six
+        # processes of 32 each.
+        fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+        return {VARIABLE: "cuda", **fixed, **shared_gpu_environ(rank)}
 
     def opened(self) -> AbstractContextManager[Mps | None]:
         return mps_daemon()

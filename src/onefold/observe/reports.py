@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from onefold.comm.meter import Flow
+from onefold.comm.nodes import Sums
+from onefold.comm.wires import NARROW
 from onefold.cost.states import parameter_bytes
 from onefold.cost.traffic import NORM_BYTES, step_traffic
 from onefold.model.storage import storage_bytes
@@ -167,6 +169,8 @@ class PlacementReport:
     """One row for each unit."""
     why: str = ""
     """What "auto" settings chose, and the reason; empty where nothing was left to choose."""
+    sums: str = ""
+    """How gradients are summed over ranks; empty for one rank."""
 
     def __str__(self) -> str:
         cells = [("unit", "elements", "optimizer", "gradients", "parameters", "bytes here")]
@@ -180,7 +184,8 @@ class PlacementReport:
             "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
             for row in cells
         ]
-        return "\n".join([self.why] * bool(self.why) + lines)
+        above = [f"gradients: {self.sums}"] * bool(self.sums) + [self.why] * bool(self.why)
+        return "\n".join(above + lines)
 
 
 def placement(model: nn.Module) -> PlacementReport:
@@ -206,7 +211,16 @@ def placement(model: nn.Module) -> PlacementReport:
                 parameter_bytes=parameter_bytes(size, unit.placement),
             )
         )
-    return PlacementReport(tuple(rows), engine.why)
+    return PlacementReport(tuple(rows), engine.why, _sums(engine))
+
+
+def _sums(engine: Engine) -> str:
+    """How gradients are summed over the ranks that share the states."""
+    if engine.everyone.size == 1:
+        return ""
+    wires = {unit.dtypes.wire.itemsize for unit in engine.units}
+    wide = "fp32 travels, summed in rank order" if engine.comm.any_order else Sums.BY_NCCL.value
+    return engine.comm.sums.value if NARROW in wires else wide
 
 
 def _text(scope: Scope, tier: Tier) -> str:

@@ -66,8 +66,8 @@ class Precision:
     """The dtype of parameters and gradients in forward and backward: "fp32", "bf16" or "fp16"."""
 
     wire: Dtype = None
-    """The dtype in which gradients travel. None: `compute` on gloo, where Onefold sums over ranks in fp32; fp32 on
-    NCCL, which sums in the dtype that travels."""
+    """The dtype in which gradients travel. None: `compute` where Onefold sums over ranks, in fp32; fp32 where NCCL
+    does, which sums in the dtype that travels: `placement()` says who does."""
 
     grad: Dtype = None
     """The dtype of the reduced gradient that `step` reads. None: `compute`, and fp32 once gradients are accumulated."""
