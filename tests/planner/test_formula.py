@@ -34,7 +34,8 @@ class Case:
         tiers: tuple[str, ...] = (), bucket_bytes: int = 32 << 20,
     ) -> None:  # fmt: skip
         self.shape, self.batch, self.stage, self.ranks, self.activations = shape, batch, stage, ranks, activations
-        self.policy = Precision(compute=precision, master="split" if precision == "bf16" else None)
+        wire = "fp32" if precision != "fp32" and ranks > 1 else None  # the formula knows reductions by NCCL, in fp32
+        self.policy = Precision(compute=precision, wire=wire, master="split" if precision == "bf16" else None)
         self.tiers, self.bucket_bytes = dict(zip(("optimizer", "parameters"), tiers)), bucket_bytes
 
     def estimate(self, *, inside: bool = False) -> Estimate:

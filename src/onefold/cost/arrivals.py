@@ -79,6 +79,8 @@ class Reductions:
             self._finish_oldest()
         others = self._ranks - 1
         taken.append(self._take(unit.shard * (min(others, 1) if self._cuda else others), self._wire(unit)))
+        if self._at_once:
+            self._take_for_sum(unit, placement, taken)
         self._flight.append(ReductionInFlight(unit, placement, taken))
         fresh = 0 if self._unflattened(unit, placement) else unit.largest_numel * unit.widths.compute
         return Arrival(
@@ -118,10 +120,8 @@ class Reductions:
         if placement.updated_on_host:
             summed = unit.shard if placement.gradients is Scope.SHARDED else unit.numel
             self._copying.append([taken.pop(0) if in_place else self._take(summed, unit.widths.grad)])
-        elif not in_place:
-            self._wait_for_update(unit, placement)
-        if unit.widths.narrow and not self._unflattened(unit, placement):
-            taken.append(self._take(unit.shard, 4))
+        if not self._at_once:
+            self._take_for_sum(unit, placement, taken)
         self._fullest = self._fullest.at_most(self._current)
         if self._in_backward:
             self._waiting -= self._counted * gradient_bytes(unit, placement)
@@ -130,6 +130,18 @@ class Reductions:
             self._used_room += taken[-1].nbytes
         for buffer in taken:
             self._pool.give(buffer)
+
+    @property
+    def _at_once(self) -> bool:
+        """Whether sums are enqueued when a reduction starts, and not computed when it ends: over NCCL."""
+        return self._cuda and self._ranks > 1
+
+    def _take_for_sum(self, unit: UnitSize, placement: Placement, taken: list[torch.Tensor]) -> None:
+        """Takes the gradient that waits for the update, and scratch of the sum."""
+        if not placement.updated_on_host and not self._in_place(unit, placement):
+            self._wait_for_update(unit, placement)
+        if unit.widths.narrow and not self._unflattened(unit, placement):
+            taken.append(self._take(unit.shard, 4))
 
     def _in_place(self, unit: UnitSize, placement: Placement) -> bool:
         """Whether a replicated gradient is reduced in the buffer in which it stays."""
