@@ -54,3 +54,14 @@ class CheckpointDamaged(CheckpointError):
 
 class ExposedWarning(UserWarning):
     """torchrun's store listens on every interface without authentication."""
+
+
+def visible(text: object, also: str = "") -> str:
+    r"""Text from files, users or peers as a message may show it: nothing in it can move the cursor, change colours or
+    turn text around. Control characters, line ends, bidirectional overrides and bytes that are no text are written as
+    their numbers. Characters in `also` stay as they are.
+
+    >>> visible("w\x1b[2J\n\u202e")
+    'w\\x1b[2J\\n\\u202e'
+    """
+    return "".join(c if c.isprintable() or c in also else c.encode("unicode_escape").decode("ascii") for c in str(text))

@@ -20,7 +20,7 @@ from onefold.checkpoint.format.storage import Storage
 from onefold.cli.main import main
 from onefold.cli.sample import _shown
 from onefold.cli.screen import Screen
-from onefold.files.visible import visible
+from onefold.errors import visible
 from onefold.train.report.page import POLICY, command, link
 from tests.checkpoint.drive import save
 from tests.checkpoint.test_hostile import signed

@@ -25,8 +25,7 @@ from onefold.checkpoint.format.manifest import Manifest, ParamRecord
 from onefold.checkpoint.format.reading import removal_noticed, with_checkpoints, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import Damage, verify
-from onefold.errors import CheckpointRemoved
-from onefold.files.visible import visible
+from onefold.errors import CheckpointRemoved, visible
 from onefold.train.run.folder import RunFolder
 
 

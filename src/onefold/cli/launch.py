@@ -20,8 +20,7 @@ from onefold.cli.lifeline import PREPARING, Level, Lifeline
 from onefold.cli.ranks import Ranks, Said, started
 from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, signal_name, verdict
 from onefold.comm.watching import current_watcher
-from onefold.errors import CommError, MismatchError, OnefoldError
-from onefold.files.visible import visible
+from onefold.errors import CommError, MismatchError, OnefoldError, visible
 from onefold.train.run.stop import Stop
 
 COMMAND = Path(__file__).parents[2] / "onefold_command.py"  # beside the package, wherever that is installed

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
-from onefold.errors import OnefoldError
-from onefold.files.visible import visible
+from onefold.errors import OnefoldError, visible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

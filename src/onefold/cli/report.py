@@ -11,7 +11,7 @@ from typing import Any
 
 import tyro
 
-from onefold.files.visible import visible
+from onefold.errors import visible
 from onefold.train.report.figures import agreement, headline, read_run
 from onefold.train.report.report import is_comparison, write_any
 from onefold.train.run.records import run_folders

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 import tyro
 
-from onefold.errors import ConfigError
-from onefold.files.visible import visible
+from onefold.errors import ConfigError, visible
 from onefold.train.run.sample import continuation, open_run
 
 

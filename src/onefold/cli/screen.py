@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from onefold.cost.text import format_bytes
-from onefold.files.visible import visible
+from onefold.errors import visible
 from onefold.train.run.metrics import Listener, Row
 
 

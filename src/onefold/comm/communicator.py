@@ -42,16 +42,17 @@ class Comm(Endpoint):
         self.meter = meter
         self.simulated = axis.plays is not None  # no peers: each is taken to send what this rank sends
         self._device, self._wire = device, wire_for(self, device, timeout_s, one_link=one_link)
-        self._gloo = self._has_gloo()  # for a few bytes between hosts, which need no device
+        self._hosts = self._host_wire()  # for a few bytes between hosts, which need no device
 
-    def _has_gloo(self) -> bool:
-        """Whether this group has gloo for host memory."""
-        if self.simulated:
-            return False
+    def _host_wire(self) -> PairwiseWire | None:
+        """The gloo wire for host memory: that of this group, or one beside NCCL. None if the group has no gloo."""
+        if isinstance(self._wire, PairwiseWire):
+            return self._wire
         try:
-            return self.axis.backend(torch.device("cpu")) == "gloo"
+            gloo = not self.simulated and self.axis.backend(torch.device("cpu")) == "gloo"
         except RuntimeError:  # a group that the user made, of NCCL alone
-            return False
+            gloo = False
+        return PairwiseWire(self) if gloo else None
 
     def connect(self) -> None:
         """Makes the connections that messages of a step will need, so that none is made in a step. Collective."""
@@ -196,7 +197,7 @@ class Comm(Endpoint):
             return lambda: [blob] * self.size
         table = torch.zeros(self.size, len(blob), dtype=torch.uint8)
         table[self.rank] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-        if not self._gloo:
+        if self._hosts is None:
             table = table.to(self._device)
             pending = self.all_gather(table.view(-1), label)
         else:
@@ -214,7 +215,7 @@ class Comm(Endpoint):
     def _all_gather_on_hosts(self, table: Tensor, label: Label) -> Pending:
         """Starts to fill a table of a row per rank, in host memory. Beside NCCL it travels round a ring, so that gloo
         connects each rank to few others."""
-        if isinstance(self._wire, PairwiseWire):
+        if self._hosts is self._wire:
             return self._wire.all_gather(table.view(-1), label)
         work = self.axis.group._allgather_base(table.view(-1), table[self.rank].clone())
         return Pending(self, label, [(None, work)])
@@ -228,37 +229,41 @@ class Comm(Endpoint):
         however many ranks there are."""
         if not blob:
             return lambda: b""
-        hosts = self._wire if isinstance(self._wire, PairwiseWire) else PairwiseWire(self) if self._gloo else None
-        sent = len(blob) * max_rounds(self.size)
-        if hosts is None and not self.simulated:  # NCCL alone; a ring's bytes
-            sent = 2 * len(blob) * (self.size - 1) // self.size
+        by_nccl = self._hosts is None and not self.simulated
+        sent = 2 * len(blob) * (self.size - 1) // self.size if by_nccl else len(blob) * max_rounds(self.size)
         self.meter.count(label.purpose, "all-reduce", sent)
         if self.simulated or self.size == 1:
             return lambda: blob
         with self.span("start", label):
-            if hosts is not None:
-                started = Maximum(self, hosts, blob, label)
-
-                def waited() -> bytes:
-                    with self.watched(label):
-                        return started.finish()
-
-                return waited
-            flat, options = bytes_tensor(blob).to(self._device), dist.AllreduceOptions()
-            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-            pending = Pending(self, label, [(None, self.axis.group.allreduce([flat], options))])
+            finish = self._max_on_device(blob, label) if self._hosts is None else self._max_on_hosts(blob, label)
 
         def largest() -> bytes:
+            with self.watched(label):
+                return finish()
+
+        return largest
+
+    def _max_on_hosts(self, blob: bytes, label: Label) -> Callable[[], bytes]:
+        assert self._hosts is not None
+        return Maximum(self, self._hosts, blob, label).finish
+
+    def _max_on_device(self, blob: bytes, label: Label) -> Callable[[], bytes]:
+        """Over NCCL, by its all-reduce, where the group has no gloo."""
+        flat, options = bytes_tensor(blob).to(self._device), dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        pending = Pending(self, label, [(None, self.axis.group.allreduce([flat], options))])
+
+        def finish() -> bytes:
             pending.wait()
             return tensor_bytes(flat)
 
-        return largest
+        return finish
 
     def broadcast_bytes(self, blob: bytes, label: Label) -> bytes:
         """Rank 0's bytes, of any length: two broadcasts, for set-up rather than for steps. Collective."""
         if self.size == 1 or self.simulated:
             return blob
-        device = torch.device("cpu") if self._gloo else self._device
+        device = self._device if self._hosts is None else torch.device("cpu")
         length = torch.tensor([len(blob)], device=device)
         self.broadcast([length], label)
         flat = bytes_tensor(blob if self.rank == 0 else bytes(int(length))).to(device)

@@ -28,8 +28,6 @@ HINTS = {
     "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. ',
     "gather-backward": "If ranks use a unit again after others, each in its own way, give it its own unit (units=). ",
 }
-
-
 BROKE = 0.9  # of a time limit: a message that fails earlier has lost its connection
 
 

@@ -29,8 +29,7 @@ from onefold.comm.board import ALERT_TICK_S, Board
 from onefold.comm.diagnosis import EXIT, Beat, Overdue, Position, diagnose, gone, obituary, store_silent
 from onefold.comm.issued import IssuedMessages, Message
 from onefold.comm.meter import Label
-from onefold.errors import CommError
-from onefold.files.visible import visible
+from onefold.errors import CommError, visible
 
 LONGEST_INTERVAL_S = 1.0
 SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.5, 10.0  # how long ranks have to answer, before timeout_s is over

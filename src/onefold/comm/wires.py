@@ -237,10 +237,10 @@ class NcclWire:
         scratch.view(near, far, -1).copy_(flat.view(far, near, -1).transpose(0, 1))
         self._link(self._reduce, self._near).group.alltoall_base(flat, scratch, [], [], _EXCHANGING)
         wide = scratch.view(torch.float32)
-        half, shard = flat.numel() // near, flat.numel() // self._endpoint.size
-        sum_wide(list(flat.view(near, -1)), wide[:half], None, 1.0, wide[:half])
-        total = wide[half : half + shard]
-        self._link(self._reduce, self._far).group._reduce_scatter_base(total, wide[:half], _REDUCING)
+        of_node = wide[: flat.numel() // near]  # the node's sum of the slots that go to this rank's place on each node
+        sum_wide(list(flat.view(near, -1)), of_node, None, 1.0, of_node)
+        total = wide[of_node.numel() :][: flat.numel() // self._endpoint.size]
+        self._link(self._reduce, self._far).group._reduce_scatter_base(total, of_node, _REDUCING)
         return total
 
 

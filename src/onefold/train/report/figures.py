@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onefold.files.visible import visible
+from onefold.errors import visible
 from onefold.observe.profiling.report import ProfileReport
 from onefold.train.run.records import read_config, read_facts, read_metrics, read_profile, read_warnings
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from onefold.files.visible import visible
+from onefold.errors import visible
 from onefold.train.report.charts import COLOURS, Chart
 
 NIGHT = {
