@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import onefold
 from tests.harness import device
-from tests.models import Chain, Residual
+from tests.nccl.programs import Picks, Program, chain, random_program, skipping
 from tests.nccl.ranks import MARKS, RANKS, assert_one_digest, run_nccl
 from tests.parity.training import batch_for
 
 pytestmark = MARKS
-WIDTH, BLOCKS = 64, 5
+WIDTH = 64
 SETTINGS = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
@@ -29,54 +26,12 @@ SETTINGS = {
     "stage 3, prefetch 2": {"stage": 3, "prefetch": 2},
 }
 
-Step = list[list[list[int]]]  # forwards of a step: for each the blocks that each rank runs
-
-
-@dataclass(frozen=True)
-class Program:
-    """What all ranks run in every step, and which steps are followed by an evaluation of the last forward."""
-
-    steps: list[Step]
-    evaluated: list[bool]
-    together: bool  # one backward of all forwards, or one each
-
-
-def skipping(ranks: int, steps: int = 12) -> Program:
-    """Every rank skips another block in every step, and sometimes none: 6 choices for 5 blocks."""
-    kept = [
-        [[[b for b in range(BLOCKS) if b != (7 * step + 3 * rank) % 6] for rank in range(ranks)]]
-        for step in range(steps)
-    ]
-    return Program(kept, [False] * steps, together=True)
-
-
-def random_program(ranks: int, seed: int, together: bool) -> Program:
-    """In each forward, all ranks keep one order of blocks, of which each skips some and runs some twice in a row."""
-    dice = random.Random(seed)
-
-    def forward() -> list[list[int]]:
-        return [[b for b in range(BLOCKS) for _ in range(dice.choice([0, 1, 1, 2]))] for _ in range(ranks)]
-
-    steps = [[forward() for _ in range(1 if together else dice.randint(1, 2))] for _ in range(dice.randint(2, 3))]
-    return Program(steps, [dice.random() < 0.5 for _ in steps], together)
-
-
-class Picks:
-    """The blocks that the next forward of a rank runs."""
-
-    def __init__(self) -> None:
-        self.ranks: list[list[int]] = []
-
-    def __call__(self, step: int, rank: int) -> list[int]:
-        return self.ranks[rank]
-
 
 def trained(program: Program, width: int, bucket_bytes: int, fields: dict[str, Any]) -> str:
     """On a rank: a digest of all losses and of the parameters at the end."""
     torch.manual_seed(0)
     picks = Picks()
-    layers = nn.ModuleList(Residual(width) for _ in range(BLOCKS))
-    model = Chain(picks, layers, nn.Linear(width, 8), nn.Linear(width, width)).to(device())
+    model = chain(picks, width).to(device())
     onefold.shard(model, bucket_bytes=bucket_bytes, **{"timeout_s": 20, **fields})
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
     said = hashlib.sha256()

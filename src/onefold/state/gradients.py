@@ -24,7 +24,7 @@ from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm
 from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
-from onefold.comm.streams import StreamEvent
+from onefold.comm.streams import StreamEvent, new_event
 from onefold.cost.layout import Span
 from onefold.errors import ModelError
 from onefold.offload.host import Host
@@ -61,7 +61,7 @@ class Gradients:
         self._scale = Scale.of(self._reducer.scale_before, _wide(dtypes.compute))
         self._may_stay_unflattened = self._narrow and self._reducer.trivial and host is None
         # recorded after each gradient, where reductions run beside compute
-        self._written = torch.cuda.Event() if self._reducer.on_stream and views.device.type == "cuda" else None
+        self._written = new_event(views.device) if self._reducer.on_stream else StreamEvent()
         self.state = GradientState.EMPTY
         self.offloaded: GradientTransfer | None = None  # my shard of the gradient, in the state OFFLOADED
         self._local: FlatSum | UnflattenedSum | None = None
@@ -127,8 +127,8 @@ class Gradients:
         if not self._local.add(index, grad):
             self._local = self._flatten(self._local)
             self._local.add(index, grad)
-        if self._written is not None:
-            self._written.record()
+        if self._written.event is not None:
+            self._written.event.record()
 
     def _open_local(self) -> FlatSum | UnflattenedSum:
         first = self.state is GradientState.EMPTY and not self._in_flight
@@ -157,7 +157,7 @@ class Gradients:
         if isinstance(local, UnflattenedSum):
             self._in_flight.append(local)
             return
-        with self._reducer.beside_compute(StreamEvent(self._written) if local else StreamEvent()):
+        with self._reducer.beside_compute(self._written if local else StreamEvent()):
             flat = (local or self._open_flat()).complete()
             started = self._reducer.start(flat)
             if self._reducer.on_stream:
