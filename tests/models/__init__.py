@@ -15,7 +15,7 @@ from tests.models.buffers import (
     Assorted, BufferDtypes, Counting, EveryTrait, ExtraState, Normed, OneBuffer, TiedAndStrided, TwoNames,
 )
 from tests.models.branches import (
-    Branches, Chain, Dropping, Expert, Mixture, NowAndThen, Pair, Passing, Pick, Routed, Skipping, SkippingOne,
+    Branches, Chain, Dropping, EndsFirst, Expert, Mixture, NowAndThen, Pair, Passing, Pick, Routed, Skipping, SkippingOne,
     Warming,
 )
 from tests.models.outputs import (

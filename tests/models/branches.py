@@ -50,6 +50,25 @@ class Chain(Stack):
         return x if self.head is None else self.head(x)
 
 
+class EndsFirst(nn.Module):
+    """The first and the last layer are registered before the blocks, so that small parameters of both share a unit,
+    which is used first and last."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width // 4, width), nn.Linear(width, 8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(blocks)
+        )
+
+    def forward(self, x: Tensor, skip: int) -> Tensor:
+        h = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != skip:
+                h = h + block(h)
+        return self.last(h)
+
+
 class SkippingOne(Gained):
     """Each rank skips the block of its own number; nobody uses the root's parameter."""
 

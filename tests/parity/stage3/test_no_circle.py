@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import onefold
 from tests.harness.pool import run_ranks
 from tests.harness.recorded_streams import Recording, circle, recorded
+from tests.models import EndsFirst
 from tests.nccl.programs import BLOCKS, Picks, Program, chain, random_program
 
 FIELDS: dict[str, dict[str, Any]] = {
@@ -21,25 +22,6 @@ FIELDS: dict[str, dict[str, Any]] = {
     "stage 3, prefetch 1": {"stage": 3, "prefetch": 1},
     "stage 3, prefetch 2": {"stage": 3, "prefetch": 2},
 }
-
-
-class EndsFirst(nn.Module):
-    """The first and the last layer are registered before the blocks, so that small parameters of both share a unit,
-    which is used first and last."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(width // 4, width), nn.Linear(width, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(BLOCKS)
-        )
-
-    def forward(self, x: Tensor, skip: int) -> Tensor:
-        h = self.first(x)
-        for number, block in enumerate(self.blocks):
-            if number != skip:
-                h = h + block(h)
-        return self.last(h)
 
 
 def train(model: nn.Module, fields: dict[str, Any], losses_of_steps: Callable[[], Iterator[list[Tensor]]]) -> Recording:
@@ -61,7 +43,7 @@ def skipping_with_ends_first(bucket_bytes: int) -> dict[str, Recording]:
 
     recordings = {}
     for name, fields in FIELDS.items():
-        model = EndsFirst(64)
+        model = EndsFirst(64, BLOCKS)
         recordings[name] = train(model, fields | {"bucket_bytes": bucket_bytes}, steps)
     return recordings
 
