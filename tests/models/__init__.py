@@ -15,8 +15,8 @@ from tests.models.buffers import (
     Assorted, BufferDtypes, Counting, EveryTrait, ExtraState, Normed, OneBuffer, TiedAndStrided, TwoNames,
 )
 from tests.models.branches import (
-    Branches, Chain, Dropping, EndsFirst, Expert, Mixture, NowAndThen, Pair, Passing, Pick, Routed, Skipping, SkippingOne,
-    Warming,
+    Branches, Chain, Dropping, EndsFirst, Expert, Mixture, NowAndThen, Pair, Passing, Pick, Routed, Skipping,
+    SkippingOne, Warming,
 )
 from tests.models.outputs import (
     Input, Out, Returning, ReturningBlocks, ReturningNode, ReturningWeight, TakingAny, opened,
