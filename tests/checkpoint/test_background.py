@@ -22,6 +22,7 @@ from onefold.checkpoint.protocol.save import save_on
 from onefold.offload import host_memory as memory
 from tests.checkpoint.test_ranks_agree import said, small, step, weights
 from tests.harness import fresh_ranks, run_ranks
+from tests.harness.patience import PATIENCE_S
 
 TIMEOUT_S = 2.5
 
@@ -176,7 +177,7 @@ def test_a_process_that_ends_waits_for_its_save_and_says_if_it_failed(tmp_path):
         )
         for fails in ("nothing", "rename")
     ]
-    well, failed = (process.communicate(timeout=60)[1] for process in both)
+    well, failed = (process.communicate(timeout=PATIENCE_S)[1] for process in both)
     assert well == "" and committed(Storage(), tmp_path / "nothing") == [0]
     assert "is lost" in failed and "No space left" in failed
     assert committed(Storage(), tmp_path / "rename") == []

@@ -19,6 +19,7 @@ from onefold.checkpoint.format.weights import open_weights
 from onefold.checkpoint.protocol.commit import begin, set_aside
 from onefold.errors import CheckpointDamaged, CheckpointError
 from tests.checkpoint.drive import finish, load, save, write_rank
+from tests.harness.patience import PATIENCE_S
 
 CHANGES = ("make_folder", "create", "write", "finish", "sync_folder", "rename", "remove", "remove_folder")
 
@@ -279,7 +280,7 @@ def test_a_disk_that_is_really_full_and_one_that_is_really_read_only(tmp_path):
     command = ["unshare", "--user", "--map-root-user", "--mount", *mount, str(tmp_path), sys.executable, REALLY_FULL]
     if subprocess.run([*command[:4], "true"], capture_output=True).returncode:
         pytest.skip("the kernel allows no mount namespace")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     full, read_only = done.stdout.splitlines()
     assert "No space left on device; free space there" in full

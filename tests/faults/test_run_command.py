@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from onefold.cli.main import main
+from tests.harness.patience import PATIENCE_S
 from tests.train.launched import launched, run
 
 SCRIPT = """
@@ -64,7 +65,7 @@ def test_a_script_gets_its_flags_starts_again_after_a_lost_rank_and_may_leave_da
     """All ranks start again, once; then rank 1 ends with a code of its own, and is named."""
     words = ("--ranks", "2", "--max-restarts", "1", str(script), str(tmp_path), "kill, then leave")
     with launched(tmp_path / "deep", *words, "--ranks", "7", "--help", command="run") as launch:
-        launch.process.wait(timeout=120)  # and not for the daemons
+        launch.process.wait(timeout=PATIENCE_S)  # and not for the daemons
         left = launch.pids()
         for pid in left:
             os.kill(pid, signal.SIGKILL)

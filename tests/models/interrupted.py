@@ -66,7 +66,7 @@ class Watched(nn.Module):
 class Thinker(nn.Sequential):
     """A model whose host has something else to do in every forward."""
 
-    THOUGHT_S = 0.05
+    THOUGHT_S = 0.25
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.THOUGHT_S)

@@ -25,6 +25,7 @@ import torch
 import onefold
 from onefold.train.run.records import read_facts, read_metrics
 from tests.harness import run_ranks
+from tests.harness.patience import PATIENCE_S
 from tests.models import MeanSquare
 from tests.train.launched import children
 
@@ -32,7 +33,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = [path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md")]
 SMALL = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--eval-windows", "4", "--log-every", "1",
          "--micro-batch", "1", "--global-batch", "2", "--data", __file__)  # fmt: skip
-PATIENCE_S = 150.0
 
 
 def example(name: str, *arguments: str) -> Any:

@@ -23,6 +23,7 @@ from onefold.optim.elementwise import cost_of
 from onefold.settings.zero import Zero
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks
+from tests.harness.patience import PATIENCE_S
 from tests.train.launched import launched
 
 KEYS = {
@@ -147,7 +148,7 @@ def test_a_process_of_its_own_ends_with_exit_code_2():
         [sys.executable, "-m", "onefold.cli.main", "plan", "--params", "-1"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
@@ -189,7 +190,7 @@ def test_a_signal_ends_verify_and_all_that_it_started(tmp_path):
         rank = launch.wait_for(lambda: len(found := launch.rank_pids()) == 2 and found, "both ranks")[1]
         os.kill(rank, signal.SIGSTOP)  # so that no rank comes to the end by itself
         launch.process.send_signal(signal.SIGTERM)
-        assert launch.process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert launch.process.wait(timeout=PATIENCE_S) == 128 + signal.SIGTERM
         assert launch.gone()
         assert launch.end()[2] == "onefold: ended by SIGTERM\n"
 

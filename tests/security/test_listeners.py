@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from onefold.comm.rendezvous import Place, _listener
+from tests.harness.patience import PATIENCE_S
 from tests.train.launched import SMALL, Launch, launched
 
 pytestmark = pytest.mark.skipif(
@@ -70,7 +71,7 @@ def as_nobody(pid: int, code: str, *arguments: str) -> str:
     become = f"import os, socket, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
     done = subprocess.run(
         ["nsenter", "--target", str(pid), "--net", sys.executable, "-I", "-c", f"{become}\n{code}", *arguments],
-        capture_output=True, text=True, timeout=60, cwd="/",
+        capture_output=True, text=True, timeout=PATIENCE_S, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -24,6 +24,7 @@ from onefold.errors import visible
 from onefold.train.report.page import POLICY, command, link
 from tests.checkpoint.drive import save
 from tests.checkpoint.test_hostile import signed
+from tests.harness.patience import PATIENCE_S
 from tests.train.browser import BROWSER, needs_browser
 from tests.train.written import facts_of, write_profile, write_run
 
@@ -154,7 +155,7 @@ def test_no_name_runs_in_a_browser(hostile, tmp_path, policy):
     page.write_text(before.replace(POLICY, policy))
     command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
     command += ["--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
-    after = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    after = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S).stdout
     title = Elements(before[before.index("<title>") : before.index("</title>") + 8]).text
     assert Elements(after[after.index("<title>") : after.index("</title>") + 8]).text == title
     assert not {"script", "img"} & {tag for tag, _ in Elements(after).found}

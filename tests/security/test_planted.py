@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.patience import PATIENCE_S
+
 COMMAND = Path(sys.executable).with_name("onefold")
 pytestmark = pytest.mark.skipif(not COMMAND.exists(), reason="needs the installed onefold command")
 
@@ -19,7 +21,7 @@ def test_a_module_in_the_current_folder_is_imported_neither_by_a_command_nor_by_
     evil = f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise SystemExit('planted')\n"
     (tmp_path / f"{module}.py").write_text(evil)
     words = ["verify", "--model", "gpt-tiny", "--ranks", "1"] if module == "tyro" else ["plan", "--help"]
-    done = subprocess.run([COMMAND, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([COMMAND, *words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "ran").exists()
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from onefold.train.report.page import POLICY
+from tests.harness.patience import PATIENCE_S
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -49,7 +50,7 @@ def look(page: Path, width: int, height: int = 4000, *, dark: bool = False, pict
         ]  # fmt: skip
         if picture is not None:
             command[-1:] = [command[-1], f"--screenshot={picture}"]
-        ran = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, timeout=120)
+        ran = subprocess.run([*command, frame.as_uri()], capture_output=True, text=True, timeout=PATIENCE_S)
     said = re.search(r'<pre id="said">(.*?)</pre>', ran.stdout, re.DOTALL)
     assert said and said[1], f"the browser said nothing of the page: {ran.stdout[-500:]} {ran.stderr[-2000:]}"
     return json.loads(html.unescape(said[1]))

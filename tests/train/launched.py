@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from onefold.train.run.records import read_lines
+from tests.harness.patience import PATIENCE_S
 
 SMALL = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--eval-windows", "4", "--log-every", "1")
 MARK = "ONEFOLD_TEST_MARK"  # in the environment of all that a launch starts: by it they are found again
-PATIENCE_S = 120.0
 
 
 class Launch:

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import onefold
+from tests.harness.patience import PATIENCE_S
 
 MODULES = ["onefold", *(info.name for info in pkgutil.walk_packages(onefold.__path__, "onefold."))]
 
@@ -36,7 +37,7 @@ sys.exit(runner.summarize().failed)
 
 @pytest.fixture(scope="module")
 def examples() -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", RUNNER, *MODULES], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", RUNNER, *MODULES], capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def public_names() -> list[str]:

@@ -6,6 +6,7 @@ import sys
 
 import onefold
 from onefold.cli.main import COMMANDS
+from tests.harness.patience import PATIENCE_S
 
 SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.pipelining", "sympy",
         "matplotlib", "transformers")  # fmt: skip
@@ -21,7 +22,11 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 def test_neither_the_package_nor_a_command_loads_the_compiler():
     modules = ["onefold", *sorted({command.module for command in COMMANDS.values()})]
     done = subprocess.run(
-        [sys.executable, "-c", LOADED, json.dumps(modules)], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", LOADED, json.dumps(modules)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
     )
     loaded = json.loads(done.stdout)
     assert set(modules) <= set(loaded)

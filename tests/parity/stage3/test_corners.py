@@ -19,6 +19,7 @@ from onefold.comm.communicator import Comm
 from onefold.comm.endpoint import Pending
 from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
+from tests.harness.patience import PATIENCE_S
 from tests.models import (
     DIM,
     Chain,
@@ -288,9 +289,9 @@ def test_a_rank_may_end_before_its_peers_have_run_their_last_forward(argument: s
         ranks.append(subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
     try:
         assert ranks[0].stdout.readline() == "done\n"
-        out, err = ranks[1].communicate("go on\n", timeout=60)
+        out, err = ranks[1].communicate("go on\n", timeout=PATIENCE_S)
         assert (ranks[1].returncode, out) == (0, "done\n"), err
-        assert ranks[0].wait(timeout=60) == 0
+        assert ranks[0].wait(timeout=PATIENCE_S) == 0
     finally:
         for process in ranks:
             process.kill()
