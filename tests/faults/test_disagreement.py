@@ -68,6 +68,7 @@ DIFFERENT = {
     "memory format": Case(lambda m: m.conv.to(memory_format=torch.channels_last), named=("conv.weight",)),
     "buffer shape": Case(other_buffer, named=("buffer mask: shape (2,)", "buffer mask: shape (3,)")),
     "buffer dtype": Case(lambda m: m.norm.running_var.__setattr__("data", torch.ones(8).double()), named=("norm",)),
+    "all frozen": Case(lambda m: m.requires_grad_(False), named=("requires_grad=True", "requires_grad=False")),
     "stage": Case(fields={"stage": 1}, named=("[stage=1]", "[stage=2]")),
     "bucket_bytes": Case(fields={"bucket_bytes": 64}, named=("[bucket_bytes=64]", "[bucket_bytes=33554432]")),
     "buffers": Case(fields={"buffers": "rank0"}, named=("[buffers='rank0']", "[buffers='local']")),
@@ -77,7 +78,6 @@ DIFFERENT = {
 FAILS_LOCALLY = {
     "lazy": Case(lazy, named=("last.weight", "lazy")),
     "meta": Case(lambda m: m.last.to("meta"), named=("last.weight", "meta")),
-    "all frozen": Case(lambda m: m.requires_grad_(False), named=("requires grad",)),
     "half": Case(lambda m: m.half(), named=("first.weight", "float16")),
     "setting": Case(fields={"stage": 7}, named=("stage=7",)),
     "unknown setting": Case(fields={"stgae": 2}, named=("stgae",)),

@@ -39,6 +39,8 @@ def choose_stage(
 ) -> tuple[int, str]:
     """The stage and the reason; if nothing fits, stage 3, which comes closest. `optimizer` is the tier of the optimizer
     state; None: the device, "auto": offloaded only if it does not fit."""
+    if all(info.kind in frozen for info in infos):
+        return _frozen_stage(sum(info.numel * widths[info.kind].compute for info in infos), machine)
     question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
     rows = [row for row in recommend(question) if row.estimate.choice in [Choice(stage) for stage in range(4)]]
     if optimizer in (None, "auto") and rows[0].fits:
@@ -53,6 +55,14 @@ def choose_stage(
     last = max((row.estimate for row in rows), key=lambda e: e.choice.stage)
     room = f"{STATES_SHARE:.0%} of {format_bytes(machine.memory_bytes)}"
     return last.choice.stage, f"no stage leaves room for activations in {room}; {last.choice} comes closest"
+
+
+def _frozen_stage(parameter_bytes: int, machine: Hardware) -> tuple[int, str]:
+    """The stage of a model that does not train, whose parameters are all its state."""
+    room = f"{format_bytes(parameter_bytes)} of {STATES_SHARE:.0%} of {format_bytes(machine.memory_bytes)}"
+    if parameter_bytes <= STATES_SHARE * machine.memory_bytes:
+        return 0, f"all parameters are frozen, and every rank has room for them: {room}"
+    return 3, f"all parameters are frozen, and no rank has room for all of them: {room}"
 
 
 class Tiers(NamedTuple):
@@ -140,8 +150,8 @@ def _question(
     machine: Hardware,
 ) -> Question:
     unknown = Module(tuple(infos), widths, 1, 0, {}, (), {}, frozen)
-    trained = next(width for kind, width in widths.items() if kind not in frozen)
+    trained = [width for kind, width in widths.items() if kind not in frozen]
     return Question(
-        work=Work(widths=trained, module=unknown, bucket_bytes=bucket_bytes),
+        work=Work(widths=(trained or list(widths.values()))[0], module=unknown, bucket_bytes=bucket_bytes),
         ranks=ranks * replicas, replica=replicas, hardware=machine, cost=ADAM,
     )  # fmt: skip

@@ -60,7 +60,7 @@ def step_traffic(
     """What one rank sends in a step, by purpose; `forward` and `backward` list the units that are unsharded in each."""
     n, units = sizes.ranks, sizes.units
     trained = [(unit, placement) for unit, placement in zip(units, placements, strict=True) if unit.trained]
-    rounds = micro_batches if (reduce or reduce_default(placements[0])) == "each" else 1
+    rounds = micro_batches if (reduce or (placements and reduce_default(placements[0]))) == "each" else 1
     sent = {"reduce": times(once((u for u, _ in trained), "wire", n, "reduce-scatter"), rounds)}
     kept = [unit for unit, placement in trained if placement.parameters is Scope.REPLICATED]
     if kept and trained[0][1].optimizer is Scope.SHARDED:
@@ -76,6 +76,8 @@ def step_traffic(
             2 * unit.shard * max(4, unit.widths.compute) // replicas * (replicas - 1) for unit, _ in trained
         )
         sent["reduce-replica"] = times(Sent(moved, moved_bytes, 2 * len(trained), "all-reduce", "replica"), rounds)
+    if not trained:  # nothing is reduced, agreed on or clipped
+        return {purpose: row for purpose, row in sent.items() if purpose.startswith("gather-")}
     flags = (sizes.flags + len(trained)) * max_rounds(n * replicas)
     sent["used-flags"] = Sent(0, flags, 1, "all-reduce", "all")
     if clip:

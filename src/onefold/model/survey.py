@@ -52,13 +52,9 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     those of this rank's part."""
     _check_unsharded(model)
     named = list(model.named_parameters())
-    trained = [(name, param) for name, param in named if param.requires_grad]
-    frozen = [(name, param) for name, param in named if not param.requires_grad]
-    if not trained:
-        raise ModelError(
-            f"{type(model).__name__} has no parameter that requires grad ({len(frozen)} frozen): nothing to shard"
-        )
-    device = trained[0][1].device
+    if not named:
+        raise ModelError(f"{type(model).__name__} has no parameters: nothing to shard")
+    device = next((param for _, param in named if param.requires_grad), named[0][1]).device
     meta = device.type == "meta"
     for name, tensor in [*named, *model.named_buffers()]:
         _check_values(name, tensor, meta)

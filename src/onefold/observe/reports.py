@@ -312,7 +312,8 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         clip=True,
     )
     planned = {purpose: row.bytes for purpose, row in sent.items()}
-    planned["norm"] = NORM_BYTES * (engine.comms.holders.size - 1)
+    if engine.units:
+        planned["norm"] = NORM_BYTES * (engine.comms.holders.size - 1)
     if engine.checkpoints and (gathered := engine.checkpoints.planned_gathers()):
         planned["activation"] = gathered
     if engine.resolved.settings.buffers == "rank0":

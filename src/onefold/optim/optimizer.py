@@ -136,6 +136,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def _build(self, cls: type[torch.optim.Optimizer], groups: list[Any] | None, kwargs: dict[str, Any]) -> None:
         engine = self._engine
+        if not engine.params:
+            raise OptimizerError(
+                "the model had no parameter that requires grad when shard() was called, so there is nothing to update; "
+                "set requires_grad before shard()"
+            )
         _check_finite(kwargs, "the settings")
         self._costs = {}
         for dtype in dict.fromkeys(updated_dtype(unit) for unit in engine.units):

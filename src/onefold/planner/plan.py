@@ -19,7 +19,7 @@ from onefold.cost.recommend import CHOICES, recommend
 from onefold.cost.search import STATES_SHARE, Question, check_question
 from onefold.cost.text import format_bytes
 from onefold.cost.work import Module, Work
-from onefold.errors import ConfigError
+from onefold.errors import ConfigError, ModelError
 from onefold.model.survey import Survey, survey
 from onefold.model.unit_spec import frozen_kinds, widths_by_kind
 from onefold.observe.rehearsal import Loss, Rehearsal, rehearse
@@ -170,6 +170,8 @@ def plan(
         )
     if "stage" in fields or "mesh" in fields:
         raise ConfigError("a plan is for all stages and for `ranks` ranks: leave stage and mesh out")
+    if not any(param.requires_grad for param in model.parameters()):
+        raise ModelError(f"{type(model).__name__} has no parameter that requires grad, and a plan is for training")
     machine = _hardware_of(hardware, model)
     offload = _offload(fields.pop("offload", None), machine)
     zero = Zero.of(None, {**fields, "stage": 2})

@@ -226,7 +226,7 @@ def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) ->
 
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
     """nn.Module._apply, behind .to(), .half() and .cuda(): raises before a parameter would be moved or cast."""
-    for unit in engine.units:
+    for unit in engine.all_units:
         sample = torch.empty(0, dtype=unit.flat_params.buffer.dtype, device=unit.flat_params.buffer.device)
         result = fn(sample)
         if result.dtype != sample.dtype or result.device != sample.device:

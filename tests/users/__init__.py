@@ -1,0 +1,1 @@
+"""What users do, as their scripts do it, against plain torch."""
