@@ -82,7 +82,7 @@ def other_scale(tiny: Tiny) -> Iterator[None]:
 
 
 Enter = Callable[[Tiny], Any]
-ALWAYS = {S.SHARDED, S.HAS_OPTIMIZER}
+ALWAYS = {S.SHARDED}
 UPDATES = ALWAYS | {S.UPDATES_IN_BACKWARD}
 SITUATIONS: dict[str, tuple[Enter, str, bool, set[Situation]]] = {  # precision, step_in_backward, what holds then
     "nothing has happened": (nothing, "fp32", False, ALWAYS | {S.RELEASED, S.NO_GRADIENTS}),

@@ -151,7 +151,7 @@ def planned_optimizer(engine: Engine, tier: Tier) -> int:
     """Bytes of master and optimizer state on a tier, as predicted; step counts are never in a file."""
     total = 0
     for index, unit in enumerate(engine.units):
-        vectors, counts = engine.optimizer.planned_state(index) if engine.optimizer is not None else (0, 0)
+        vectors, counts = engine.optimizers.planned_state(index)
         master = unit.master.owned.numel * unit.dtypes.widths.master
         where = unit.placement.optimizer_tier
         if where is Tier.DISK:

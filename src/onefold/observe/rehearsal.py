@@ -129,7 +129,7 @@ def rehearse(
 
 def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked: Zero, count_flops: bool) -> Rehearsal:
     engine = engine_of(model)
-    engine.update_by(GradientsToHost(engine))
+    engine.optimizers.rehearse(GradientsToHost(engine))
     one_pass = engine.resolved.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
     _step(engine, inputs, loss, one_pass)  # the first step learns the order of units and allocates buffers
     flops = 0

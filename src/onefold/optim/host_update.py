@@ -129,10 +129,10 @@ class HostUpdates(HostGradients):
     ) -> None:
         """Queues the update of a unit with these param groups and this gradient."""
         engine, unit = self._engine, self._engine.units[index]
-        kept = bytes(engine.used.kept_of(index))
+        optimizer = self._by_unit[index]
+        kept = optimizer.kept(engine.used.kept_of(index))
         if not any(kept):
             return
-        optimizer = self._by_unit[index]
         load_parameters = unit.dtypes.master != "fp32" or not optimizer.writes_all(kept)
         job = Job(optimizer, _copied(groups), kept, factor, transfer, self.host.record_event(), load_parameters)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
@@ -149,13 +149,14 @@ class HostUpdates(HostGradients):
             self.reserve_buffers()
         clip = inputs.clip
         inputs = inputs._replace(clip=float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip)
-        mine = sorted((i for i, unit in enumerate(engine.units) if unit.updated_on_host), key=self._forward_position)
+        mine = [i for i, unit in enumerate(engine.units) if unit.updated_on_host and self._by_unit[i].slots]
+        mine.sort(key=self._forward_position)
         for index in mine:
             engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
         for index in mine:
             unit = engine.units[index]
             self.offload(index)
-            with unit.update(engine.used.kept_of(index)):
+            with unit.update(self._by_unit[index].kept(engine.used.kept_of(index))):
                 self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.offloaded)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.late):

@@ -10,7 +10,7 @@ that are replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -31,7 +31,7 @@ from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
 from onefold.runtime.engine import engine_of
-from onefold.runtime.refusals import Call
+from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import StepInputs, UpdatePolicy
 from onefold.settings.placement import Scope
@@ -43,7 +43,10 @@ FORMAT = 1  # of state_dict()
 class Optimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer for a sharded model: it runs an element-wise torch optimizer on this rank's shards.
 
-    Making an Optimizer is collective. `stepped` says whether the last `step` updated the parameters or was skipped.
+    Making an Optimizer is collective. A model may have several, each for parameters of its own (`groups`); a new one
+    replaces older ones that have any of its parameters, and the state of those is freed. Where there are several,
+    `clip_grad_norm` and `zero_grad` leave out the parameters of the others. `stepped` says whether the last `step`
+    updated the parameters or was skipped.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -75,6 +78,8 @@ class Optimizer(torch.optim.Optimizer):
         self._tried = 0  # steps, taken or skipped
         self._clip: float | Tensor = 1.0  # clipping factor of 16-bit gradients, applied when the update reads them
         self._agreed = False
+        self._replaced = ""  # a parameter that a newer Optimizer has
+        self._by_unit: list[UnitOptimizer] = []
         error: Exception | None = None
         try:
             half = engine.resolved.precision.compute is torch.float16
@@ -82,17 +87,36 @@ class Optimizer(torch.optim.Optimizer):
             self._scaler = Scaler(loss_scale or LossScale()) if half else None
             self._build(cls, groups, kwargs)
             self._finite = FiniteCheck(engine, self._by_unit, self._scaler, on_nonfinite)
+            self._check_others(half, step_in_backward)
         except Exception as mistake:  # all ranks raise it, or the others would hang in the next collective
             error = mistake
-        self._agree(error, "Optimizer()")
+        try:
+            self._agree(error, "Optimizer()")
+        except BaseException:
+            for one in self._by_unit:
+                one.detach()
+            raise
         agree_on_kernel(engine, self._by_unit, cls)
-        engine.update_by(self._policy(in_backward=step_in_backward), self)
+        self._policy = self._new_policy(in_backward=step_in_backward)
+        engine.update_by(self._policy, self)
 
-    def _policy(self, *, in_backward: bool) -> UpdatePolicy:
+    def _check_others(self, half: bool, in_backward: bool) -> None:
+        """Raises if this Optimizer cannot stand beside those that the model has for other parameters."""
+        mine = self.indices
+        others = [other for other in self._engine.optimizers if not other.indices & mine]
+        backward = in_backward or not self._engine.updates.keeps_gradients
+        if others and (half or backward or self._engine.tied.names):
+            what = "fp16" if half else "step_in_backward=True" if backward else "a pipeline with tied parameters"
+            raise OptimizerError(
+                f"{what} needs one Optimizer for all parameters, and this model has another for other parameters; give "
+                f"one Optimizer several groups="
+            )
+
+    def _new_policy(self, *, in_backward: bool) -> UpdatePolicy:
         engine = self._engine
         host = HostUpdates(engine, self._by_unit) if any(unit.updated_on_host for unit in engine.units) else None
         if in_backward:
-            return UpdateInBackward(engine, self._by_unit, lambda: self.param_groups, host)
+            return UpdateInBackward(engine, self._by_unit, self.param_groups, host)
         return UpdateAtStep(engine, self._by_unit) if host is None else UpdateOnHost(engine, self._by_unit, host)
 
     @property
@@ -212,14 +236,26 @@ class Optimizer(torch.optim.Optimizer):
             found[place.unit].append(place.slot)
         return found
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters; a step whose gradients are not finite may raise or be skipped. Collective.
+
+        `closure`, if given, runs forward and backward; it is called once, before the update, and what it returns is
+        returned."""
+        result = None
+        if closure is not None:
+            if not callable(closure):
+                raise OptimizerError(f"step() wants a closure that runs forward and backward, found {closure!r}")
+            with torch.enable_grad():
+                result = closure()
+        self._step()
+        return result
+
     @spanned("step", "optimizer", "the model")
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters; a step whose gradients are not finite may raise or be skipped. Collective."""
-        if closure is not None:
-            raise OptimizerError("step() takes no closure: run forward and backward before it, then call step()")
+    def _step(self) -> None:
         self._check_hyperparameters()
         engine = self._engine
+        self._refuse_if_replaced(Call.STEP)
         engine.check(Call.STEP)
         engine.check_parameters()
         engine.complete_gradients(Call.STEP)
@@ -235,15 +271,30 @@ class Optimizer(torch.optim.Optimizer):
             self._finite.skip(bad)
             return
         engine.quiesce(host=False)
-        engine.updates.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.scale.value, flag))
+        self._policy.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.scale.value, flag))
         if self._scaler:
             self._scaler.good()
         self.forget_clipping()
         engine.after_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, accumulated ones too; set_to_none=False sets them to zero instead."""
-        self._engine.drop_gradients(keep_as_zeros=not set_to_none)
+        """Drop all gradients, accumulated ones too; set_to_none=False sets them to zero instead. Where the model has
+        several Optimizers, gradients of the others' parameters stay."""
+        self._refuse_if_replaced(Call.ZERO_GRAD)
+        self._engine.drop_gradients_of(self, keep_as_zeros=not set_to_none)
+
+    def _refuse_if_replaced(self, call: Call) -> None:
+        if self._replaced:
+            refuse(call, Situation.REPLACED, name=self._replaced)
+
+    @property
+    def indices(self) -> frozenset[int]:
+        """The model's trained parameters, by number, that are in a param group."""
+        return frozenset(self._index[id(param)] for group in self.param_groups for param in group["params"])
+
+    def replaced(self, index: int) -> None:
+        """A newer Optimizer was made for this parameter: the state of this one is freed."""
+        self._replaced, self._by_unit = self._engine.names[index], []
 
     @property
     def clipped(self) -> bool:
@@ -266,8 +317,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Each rank combines the norms of its units in a fixed order into one number, and the numbers of all ranks are
         combined in rank order, so the norm has the same bits on every rank and at every stage. Gradients that are
-        replicated along the mesh axis "tp" count once.
+        replicated along the mesh axis "tp" count once. Parameters that another Optimizer has are left out.
         """
+        self._refuse_if_replaced(Call.CLIP)
         if not (isinstance(max_norm, int | float) and max_norm >= 0):
             raise ConfigError(f"max_norm={max_norm!r} is not a number of at least 0")
         if not (isinstance(norm_type, int | float) and norm_type > 0):
@@ -277,7 +329,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.complete_gradients(Call.CLIP)
         engine.schedule.drain()
         engine.updates.wait()  # a host update of the last step may still read the gradients
-        holders = engine.comms.holders
+        holders, others = engine.comms.holders, {engine.names[i] for i in engine.optimizers.of_others(self)}
         by_unit = torch.zeros(len(engine.units), dtype=torch.float64, device=engine.device)  # of what this rank holds
         by_rank = torch.zeros(holders.size, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
@@ -285,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
                 if not kept:  # nobody's gradient, or one the user dropped
                     unit.gradients.forget(slot)
             if unit.gradients.reduced and engine.tied.counts(index):
-                norms = unit.gradients.norms(norm_type, engine.counts)
+                norms = unit.gradients.norms(norm_type, lambda name: engine.counts(name) and name not in others)
                 mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
                 mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
                 by_unit[index] = mine
@@ -299,8 +351,11 @@ class Optimizer(torch.optim.Optimizer):
         self._clip = self._clip * factor
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
             for unit in (unit for unit in engine.units if not unit.dtypes.narrow):
-                whole = unit.placement.optimizer is Scope.REPLICATED
-                unit.gradients.multiply(unit.layout.body if whole else unit.mine, factor)
+                held = unit.layout.body if unit.placement.optimizer is Scope.REPLICATED else unit.mine
+                slots = [slot for slot in unit.layout.slots if slot.name not in others]
+                whole = len(slots) == len(unit.layout.slots)
+                for span in [held] if whole else [slot.span.clip(held) for slot in slots]:
+                    unit.gradients.multiply(span, factor)
         return norm
 
     def _check_hyperparameters(self) -> None:

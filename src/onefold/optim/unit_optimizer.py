@@ -9,7 +9,7 @@ elements, so splitting changes no bit of any update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ class UnitOptimizer:
     def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
         self.unit, self._pool = unit, unit.pool
         self._on_master = unit.dtypes.narrow or unit.updated_on_host  # the wrapped class gets vectors of the master
-        unit.optimizer_state = self.state_tensors
+        unit.attach_state(self.state_tensors)
         self.cls, self.kwargs = cls, kwargs
         self._borrowed: list[Tensor] = []
         self.threads: int | None = None  # of the CPU's update kernel; None: as many as torch uses
@@ -53,12 +53,23 @@ class UnitOptimizer:
         self._fused_params: list[OptimizerParam] = []  # updated by one kernel each in the last update
         # the data of an optimizer parameter outside an update, where it is a vector of the master
         self._empty = torch.empty(0, dtype=unit.master.dtype, device=unit.pool.device)
+        self.slots: set[int] = set()  # of the parameters that it updates, on whatever rank
         self.by_group: dict[int, list[OptimizerParam]] = {}  # param group -> its optimizer parameters
         self.inner: torch.optim.Optimizer | None = None
         self.group_numbers: list[int] = []  # which param group each of the inner optimizer's is
 
-    def add_group(self, group: int, slots: Iterable[int]) -> None:
+    def detach(self) -> None:
+        """Frees the state. Nothing is in flight."""
+        self.unit.detach_state(self.state_tensors)
+        self.inner, self.by_group, self.group_numbers = None, {}, []
+
+    def kept(self, flags: Sequence[int]) -> bytes:
+        """Of flags that say which parameters of the unit are to be updated, those of parameters it updates."""
+        return bytes(bool(flag) and slot in self.slots for slot, flag in enumerate(flags))
+
+    def add_group(self, group: int, slots: Sequence[int]) -> None:
         """Adds some of the unit's parameters to this param group."""
+        self.slots.update(slots)
         slices = [piece for run in runs_of(sorted(slots)) if (piece := self._make_param(run))]
         if not slices:
             return

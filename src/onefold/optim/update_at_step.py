@@ -15,6 +15,10 @@ class UpdateAtStep(NoUpdates):
     def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer]) -> None:
         self._engine, self._by_unit = engine, by_unit
 
+    def end(self) -> None:
+        for optimizer in self._by_unit:
+            optimizer.detach()
+
     def step(self, inputs: StepInputs) -> None:
         for pending in self._update(inputs):
             pending.wait()
@@ -25,11 +29,12 @@ class UpdateAtStep(NoUpdates):
         engine, gathers = self._engine, []
         for index in engine.schedule.order:
             unit = engine.wait_reduced(index)
-            if unit.updated_on_host:
+            if unit.updated_on_host or not self._by_unit[index].slots:
                 continue
-            factor, kept = inputs.factor(narrow=unit.dtypes.narrow), engine.used.kept_of(index)
+            optimizer, factor = self._by_unit[index], inputs.factor(narrow=unit.dtypes.narrow)
+            kept = optimizer.kept(engine.used.kept_of(index))
             with span("update", "step", unit.name), unit.update(kept):
-                self._by_unit[index].update(inputs.groups, kept, factor, inputs.bad)
+                optimizer.update(inputs.groups, kept, factor, inputs.bad)
             if unit.gathers_updated:
                 gathers.append(unit.flat_params.gather_updated())
         return gathers

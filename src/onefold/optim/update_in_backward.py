@@ -24,19 +24,21 @@ from onefold.settings.placement import Scope
 
 
 class UpdateInBackward(NoUpdates):
-    """`groups` gives the optimizer's param groups; `host` updates the units whose optimizer state is offloaded."""
+    """`groups` are the optimizer's param groups, read at each update; `host` updates the units whose optimizer state is
+    offloaded."""
 
     def __init__(
         self,
         engine: Engine,
         by_unit: Sequence[UnitOptimizer],
-        groups: Callable[[], list[dict[str, Any]]],
+        groups: list[dict[str, Any]],
         host: HostUpdates | None,
     ) -> None:
         self._engine, self._by_unit, self._groups, self.host = engine, by_unit, groups, host
         self._flags: dict[int, Callable[[], bytes]] = {}  # by unit in flight: waits for every rank
         self._gathers: list[Pending] = []
         self._awaited: list[int] = []  # units that the host updates before step() returns
+        engine.drop_gradients()  # those of another Optimizer's step
         engine.schedule.one_reduction_each()
         for unit in engine.units:
             unit.gradients.make_transient()
@@ -74,10 +76,11 @@ class UpdateInBackward(NoUpdates):
         with unit.update():
             if unit.updated_on_host:
                 assert self.host is not None
-                self.host.start_in_backward(index, self._groups())
+                self.host.start_in_backward(index, self._groups)
             else:
                 with span("update", "inside", unit.name):
-                    self._by_unit[index].update(self._groups(), engine.used.kept_of(index), 1.0)
+                    kept = self._by_unit[index].kept(engine.used.kept_of(index))
+                    self._by_unit[index].update(self._groups, kept, 1.0)
         if unit.updated_on_host and not unit.placement.late:
             self._awaited.append(index)
         elif unit.gathers_updated and not unit.updated_on_host:
@@ -102,6 +105,12 @@ class UpdateInBackward(NoUpdates):
     def abandon(self) -> None:
         if self.host is not None:
             self.host.abandon()
+
+    def end(self) -> None:
+        self._engine.schedule.one_reduction_each(False)
+        for unit, optimizer in zip(self._engine.units, self._by_unit, strict=True):
+            unit.gradients.make_transient(False)
+            optimizer.detach()
 
     def step(self, inputs: StepInputs) -> None:
         self._engine.forget_used()

@@ -1,19 +1,31 @@
-"""What an engine and its reports ask of objects that rooms above attach to a model: its Optimizer, its block inputs."""
+"""What rooms above attach to a model: its Optimizers, and the store of its block inputs.
+
+A model may have several Optimizers, each for parameters of its own. They are held weakly: an Optimizer that nobody
+holds any more is gone, with its state. A new Optimizer replaces every older one that has one of its parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from onefold.runtime.update_policy import NoUpdates, Policies, UpdatePolicy
+
 
 class AttachedOptimizer(Protocol):
-    """What an engine and its reports ask of the Optimizer that was made for a model."""
+    """What an engine and its reports ask of an Optimizer that was made for a model."""
 
     @property
     def clipped(self) -> bool:
         """True if gradients of this step are to be clipped when step() reads them."""
+        ...
+
+    @property
+    def indices(self) -> frozenset[int]:
+        """The trained parameters, by number, that the Optimizer updates."""
         ...
 
     def gradients_change(self) -> None:
@@ -27,6 +39,82 @@ class AttachedOptimizer(Protocol):
     def planned_state(self, index: int) -> tuple[int, int]:
         """Bytes of one unit's optimizer state: of vectors, and of step counts."""
         ...
+
+    def replaced(self, index: int) -> None:
+        """A newer Optimizer has this parameter: the older one's state is freed, and it refuses to update."""
+        ...
+
+
+class Attached(NamedTuple):
+    optimizer: weakref.ref[AttachedOptimizer]
+    policy: UpdatePolicy
+
+
+class AttachedOptimizers:
+    """The Optimizers of one model, the oldest first, and when each of them updates."""
+
+    def __init__(self) -> None:
+        self._all: list[Attached] = []
+        self.policy: UpdatePolicy = NoUpdates()  # of all of them together
+
+    def __iter__(self) -> Iterator[AttachedOptimizer]:
+        return (found for one in self._all if (found := one.optimizer()) is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def add(self, optimizer: AttachedOptimizer, policy: UpdatePolicy) -> None:
+        """A new Optimizer updates its parameters by this policy from now on. Nothing is in flight."""
+        for one in list(self._all):
+            older = one.optimizer()
+            if older is not None and (shared := older.indices & optimizer.indices):
+                one.policy.end()
+                older.replaced(min(shared))
+                self._all.remove(one)
+        self._all.append(Attached(weakref.ref(optimizer), policy))
+        self._choose()
+
+    def rehearse(self, policy: UpdatePolicy) -> None:
+        """A rehearsal has no Optimizer; this policy stands for one."""
+        self.policy = policy
+
+    def forget_freed(self) -> None:
+        """Ends the policies of Optimizers that nobody holds any more."""
+        freed = [one for one in self._all if one.optimizer() is None]
+        for one in freed:
+            one.policy.wait()
+            one.policy.end()
+            self._all.remove(one)
+        if freed:
+            self._choose()
+
+    def _choose(self) -> None:
+        policies = [one.policy for one in self._all]
+        self.policy = policies[0] if len(policies) == 1 else Policies(policies) if policies else NoUpdates()
+
+    def of_others(self, optimizer: AttachedOptimizer) -> frozenset[int]:
+        """The trained parameters, by number, that other Optimizers update."""
+        return frozenset().union(*(other.indices for other in self if other is not optimizer))
+
+    def gradients_change(self) -> None:
+        """Another backward of the step begins."""
+        for optimizer in self:
+            optimizer.gradients_change()
+
+    def forget_clipping(self) -> None:
+        """All gradients are dropped."""
+        for optimizer in self:
+            optimizer.forget_clipping()
+
+    @property
+    def clipped(self) -> bool:
+        """True if some Optimizer clips gradients of this step when step() reads them."""
+        return any(optimizer.clipped for optimizer in self)
+
+    def planned_state(self, index: int) -> tuple[int, int]:
+        """Bytes of one unit's optimizer state, of all Optimizers: of vectors, and of step counts."""
+        rows: Sequence[tuple[int, int]] = [optimizer.planned_state(index) for optimizer in self]
+        return sum(vectors for vectors, _ in rows), sum(counts for _, counts in rows)
 
 
 class BlockInputs(Protocol):

@@ -31,7 +31,7 @@ from onefold.model.survey import ATTRIBUTE
 from onefold.offload.tiers import Tiers
 from onefold.runtime.accumulating import Accumulating
 from onefold.runtime.arriving_gradients import ArrivingGradients, Place
-from onefold.runtime.attached import AttachedOptimizer, BlockInputs
+from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, BlockInputs
 from onefold.runtime.backward import Backward
 from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.order_agreement import agree_on_order
@@ -45,7 +45,7 @@ from onefold.runtime.scaled import GradientScale
 from onefold.runtime.situations import check
 from onefold.runtime.unsharding import Unsharding
 from onefold.runtime.untied import NoTiedParameters
-from onefold.runtime.update_policy import NoUpdates, UpdatePolicy
+from onefold.runtime.update_policy import UpdatePolicy
 from onefold.runtime.used_parameters import UsedParameters
 from onefold.settings.placement import Scope
 from onefold.settings.zero import check_reduce
@@ -75,9 +75,9 @@ class Engine:
         replicated = resolved.replicated_frozen
         self.frozen = [(name, param) for name, param in model.named_parameters() if name in replicated]
         self._activations_why = ""  # activations="auto": what was chosen, and the reason
-        self.updates: UpdatePolicy = NoUpdates()  # when units are updated
         self.tiers = tiers
-        self.optimizer: AttachedOptimizer | None = None  # the Optimizer that was made for this model
+        self.optimizers = AttachedOptimizers()  # that were made for this model
+        self._dropped: set[int] = set()  # parameters whose gradients zero_grad() of one of several Optimizers dropped
         self.alone_in_rank = True  # no other part of the same model is here
         self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
@@ -115,9 +115,15 @@ class Engine:
 
     # -- what others bring -----------------------------------------------------------------------------------------
 
-    def update_by(self, policy: UpdatePolicy, optimizer: AttachedOptimizer | None = None) -> None:
-        """Units are updated by this policy from now on."""
-        self.updates, self.optimizer = policy, optimizer
+    @property
+    def updates(self) -> UpdatePolicy:
+        """When units are updated."""
+        return self.optimizers.policy
+
+    def update_by(self, policy: UpdatePolicy, optimizer: AttachedOptimizer) -> None:
+        """A new Optimizer updates its parameters by this policy from now on."""
+        self.updates.wait()
+        self.optimizers.add(optimizer, policy)
 
     def tie(self, tied: NoTiedParameters) -> None:
         """Another stage of a pipeline holds some of these parameters too."""
@@ -170,7 +176,9 @@ class Engine:
         if torch.is_grad_enabled():
             self._backward.trains_here()
         self._backward.close_failed()
+        self.optimizers.forget_freed()
         if torch.is_grad_enabled():
+            self._dropped.clear()
             self.check_parameters()
             self.progress.forward_began(reducing=self.accumulating.reducing)
 
@@ -183,8 +191,9 @@ class Engine:
         self.enter_backward()
         self._forget_dropped()  # may raise: nothing is open then
         self.check(Call.BACKWARD)
-        if self.optimizer is not None and self.used.any:
-            self.optimizer.gradients_change()
+        if self.used.any:
+            self.optimizers.gradients_change()
+        self._dropped.clear()
         self.scale.take()
         self._begin_reductions()
         self.progress.move(Event.OPENED)
@@ -222,6 +231,7 @@ class Engine:
         if self.progress.phase is Phase.AGREED:
             self.used.drop_kept(self.visible.dropped())  # since the ranks agreed, on every rank alike
             return
+        self._dropped.clear()
         self._join_missed_reductions(call)
         if self.updates.keeps_gradients:
             late = self.used.agree(self.everyone, self.visible.dropped(), self.schedule.waiting())
@@ -302,11 +312,36 @@ class Engine:
         self.progress.dropped(keep_as_zeros=keep_as_zeros)
         self.scale.forget()
         self.tied.forget()
-        if self.optimizer is not None:
-            self.optimizer.forget_clipping()
+        self.optimizers.forget_clipping()
         if not keep_as_zeros:
             self.visible.hide()
             self.used.forget_all()
+
+    def drop_gradients_of(self, optimizer: AttachedOptimizer, *, keep_as_zeros: bool) -> None:
+        """Drops all gradients but those of parameters that other Optimizers update. Once each of several Optimizers
+        has done so, and no gradient has come since, all are dropped."""
+        others = self.optimizers.of_others(optimizer)
+        mine = [index for index in range(len(self.params)) if index not in others]
+        self._dropped.update(mine)
+        if len(self._dropped) == len(self.params):
+            self.drop_gradients(keep_as_zeros=keep_as_zeros)
+            return
+        self._backward.close_failed()
+        self.check(Call.ZERO_GRAD)
+        self.schedule.drain()
+        self._replicated.gather_all()
+        for index in mine:
+            place = self.places[index]
+            self.units[place.unit].gradients.forget(place.slot)
+        optimizer.forget_clipping()
+        if not keep_as_zeros:
+            self.visible.hide(mine)
+            self.used.drop_kept(mine)
+            for index in mine:
+                self.used.forget(index)
+            kept = {self.places[index].unit for index in others}
+            for unit in (unit for number, unit in enumerate(self.units) if number not in kept):
+                unit.gradients.drop()  # all of its memory
 
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:

@@ -44,9 +44,10 @@ class ReduceSchedule:
         self._in_flight: deque[tuple[int, bool]] = deque()  # unit, and whether this is the last backward of the step
         self.begin(final=True)
 
-    def one_reduction_each(self) -> None:
-        """From now on every unit has exactly one reduction per backward: none counts as skipped before its end."""
-        self.one_reduction = True
+    def one_reduction_each(self, one: bool = True) -> None:
+        """From now on every unit has exactly one reduction per backward, and none counts as skipped before its end; or
+        no longer."""
+        self.one_reduction = one
 
     def begin(self, *, final: bool) -> None:
         """Begins a backward; `final` if it is the last one of a step."""

@@ -38,7 +38,7 @@ class Situation(Enum):
 
     SHARDED = "shard() has been called"
     RELEASED = "parameters are spread over ranks, and placeholders are in the model"
-    HAS_OPTIMIZER = "an Optimizer was made for the model"
+    REPLACED = "a newer Optimizer was made for parameters of this one"
     LOAD_FAILED = "load() has replaced some values, and failed"
     UPDATE_FAILED = "the host has updated some units, and failed"
     NO_GRADIENTS = "no backward has brought this rank gradients, and none is due"
@@ -127,9 +127,16 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
             Situation.STEP_AWAITED: "between a backward that updates and its step(): call optimizer.step() first",
         }.items()
     },
-    (Call.OPTIMIZER, Situation.HAS_OPTIMIZER): (
-        "this model has an Optimizer already; use its add_param_group, or shard another model"
+    (Call.OPTIMIZER, Situation.STEP_AWAITED): (
+        f"{STEP_IN_BACKWARD} has updated parameters in backward: call step() before another Optimizer is made"
     ),
+    **{
+        (call, Situation.REPLACED): (
+            f"{call.value} of an Optimizer that another one has replaced, which was made later for {{name}}: use the "
+            f"later one, or give each Optimizer parameters of its own (groups=)"
+        )
+        for call in (Call.CLIP, Call.STEP, Call.ZERO_GRAD)
+    },
     (Call.PARALLELIZE, Situation.SHARDED): "this model was sharded already; call parallelize() first, then shard()",
 }
 

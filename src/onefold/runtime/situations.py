@@ -11,19 +11,13 @@ from typing import Protocol
 import torch
 
 from onefold.runtime.accumulating import Accumulating
+from onefold.runtime.attached import AttachedOptimizers
 from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.refusals import REFUSED_IN, Call, Situation, refuse
 from onefold.runtime.scaled import GradientScale
 from onefold.runtime.untied import NoTiedParameters
 from onefold.runtime.update_policy import UpdatePolicy
 from onefold.runtime.used_parameters import UsedParameters
-
-
-class ClippedGradients(Protocol):
-    @property
-    def clipped(self) -> bool:
-        """True if gradients of this step are to be clipped when step() reads them."""
-        ...
 
 
 class EngineFacts(Protocol):
@@ -42,7 +36,7 @@ class EngineFacts(Protocol):
     def scale(self) -> GradientScale: ...
 
     @property
-    def optimizer(self) -> ClippedGradients | None: ...
+    def optimizers(self) -> AttachedOptimizers: ...
 
     @property
     def tied(self) -> NoTiedParameters: ...
@@ -61,12 +55,11 @@ class EngineFacts(Protocol):
 
 
 SITUATION_CHECKS: Mapping[Situation, Callable[[EngineFacts], bool]] = {
-    Situation.HAS_OPTIMIZER: lambda model: model.optimizer is not None,
     Situation.LOAD_FAILED: lambda model: model.broken is Situation.LOAD_FAILED,
     Situation.UPDATE_FAILED: lambda model: model.broken is Situation.UPDATE_FAILED,
     Situation.UNSCALED: lambda model: model.scale.missing,
     Situation.OTHER_SCALE: lambda model: model.used.any and model.scale.changed,
-    Situation.CLIPPED: lambda model: model.used.any and model.optimizer is not None and model.optimizer.clipped,
+    Situation.CLIPPED: lambda model: model.used.any and model.optimizers.clipped,
     Situation.TIED_SUMMED: lambda model: model.tied.summed,
     Situation.IN_FULL_PARAMETERS: lambda model: model.contexts.open,
     Situation.IN_BACKWARD: lambda model: torch._C._current_graph_task_id() != -1,

@@ -6,6 +6,7 @@ stay after backward, whether anything is in flight). Calls that a policy cannot 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -65,6 +66,10 @@ class UpdatePolicy(Protocol):
         """Every value is about to be replaced: end updates in flight, also those that failed."""
         ...
 
+    def end(self) -> None:
+        """The Optimizer is gone or replaced, and nothing is in flight: frees its state."""
+        ...
+
 
 class NoUpdates:
     """The policy of an engine that has no Optimizer: gradients are reduced, and stay."""
@@ -98,3 +103,32 @@ class NoUpdates:
 
     def abandon(self) -> None:
         pass
+
+    def end(self) -> None:
+        pass
+
+
+class Policies(NoUpdates):
+    """The policies of several Optimizers, none of which updates in backward. Each Optimizer steps its own."""
+
+    def __init__(self, policies: Sequence[UpdatePolicy]) -> None:
+        self._policies = list(policies)
+
+    @property
+    def lent_bytes(self) -> int:
+        return sum(policy.lent_bytes for policy in self._policies)
+
+    def reduced(self, index: int, *, final: bool) -> bool:
+        return any(policy.reduced(index, final=final) for policy in self._policies)
+
+    def finish(self) -> None:
+        for policy in self._policies:
+            policy.finish()
+
+    def wait(self) -> None:
+        for policy in self._policies:
+            policy.wait()
+
+    def abandon(self) -> None:
+        for policy in self._policies:
+            policy.abandon()

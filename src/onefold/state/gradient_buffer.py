@@ -39,8 +39,9 @@ class GradientBuffer:
         self.dtype = torch.float32
         self._whole = self._shard = None
 
-    def make_transient(self) -> None:
-        self.transient = True
+    def make_transient(self, transient: bool) -> None:
+        """Nothing is held that counts."""
+        self.transient, self._whole, self._shard = transient, None, None
 
     def adopt(self, by_slot: dict[int, Tensor]) -> None:
         """The gradient is what autograd made, for some slots or all; zeros for the others."""

@@ -109,9 +109,9 @@ class Gradients:
             self._local_dtype = torch.float32
             self._buffer.widen()
 
-    def make_transient(self) -> None:
-        """From now on gradients are used as soon as they are complete: their buffers are the pool's."""
-        self._buffer.make_transient()
+    def make_transient(self, transient: bool = True) -> None:
+        """From now on gradients are used as soon as they are complete: their buffers are the pool's; or no longer."""
+        self._buffer.make_transient(transient or self._host is not None or not self._pool.keeps)
 
     # -- the local sum, and its reduction ---------------------------------------------------------------------------
 

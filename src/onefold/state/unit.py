@@ -61,7 +61,7 @@ class Unit:
         self.master = make_master(self.staging or self.flat_params, owned, stored, self.pool)
         host = tiers.host if self.updated_on_host else None
         self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes, host)
-        self.optimizer_state: Callable[[], list[Tensor]] = list  # replaced by the unit optimizer
+        self._optimizer_states: list[Callable[[], list[Tensor]]] = []  # of each unit optimizer
         self.image: Image | None = None  # master and optimizer state, where they are kept in a file
         if self.updated_on_host and placement.optimizer_tier is Tier.DISK:
             self.image = tiers.image(f"optimizer state of {self.name}", tiers.host.scratch, self.state_tensors)
@@ -84,7 +84,17 @@ class Unit:
 
     def state_tensors(self) -> list[Tensor]:
         """The tensors of the master copy and of the optimizer state."""
-        return [*self.master.tensors(), *self.optimizer_state()]
+        return [*self.master.tensors(), *(tensor for state in self._optimizer_states for tensor in state())]
+
+    def attach_state(self, tensors: Callable[[], list[Tensor]]) -> None:
+        """A unit optimizer, whose state these are, updates parameters of the unit from now on."""
+        self._optimizer_states.append(tensors)
+
+    def detach_state(self, tensors: Callable[[], list[Tensor]]) -> None:
+        """Frees the state of a unit optimizer. Nothing is in flight."""
+        if tensors in self._optimizer_states:
+            with self.state_in_memory(write=True):
+                self._optimizer_states.remove(tensors)
 
     def take_edits(self) -> None:
         """Copies what users wrote in place into replicated 16-bit parameters to their fp32 master."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,10 @@ from onefold.checkpoint.format.weights import open_weights
 from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import set_aside
 from onefold.checkpoint.protocol.names import Choice, match, match_modules, patterns
+from onefold.checkpoint.protocol.optimizers import checked
 from onefold.checkpoint.protocol.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, place_of, set_random_state
 from onefold.checkpoint.protocol.quiesce import background_comm, begin_load, check_and_quiesce, end_load
 from onefold.checkpoint.protocol.restore import check_kinds, fill_buffers, fill_optimizer, fill_parameters
-from onefold.checkpoint.protocol.save import check_optimizer
 from onefold.checkpoint.protocol.stages import StageContents, names_elsewhere, stage_contents
 from onefold.checkpoint.protocol.state import params_of, stored_dtypes
 from onefold.checkpoint.protocol.together import attempt, check_same
@@ -43,14 +43,21 @@ from onefold.runtime.refusals import Call
 LOG = logging.getLogger("onefold")
 
 
+class SavedOptimizer(NamedTuple):
+    """What will be loaded into one Optimizer beside the state of its parameters."""
+
+    optimizer: Optimizer
+    notes: dict[str, Any]
+    settings: list[dict[str, Any] | None]  # of its param groups
+
+
 class Plan(NamedTuple):
     """What will be loaded, and from where."""
 
     source: Source
     found: dict[str, str]  # the model's name -> the saved one
     own: OwnNotes | None
-    notes: dict[str, Any] | None  # the optimizer's
-    settings: list[dict[str, Any] | None]  # of the optimizer's param groups
+    optimizers: list[SavedOptimizer]  # in the order in which they were given
     modules: dict[str, Any]  # module -> the argument of its set_extra_state
     random: dict[str, torch.Tensor]
     extra: Any = None
@@ -59,7 +66,7 @@ class Plan(NamedTuple):
 def load(
     folder: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     fallback: bool = False,
     rename: Mapping[str, str] | None = None,
@@ -74,7 +81,7 @@ def load(
     `fallback` a damaged checkpoint is passed over, with a warning, for the one before it. `rename` maps saved names, or
     beginnings of names that end in a dot, to the model's; `subset` loads some tensors only; what is missing or left
     over is an error unless a name or pattern in `allow_missing` or `allow_extra` covers it. Without an optimizer only
-    weights are loaded, and random states stay as they are.
+    weights are loaded, and random states stay as they are; several are given in the order in which they were saved.
 
     >>> import tempfile, torch, onefold
     >>> onefold.init()
@@ -88,34 +95,34 @@ def load(
     engine = engine_of(model)
     comm = background_comm(engine)
     WORKER.finish()
-    storage, choices = Storage(), []
+    storage, choices, optimizers = Storage(), list[Choice](), list[Optimizer]()
 
     def prepare() -> list[Any]:
-        check_optimizer(engine, optimizer)
+        optimizers.extend(checked(engine, optimizer))
         chosen = None if subset is None else patterns("subset", subset)
         missing, extra = patterns("allow_missing", allow_missing), patterns("allow_extra", allow_extra)
         choices.append(Choice(rename=_mapping(rename), subset=chosen, allow_missing=missing, allow_extra=extra))
-        asked = [optimizer is not None, bool(fallback), list(choices[0].rename.items()), chosen, missing, extra]
+        asked = [len(optimizers), bool(fallback), list(choices[0].rename.items()), chosen, missing, extra]
         check_and_quiesce(engine, Call.LOAD)
-        part = stage_contents(engine, None)
+        part = stage_contents(engine, ())
         if open_weights(storage, Path(folder)) is not None:
             return [asked, None, part]
         return [asked, _found(storage, folder) if comm.rank == 0 else [], part]
 
     answers = attempt(comm, prepare)
-    settings = "whether an optimizer is given, fallback, rename, subset, allow_missing, allow_extra"
+    settings = "how many optimizers are given, fallback, rename, subset, allow_missing, allow_extra"
     check_same(comm, [row[0] for row in answers], "loads", settings)
     candidates = answers[0][1]
     others = names_elsewhere([StageContents(*row[2]) for row in answers], engine.comms.pp.rank)
     choice = replace(choices[0], elsewhere=others)
     if candidates is None:
-        return _load_one(engine, optimizer, choice, lambda: open_weights(storage, Path(folder)))
+        return _load_one(engine, optimizers, choice, lambda: open_weights(storage, Path(folder)))
     alone = str(Path(folder)) == candidates[0]  # the path is one checkpoint: no other may be taken
 
     def find_again() -> list[str]:
         return attempt(comm, partial(_found, storage, folder) if comm.rank == 0 and not alone else list)[0]
 
-    return retry_if_removed(partial(_load_first, engine, optimizer, choice, fallback), candidates, find_again)
+    return retry_if_removed(partial(_load_first, engine, optimizers, choice, fallback), candidates, find_again)
 
 
 def _found(storage: Storage, folder: str | Path) -> list[str]:
@@ -123,13 +130,13 @@ def _found(storage: Storage, folder: str | Path) -> list[str]:
 
 
 def _load_first(
-    engine: Engine, optimizer: Optimizer | None, choice: Choice, fallback: bool, candidates: list[str]
+    engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, fallback: bool, candidates: list[str]
 ) -> Any:
     """Loads the first checkpoint; with `fallback`, the first that is not damaged."""
     storage, comm, damaged = Storage(), background_comm(engine), list[Path]()
     for path in map(Path, candidates):
         try:
-            extra = _load_one(engine, optimizer, choice, lambda path=path: Checkpoint(storage, path))
+            extra = _load_one(engine, optimizers, choice, lambda path=path: Checkpoint(storage, path))
         except CheckpointDamaged as error:
             if not fallback or str(path) == candidates[-1]:
                 raise
@@ -167,11 +174,11 @@ def _set_aside(comm: Comm, storage: Storage, damaged: list[Path]) -> None:
 
 
 @torch.no_grad()
-def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opened: Any) -> Any:
+def _load_one(engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, opened: Any) -> Any:
     comm, plans = background_comm(engine), []
 
     def plan() -> str:
-        plans.append(_plan(engine, optimizer, choice, opened()))
+        plans.append(_plan(engine, optimizers, choice, opened()))
         seen = plans[0].source
         return digest([str(file) for file in seen.manifest.files]) if isinstance(seen, Checkpoint) else ""
 
@@ -180,54 +187,58 @@ def _load_one(engine: Engine, optimizer: Optimizer | None, choice: Choice, opene
             "the ranks found different checkpoints under one path; all ranks must see the same folder"
         )
     found = plans[0]
-    whole = len(found.found) == len(params_of(engine)) and (optimizer is not None or engine.optimizer is None)
+    whole = len(found.found) == len(params_of(engine)) and (bool(optimizers) or not len(engine.optimizers))
     if not whole:
         engine.check(Call.LOAD_PART)
     attempt(comm, lambda: begin_load(engine))
-    attempt(comm, lambda: _fill(engine, optimizer, found))
+    attempt(comm, lambda: _fill(engine, found))
     attempt(comm, lambda: set_random_state(found.random, engine.device))
     end_load(engine)
-    if found.own is not None and optimizer is not None:
+    if found.own is not None and optimizers:
         _warn_of_other_ranks(engine, found.own)
     return found.extra
 
 
-def _plan(engine: Engine, optimizer: Optimizer | None, choice: Choice, source: Source) -> Plan:
+def _plan(engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, source: Source) -> Plan:
     records = {record.name: record for record in source.records.values() if record.kind != "extra"}
     found = match(params_of(engine), records.values(), choice)
     check_kinds(source, found, stored_dtypes(engine))
     if not isinstance(source, Checkpoint):
-        if optimizer is not None:
+        if optimizers:
             raise CheckpointError(
                 "these are weights without optimizer state; leave the optimizer out: load(path, model)"
             )
-        return Plan(source, found, None, None, [], {}, {})
+        return Plan(source, found, None, [], {}, {})
     own = OwnNotes(source, place_of(engine))
-    notes, settings = None, []
-    if optimizer is not None:
-        notes = _optimizer_notes(source, own, optimizer)
-        settings = [
-            _settings(group["params"], found, notes, engine, i) for i, group in enumerate(optimizer.param_groups)
-        ]
+    saved = _optimizer_notes(source, own, optimizers) if optimizers else []
+    loaded = [
+        SavedOptimizer(
+            one, notes,
+            [_settings(group["params"], found, notes, engine, i) for i, group in enumerate(one.param_groups)],
+        )
+        for one, notes in zip(optimizers, saved, strict=True)
+    ]  # fmt: skip
     modules = {} if choice.subset is not None else _module_notes(engine, own, choice)
-    random = own.random_states(engine.device) if optimizer is not None else {}
-    return Plan(source, found, own, notes, settings, modules, random, own.get(EXTRA_NOTE))
+    random = own.random_states(engine.device) if optimizers else {}
+    return Plan(source, found, own, loaded, modules, random, own.get(EXTRA_NOTE))
 
 
-def _optimizer_notes(source: Checkpoint, own: OwnNotes, optimizer: Optimizer) -> dict[str, Any]:
+def _optimizer_notes(source: Checkpoint, own: OwnNotes, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """The notes of each of the Optimizers that were saved, in their order."""
     saved = source.manifest.optimizer
     if saved is None:
         raise CheckpointError(f"{source.folder} was saved without an optimizer; leave it out: load(path, model)")
     notes = own.decode(saved.get("notes"))
-    ours = optimizer.notes()["class"]
-    if not isinstance(notes, dict) or notes.keys() != optimizer.notes().keys():
+    rows = notes if isinstance(notes, list) else [notes]
+    if not all(isinstance(row, dict) and row.keys() == optimizers[0].notes().keys() for row in rows):
         raise CheckpointDamaged(f"{source.folder}: the manifest does not tell what the optimizer was")
-    if notes["class"] != ours:
+    theirs, ours = ([row["class"] for row in these] for these in (rows, [one.notes() for one in optimizers]))
+    if theirs != ours:
         raise CheckpointError(
-            f"{source.folder} holds the state of {notes['class']}, this optimizer is {ours}; build the same class, or "
-            f"load weights only: load(path, model)"
+            f"{source.folder} holds the state of {', '.join(theirs)}, this optimizer is {', '.join(ours)}; build the "
+            f"same class, or load weights only: load(path, model)"
         )
-    return notes
+    return rows
 
 
 def _settings(
@@ -252,7 +263,7 @@ def _module_notes(engine: Engine, own: OwnNotes, choice: Choice) -> dict[str, An
     return {name: saved[old] for name, old in match_modules(wanted, set(saved), choice).items()}
 
 
-def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
+def _fill(engine: Engine, plan: Plan) -> None:
     fill_parameters(engine, plan.source, plan.found)
     fill_buffers(
         persistent_buffers(engine.model), plan.source, plan.found, (plan.own.get(BUFFERS) if plan.own else None) or {}
@@ -260,9 +271,10 @@ def _fill(engine: Engine, optimizer: Optimizer | None, plan: Plan) -> None:
     modules = dict(engine.model.named_modules(remove_duplicate=False))
     for name, value in plan.modules.items():
         modules[name].set_extra_state(value)
-    if optimizer is not None and plan.notes is not None:
-        optimizer.load_notes(plan.notes, plan.settings)
+    for optimizer, notes, settings in plan.optimizers:
+        optimizer.load_notes(notes, settings)
         fill_optimizer(engine, optimizer, plan.source, plan.found)
+    if plan.optimizers:
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
             engine.accumulating.keep_wide_sums()

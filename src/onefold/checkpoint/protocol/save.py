@@ -34,6 +34,7 @@ from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import write_tensors
 from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain
+from onefold.checkpoint.protocol.optimizers import Given, checked
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.protocol.quiesce import background_comm, check_and_quiesce
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, stage_contents
@@ -73,7 +74,7 @@ class SaveRequest(NamedTuple):
     """The arguments of save()."""
 
     run: Path
-    optimizer: Optimizer | None
+    optimizers: Sequence[Optimizer]
     extra: Any
     step: int | None
     keep: int | None
@@ -83,7 +84,7 @@ class SaveRequest(NamedTuple):
 def save(
     folder: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     extra: Any = None,
     step: int | None = None,
@@ -94,7 +95,8 @@ def save(
 
     A checkpoint is committed as a whole or not at all, also when the process or the machine stops in between. `extra`
     is anything made of dicts, lists, tuples, plain values and tensors: a scheduler's state, the place in the data.
-    `step` is by default how many steps the optimizer has taken or skipped. With `keep` only that many of the newest
+    `step` is by default how many steps the optimizer has taken or skipped. Where the model has several Optimizers, give
+    all of them: `save(folder, model, (first, second))`. With `keep` only that many of the newest
     checkpoints stay in `folder`. Gradients are not saved: save between steps.
 
     With wait=False the state is copied to host memory and written while training goes on; what goes wrong then is
@@ -116,7 +118,7 @@ def save_on(
     storage: Storage,
     folder: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizer: Given,
     *,
     extra: Any = None,
     step: int | None = None,
@@ -128,24 +130,26 @@ def save_on(
     comm = background_comm(engine)
     WORKER.finish()
     jobs: list[Job] = []
+    optimizers: list[Optimizer] = []
 
     def describe() -> list[Any]:
-        job = _job(engine, comm, storage, SaveRequest(Path(folder).absolute(), optimizer, extra, step, keep, wait))
+        optimizers.extend(checked(engine, optimizer))
+        job = _job(engine, comm, storage, SaveRequest(Path(folder).absolute(), optimizers, extra, step, keep, wait))
         jobs.append(job)
-        return [[job.step, job.keep, optimizer is not None], stage_contents(engine, optimizer), wait or _fits(job)]
+        return [[job.step, job.keep, len(optimizers)], stage_contents(engine, optimizers), wait or _fits(job)]
 
     try:
         answers = attempt(comm, describe)
-        check_same(comm, [row[0] for row in answers], "saves", "step, keep, whether an optimizer is given")
+        check_same(comm, [row[0] for row in answers], "saves", "step, keep, how many optimizers are given")
         groups = attempt(comm, lambda: joined_groups([StageContents(*row[1]) for row in answers]))[0]
         wait = wait or not all(row[2] for row in answers)
         if not wait:
             attempt(comm, lambda: jobs.append(_copied(jobs.pop())))
         job = jobs[0]
-        if optimizer is not None:
-            notes = {**optimizer.notes()}
-            notes["groups"] = [{**group, "names": names} for group, names in zip(notes["groups"], groups, strict=True)]
-            job = replace(job, optimizer=note(notes, "optimizer", copy=not wait))
+        if optimizers:
+            names, notes = iter(groups), [one.notes() for one in optimizers]
+            rows = [{**n, "groups": [{**group, "names": next(names)} for group in n["groups"]]} for n in notes]
+            job = replace(job, optimizer=note(rows if len(rows) > 1 else rows[0], "optimizer", copy=not wait))
         if wait:
             write(job)
         else:
@@ -157,11 +161,9 @@ def save_on(
 
 @torch.no_grad()
 def _job(engine: Engine, comm: Comm, storage: Storage, request: SaveRequest) -> Job:
-    optimizer = request.optimizer
-    check_optimizer(engine, optimizer)
     step = _check(request)
     check_and_quiesce(engine, Call.SAVE)
-    contents = rank_contents(engine, optimizer)
+    contents = rank_contents(engine, request.optimizers)
     settings = engine.resolved.settings
     own = notes_of(engine.model, request.extra, engine.device, copy=not request.wait)
     about = {
@@ -196,22 +198,15 @@ def _copied(job: Job) -> Job:
 def _check(request: SaveRequest) -> int:
     """The step of the checkpoint; raises for invalid arguments."""
     step, keep = request.step, request.keep
-    if step is None and request.optimizer is None:
+    if step is None and not request.optimizers:
         raise ConfigError("nothing counts steps without an optimizer: give save(step=…)")
-    if step is None and request.optimizer is not None:
-        step = request.optimizer.steps + request.optimizer.skipped  # else a save after a skipped step would be refused
+    if step is None:  # skipped ones too, else a save after a skipped step would be refused
+        step = max(one.steps + one.skipped for one in request.optimizers)
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ConfigError(f"step={step!r} is not a whole number of at least 0")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep={keep!r} is not a number of checkpoints of at least 1, or None for all")
     return step
-
-
-def check_optimizer(engine: Engine, optimizer: Any) -> None:
-    if optimizer is not None and optimizer is not engine.optimizer:
-        raise ConfigError(
-            f"{type(optimizer).__name__} is not the onefold.Optimizer of this model; give that one, or None for weights"
-        )
 
 
 def staged(owned: Sequence[OwnedElements], device: torch.device) -> list[OwnedElements]:

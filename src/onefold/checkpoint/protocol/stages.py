@@ -24,10 +24,10 @@ class StageContents(NamedTuple):
     groups: list[list[str]]  # names of each param group
 
 
-def stage_contents(engine: Engine, optimizer: Optimizer | None) -> StageContents:
+def stage_contents(engine: Engine, optimizers: Sequence[Optimizer]) -> StageContents:
     names = [name for param in params_of(engine) for name in (param.name, *param.also)]
     tied = list(engine.tied.names)
-    groups = [group["names"] for group in optimizer.notes()["groups"]] if optimizer is not None else []
+    groups = [group["names"] for optimizer in optimizers for group in optimizer.notes()["groups"]]
     return StageContents(engine.comms.pp.rank, names if engine.comms.pp.size > 1 else [], tied, groups)
 
 

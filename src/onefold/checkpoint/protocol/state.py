@@ -89,7 +89,7 @@ class RankContents(NamedTuple):
     records: list[ParamRecord]  # of the tensors of which it saves elements; rank 0 also of empty tensors
 
 
-def rank_contents(engine: Engine, optimizer: Optimizer | None) -> RankContents:
+def rank_contents(engine: Engine, optimizers: Sequence[Optimizer]) -> RankContents:
     """What this rank saves; nothing is copied yet."""
     owned: list[OwnedElements] = []
     scalars: dict[str, dict[str, Any]] = {}
@@ -97,7 +97,7 @@ def rank_contents(engine: Engine, optimizer: Optimizer | None) -> RankContents:
     base = {param.name: param.base for param in every}
     if engine.comms.replica.rank == 0:
         owned += (one for one in _values(engine, base) if _saves(engine, one.name))
-        for by_unit in optimizer.by_unit if optimizer is not None else ():
+        for by_unit in (one for optimizer in optimizers for one in optimizer.by_unit):
             for state in states_of(by_unit, by_unit.unit.mine):
                 name = by_unit.unit.layout.slots[state.slot].name
                 if not _saves(engine, name):
