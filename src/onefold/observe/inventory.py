@@ -152,7 +152,7 @@ def planned_optimizer(engine: Engine, tier: Tier) -> int:
     total = 0
     for index, unit in enumerate(engine.units):
         vectors, counts = engine.optimizers.planned_state(index)
-        master = unit.master.owned.numel * unit.dtypes.widths.master
+        master = unit.master.owned.numel * unit.dtypes.widths.master if unit.has_training_state else 0
         where = unit.placement.optimizer_tier
         if where is Tier.DISK:
             total += {Tier.DISK: file_bytes(master, vectors), Tier.HOST: counts}.get(tier, 0)

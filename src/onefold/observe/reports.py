@@ -239,6 +239,7 @@ def memory(model: nn.Module) -> MemoryReport:
     16384
     """
     engine = engine_of(model)
+    engine.freezing.follow()
     away = offloaded_rows(engine)
     measured = dict.fromkeys((*CATEGORIES, HOST), 0)
     kept = [tensor for place, tensor in engine.checkpoints.tensors() if place == HOST] if engine.checkpoints else []

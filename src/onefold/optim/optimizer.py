@@ -74,6 +74,7 @@ class Optimizer(torch.optim.Optimizer):
         gradients are kept: for runs without clipping, accumulation and fp16."""
         engine = self._engine = engine_of(model)
         engine.check(Call.OPTIMIZER)
+        engine.freezing.train_again()
         self.stepped = False  # whether the last step() updated anything
         self._tried = 0  # steps, taken or skipped
         self._clip: float | Tensor = 1.0  # clipping factor of 16-bit gradients, applied when the update reads them

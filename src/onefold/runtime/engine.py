@@ -33,6 +33,7 @@ from onefold.runtime.accumulating import Accumulating
 from onefold.runtime.arriving_gradients import ArrivingGradients, Place
 from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, BlockInputs
 from onefold.runtime.backward import Backward
+from onefold.runtime.freezing import Freezing
 from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.order_agreement import agree_on_order
 from onefold.runtime.parameter_checks import ParameterChecks
@@ -98,6 +99,7 @@ class Engine:
         )
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self.progress = Progress()
+        self.freezing = Freezing(self.units, self.params, self.optimizers)
         self.used = UsedParameters([len(unit.params) for unit in self.units])
         self.scale = GradientScale(needed=resolved.precision.compute is torch.float16)
         self.accumulating = Accumulating(self.units, placement.gradients)
@@ -177,6 +179,7 @@ class Engine:
             self._backward.trains_here()
         self._backward.close_failed()
         self.optimizers.forget_freed()
+        self.freezing.follow()
         if torch.is_grad_enabled():
             self._dropped.clear()
             self.check_parameters()

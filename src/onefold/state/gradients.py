@@ -293,6 +293,11 @@ class Gradients:
         self._local = self.offloaded = None
         self._buffer.clear()
 
+    def free(self) -> None:
+        """Frees the buffer that stays from step to step. Gradients are dropped."""
+        assert self.state is GradientState.EMPTY
+        self._buffer.hand_over()
+
     def zero(self) -> None:
         """Forget the local sum and the reduced gradient; if there was either, keep zeros as the reduced gradient."""
         had_any = self.reduced or self.waiting

@@ -25,7 +25,7 @@ from onefold.settings.precision import Dtypes
 from onefold.state.edits import Edits
 from onefold.state.flat_parameters import FlatParameters
 from onefold.state.gradients import Gradients
-from onefold.state.master import make_master, stored_master
+from onefold.state.master import Master, make_master, stored_master
 from onefold.state.staging import StagingBuffer
 from onefold.state.views import FlatViews
 
@@ -50,6 +50,7 @@ class Unit:
         views = FlatViews(layout, params, dtypes.compute)
         owned = layout.body if placement.optimizer is Scope.REPLICATED else layout.body.clip(self.mine)
         self.updated_on_host = placement.updated_on_host and trained
+        self.has_training_state = trained  # else the parameters are their own master
         wide = views.flatten(params, owned, torch.float32) if trained and dtypes.narrow else None
         self.edits = Edits(params)
         self.flat_params = FlatParameters(views, params, placement, comm, tiers.host, self.edits)
@@ -213,6 +214,27 @@ class Unit:
         self._load() if loaded else self._unload(changed=False)
 
     # -- the master --------------------------------------------------------------------------------------------------
+
+    def free_training_state(self) -> None:
+        """Frees master and gradients: the parameters as they are stand for both. Nothing is in flight. What is kept in
+        a file stays there."""
+        self.take_edits()
+        self.gradients.drop()
+        self.gradients.free()
+        if self.image is None:
+            self.master, self.has_training_state = Master(self.staging or self.flat_params, self.master.owned), False
+
+    def make_training_state(self) -> None:
+        """Makes the master anew, from the parameters as they are."""
+        if not self.has_training_state:
+            if self.dtypes.narrow:
+                with self.state_in_memory():
+                    wide = torch.empty(self.master.owned.numel, dtype=torch.float32, device=self.pool.device)
+                    self.master.read(self.master.owned, wide)
+                    stored = stored_master(wide, self.dtypes.master)
+                stored = self._tiers.host.keep(stored, pinned=False) if stored is not None and self.staging else stored
+                self.master = make_master(self.staging or self.flat_params, self.master.owned, stored, self.pool)
+            self.has_training_state = True
 
     def stride(self, slot: int) -> tuple[int, ...]:
         """The strides of a parameter in the flat buffer; the same while it is sharded."""
