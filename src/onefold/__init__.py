@@ -34,6 +34,7 @@ from onefold.observe.reports import (
 )
 from onefold.optim.loss_scale import LossScale
 from onefold.optim.optimizer import Optimizer
+from onefold.optim.reduced_gradients import grad_norms
 from onefold.optim.scheduler import Scheduler
 from onefold.planner.plan import Plan, plan
 from onefold.runtime.full_parameters import full_parameters, full_state_dict
@@ -89,6 +90,7 @@ __all__ = [
     "finish_saves",
     "full_parameters",
     "full_state_dict",
+    "grad_norms",
     "init",
     "load",
     "memory",

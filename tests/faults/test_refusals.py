@@ -120,6 +120,7 @@ CALLS: dict[Call, Callable[[Tiny], Any]] = {  # all that users call
     Call.FORWARD: Tiny.loss,
     Call.BACKWARD: backward,
     Call.CLIP: lambda tiny: tiny.optimizer.clip_grad_norm(1.0),
+    Call.GRADIENTS: lambda tiny: onefold.grad_norms(tiny.model),
     Call.STEP: lambda tiny: tiny.optimizer.step(),
     Call.ZERO_GRAD: lambda tiny: tiny.optimizer.zero_grad(),
     Call.ACCUMULATE: accumulate,

@@ -10,6 +10,7 @@ that are replicated.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from onefold.comm.agreement import agree, together
 from onefold.comm.meter import Label
@@ -27,6 +29,7 @@ from onefold.optim.finite import FiniteCheck, Norms
 from onefold.optim.host_update import HostUpdates, UpdateOnHost
 from onefold.optim.loss_scale import LossScale, Scaler
 from onefold.optim.preflight import agree_on_kernel, reserve, updated_dtype
+from onefold.optim.reduced_gradients import complete, pieces, share_writes
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
@@ -79,6 +82,9 @@ class Optimizer(torch.optim.Optimizer):
         self._tried = 0  # steps, taken or skipped
         self._clip: float | Tensor = 1.0  # clipping factor of 16-bit gradients, applied when the update reads them
         self._agreed = False
+        self._hooks: OrderedDict[int, Callable[[str, Tensor], object]] = OrderedDict()
+        self._hooked = False  # the gradients of this step have been shown to the hooks
+        self._written = False  # pieces of gradients were given out, and may have been changed
         self._replaced = ""  # a parameter that a newer Optimizer has
         self._by_unit: list[UnitOptimizer] = []
         error: Exception | None = None
@@ -259,7 +265,13 @@ class Optimizer(torch.optim.Optimizer):
         self._refuse_if_replaced(Call.STEP)
         engine.check(Call.STEP)
         engine.check_parameters()
+        if self._hooks:
+            self._complete(Call.STEP)
         engine.complete_gradients(Call.STEP)
+        if self._written:
+            engine.schedule.drain()
+            share_writes(engine)
+            self._written = False
         engine.unsharding.reshard_all()
         self._finite.read_last_step()
         flag = self._finite.flag_on_device(self.param_groups)
@@ -304,11 +316,78 @@ class Optimizer(torch.optim.Optimizer):
 
     def gradients_change(self) -> None:
         """Called when another backward of the same step begins: norms that clip_grad_norm found no longer hold."""
-        self._finite.norms = None
+        self._finite.norms, self._hooked = None, False
 
     def forget_clipping(self) -> None:
         """Called when the gradients that were clipped are dropped."""
-        self._finite.norms, self._clip = None, 1.0
+        self._finite.norms, self._clip, self._hooked = None, 1.0, False
+
+    @property
+    def pending_clip(self) -> float | Tensor:
+        """What step() will multiply 16-bit gradients by: the clipping factor."""
+        return self._clip
+
+    def _names_of_others(self) -> set[str]:
+        return {self._engine.names[index] for index in self._engine.optimizers.of_others(self)}
+
+    def _complete(self, call: Call) -> None:
+        """Completes the gradients of the step, and shows each once to the hooks. Collective."""
+        complete(self._engine, call)
+        if self._hooks and not self._hooked:
+            self._hooked = self._written = True
+            for name, piece in pieces(self._engine, self._names_of_others()):
+                for hook in list(self._hooks.values()):
+                    hook(name, piece)
+
+    @torch.no_grad()
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's pieces of the reduced gradients: the names of parameters, and flat tensors to read or change in
+        place. Call it between backward and step, on every rank. Collective.
+
+        Each element of a gradient is in one rank's piece, at every stage, so that sums over pieces and ranks count it
+        once. (Along the mesh axes "replica" and "tp" ranks may have the same elements: of replicas the first one's
+        count; along "tp" write the same.) What is written there is what `step` uses. After `clip_grad_norm` gradients
+        are clipped; in fp16 they are multiplied by `loss_scale`.
+
+        >>> import torch, onefold
+        >>> onefold.init()
+        >>> model = onefold.shard(torch.nn.Linear(4, 4), stage=2)
+        >>> optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=1.0)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> for name, piece in optimizer.gradients():
+        ...     _ = piece.clamp_(-0.5, 0.5)
+        >>> optimizer.step()
+        """
+        self._refuse_if_replaced(Call.GRADIENTS)
+        self._complete(Call.GRADIENTS)
+        self._written = True
+        self._apply_clipping()
+        return pieces(self._engine, self._names_of_others())
+
+    def _apply_clipping(self) -> None:
+        """Multiplies 16-bit gradients by the clipping factor now, which step() would do when it reads them."""
+        clip, self._clip, self._finite.norms = self._clip, 1.0, None
+        if not isinstance(clip, Tensor):
+            return
+        narrow = {slot.name for unit in self._engine.units if unit.dtypes.narrow for slot in unit.layout.slots}
+        for name, piece in pieces(self._engine, self._names_of_others()):
+            if name in narrow:
+                piece.mul_(clip.to(piece.device))
+
+    def register_gradient_hook(self, hook: Callable[[str, Tensor], object]) -> RemovableHandle:
+        """Call `hook(name, piece)` for each piece that `gradients` would yield, once per step, when the gradients of
+        the step are complete: before they are clipped or used. Returns a handle with `remove()`.
+
+        >>> import torch, onefold
+        >>> onefold.init()
+        >>> model = onefold.shard(torch.nn.Linear(4, 4), stage=2)
+        >>> optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=1.0)
+        >>> handle = optimizer.register_gradient_hook(lambda name, piece: piece.clamp_(-0.5, 0.5))
+        """
+        self._engine.check(Call.GRADIENTS)
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
 
     @spanned("clip", "gradients", "the model")
     @torch.no_grad()
@@ -326,17 +405,11 @@ class Optimizer(torch.optim.Optimizer):
         if not (isinstance(norm_type, int | float) and norm_type > 0):
             raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
         engine = self._engine
-        engine.check(Call.CLIP)
-        engine.complete_gradients(Call.CLIP)
-        engine.schedule.drain()
-        engine.updates.wait()  # a host update of the last step may still read the gradients
-        holders, others = engine.comms.holders, {engine.names[i] for i in engine.optimizers.of_others(self)}
+        self._complete(Call.CLIP)
+        holders, others = engine.comms.holders, self._names_of_others()
         by_unit = torch.zeros(len(engine.units), dtype=torch.float64, device=engine.device)  # of what this rank holds
         by_rank = torch.zeros(holders.size, dtype=torch.float64, device=engine.device)
         for index, unit in enumerate(engine.units):
-            for slot, kept in enumerate(engine.used.kept_of(index)):
-                if not kept:  # nobody's gradient, or one the user dropped
-                    unit.gradients.forget(slot)
             if unit.gradients.reduced and engine.tied.counts(index):
                 norms = unit.gradients.norms(norm_type, lambda name: engine.counts(name) and name not in others)
                 mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0

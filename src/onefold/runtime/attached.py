@@ -24,6 +24,11 @@ class AttachedOptimizer(Protocol):
         ...
 
     @property
+    def pending_clip(self) -> float | Tensor:
+        """What step() will multiply 16-bit gradients by: the clipping factor."""
+        ...
+
+    @property
     def indices(self) -> frozenset[int]:
         """The trained parameters, by number, that the Optimizer updates."""
         ...

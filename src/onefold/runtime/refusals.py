@@ -20,6 +20,7 @@ class Call(Enum):
     BACKWARD = "loss.backward()"
     GRADIENT = "a gradient that backward brings"
     CLIP = "clip_grad_norm()"
+    GRADIENTS = "gradients() and grad_norms()"
     STEP = "step()"
     ZERO_GRAD = "zero_grad()"
     ACCUMULATE = "accumulate()"
@@ -93,8 +94,17 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
         f"a gradient of {{name}} came after its unit was updated: with {STEP_IN_BACKWARD} every parameter must get its "
         f"gradient once in one backward (no reentrant checkpoints that share blocks, no second backward before step())"
     ),
-    (Call.CLIP, Situation.NO_GRADIENTS): f"no gradients: {BACKWARD_FIRST}",
-    (Call.CLIP, Situation.NO_RANK_HAS_GRADIENTS): f"no rank has gradients: {BACKWARD_FIRST}",
+    **{
+        (call, situation): f"{text}: {BACKWARD_FIRST}"
+        for call in (Call.CLIP, Call.GRADIENTS, Call.STEP)
+        for situation, text in {
+            Situation.NO_GRADIENTS: "no gradients",
+            Situation.NO_RANK_HAS_GRADIENTS: "no rank has gradients",
+        }.items()
+    },
+    (Call.GRADIENTS, Situation.UPDATES_IN_BACKWARD): (
+        f"{STEP_IN_BACKWARD} has updated each unit by now, so no gradients are left to look at; leave it out"
+    ),
     (Call.CLIP, Situation.UPDATES_IN_BACKWARD): (
         f"{STEP_IN_BACKWARD} has updated each unit by now, so nothing is left to clip; leave it out"
     ),
@@ -102,8 +112,6 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
         "this rank holds several stages of a pipeline, so this norm would be of one of them only; use one stage per "
         "rank (Schedule1F1B), or leave clipping out"
     ),
-    (Call.STEP, Situation.NO_GRADIENTS): f"no gradients: {BACKWARD_FIRST}",
-    (Call.STEP, Situation.NO_RANK_HAS_GRADIENTS): f"no rank has gradients: {BACKWARD_FIRST}",
     (Call.STEP, Situation.IN_FULL_PARAMETERS): (
         "step() inside full_parameters would leave old values in it; leave full_parameters first"
     ),
@@ -135,7 +143,7 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
             f"{call.value} of an Optimizer that another one has replaced, which was made later for {{name}}: use the "
             f"later one, or give each Optimizer parameters of its own (groups=)"
         )
-        for call in (Call.CLIP, Call.STEP, Call.ZERO_GRAD)
+        for call in (Call.CLIP, Call.GRADIENTS, Call.STEP, Call.ZERO_GRAD)
     },
     (Call.PARALLELIZE, Situation.SHARDED): "this model was sharded already; call parallelize() first, then shard()",
 }

@@ -260,6 +260,10 @@ class Gradients:
         """Scale the reduced gradient of these elements, in place."""
         part = self.part(span)
         part.mul_(factor.to(part.device))
+        self.changes()
+
+    def changes(self) -> None:
+        """The reduced gradient is changed in place."""
         if self.offloaded is not None:
             self.offloaded.norms = None  # they were of the gradient as it came
 
