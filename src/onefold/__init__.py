@@ -32,6 +32,7 @@ from onefold.observe.reports import (
     track_memory,
     traffic,
 )
+from onefold.optim.average import EMA
 from onefold.optim.loss_scale import LossScale
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.reduced_gradients import grad_norms
@@ -39,6 +40,7 @@ from onefold.optim.scheduler import Scheduler
 from onefold.planner.plan import Plan, plan
 from onefold.runtime.full_parameters import full_parameters, full_state_dict
 from onefold.runtime.loop import accumulate, catch_up
+from onefold.runtime.masters import shards
 from onefold.settings.offload import Offload
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero, preset
@@ -61,6 +63,7 @@ else:
 
 
 __all__ = [
+    "EMA",
     "CheckpointDamaged",
     "CheckpointError",
     "CommError",
@@ -101,6 +104,7 @@ __all__ = [
     "profile",
     "save",
     "shard",
+    "shards",
     "shutdown",
     "track_memory",
     "traffic",

@@ -27,6 +27,7 @@ class Tiny:
         self.folder, self.name = folder, name
         self.model = onefold.shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), stage=3, precision=precision)
         self.optimizer = onefold.Optimizer(self.model, optim.SGD, lr=0.1, step_in_backward=in_backward)
+        self.ema = onefold.EMA(self.model, 0.9)
 
     def loss(self) -> Any:
         return self.model(torch.ones(2, 4)).float().sum()
@@ -46,6 +47,12 @@ def after_backward(tiny: Tiny) -> Iterator[None]:
 @contextmanager
 def in_full_parameters(tiny: Tiny) -> Iterator[None]:
     with onefold.full_parameters(tiny.model):
+        yield
+
+
+@contextmanager
+def averaged(tiny: Tiny) -> Iterator[None]:
+    with tiny.ema.applied():
         yield
 
 
@@ -88,6 +95,7 @@ SITUATIONS: dict[str, tuple[Enter, str, bool, set[Situation]]] = {  # precision,
     "nothing has happened": (nothing, "fp32", False, ALWAYS | {S.RELEASED, S.NO_GRADIENTS}),
     "after backward": (after_backward, "fp32", False, ALWAYS | {S.RELEASED}),
     "full_parameters": (in_full_parameters, "fp32", False, ALWAYS | {S.IN_FULL_PARAMETERS, S.NO_GRADIENTS}),
+    "averaged": (averaged, "bf16", False, ALWAYS | {S.RELEASED, S.AVERAGED, S.NO_GRADIENTS}),
     "accumulating": (accumulating, "fp32", False, ALWAYS | {S.RELEASED, S.ACCUMULATING, S.NO_GRADIENTS}),
     "load failed": (load_failed, "fp32", False, ALWAYS | {S.RELEASED, S.LOAD_FAILED, S.NO_GRADIENTS}),
     "update failed": (update_failed, "fp32", False, ALWAYS | {S.RELEASED, S.UPDATE_FAILED, S.NO_GRADIENTS}),
@@ -131,6 +139,7 @@ CALLS: dict[Call, Callable[[Tiny], Any]] = {  # all that users call
     Call.LOAD: lambda tiny: onefold.load(tiny.folder + "/first", tiny.model, tiny.optimizer),
     Call.LOAD_PART: lambda tiny: onefold.load(tiny.folder + "/first", tiny.model),
     Call.OPTIMIZER: lambda tiny: onefold.Optimizer(tiny.model, optim.SGD, lr=0.1),
+    Call.APPLY: lambda tiny: tiny.ema.applied().__enter__(),
     Call.PARALLELIZE: lambda tiny: parallelize(tiny.model, onefold.mesh()),
 }
 

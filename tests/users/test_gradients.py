@@ -49,6 +49,15 @@ def clipped_twice(model: nn.Module, optimizer: onefold.Optimizer) -> None:
     clip_values(model, optimizer)
 
 
+def clipped_by_hand(model: nn.Module, optimizer: onefold.Optimizer) -> None:
+    clip_values(model, optimizer)
+    optimizer.clip_grad_norm(0.05)
+
+
+def clipped_after(model: nn.Module, optimizer: onefold.Optimizer) -> None:
+    optimizer.clip_grad_norm(0.05)
+
+
 def trained(start: Training, change: Callable[[nn.Module, onefold.Optimizer], None]) -> dict[str, Tensor]:
     model, optimizer = start
     torch.manual_seed(torch.distributed.get_rank())
@@ -105,8 +114,8 @@ def hooked() -> None:
 
         handle = optimizer.register_gradient_hook(hook)
         twin = sharded(stage)
-        wanted = trained(twin, lambda m, o: (clip_values(m, o), o.clip_grad_norm(0.05)) and None)
-        assert same(trained((model, optimizer), lambda m, o: o.clip_grad_norm(0.05) and None), wanted)
+        wanted = trained(twin, clipped_by_hand)
+        assert same(trained((model, optimizer), clipped_after), wanted)
         named = [name for name, _ in model.named_parameters()]
         assert set(seen) <= set(named) and len(seen) == 3 * len(set(seen))
         handle.remove()

@@ -153,6 +153,7 @@ def planned_optimizer(engine: Engine, tier: Tier) -> int:
     for index, unit in enumerate(engine.units):
         vectors, counts = engine.optimizers.planned_state(index)
         master = unit.master.owned.numel * unit.dtypes.widths.master if unit.has_training_state else 0
+        vectors += unit.average_bytes
         where = unit.placement.optimizer_tier
         if where is Tier.DISK:
             total += {Tier.DISK: file_bytes(master, vectors), Tier.HOST: counts}.get(tier, 0)

@@ -1,4 +1,4 @@
-"""What rooms above attach to a model: its Optimizers, and the store of its block inputs.
+"""What rooms above attach to a model: its Optimizers, its EMAs, and the store of its block inputs.
 
 A model may have several Optimizers, each for parameters of its own. They are held weakly: an Optimizer that nobody
 holds any more is gone, with its state. A new Optimizer replaces every older one that has one of its parameters.
@@ -120,6 +120,39 @@ class AttachedOptimizers:
         """Bytes of one unit's optimizer state, of all Optimizers: of vectors, and of step counts."""
         rows: Sequence[tuple[int, int]] = [optimizer.planned_state(index) for optimizer in self]
         return sum(vectors for vectors, _ in rows), sum(counts for _, counts in rows)
+
+
+class Average(Protocol):
+    """What checkpoints ask of an EMA."""
+
+    name: str
+
+    @property
+    def vectors(self) -> Sequence[Tensor]: ...
+
+    def restart(self) -> None: ...
+
+
+class Averages:
+    """The EMAs of one model, which are held weakly."""
+
+    def __init__(self) -> None:
+        self._all: list[weakref.ref[Average]] = []
+        self.applied = False  # parameters are averages for a while
+
+    def __iter__(self) -> Iterator[Average]:
+        return (found for one in self._all if (found := one()) is not None)
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self]
+
+    def add(self, average: Average) -> None:
+        self._all = [one for one in self._all if one() is not None] + [weakref.ref(average)]
+
+    def apply(self, applied: bool) -> None:
+        """Parameters are averages from now on, or no longer."""
+        self.applied = applied
 
 
 class BlockInputs(Protocol):

@@ -31,7 +31,7 @@ from onefold.model.survey import ATTRIBUTE
 from onefold.offload.tiers import Tiers
 from onefold.runtime.accumulating import Accumulating
 from onefold.runtime.arriving_gradients import ArrivingGradients, Place
-from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, BlockInputs
+from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, Averages, BlockInputs
 from onefold.runtime.backward import Backward
 from onefold.runtime.freezing import Freezing
 from onefold.runtime.open_contexts import FullParameterContexts
@@ -78,6 +78,7 @@ class Engine:
         self._activations_why = ""  # activations="auto": what was chosen, and the reason
         self.tiers = tiers
         self.optimizers = AttachedOptimizers()  # that were made for this model
+        self.averages = Averages()
         self._dropped: set[int] = set()  # parameters whose gradients zero_grad() of one of several Optimizers dropped
         self.alone_in_rank = True  # no other part of the same model is here
         self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too

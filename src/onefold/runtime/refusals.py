@@ -31,6 +31,7 @@ class Call(Enum):
     LOAD = "load()"
     LOAD_PART = "load() of some tensors, or without the optimizer"
     OPTIMIZER = "Optimizer()"
+    APPLY = "EMA.applied()"
     PARALLELIZE = "parallelize()"
 
 
@@ -49,6 +50,7 @@ class Situation(Enum):
     CLIPPED = "16-bit gradients of this step are to be clipped when step() reads them"
     TIED_SUMMED = "gradients of tied parameters were added to the other pipeline stage's"
     IN_FULL_PARAMETERS = "a full_parameters context is open"
+    AVERAGED = "inside EMA.applied(), parameters are averages"
     IN_BACKWARD = "autograd is running a backward in this thread"
     STEP_AWAITED = "a backward has updated units, and step() has not been called since"
     UPDATES_IN_FULL_PARAMETERS = "backward updates units, and a full_parameters context is open"
@@ -64,7 +66,7 @@ BROKEN = {
     Situation.LOAD_FAILED: "load() failed half way, so the model holds values of two states; load a checkpoint again",
     Situation.UPDATE_FAILED: "the update of {unit} failed, so the model holds values of two steps; load a checkpoint",
 }
-NEEDS_VALUES = (Call.FORWARD, Call.FULL_PARAMETERS, Call.FULL_STATE_DICT, Call.SAVE)
+NEEDS_VALUES = (Call.FORWARD, Call.FULL_PARAMETERS, Call.FULL_STATE_DICT, Call.SAVE, Call.APPLY)
 
 REFUSALS: dict[tuple[Call, Situation], str] = {
     **{(call, situation): text for situation, text in BROKEN.items() for call in NEEDS_VALUES},
@@ -135,6 +137,20 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
             Situation.STEP_AWAITED: "between a backward that updates and its step(): call optimizer.step() first",
         }.items()
     },
+    **{
+        (call, Situation.AVERAGED): f"{call.value} inside EMA.applied(), where parameters are averages: leave it first"
+        for call in (Call.BACKWARD, Call.STEP, Call.SAVE, Call.LOAD, Call.FULL_STATE_DICT, Call.OPTIMIZER, Call.APPLY)
+    },
+    (Call.APPLY, Situation.IN_FULL_PARAMETERS): (
+        "EMA.applied() inside full_parameters would not be seen there; leave full_parameters first, and use it inside"
+    ),
+    (
+        Call.APPLY,
+        Situation.IN_BACKWARD,
+    ): "EMA.applied() in a backward would change parameters under it: call it later",
+    (Call.APPLY, Situation.STEP_AWAITED): (
+        "EMA.applied() between a backward that updates and its step(): call optimizer.step() first"
+    ),
     (Call.OPTIMIZER, Situation.STEP_AWAITED): (
         f"{STEP_IN_BACKWARD} has updated parameters in backward: call step() before another Optimizer is made"
     ),

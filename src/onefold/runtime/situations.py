@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from onefold.runtime.accumulating import Accumulating
-from onefold.runtime.attached import AttachedOptimizers
+from onefold.runtime.attached import AttachedOptimizers, Averages
 from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.refusals import REFUSED_IN, Call, Situation, refuse
 from onefold.runtime.scaled import GradientScale
@@ -39,6 +39,9 @@ class EngineFacts(Protocol):
     def optimizers(self) -> AttachedOptimizers: ...
 
     @property
+    def averages(self) -> Averages: ...
+
+    @property
     def tied(self) -> NoTiedParameters: ...
 
     @property
@@ -62,6 +65,7 @@ SITUATION_CHECKS: Mapping[Situation, Callable[[EngineFacts], bool]] = {
     Situation.CLIPPED: lambda model: model.used.any and model.optimizers.clipped,
     Situation.TIED_SUMMED: lambda model: model.tied.summed,
     Situation.IN_FULL_PARAMETERS: lambda model: model.contexts.open,
+    Situation.AVERAGED: lambda model: model.averages.applied,
     Situation.IN_BACKWARD: lambda model: torch._C._current_graph_task_id() != -1,
     Situation.STEP_AWAITED: lambda model: model.updates.awaits_step,
     Situation.UPDATES_IN_FULL_PARAMETERS: lambda model: model.contexts.open and not model.updates.keeps_gradients,

@@ -17,7 +17,7 @@ from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.comm.streams import StreamEvent
-from onefold.cost.layout import UnitLayout
+from onefold.cost.layout import Span, UnitLayout
 from onefold.offload.image import Image
 from onefold.offload.tiers import Tiers
 from onefold.settings.placement import Placement, Scope, Tier
@@ -62,6 +62,7 @@ class Unit:
         self.master = make_master(self.staging or self.flat_params, owned, stored, self.pool)
         host = tiers.host if self.updated_on_host else None
         self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes, host)
+        self._averages: list[Tensor] = []
         self._optimizer_states: list[Callable[[], list[Tensor]]] = []  # of each unit optimizer
         self.image: Image | None = None  # master and optimizer state, where they are kept in a file
         if self.updated_on_host and placement.optimizer_tier is Tier.DISK:
@@ -85,7 +86,27 @@ class Unit:
 
     def state_tensors(self) -> list[Tensor]:
         """The tensors of the master copy and of the optimizer state."""
-        return [*self.master.tensors(), *(tensor for state in self._optimizer_states for tensor in state())]
+        optimizers = (tensor for state in self._optimizer_states for tensor in state())
+        return [*self.master.tensors(), *optimizers, *self._averages]
+
+    @property
+    def owned_shard(self) -> Span:
+        """The elements of the unit's parameters that are this rank's at every stage."""
+        return self.layout.body.clip(self.mine)
+
+    @property
+    def average_bytes(self) -> int:
+        """Bytes of moving averages of the master."""
+        return sum(average.numel() * average.itemsize for average in self._averages)
+
+    def add_average(self, vector: Tensor) -> None:
+        """Keeps a moving average of the master where the master is."""
+        with self.state_in_memory(write=self.image is not None):
+            self._averages.append(vector)
+
+    def remove_average(self, vector: Tensor) -> None:
+        """Frees a moving average."""
+        self._averages = [other for other in self._averages if other is not vector]
 
     def attach_state(self, tensors: Callable[[], list[Tensor]]) -> None:
         """A unit optimizer, whose state these are, updates parameters of the unit from now on."""
@@ -252,12 +273,17 @@ class Unit:
 
     def unsharded_master(self) -> list[Tensor]:
         """The fp32 master of every parameter, all-gathered. Collective where the optimizer is sharded."""
-        flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self._views.device)
         owned = self.master.owned
         with self.state_in_memory():
             mine = torch.empty(owned.numel, dtype=torch.float32, device=self.pool.device)
             self.master.read(owned, mine)
-        flat[owned.start : owned.stop].copy_(mine)
-        if self.placement.optimizer is Scope.SHARDED:
+        return self.unsharded(mine, owned)
+
+    def unsharded(self, vector: Tensor, span: Span) -> list[Tensor]:
+        """Every parameter's view of a flat vector of which this rank has the elements in `span`: its own, which are
+        all-gathered, or all."""
+        flat = torch.zeros(self.layout.numel, dtype=vector.dtype, device=self._views.device)
+        flat[span.start : span.stop].copy_(vector)
+        if span != self.layout.body:
             self._comm.all_gather(flat, Label("gather", self.name)).wait()
         return self._views.all(flat)

@@ -28,7 +28,13 @@ from onefold.checkpoint.protocol.names import Choice, match, match_modules, patt
 from onefold.checkpoint.protocol.optimizers import checked
 from onefold.checkpoint.protocol.own import BUFFERS, EXTRA_NOTE, MODULES, OwnNotes, place_of, set_random_state
 from onefold.checkpoint.protocol.quiesce import background_comm, begin_load, check_and_quiesce, end_load
-from onefold.checkpoint.protocol.restore import check_kinds, fill_buffers, fill_optimizer, fill_parameters
+from onefold.checkpoint.protocol.restore import (
+    check_kinds,
+    fill_averages,
+    fill_buffers,
+    fill_optimizer,
+    fill_parameters,
+)
 from onefold.checkpoint.protocol.stages import StageContents, names_elsewhere, stage_contents
 from onefold.checkpoint.protocol.state import params_of, stored_dtypes
 from onefold.checkpoint.protocol.together import attempt, check_same
@@ -265,6 +271,7 @@ def _module_notes(engine: Engine, own: OwnNotes, choice: Choice) -> dict[str, An
 
 def _fill(engine: Engine, plan: Plan) -> None:
     fill_parameters(engine, plan.source, plan.found)
+    fill_averages(engine, plan.source, plan.found)
     fill_buffers(
         persistent_buffers(engine.model), plan.source, plan.found, (plan.own.get(BUFFERS) if plan.own else None) or {}
     )

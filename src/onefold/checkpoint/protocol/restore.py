@@ -6,6 +6,7 @@ is sharded are completed by the same all-gather that follows every update.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -15,7 +16,7 @@ from onefold.checkpoint.format.manifest import VALUE, ParamRecord
 from onefold.checkpoint.format.notes import decode_single
 from onefold.checkpoint.format.order import Order
 from onefold.checkpoint.format.reading import Source, read_in_order
-from onefold.checkpoint.protocol.state import Param, params_of, pieces
+from onefold.checkpoint.protocol.state import AVERAGES, Param, params_of, pieces
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import local_tensor
@@ -25,6 +26,7 @@ from onefold.optim.optimizer_state import NewState, load_states
 from onefold.runtime.engine import Engine
 from onefold.state.rounding import narrow
 
+LOG = logging.getLogger("onefold")
 CHUNK_BYTES = 64 << 20  # of host memory at a time; all bytes of a digest are read together
 
 
@@ -134,4 +136,26 @@ def _new_state(source: Source, record: ParamRecord, param: Param) -> NewState:
             out[at.start : at.stop].copy_(values)
 
     singles = {key: decode_single(word) for key, word in record.scalars.items()}
-    return NewState(tuple(state for state in record.states if state != VALUE), singles, fill)
+    vectors = tuple(state for state in record.states if state != VALUE and not state.startswith(AVERAGES))
+    return NewState(vectors, singles, fill)
+
+
+def fill_averages(engine: Engine, source: Source, found: Mapping[str, str]) -> None:
+    """Loads the model's EMAs; one that the checkpoint does not have begins again with the loaded parameters."""
+    params = {param.name: param for param in params_of(engine)}
+    for average in engine.averages:
+        state = AVERAGES + average.name
+        if found and not any(state in source.records[saved].states for saved in found.values()):
+            average.restart()
+            LOG.warning("the checkpoint has no EMA %r, which begins again with what was loaded", average.name)
+            continue
+        for unit, vector in zip(engine.units, average.vectors, strict=True):
+            for slot in unit.layout.slots:
+                part, start = slot.span.clip(unit.owned_shard), slot.start - params[slot.name].base
+                if slot.name not in found or state not in source.records[found[slot.name]].states or not part.numel:
+                    continue
+                order, elements = params[slot.name].order, part.shift(-start)
+                with unit.state_in_memory(write=True):
+                    for span, values in chunks(source, found[slot.name], state, order, elements):
+                        at = span.shift(start - unit.owned_shard.start)
+                        vector[at.start : at.stop].copy_(values)

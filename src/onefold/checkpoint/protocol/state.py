@@ -31,6 +31,7 @@ from onefold.state.unit import Unit
 from onefold.state.views import FlatViews
 
 CHUNK_BYTES = 16 << 20  # of host memory at a time
+AVERAGES = "onefold.average."  # the state of a parameter that is an EMA's begins so; its name follows
 
 Reader = Callable[[Span, Tensor], Tensor]  # (elements of a parameter, scratch) -> their values
 
@@ -107,6 +108,7 @@ def rank_contents(engine: Engine, optimizers: Sequence[Optimizer]) -> RankConten
                 for key, flat in state.vectors.items():
                     read = _state_reader(by_unit.unit, state, key, elements)
                     owned.append(OwnedElements(name, key, elements, flat.dtype, read, by_unit.unit.updated_on_host))
+        owned += (one for one in _averages(engine, base) if _saves(engine, one.name))
     first = engine.everyone.rank == engine.comms.tp.rank == 0
     if first:
         owned += [own_tensor(name, buffer) for name, buffer in persistent_buffers(engine.model).items()]
@@ -117,6 +119,25 @@ def rank_contents(engine: Engine, optimizers: Sequence[Optimizer]) -> RankConten
     dtypes = stored_dtypes(engine)
     records = [p.record(states.get(p.name, {VALUE: dtypes[p.name]}), scalars.get(p.name, {})) for p in params]
     return RankContents([one for one in owned if one.elements.numel], records)
+
+
+def _averages(engine: Engine, base: Mapping[str, int]) -> Iterator[OwnedElements]:
+    """This rank's elements of the model's EMAs."""
+    for average in engine.averages:
+        for unit, flat in zip(engine.units, average.vectors, strict=True):
+            for slot in unit.layout.slots:
+                part, start = slot.span.clip(unit.owned_shard), slot.start - base[slot.name]
+                if part.numel:
+
+                    def read(
+                        span: Span, scratch: Tensor, unit: Unit = unit, flat: Tensor = flat, start: int = start
+                    ) -> Tensor:
+                        unit.keep_state_in_memory()
+                        at = span.shift(start - unit.owned_shard.start)
+                        return flat[at.start : at.stop]
+
+                    state, elements = AVERAGES + average.name, part.shift(-start)
+                    yield OwnedElements(slot.name, state, elements, flat.dtype, read, unit.updated_on_host)
 
 
 def _state_reader(unit: Unit, state: ParamState, key: str, elements: Span) -> Reader:
