@@ -11,6 +11,7 @@ from onefold.checkpoint.format.storage import Storage
 from onefold.errors import CheckpointDamaged, CheckpointError
 
 MANIFEST = "manifest.json"
+REPLACED = ".replaced-"  # begins the name of a checkpoint while another takes its place
 STEP = re.compile(r"step-([0-9]{8,18})")
 
 
@@ -27,7 +28,20 @@ def step_of(name: str) -> int | None:
 
 def committed(storage: Storage, run: Path) -> list[int]:
     """The steps of all committed checkpoints, oldest first."""
-    return sorted(step for name in storage.names(run) if (step := step_of(name)) is not None)
+    return sorted(committed_names(storage, run))
+
+
+def committed_names(storage: Storage, run: Path) -> dict[int, str]:
+    """The folder of every committed checkpoint, by its step. A checkpoint that is being replaced has a hidden name
+    until the new one has its name."""
+    names = storage.names(run)
+    hidden = {step: name for name in names if (step := replaced_step(name)) is not None}
+    return hidden | {step: name for name in names if (step := step_of(name)) is not None}
+
+
+def replaced_step(name: str) -> int | None:
+    """The step of a committed checkpoint that is being replaced; None for any other name."""
+    return step_of(name.removeprefix(REPLACED).rpartition("-")[0]) if name.startswith(REPLACED) else None
 
 
 def read_manifest(storage: Storage, folder: Path) -> Manifest:
@@ -47,14 +61,14 @@ def find(storage: Storage, path: Path) -> list[Path]:
     one."""
     if not storage.is_folder(path):
         raise CheckpointError(f"{path} is no folder; wanted is a folder of checkpoints, or one step-… in it")
-    steps = committed(storage, path)
-    if MANIFEST in storage.names(path) and not steps:
+    found = committed_names(storage, path)
+    if MANIFEST in storage.names(path) and not found:
         return [path]
-    if not steps:
+    if not found:
         raise CheckpointError(
             f"{path} holds no committed checkpoint: no folder step-… and no {MANIFEST}{_further_in(storage, path)}"
         )
-    return [path / step_name(step) for step in reversed(steps)]
+    return [path / found[step] for step in sorted(found, reverse=True)]
 
 
 def _further_in(storage: Storage, path: Path) -> str:

@@ -6,7 +6,9 @@
     retain   renames an older checkpoint to a hidden name, flushes that, and only then deletes it
 
 So a folder named step-… is complete at any instant and after any power loss, and is never written again. The newest is
-the one with the highest step; no file points to it.
+the one with the highest step; no file points to it. A save that replaces a checkpoint renames the old one first, to a
+hidden name by which it is found until the new one has its place, and deletes it last: at any instant one of them is
+there.
 """
 
 from __future__ import annotations
@@ -16,7 +18,15 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from onefold.checkpoint.format.folder import MANIFEST, committed, remove_all, step_name, step_of
+from onefold.checkpoint.format.folder import (
+    MANIFEST,
+    REPLACED,
+    committed,
+    remove_all,
+    replaced_step,
+    step_name,
+    step_of,
+)
 from onefold.checkpoint.format.manifest import Manifest
 from onefold.checkpoint.format.storage import Storage
 from onefold.errors import CheckpointError
@@ -34,15 +44,17 @@ class Draft(NamedTuple):
     folder: Path
 
 
-def begin(storage: Storage, run: Path, step: int) -> Draft:
+def begin(storage: Storage, run: Path, step: int, *, overwrite: bool = False) -> Draft:
     _make_run_folder(storage, run)
     if step_of(run.name) is not None and MANIFEST in storage.names(run):
         raise CheckpointError(f"{run} is a checkpoint, which is never written again; save to its run, {run.parent}")
-    newest = max(committed(storage, run), default=-1)
-    if step <= newest:
+    steps = committed(storage, run)
+    newest = max(steps, default=-1)
+    if step <= newest and not (overwrite and step in steps):
         raise CheckpointError(
             f"{run / step_name(newest)} is committed, and step {step} would overwrite it or stand behind it, so "
-            f"that load({str(run)!r}) would not take it; save to another folder, or move that one away"
+            f"that load({str(run)!r}) would not take it; save to another folder, move that one away, or replace the "
+            f"checkpoint of the same step with overwrite=True"
         )
     try:
         clean(storage, run)
@@ -54,7 +66,8 @@ def begin(storage: Storage, run: Path, step: int) -> Draft:
 
 
 def commit(storage: Storage, draft: Draft, manifest: Manifest) -> Path:
-    """Commits a checkpoint whose files all ranks have written; its folder."""
+    """Commits a checkpoint whose files all ranks have written; its folder. One that was to be replaced and is the same,
+    byte for byte, stays."""
     text = manifest.to_json()
     seen = set(storage.names(draft.folder))
     for file in manifest.files:
@@ -69,9 +82,46 @@ def commit(storage: Storage, draft: Draft, manifest: Manifest) -> Path:
         out.finish()
     storage.sync_folder(draft.folder)
     final = draft.run / step_name(draft.step)
+    there = storage.exists(final)
+    if there and _same(storage, final, text):
+        remove_all(storage, draft.folder)
+        return final
+    hidden = draft.run / f"{REPLACED}{step_name(draft.step)}-{secrets.token_hex(4)}"
+    if there:
+        storage.rename(final, hidden)
+        storage.sync_folder(draft.run)
     storage.rename(draft.folder, final)
     storage.sync_folder(draft.run)
+    if there:
+        _remove(storage, hidden)
     return final
+
+
+def _same(storage: Storage, folder: Path, text: bytes) -> bool:
+    """Whether a committed checkpoint has this manifest, which has the digests of all that is in its files."""
+    path = folder / MANIFEST
+    if MANIFEST not in storage.names(folder) or storage.size(path) != len(text):
+        return False
+    found = bytearray(len(text))
+    storage.read(path, 0, memoryview(found))
+    return bytes(found) == text
+
+
+def _put_back(storage: Storage, run: Path) -> None:
+    """Gives a checkpoint its name back whose replacement did not come, because its process died."""
+    for name in storage.names(run):
+        step = replaced_step(name)
+        if step is not None and step_name(step) not in storage.names(run):
+            storage.rename(run / name, run / step_name(step))
+            storage.sync_folder(run)
+
+
+def _remove(storage: Storage, folder: Path) -> None:
+    """Removes a checkpoint with a hidden name, of which no part may be taken for a checkpoint again."""
+    hidden = folder.with_name(f"{REMOVING}{folder.name.removeprefix('.')}")
+    storage.rename(folder, hidden)
+    storage.sync_folder(folder.parent)  # else power loss could leave a checkpoint with its name and without its files
+    remove_all(storage, hidden)
 
 
 def retain(storage: Storage, run: Path, keep: int | None) -> None:
@@ -85,6 +135,7 @@ def retain(storage: Storage, run: Path, keep: int | None) -> None:
 
 def clean(storage: Storage, run: Path) -> None:
     """Removes what saves and removals left behind when their process died."""
+    _put_back(storage, run)
     for name in storage.names(run):
         if name.startswith(WRITING):  # renamed first: if its writer is alive after all, its commit fails
             hidden = run / f"{REMOVING}{name.removeprefix('.')}"
@@ -92,6 +143,8 @@ def clean(storage: Storage, run: Path) -> None:
             remove_all(storage, hidden)
         elif name.startswith(REMOVING):
             remove_all(storage, run / name)
+        elif replaced_step(name) is not None:  # and its replacement is there
+            _remove(storage, run / name)
 
 
 def set_aside(storage: Storage, run: Path, step: int) -> Path:

@@ -36,7 +36,7 @@ from onefold.checkpoint.protocol.restore import (
     fill_parameters,
 )
 from onefold.checkpoint.protocol.stages import StageContents, names_elsewhere, stage_contents
-from onefold.checkpoint.protocol.state import params_of, stored_dtypes
+from onefold.checkpoint.protocol.state import TRAINABLE, params_of, stored_dtypes
 from onefold.checkpoint.protocol.together import attempt, check_same
 from onefold.comm.agreement import digest
 from onefold.comm.communicator import Comm
@@ -207,7 +207,11 @@ def _load_one(engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, o
 
 def _plan(engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, source: Source) -> Plan:
     records = {record.name: record for record in source.records.values() if record.kind != "extra"}
-    found = match(params_of(engine), records.values(), choice)
+    every = params_of(engine)
+    if isinstance(source, Checkpoint) and source.manifest.about.get("only") == TRAINABLE:
+        frozen = tuple(param.name for param in every if param.kind == "frozen")
+        choice = replace(choice, allow_missing=choice.allow_missing + frozen)
+    found = match(every, records.values(), choice)
     check_kinds(source, found, stored_dtypes(engine))
     if not isinstance(source, Checkpoint):
         if optimizers:

@@ -38,7 +38,7 @@ from onefold.checkpoint.protocol.optimizers import Given, checked
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.protocol.quiesce import background_comm, check_and_quiesce
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, stage_contents
-from onefold.checkpoint.protocol.state import OwnedElements, on_host, rank_contents, vector
+from onefold.checkpoint.protocol.state import TRAINABLE, OwnedElements, on_host, rank_contents, vector
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
 from onefold.comm.communicator import Comm
 from onefold.errors import CheckpointError, ConfigError
@@ -62,6 +62,7 @@ class Job:
     run: Path
     step: int
     keep: int | None
+    overwrite: bool
     owned: Sequence[OwnedElements]
     records: Sequence[ParamRecord]
     own: dict[str, Note]
@@ -79,6 +80,8 @@ class SaveRequest(NamedTuple):
     step: int | None
     keep: int | None
     wait: bool
+    overwrite: bool
+    only: str | None
 
 
 def save(
@@ -90,6 +93,8 @@ def save(
     step: int | None = None,
     keep: int | None = None,
     wait: bool = True,
+    overwrite: bool = False,
+    only: str | None = None,
 ) -> Path:
     """Write a checkpoint `step-…` into the run's `folder`, and return its path. Collective.
 
@@ -103,6 +108,10 @@ def save(
     raised by the next `save`, `load` or `finish_saves`. Where memory has no room for the copy, all ranks write before
     they go on, and log it.
 
+    With `overwrite` a checkpoint of the same step is replaced, once the new one is complete; if both are the same to
+    the last byte, the old one stays. With only="trainable" frozen parameters are left out, for adapters on a large model
+    that is kept elsewhere; load() then leaves them as they are.
+
     >>> import tempfile, torch, onefold
     >>> onefold.init()
     >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=2)
@@ -111,7 +120,10 @@ def save(
     ...     onefold.save(folder, model, optimizer, extra={"epoch": 3}).name
     'step-00000000'
     """
-    return save_on(Storage(), folder, model, optimizer, extra=extra, step=step, keep=keep, wait=wait)
+    return save_on(
+        Storage(), folder, model, optimizer,
+        extra=extra, step=step, keep=keep, wait=wait, overwrite=overwrite, only=only,
+    )  # fmt: skip
 
 
 def save_on(
@@ -124,6 +136,8 @@ def save_on(
     step: int | None = None,
     keep: int | None = None,
     wait: bool = True,
+    overwrite: bool = False,
+    only: str | None = None,
 ) -> Path:
     """save() with a given Storage."""
     engine = engine_of(model)
@@ -134,13 +148,20 @@ def save_on(
 
     def describe() -> list[Any]:
         optimizers.extend(checked(engine, optimizer))
-        job = _job(engine, comm, storage, SaveRequest(Path(folder).absolute(), optimizers, extra, step, keep, wait))
+        run = Path(folder).absolute()
+        job = _job(engine, comm, storage, SaveRequest(run, optimizers, extra, step, keep, wait, overwrite, only))
         jobs.append(job)
-        return [[job.step, job.keep, len(optimizers)], stage_contents(engine, optimizers), wait or _fits(job)]
+        return [
+            [job.step, job.keep, len(optimizers), overwrite, only],
+            stage_contents(engine, optimizers),
+            wait or _fits(job),
+        ]
 
     try:
         answers = attempt(comm, describe)
-        check_same(comm, [row[0] for row in answers], "saves", "step, keep, how many optimizers are given")
+        check_same(
+            comm, [row[0] for row in answers], "saves", "step, keep, how many optimizers are given, overwrite, only"
+        )
         groups = attempt(comm, lambda: joined_groups([StageContents(*row[1]) for row in answers]))[0]
         wait = wait or not all(row[2] for row in answers)
         if not wait:
@@ -163,7 +184,7 @@ def save_on(
 def _job(engine: Engine, comm: Comm, storage: Storage, request: SaveRequest) -> Job:
     step = _check(request)
     check_and_quiesce(engine, Call.SAVE)
-    contents = rank_contents(engine, request.optimizers)
+    contents = rank_contents(engine, request.optimizers, frozen=request.only is None)
     settings = engine.resolved.settings
     own = notes_of(engine.model, request.extra, engine.device, copy=not request.wait)
     about = {
@@ -171,11 +192,13 @@ def _job(engine: Engine, comm: Comm, storage: Storage, request: SaveRequest) -> 
         "tp": engine.comms.tp.size, "pp": engine.comms.pp.size, "accumulated": engine.accumulating.wide_sums,
         "onefold": VERSION, "torch": torch.__version__,
         "python": platform.python_version(),
+        **({"only": request.only} if request.only else {}),
     }  # fmt: skip
     device = engine.device
     return Job(
-        comm, storage, request.run, step, request.keep, contents.owned, contents.records, own, None, about, device
-    )
+        comm, storage, request.run, step, request.keep, request.overwrite, contents.owned, contents.records, own, None,
+        about, device,
+    )  # fmt: skip
 
 
 def _fits(job: Job) -> bool:
@@ -204,6 +227,10 @@ def _check(request: SaveRequest) -> int:
         step = max(one.steps + one.skipped for one in request.optimizers)
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ConfigError(f"step={step!r} is not a whole number of at least 0")
+    if type(request.overwrite) is not bool:
+        raise ConfigError(f"overwrite={request.overwrite!r} is neither True nor False")
+    if request.only not in (None, TRAINABLE):
+        raise ConfigError(f"only={request.only!r} is unknown; use {TRAINABLE!r}, or leave it out to save everything")
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep={keep!r} is not a number of checkpoints of at least 1, or None for all")
     return step
@@ -234,7 +261,7 @@ def write(job: Job) -> Path:
     comm, rank = job.comm, job.comm.rank
 
     def start() -> list[Any]:
-        draft = begin(job.storage, job.run, job.step) if rank == 0 else None
+        draft = begin(job.storage, job.run, job.step, overwrite=job.overwrite) if rank == 0 else None
         return [draft.folder.name if draft else None, {name: one.digest() for name, one in job.own.items()}]
 
     answers = attempt(comm, start)

@@ -31,6 +31,7 @@ from onefold.state.unit import Unit
 from onefold.state.views import FlatViews
 
 CHUNK_BYTES = 16 << 20  # of host memory at a time
+TRAINABLE = "trainable"  # save(only=): without frozen parameters
 AVERAGES = "onefold.average."  # the state of a parameter that is an EMA's begins so; its name follows
 
 Reader = Callable[[Span, Tensor], Tensor]  # (elements of a parameter, scratch) -> their values
@@ -90,11 +91,11 @@ class RankContents(NamedTuple):
     records: list[ParamRecord]  # of the tensors of which it saves elements; rank 0 also of empty tensors
 
 
-def rank_contents(engine: Engine, optimizers: Sequence[Optimizer]) -> RankContents:
-    """What this rank saves; nothing is copied yet."""
+def rank_contents(engine: Engine, optimizers: Sequence[Optimizer], *, frozen: bool = True) -> RankContents:
+    """What this rank saves, with or without `frozen` parameters; nothing is copied yet."""
     owned: list[OwnedElements] = []
     scalars: dict[str, dict[str, Any]] = {}
-    every = params_of(engine)
+    every = [param for param in params_of(engine) if frozen or param.kind != "frozen"]
     base = {param.name: param.base for param in every}
     if engine.comms.replica.rank == 0:
         owned += (one for one in _values(engine, base) if _saves(engine, one.name))
@@ -189,9 +190,12 @@ def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int,
 
 
 def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[OwnedElements]:
+    """Of the parameters in `base`; a unit's are all trained or all frozen."""
     units = {unit.name: unit for unit in engine.all_units}
     frozen = dict(engine.frozen)
     for layout in (spec.layout for spec in engine.resolved.units):
+        if layout.slots[0].name not in base:
+            continue
         if layout.name in units:
             yield from _in_unit(units[layout.name], layout, engine.comm.rank, base)
         else:
