@@ -53,8 +53,8 @@ def _units(places: dict[int, Any], module: nn.Module) -> set[int]:
 def _load_masters(
     engine: Engine, places: dict[int, Any], module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
-    """Before a load: sets the masters from the unsharded fp32 tensors of a state dict, and rounds these in the state
-    dict as the masters round, so that the parameters get the same values."""
+    """Before a load: sets the masters from the unsharded tensors of a state dict, and rounds these in the state dict as
+    the masters round, so that the parameters get the same values."""
     for index in _units(places, module):
         engine.units[index].take_edits()
     for name, param in module._parameters.items():
@@ -63,7 +63,9 @@ def _load_masters(
             continue
         unit = engine.units[place.unit]
         if unit.dtypes.narrow:
-            value = _local(prefix + name, value, param).to(device=param.device, dtype=torch.float32)
+            value = _local(prefix + name, value, param).detach()
+            dtype = value.dtype if value.dtype is unit.dtypes.compute else torch.float32
+            value = value.to(device=param.device, dtype=dtype)
             with torch.no_grad():
                 unit.load_master(place.slot, value)
             state[prefix + name] = wrapped(param, narrowed(value, unit.dtypes.compute))

@@ -60,11 +60,12 @@ def _take_user_writes(engine: Engine) -> None:
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The unsharded state dict of the model, in rank 0's host memory; other ranks get an empty dict.
+def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
+    """The unsharded state dict of the model, in rank 0's host memory; other ranks get an empty dict, or with
+    `every_rank` the same one, which `model.load_state_dict` takes back.
 
     It is collected one unit at a time. Where 16 bits compute, parameters come from the fp32 master. In a pipeline the
-    first rank of each stage gets the state of its part. Collective.
+    first rank of each stage gets the state of its part, or with `every_rank` all its ranks do. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -75,15 +76,15 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     engine = engine_of(model)
     engine.check(Call.FULL_STATE_DICT)
     engine.quiesce()
-    near = engine.everyone.rank == 0  # a rank of the first rank's "tp" group, which needs its split tensors
-    first = near and engine.comms.tp.rank == 0
+    near = every_rank or engine.everyone.rank == 0  # a rank of a "tp" group that needs its split tensors
+    wanted = every_rank or (near and engine.comms.tp.rank == 0)
     engine.unsharding.gathers.catch_up()
     copies: dict[int, Tensor] = {}
 
     def copy(name: str, param: nn.Parameter, local: Tensor) -> None:
         if near:
             whole = gather_over_tp(engine, name, local)
-            copies[id(param)] = whole.to("cpu", copy=True) if first else NOTHING
+            copies[id(param)] = whole.to("cpu", copy=True) if wanted else NOTHING
 
     for name in engine.resolved.tensor_shards:
         check_split_dim(engine, name, "full_state_dict()")
@@ -105,7 +106,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     for name, param in model.named_parameters():  # frozen or replicated parameters
         if id(param) not in copies:
             copy(name, param, local_tensor(param).detach())
-    if not first:
+    if not wanted:
         return {}
     state: dict[str, Any] = {n: copies[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()}

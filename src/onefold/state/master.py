@@ -60,6 +60,10 @@ class Master:
     def write(self, span: Span, wide: Tensor) -> None:
         """Sets elements of the master; the compute copy is set too, or must hold their rounded values already."""
 
+    def write_rounded(self, span: Span, rounded: Tensor) -> None:
+        """Sets the elements of the master that do not round to these values of the compute dtype; the others keep the
+        bits that rounding has lost. The compute copy is as after `write`."""
+
     def take_from_parameters(self, span: Span) -> None:
         """Sets elements of the master from the compute copy, which a user has edited in place."""
 
@@ -97,6 +101,13 @@ class StoredMaster(Master):
 
     def _at(self, span: Span) -> Tensor:
         return self._stored[span.start - self.owned.start : span.stop - self.owned.start]
+
+    def write_rounded(self, span: Span, rounded: Tensor) -> None:
+        wide, now = rounded.float(), torch.empty_like(rounded)
+        kept = torch.empty_like(wide)
+        self.read(span, kept)
+        narrow(kept, now)
+        self.write(span, torch.where(now.view(torch.int16) == rounded.view(torch.int16), kept, wide))
 
     def begin_user_writes(self) -> None:
         self._before = self._params.part(self.owned).clone()

@@ -262,14 +262,17 @@ class Unit:
         return self._views.stride(slot)
 
     def load_master(self, slot: int, value: Tensor) -> None:
-        """Sets the master of one parameter from its unsharded fp32 values; this rank keeps the elements it owns."""
+        """Sets the master of one parameter from its unsharded values; this rank keeps the elements it owns. fp32 values
+        replace the master; values in the compute dtype, as state_dict() gives them, replace those of its elements that
+        round to another value."""
         part = self.layout.slots[slot].span.clip(self.master.owned)
         self.flat_params.finish_posted()  # peers may still be reading the old shard
         if part.numel:
             flat = self._views.in_memory_order(value, slot)
             at = part.shift(-self.layout.slots[slot].start)
             with self.state_in_memory(write=True):
-                self.master.write(part, flat[at.start : at.stop].to(self.pool.device))
+                write = self.master.write if value.dtype is torch.float32 else self.master.write_rounded
+                write(part, flat[at.start : at.stop].to(self.pool.device))
 
     def unsharded_master(self) -> list[Tensor]:
         """The fp32 master of every parameter, all-gathered. Collective where the optimizer is sharded."""
