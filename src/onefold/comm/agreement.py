@@ -81,7 +81,10 @@ def number_messages(comms: Comms) -> None:
         adopt_orphans(lambda blob: comms.world.exchange(blob, left_over))
 
 
-def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+SAME_MODEL = "build the same model with the same settings on every rank"
+
+
+def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int], remedy: str = SAME_MODEL) -> str:
     """An error message that names the first rank whose lines differ from the first rank's, and the line."""
     ours, first = everyone[0], ranks[0]
     for rank, theirs in zip(ranks, everyone, strict=True):
@@ -91,7 +94,7 @@ def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int]) ->
             if mine != other:
                 return (
                     f"rank {rank} differs from rank {first}: rank {rank} has [{other}], rank {first} has [{mine}]; "
-                    f"build the same model with the same settings on every rank"
+                    f"{remedy}"
                 )
     raise AssertionError("digests differ but lines do not")
 

@@ -16,6 +16,7 @@ from onefold.comm.maximum import max_rounds
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.settings.placement import Placement, Scope
 
+DIGEST_BYTES = 16  # of what users must do alike on all ranks: beside the flags of used parameters
 NORM_BYTES = 8  # one float64: the norm of all gradients that a rank holds
 
 
@@ -78,7 +79,7 @@ def step_traffic(
         sent["reduce-replica"] = times(Sent(moved, moved_bytes, 2 * len(trained), "all-reduce", "replica"), rounds)
     if not trained:  # nothing is reduced, agreed on or clipped
         return {purpose: row for purpose, row in sent.items() if purpose.startswith("gather-")}
-    flags = (sizes.flags + len(trained)) * max_rounds(n * replicas)
+    flags = (sizes.flags + len(trained) + DIGEST_BYTES) * max_rounds(n * replicas)
     sent["used-flags"] = Sent(0, flags, 1, "all-reduce", "all")
     if clip:
         sent["norm"] = Sent(0, NORM_BYTES * (n - 1), 1, "all-gather")

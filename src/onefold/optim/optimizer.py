@@ -106,6 +106,7 @@ class Optimizer(torch.optim.Optimizer):
         agree_on_kernel(engine, self._by_unit, cls)
         self._policy = self._new_policy(in_backward=step_in_backward)
         engine.update_by(self._policy, self)
+        engine.alike.watch(self)
 
     def _check_others(self, half: bool, in_backward: bool) -> None:
         """Raises if this Optimizer cannot stand beside those that the model has for other parameters."""
@@ -264,6 +265,7 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine
         self._refuse_if_replaced(Call.STEP)
         engine.check(Call.STEP)
+        engine.alike.watch(self)
         engine.check_parameters()
         if self._hooks:
             self._complete(Call.STEP)
@@ -332,6 +334,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _complete(self, call: Call) -> None:
         """Completes the gradients of the step, and shows each once to the hooks. Collective."""
+        self._engine.alike.watch(self)
         complete(self._engine, call)
         if self._hooks and not self._hooked:
             self._hooked = self._written = True

@@ -37,6 +37,7 @@ class UpdateInBackward(NoUpdates):
         self._engine, self._by_unit, self._groups, self.host = engine, by_unit, groups, host
         self._flags: dict[int, Callable[[], bytes]] = {}  # by unit in flight: waits for every rank
         self._gathers: list[Pending] = []
+        self._compared = False  # since the last step: whether ranks have done alike what they must
         self._awaited: list[int] = []  # units that the host updates before step() returns
         engine.drop_gradients()  # those of another Optimizer's step
         engine.schedule.one_reduction_each()
@@ -62,17 +63,22 @@ class UpdateInBackward(NoUpdates):
         ends, so the shards of them that peers have posted are received now."""
         engine, unit = self._engine, self._engine.units[index]
         engine.unsharding.receive_posted(unit)
-        used = engine.used.of_unit(index)
+        used = engine.used.of_unit(index) + (b"" if self._compared else engine.alike.said())
+        self._compared = True
         self._flags[index] = engine.everyone.start_all_reduce_max(used, Label("used-flags", unit.name))
 
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:
         """Updates the unit, or queues its host update, and frees its gradient."""
-        engine, unit, flags = self._engine, self._engine.units[index], self._flags.pop(index)()
+        engine, unit, heard = self._engine, self._engine.units[index], self._flags.pop(index)()
+        if said := heard[len(unit.params) :]:  # the first unit of this backward
+            self._compared = False
+            engine.alike.compare(said)
+            self._compared = True
         if unit.placement.optimizer is Scope.REPLICATED and not unit.updated_on_host:
             unit.gradients.gather().wait()
         unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
-        engine.used.keep(index, flags)
+        engine.used.keep(index, heard[: len(unit.params)])
         with unit.update():
             if unit.updated_on_host:
                 assert self.host is not None
@@ -113,4 +119,5 @@ class UpdateInBackward(NoUpdates):
             optimizer.detach()
 
     def step(self, inputs: StepInputs) -> None:
+        self._compared = False
         self._engine.forget_used()

@@ -33,6 +33,7 @@ from onefold.runtime.accumulating import Accumulating
 from onefold.runtime.arriving_gradients import ArrivingGradients, Place
 from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, Averages, BlockInputs
 from onefold.runtime.backward import Backward
+from onefold.runtime.done_alike import DoneAlike
 from onefold.runtime.freezing import Freezing
 from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.order_agreement import agree_on_order
@@ -101,6 +102,7 @@ class Engine:
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self.progress = Progress()
         self.freezing = Freezing(self.units, self.params, self.optimizers)
+        self.alike = DoneAlike(self.everyone)
         self.used = UsedParameters([len(unit.params) for unit in self.units])
         self.scale = GradientScale(needed=resolved.precision.compute is torch.float16)
         self.accumulating = Accumulating(self.units, placement.gradients)
@@ -164,8 +166,9 @@ class Engine:
         self.broken, self.broken_unit = how, unit
 
     def mark_repaired(self) -> None:
-        """All values have been replaced."""
+        """All values have been replaced, on every rank."""
         self.broken = None
+        self.alike.forget_loads()
 
     def check(self, call: Call) -> None:
         """Raises if this call is refused in a situation the model is in."""
@@ -238,11 +241,13 @@ class Engine:
         self._dropped.clear()
         self._join_missed_reductions(call)
         if self.updates.keeps_gradients:
-            late = self.used.agree(self.everyone, self.visible.dropped(), self.schedule.waiting())
-            if late is None:
+            said = self.schedule.waiting() + self.alike.said()
+            heard = self.used.agree(self.everyone, self.visible.dropped(), said)
+            if heard is None:
                 refuse(call, Situation.NO_RANK_HAS_GRADIENTS)
+            self.alike.compare(heard[len(self.units) :])
             self._agree_on_order()
-            self.schedule.reduce_late(late)
+            self.schedule.reduce_late(heard[: len(self.units)])
             self.tied.sum()
         else:  # what ranks used of a unit travelled beside its reduction, the only one
             self._agree_on_order()

@@ -36,6 +36,7 @@ AUTO = "auto"
 SKIPPED = 3  # units that were received in forward before they were needed, and may be needed yet
 TRACE_LENGTH = 4096
 FORWARD, BACKWARD, OUTSIDE_PASS = "gather-forward", "gather-backward", "gather"  # purposes of all-gathers
+LOAD = "load"  # a pass that sends nothing: load_state_dict() has all parameters, and each rank keeps its shard
 
 
 class GatherSchedule:
@@ -181,6 +182,11 @@ class GatherSchedule:
         return min(places, key=lambda place: (place < self._at, place), default=len(self._order))
 
     def _gather_unlisted(self, indices: Sequence[int]) -> None:
+        if self._purpose == LOAD:
+            for index in indices:
+                self._units[index].flat_params.unshard_for_load()
+                self._live.add(index)
+            return
         if self.negotiate and self._purpose != BACKWARD:
             self._negotiate(indices, finished=False)
             return

@@ -34,6 +34,9 @@ def attach(engine: Engine) -> None:
         _hook_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
     model.register_forward_hook(partial(_after_forward, engine))
+    for name, module in model.named_modules():
+        if module._parameters:
+            module.register_load_state_dict_post_hook(partial(_count_load, engine, name))
     if engine.resolved.precision.narrow:
         attach_casts(engine)
     if engine.unsharding.units:
@@ -86,6 +89,10 @@ def _attach_unsharding(engine: Engine) -> None:
         if indices:
             _attach_state(engine, module, indices)
     model.register_load_state_dict_post_hook(lambda *_: unsharding.reshard_all())
+
+
+def _count_load(engine: Engine, name: str, module: nn.Module, keys: Any) -> None:
+    engine.alike.loaded(name)
 
 
 def _notice_interrupts(engine: Engine, module: nn.Module) -> None:

@@ -26,7 +26,7 @@ from onefold.comm.communicator import Comm
 from onefold.comm.inflight import finish_posted_at_exit
 from onefold.comm.meter import Label
 from onefold.model.dtensor_shards import PLAIN, local_tensor
-from onefold.runtime.gather_schedule import BACKWARD, FORWARD, GatherSchedule
+from onefold.runtime.gather_schedule import BACKWARD, FORWARD, LOAD, GatherSchedule
 from onefold.runtime.unit_order import with_missing
 from onefold.state.unit import Unit
 
@@ -331,11 +331,12 @@ class Unsharding:
             self.gathers.end()
 
     def begin_load(self, indices: Sequence[int]) -> None:
-        """Unshards units into whose parameters load_state_dict() is about to copy."""
+        """Gives units memory for the parameters that load_state_dict() is about to copy. Sends nothing: a load that one
+        rank makes alone is found in step()."""
         if not self._loading:
             self._loading = True
             self.gathers.catch_up()
-            self.gathers.begin("load", [], reshard_when_idle=True)
+            self.gathers.begin(LOAD, [], reshard_when_idle=True)
         self.gathers.hold(*indices)
 
     def end_load(self, indices: Sequence[int]) -> None:

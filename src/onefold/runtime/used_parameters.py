@@ -47,16 +47,15 @@ class UsedParameters:
         """Which parameters of a unit this rank has used, a flag each."""
         return bytes(self._used[self._units[index]])
 
-    def agree(self, everyone: Comm, dropped: Iterable[int], waiting: bytes) -> bytes | None:
+    def agree(self, everyone: Comm, dropped: Iterable[int], others: bytes) -> bytes | None:
         """Tell all ranks which parameters this rank used, and which it `dropped` since; hear which are to be updated.
 
-        `waiting` has a flag per unit and travels along; the units flagged by any rank are returned, or None if no rank
-        has used anything.
+        Bytes of `others` travel along; the largest of all ranks are returned, or None if no rank has used anything.
         """
         said = bytearray(self._used)
         for index in dropped:
             said[index] = DROPPED
-        words = everyone.all_reduce_max(bytes(said) + waiting, Label("used-flags", "step"))
+        words = everyone.all_reduce_max(bytes(said) + others, Label("used-flags", "step"))
         self._kept = bytearray(words[: self._total].translate(KEPT))
         return words[self._total :] if any(words[: self._total]) else None
 

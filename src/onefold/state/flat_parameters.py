@@ -209,13 +209,25 @@ class FlatParameters:
         self.wait_for_update()
         self.finish_gather()
         if self.state is ParameterState.SHARDED:
-            self.buffer.untyped_storage().resize_(self._buffer_bytes)
-            self._resized()
-            self._copy_own_shard()
-            self._move(ParameterEvent.GATHER_STARTED)
+            self._fill_from_shard()
         if self._comm.size > 1:
             with self._host.after_copy(self._copying) if self._copying else nullcontext():
                 self._receiving = self._comm.receive_shards(self.buffer, Label(purpose, self._views.layout.name))
+
+    def _fill_from_shard(self) -> None:
+        """SHARDED -> GATHERING: gives the flat buffer its memory, and copies this rank's shard into it."""
+        self.buffer.untyped_storage().resize_(self._buffer_bytes)
+        self._resized()
+        self._copy_own_shard()
+        self._move(ParameterEvent.GATHER_STARTED)
+
+    def unshard_for_load(self) -> None:
+        """SHARDED -> UNSHARDED without a message: for a load that replaces parameters, of which this rank keeps its
+        shard. What the load leaves alone is right in this rank's shard, and undefined elsewhere."""
+        self.wait_for_update()
+        if self.state is ParameterState.SHARDED:
+            self._fill_from_shard()
+        self.finish_gather()
 
     def _copy_own_shard(self) -> None:
         """Copies this rank's shard into the flat buffer; from the host on the copy stream, beside compute."""

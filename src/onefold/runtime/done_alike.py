@@ -1,0 +1,99 @@
+"""What users must do alike on all ranks between two steps: change settings of param groups, call load_state_dict().
+
+Ranks that did not would train shards at different rates, or shards of two models. A digest of both travels with the
+flags that ranks exchange in every step, as itself and as its complement: where the largest bytes of all ranks are no
+complements of each other, ranks differ. Only then do they exchange what they have, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from onefold.comm.agreement import first_difference
+from onefold.comm.communicator import Comm
+from onefold.comm.meter import Label
+from onefold.cost.traffic import DIGEST_BYTES
+from onefold.errors import MismatchError
+
+HALF = DIGEST_BYTES // 2
+REMEDY = (
+    "do the same on every rank: load_state_dict() without 'if rank == 0', and a schedule that follows a loss "
+    "(ReduceLROnPlateau) with the mean of all ranks' losses"
+)
+
+
+class HasGroups(Protocol):
+    """An Optimizer, as far as it is watched."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class DoneAlike:
+    def __init__(self, everyone: Comm) -> None:
+        self._everyone = everyone
+        self._optimizer: Callable[[], HasGroups | None] = lambda: None  # the last that was made or used
+        self._loads = Counter[str]()  # by module, since the model was sharded or a checkpoint replaced everything
+        self._known: object = None  # what the digest is of: numbers of the groups, and number of loads
+        self._digest = b""
+
+    def watch(self, optimizer: HasGroups) -> None:
+        """An Optimizer was made, or is used; it may be freed again. All ranks use the same one."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def _groups(self) -> Sequence[Mapping[str, Any]]:
+        optimizer = self._optimizer()
+        return () if optimizer is None else optimizer.param_groups
+
+    def loaded(self, module: str) -> None:
+        """load_state_dict() has set the parameters of this module."""
+        self._loads[module] += 1
+
+    def forget_loads(self) -> None:
+        """All ranks have replaced all parameters together."""
+        self._loads.clear()
+
+    def said(self) -> bytes:
+        """What this rank says of itself: `DIGEST_BYTES` bytes, or none if it is alone."""
+        if self._everyone.size == 1:
+            return b""
+        now = [list(_numbers(group)) for group in self._groups()], sum(self._loads.values())
+        if now != self._known:
+            mine = hashlib.blake2b("\n".join(self._lines()).encode(), digest_size=HALF).digest()
+            self._known, self._digest = now, mine + bytes(255 - byte for byte in mine)
+        return self._digest
+
+    def compare(self, heard: bytes) -> None:
+        """Raises on every rank unless all ranks `said` the same; `heard` has the largest byte at every place."""
+        if any(high + low != 255 for high, low in zip(heard[:HALF], heard[HALF:], strict=True)):
+            rows = self._everyone.exchange("\n".join(self._lines()).encode(), Label("agree", "what ranks did"))
+            ranks = [self._everyone.world_rank(row) for row in range(self._everyone.size)]
+            raise MismatchError(first_difference([row.decode().split("\n") for row in rows], ranks, REMEDY))
+
+    def _lines(self) -> list[str]:
+        groups = [
+            f"{key}={value} in param group {index}"
+            for index, group in enumerate(self._groups())
+            for key, value in _numbers(group)
+        ]
+        loads = [f"{count} x load_state_dict() of {name or 'the root'}" for name, count in sorted(self._loads.items())]
+        return [*groups, *loads]
+
+
+def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """The settings of a param group that are numbers, or tuples of them, and are not on a device that would wait."""
+    for key, value in group.items():
+        kind = type(value)  # before isinstance, which is slow for Real: this runs in every step
+        if kind is float or kind is bool or kind is int or (kind is tuple and all(isinstance(n, Real) for n in value)):
+            yield key, value
+        elif isinstance(value, Tensor):
+            if value.numel() == 1 and value.device.type == "cpu":
+                yield key, value.item()
+        elif value is not None and kind is not list and isinstance(value, Real):
+            yield key, value
