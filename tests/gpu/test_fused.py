@@ -15,7 +15,7 @@ import onefold
 from onefold import Precision
 from onefold.optim.kernels.fused import update
 from onefold.optim.kernels.rule import next_step
-from onefold.state.rounding import join, split
+from onefold.state.rounding import join, narrow, split
 
 pytestmark = pytest.mark.gpu
 CLASSES: list[tuple[Any, dict[str, Any]]] = [
@@ -98,6 +98,33 @@ def test_a_copy_set_by_hand_counts_where_its_remainder_means_nothing() -> None:
     one, good = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     update_slice(torch.optim.SGD, group, {}, torch.zeros_like(copy), copy, rest, one, good)
     assert copy.tolist() == [0.0, 0.0, float("inf"), 1.0] and rest.tolist() == [0, 0, 0, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_copy_to_which_its_fp32_master_does_not_round_replaces_it(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.0 + 2**-14, -0.3, 0.0, 5.0, 1e-30], device="cuda").repeat(500)
+    values = torch.cat([values, torch.randn(100_003, device="cuda")])
+    copy, wanted = torch.empty_like(values, dtype=dtype), values.clone()
+    narrow(values, copy)
+    copy[3::12], wanted[3::12] = 7.0, 7.0
+    group = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    rule, one = next_step(torch.optim.SGD, group, {}, copy.numel(), copy.device), torch.ones((), device="cuda")
+    for edits, master in ((False, values), (True, wanted)):
+        own, seen = values.clone(), copy.clone()
+        update(rule, torch.zeros_like(copy), seen, own, one, edits=edits)
+        assert torch.equal(own, master)
+
+
+def test_a_write_through_data_is_where_the_next_step_starts() -> None:
+    for master in ("fp32", "split"):
+        model, optimizer = build(Precision(compute="bf16", master=master), torch.optim.AdamW, {"lr": 1e-3})
+        for step in range(3):
+            if step == 2:
+                model[0].weight.data.fill_(0.5)
+            model(torch.ones(4, 64, device="cuda")).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (model[0].weight.float() - 0.5).abs().max() < 0.01
 
 
 def test_bad_gradients_change_nothing_and_are_reported_one_step_later() -> None:

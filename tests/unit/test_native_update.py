@@ -293,3 +293,18 @@ def test_a_copy_set_by_hand_counts_where_its_remainder_means_nothing():
     group = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
     update_slice(SGD, group, {}, torch.zeros_like(copy), copy, rest, 1.0, threads=1)
     assert copy.tolist() == [0.0, 0.0, float("inf"), 1.0] and rest.tolist() == [0, 0, 0, 5]
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_copy_to_which_its_fp32_master_does_not_round_replaces_it(dtype):
+    values = torch.tensor([1.0 + 2**-14, -0.3, 0.0, 5.0, 1e-30, float("nan")]).repeat(200)
+    wanted, copy = values.clone(), torch.empty_like(values, dtype=dtype)
+    narrow(values, copy)
+    copy[3::12], copy[2::12] = 7.0, float("-inf")
+    wanted[3::12], wanted[2::12] = 7.0, float("-inf")
+    group = {"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0, "nesterov": False}
+    rule = next_step(SGD, group, {}, copy.numel(), CPU)
+    for edits, master in ((False, values), (True, wanted)):
+        own, seen = values.clone(), copy.clone()
+        update(rule, torch.zeros_like(copy), seen, own, 1.0, 1, edits=edits)
+        assert same_numbers(own, master)

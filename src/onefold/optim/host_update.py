@@ -133,7 +133,8 @@ class HostUpdates(HostGradients):
         kept = optimizer.kept(engine.used.kept_of(index))
         if not any(kept):
             return
-        load_parameters = unit.dtypes.master != "fp32" or not optimizer.writes_all(kept)
+        written = unit.dtypes.master == "fp32" and optimizer.writes_all(kept)
+        load_parameters = unit.may_be_edited or not written  # an edit is found by comparing them with the master
         job = Job(optimizer, _copied(groups), kept, factor, transfer, self.host.record_event(), load_parameters)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)

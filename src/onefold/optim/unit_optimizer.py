@@ -155,13 +155,14 @@ class UnitOptimizer:
     ) -> None:
         assert self.inner is not None and isinstance(self.unit.master, StoredMaster)
         rule = next_step(self.cls, group, self.inner.state[piece.tensor], piece.span.numel, self.device)
+        edits = self.unit.may_be_edited
         for span, grad in self._gradient(piece.span):
             at, (copy, master) = span.shift(-piece.span.start), self.unit.master.copy_and_stored(span)
             if self.device.type == "cpu":
                 threads = self.threads or torch.get_num_threads()
-                update_on_cpu(rule.at(at.start, at.stop), grad, copy, master, float(factor), threads)
+                update_on_cpu(rule.at(at.start, at.stop), grad, copy, master, float(factor), threads, edits=edits)
             else:
-                update(rule.at(at.start, at.stop), grad, copy, master, factor, bad)
+                update(rule.at(at.start, at.stop), grad, copy, master, factor, bad, edits=edits)
 
     def undo_step(self) -> None:
         """Takes back the step counts of the last update, in which the device wrote nothing."""
@@ -173,6 +174,8 @@ class UnitOptimizer:
         """Gives an optimizer parameter its data and gradient, in the dtype of the update."""
         pieces, narrow = self._gradient(piece.span), self.unit.dtypes.narrow
         if self._on_master:
+            if self.unit.may_be_edited:
+                self.unit.master.take_changed(piece.span)
             piece.tensor.data = self.unit.master.begin_update(piece.span)
         if narrow or factor != 1.0:  # in fp32: a product with a 16-bit vector would be rounded to 16 bits
             wide = self._pool.take(piece.span.numel, torch.float32 if narrow else pieces[0][1].dtype)

@@ -303,7 +303,7 @@ class Engine:
             self.updates.wait()
         if not self.contexts.writable:
             for unit in self.units:
-                unit.take_edits()
+                unit.take_edits(uncounted=host)  # without `host`, the update that follows finds them
 
     def after_step(self) -> None:
         """Tell the schedule which units were used."""

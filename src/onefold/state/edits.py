@@ -4,7 +4,8 @@ torch counts the writes to every parameter (`_version`). The ledger stores the c
 Onefold's own writes go through `record_own_write`, which raises both counts by the same amount; so a count beyond the
 stored one is a user's write, also if it came before or between Onefold's. The unit decides what follows: a user's write
 reaches the fp32 master (replicated 16-bit parameters), needs nothing (replicated fp32 parameters), or is lost and
-raises (sharded parameters). Writes through `.data` are not counted by torch, and not seen.
+raises (sharded parameters). Writes through `.data` are not counted by torch: the update finds them, as parameters that
+are not the rounded master (master.py).
 """
 
 from __future__ import annotations

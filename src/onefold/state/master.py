@@ -12,10 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from onefold.comm.buffers import Pool
 from onefold.cost.layout import Span
-from onefold.state.rounding import join, narrow, split
+from onefold.state.rounding import join, narrow, not_rounded_from, split
 
 
 class ComputeCopy(Protocol):
@@ -67,6 +68,11 @@ class Master:
     def take_from_parameters(self, span: Span) -> None:
         """Sets elements of the master from the compute copy, which a user has edited in place."""
 
+    def take_changed(self, span: Span) -> bool:
+        """Sets the elements of the master that do not round to the compute copy from it: a user has edited these. True
+        if there may be some. A split master has no such elements: its upper half is the copy."""
+        return False
+
     def begin_user_writes(self) -> None:
         """Remembers the compute copy, so that `take_user_writes` can tell which elements a user has changed."""
 
@@ -103,11 +109,10 @@ class StoredMaster(Master):
         return self._stored[span.start - self.owned.start : span.stop - self.owned.start]
 
     def write_rounded(self, span: Span, rounded: Tensor) -> None:
-        wide, now = rounded.float(), torch.empty_like(rounded)
+        wide = rounded.float()
         kept = torch.empty_like(wide)
         self.read(span, kept)
-        narrow(kept, now)
-        self.write(span, torch.where(now.view(torch.int16) == rounded.view(torch.int16), kept, wide))
+        self.write(span, torch.where(not_rounded_from(kept, rounded), wide, kept))
 
     def begin_user_writes(self) -> None:
         self._before = self._params.part(self.owned).clone()
@@ -153,6 +158,16 @@ class Fp32Master(StoredMaster):
     def take_from_parameters(self, span: Span) -> None:
         part = span.clip(self.owned)
         self._at(part).copy_(self._params.part(part))
+
+    def take_changed(self, span: Span) -> bool:
+        copy, wide = self._params.part(span), self._at(span)
+        if isinstance(copy, FakeTensor):  # a rehearsal, on tensors without memory
+            return False
+        changed = not_rounded_from(wide, copy)
+        if not wide.is_cuda and not changed.any():
+            return False
+        wide.copy_(torch.where(changed, copy.float(), wide))
+        return True
 
     def take_user_writes(self) -> None:
         copy = self._params.part(self.owned)

@@ -34,6 +34,13 @@ def narrow(wide: Tensor, out: Tensor) -> None:
         out.masked_fill_(torch.isnan(wide), float("nan"))
 
 
+def not_rounded_from(wide: Tensor, copy: Tensor) -> Tensor:
+    """Which elements of a 16-bit vector are not the rounded ones of an fp32 vector."""
+    rounded = torch.empty_like(copy)
+    narrow(wide, rounded)
+    return rounded.view(torch.int16) != copy.view(torch.int16)
+
+
 def narrowed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy of a tensor of any shape in another dtype, rounded as `narrow` does; a dense tensor keeps its strides."""
     out = torch.empty_like(tensor, dtype=dtype)

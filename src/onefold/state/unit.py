@@ -77,7 +77,8 @@ class Unit:
         self._tiers, self._in_memory, self._will_change = tiers, False, False
         self._offloaded = self.updated_on_host or self.flat_params.image is not None  # frozen parameters may be, too
         self._hidden_between_passes = placement.parameters is Scope.SHARDED or placement.late
-        self._may_be_edited = dtypes.narrow and placement.parameters is Scope.REPLICATED and not placement.late
+        # users may write parameters between steps, and there is a master that must follow
+        self.may_be_edited = dtypes.narrow and placement.parameters is Scope.REPLICATED and not placement.late
 
     @property
     def gathers_updated(self) -> bool:
@@ -118,13 +119,21 @@ class Unit:
             with self.state_in_memory(write=True):
                 self._optimizer_states.remove(tensors)
 
-    def take_edits(self) -> None:
-        """Copies what users wrote in place into replicated 16-bit parameters to their fp32 master."""
-        if self._may_be_edited and (written := self.edits.written()):
+    def take_edits(self, *, uncounted: bool = False) -> None:
+        """Copies what users wrote in place into replicated 16-bit parameters to their fp32 master. With `uncounted`
+        also what torch did not count (.data), which takes a pass over the unit. Updates find such edits themselves."""
+        if not self.may_be_edited:
+            return
+        if written := self.edits.written():
             with self.state_in_memory(write=True):
                 for slot in written:
                     self.master.take_from_parameters(self.layout.slots[slot].span)
             self.edits.accept()
+        if uncounted and self.trained:
+            with self.state_in_memory():
+                if self.master.take_changed(self.master.owned):
+                    with self.state_in_memory(write=True):
+                        pass  # the master has changed
 
     @contextmanager
     def update(self, kept: Sequence[int] | None = None) -> Iterator[None]:
@@ -148,7 +157,7 @@ class Unit:
         if self.trained and self.dtypes.narrow:
             with self.state_in_memory(write=True):
                 self.master.take_user_writes()
-            if self._may_be_edited:
+            if self.may_be_edited:
                 self.edits.accept()
 
     def drop_user_writes(self) -> None:

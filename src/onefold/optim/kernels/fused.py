@@ -32,10 +32,18 @@ def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.
 
 
 def update(
-    rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float | Tensor, bad: Tensor | None = None
+    rule: Rule,
+    grad: Tensor,
+    copy: Tensor,
+    master: Tensor,
+    factor: float | Tensor,
+    bad: Tensor | None = None,
+    *,
+    edits: bool = False,
 ) -> None:
     """Updates some elements by a rule. `copy` are the 16-bit parameters; `master` is fp32, or int16 remainders of a
-    bf16 `copy`. Nothing is written if `bad` is set."""
+    bf16 `copy`. Nothing is written if `bad` is set. With `edits` an element of `copy` to which its fp32 master does not
+    round was written by a user, and replaces the master first."""
     numel, split = grad.numel(), master.dtype is torch.int16
     factor = factor if isinstance(factor, Tensor) else _constant(factor, grad.device)
     bad = _constant(0.0, grad.device) if bad is None else bad
@@ -46,7 +54,8 @@ def update(
         grad, bits, master, first, second, factor, bad, numel, rule.shrink, rule.decay, rule.size, rule.root,
         rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps, KIND=ADAM if rule.adam else SGD,
         VARIANT=rule.decoupled or rule.nesterov, SPLIT=split, MOMENTUM=rule.beta1 != 0.0, DECAY=rule.decay != 0.0,
-        BF16=copy.dtype is torch.bfloat16, BLOCK=BLOCK, enable_fp_fusion=False,  # else each variant fuses its own way
+        BF16=copy.dtype is torch.bfloat16, EDITS=edits, BLOCK=BLOCK,
+        enable_fp_fusion=False,  # else each variant fuses its own way
     )  # fmt: skip
 
 
@@ -62,7 +71,8 @@ if triton is not None:
     def _kernel(  # type: ignore[no-untyped-def]
         grad_ptr, copy_ptr, master_ptr, first_ptr, second_ptr, factor_ptr, bad_ptr, numel, shrink, decay, size, root,
         beta1, rest1, beta2, rest2, eps, KIND: tl.constexpr, VARIANT: tl.constexpr, SPLIT: tl.constexpr,
-        MOMENTUM: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr, BLOCK: tl.constexpr,
+        MOMENTUM: tl.constexpr, DECAY: tl.constexpr, BF16: tl.constexpr, EDITS: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < numel
@@ -76,6 +86,14 @@ if triton is not None:
             value = tl.where(value == value, value, alone)  # a copy set to 0 by hand: its remainder means nothing
         else:
             value = tl.load(master_ptr + at, mask=inside, other=0.0)
+            if EDITS:
+                seen = tl.load(copy_ptr + at, mask=inside, other=0.0)
+                if BF16:
+                    own = ((value.to(tl.int32, bitcast=True) + 0x8000) >> 16).to(tl.int16)
+                    own = tl.where(value == value, own, 0x7FC0)
+                else:
+                    own = value.to(tl.float16).to(tl.int16, bitcast=True)
+                value = tl.where(own == seen.to(tl.int16, bitcast=True), value, seen.to(tl.float32))
         if KIND == 0:  # Adam
             if VARIANT:  # AdamW: the decay is apart from the moments
                 value *= shrink

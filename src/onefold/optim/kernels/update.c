@@ -27,6 +27,7 @@ enum { ADAM, ADAM_FUSED, SGD, MOMENTUM, NESTEROV }; /* rules: torch's fused Adam
 
 typedef struct {
     int32_t grad, master, rule;
+    int32_t edits; /* whether a copy that its fp32 master does not round to is a user's edit, which replaces the master */
     float factor; /* of the gradient */
     float decay;  /* of the value, added to the gradient */
     float shrink; /* of the value itself */
@@ -86,6 +87,16 @@ INLINE float joined(uint16_t copy, int16_t remainder) {
     return value == value ? value : float_of(upper); /* a copy set to 0 by hand, where a remainder means nothing */
 }
 
+INLINE uint16_t rounded(const int masters, float value) { /* NaNs: a carry would reach the sign */
+    uint32_t bits = value == value ? bits_of(value) : 0x7FC00000u;
+    return masters == WIDE_FP16 ? to_half(float_of(bits)) : (uint16_t)((bits + 0x8000u) >> 16);
+}
+
+INLINE float edited(const int masters, const Step *s, float value, uint16_t copy) {
+    int kept = !s->edits | (rounded(masters, value) == copy);
+    return kept ? value : masters == WIDE_FP16 ? from_half(copy) : float_of((uint32_t)copy << 16);
+}
+
 /* -- rules ------------------------------------------------------------------------------------------------------- */
 
 /* `usual`: nothing is added to the gradient, and the first moment keeps more than it takes. Constant like the rule, so
@@ -130,11 +141,12 @@ INLINE void run(const int grads, const int masters, const int rule, const int us
     for (; tiles > 0; tiles--, at = shifted(s, at, TILE)) {
 #pragma omp simd
         for (int i = 0; i < TILE; i++) {
-            float value = masters == SPLIT ? joined(at.copy[i], ((int16_t *)at.master)[i]) : ((float *)at.master)[i];
+            float value = masters == SPLIT ? joined(at.copy[i], ((int16_t *)at.master)[i])
+                                           : edited(masters, s, ((float *)at.master)[i], at.copy[i]);
             float grad = widened(grads, at.grad, i) * s->factor;
             value = updated(rule, usual, s, value, grad, at.first + i, at.second + i);
-            uint32_t bits = value == value ? bits_of(value) : 0x7FC00000u; /* NaNs: a carry would reach the sign */
-            at.copy[i] = masters == WIDE_FP16 ? to_half(float_of(bits)) : (uint16_t)((bits + 0x8000u) >> 16);
+            uint32_t bits = value == value ? bits_of(value) : 0x7FC00000u;
+            at.copy[i] = rounded(masters, value);
             if (masters == SPLIT)
                 ((int16_t *)at.master)[i] = (int16_t)bits; /* what the copy lacks, up or down */
             else

@@ -32,7 +32,7 @@ class _Step(ctypes.Structure):
     """The struct of this name in update.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("grad", "master", "rule")),
+        *((name, ctypes.c_int32) for name in ("grad", "master", "rule", "edits")),
         *((name, ctypes.c_float) for name in ("factor", "decay", "shrink", "size")),
         *((name, ctypes.c_float) for name in ("beta1", "rest1", "beta2", "rest2", "root", "eps")),
     )
@@ -52,9 +52,12 @@ def available() -> bool:
     return _kernel() is not None
 
 
-def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float, threads: int) -> None:
+def update(
+    rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float, threads: int, *, edits: bool = False
+) -> None:
     """Updates some elements by a rule. `copy` are the 16-bit parameters; `master` is fp32, or int16 remainders of a
-    bf16 `copy`. The gradient, fp32 or of the dtype of `copy`, is multiplied by `factor`."""
+    bf16 `copy`. The gradient, fp32 or of the dtype of `copy`, is multiplied by `factor`. With `edits` an element of
+    `copy` to which its fp32 master does not round was written by a user, and replaces the master first."""
     kernel = _kernel()
     assert kernel is not None and threads >= 1
     split = master.dtype is torch.int16
@@ -62,7 +65,7 @@ def update(rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float
     assert split or master.dtype is torch.float32
     assert copy.dtype is torch.bfloat16 or (half and not split)
     step = _Step(
-        DTYPES[grad.dtype], SPLIT if split else WIDE_FP16 if half else WIDE_BF16, _number(rule), factor,
+        DTYPES[grad.dtype], SPLIT if split else WIDE_FP16 if half else WIDE_BF16, _number(rule), edits, factor,
         0.0 if rule.decoupled else rule.decay, rule.shrink, rule.size, rule.beta1, 1 - rule.beta1, rule.beta2,
         1 - rule.beta2, rule.root, rule.eps,
     )  # fmt: skip
