@@ -109,7 +109,7 @@ def save(
     they go on, and log it.
 
     With `overwrite` a checkpoint of the same step is replaced, once the new one is complete; if both are the same to
-    the last byte, the old one stays. With only="trainable" frozen parameters are left out, for adapters on a large model
+    the last byte, the old one stays. With only="trainable" frozen parameters are left out, for adapters on a model
     that is kept elsewhere; load() then leaves them as they are.
 
     >>> import tempfile, torch, onefold
