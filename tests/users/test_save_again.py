@@ -176,7 +176,7 @@ def adapters(stage: int, folder: str) -> None:
     ours, theirs = onefold.full_state_dict(model), onefold.full_state_dict(other)
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     full = onefold.shard(copy.deepcopy(plain).requires_grad_(True), stage=2)
-    with pytest.raises(onefold.CheckpointError, match="missing in the checkpoint: first.bias"):
+    with pytest.raises(onefold.CheckpointError, match=r"missing in the checkpoint: first\.bias"):
         onefold.load(folder, full)
 
 
