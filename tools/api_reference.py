@@ -43,8 +43,12 @@ class Task(NamedTuple):
 TASKS = (
     Task("Start a script", ("install", "parallelism"), ("init", "shutdown", "mesh")),
     Task("Shard a model", ("shard", "precision", "offload"), ("shard", "Zero", "preset", "Precision", "Offload")),
-    Task("Train", ("optimizers", "gradients", "precision"), ("Optimizer", "accumulate", "LossScale", "Scheduler")),
-    Task("Use parameters at stage 3", ("stage3",), ("full_parameters", "full_state_dict", "catch_up")),
+    Task(
+        "Train",
+        ("optimizers", "gradients", "precision"),
+        ("Optimizer", "accumulate", "grad_norms", "EMA", "LossScale", "Scheduler"),
+    ),
+    Task("Use parameters at stage 3", ("stage3",), ("full_parameters", "full_state_dict", "shards", "catch_up")),
     Task("Build a pipeline", ("pipeline",), ("PipelineStage",)),
     Task(
         "Save and load",
@@ -87,7 +91,7 @@ INTERNAL = {
     "Offload": {"of", "check_stage", "optimizer_tier", "parameters_tier"},
     "Optimizer": {
         "clipped", "gradients_change", "forget_clipping", "state_tensors", "planned_state", "by_unit", "notes",
-        "load_notes",
+        "load_notes", "pending_clip", "indices", "replaced",
     },
     "PipelineStage": {"perform_reduce_grad", "scale_grads"},
     "ProfileReport": {"part_s"},

@@ -134,7 +134,15 @@ def test_only_comm_talks_to_other_ranks():
         attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         offenders += [(name, at) for at in attributes if inside(at, "torch.distributed") or inside(at, "dist")]
         dotted = [call.rpartition(".") for call in calls(TREES[name])]
-        ours = ("comm", "_comm", "everyone", "holders", "tp", "_replicas")  # Comms, which meter and name them
+        ours = (
+            "comm",
+            "_comm",
+            "everyone",
+            "holders",
+            "tp",
+            "replica",
+            "_replicas",
+        )  # Comms, which meter and name them
         offenders += [(name, c[2]) for c in dotted if c[2] in COLLECTIVES and c[0].rpartition(".")[2] not in ours]
     assert offenders == []
 

@@ -301,7 +301,7 @@ class Engine:
         self.updates.finish()
         if host:
             self.updates.wait()
-        if not self.contexts.writable:
+        if not (self.contexts.writable or self.averages.applied):
             for unit in self.units:
                 unit.take_edits(uncounted=host)  # without `host`, the update that follows finds them
 
