@@ -43,6 +43,17 @@ class ParameterTree:
             self._raise_change()
         self._walk()
 
+    def swapped(self) -> set[int]:
+        """The ids of parameters in whose place plain tensors are now, as inside torch.func.functional_call."""
+        if self._current_ids() == self._known_ids:
+            return set()
+        now, names = dict(_named(self._model)), self._before.keys()
+        if now.keys() != names:
+            return set()
+        changed = [name for name in names if now[name] is not self._before[name]]
+        plain = all(not isinstance(now[name], nn.Parameter) for name in changed)
+        return {id(self._before[name]) for name in changed} if plain else set()
+
     def _raise_change(self) -> NoReturn:
         after = dict(_named(self._model))
         changed = [name for name in {**self._before, **after} if self._before.get(name) is not after.get(name)]
@@ -52,8 +63,8 @@ class ParameterTree:
             )
         raise StateError(
             f"{', '.join(changed[:5]) or 'a parameter'} was added, replaced or removed after shard() (or swapped by "
-            f"torch.func.functional_call, which works under no_grad only); change values in place (param.copy_ under "
-            f"no_grad), or change the model before shard()"
+            f"torch.func.functional_call, which trains plain tensors, at stages 0 to 2); change values in place "
+            f"(param.copy_ under no_grad), or change the model before shard()"
         )
 
 

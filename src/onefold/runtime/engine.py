@@ -115,6 +115,7 @@ class Engine:
             self.unsharding, self.schedule, self.progress, self.accumulating, self._backward_closed
         )
         self._checks = ParameterChecks(model, self.all_units, self.frozen)
+        self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
         self.broken: Situation | None = None  # why the values are of no use
         self.broken_unit = ""  # whose update failed
 
@@ -186,7 +187,11 @@ class Engine:
         self.freezing.follow()
         if torch.is_grad_enabled():
             self._dropped.clear()
-            self.check_parameters()
+            swapped = set() if self.unsharding.units else self._checks.swapped()
+            self.trains = not swapped or not swapped.issuperset(map(id, self.params))
+            if not swapped:
+                self.check_parameters()
+        if torch.is_grad_enabled() and self.trains:
             self.progress.forward_began(reducing=self.accumulating.reducing)
 
     def enter_backward(self) -> None:

@@ -225,7 +225,7 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
 
 
 def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and engine.trains:
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: engine.enter_backward())

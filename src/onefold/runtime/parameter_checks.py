@@ -19,6 +19,10 @@ class ParameterChecks:
         inside = [(s.name, p) for u in units if not u.trained for s, p in zip(u.layout.slots, u.params, strict=True)]
         self._frozen = [*frozen, *inside]
 
+    def swapped(self) -> set[int]:
+        """The ids of parameters in whose place plain tensors are now, as inside torch.func.functional_call."""
+        return self._tree.swapped()
+
     def check(self) -> None:
         """Raises if a parameter was added, replaced, removed, moved or unfrozen."""
         self._tree.check()
