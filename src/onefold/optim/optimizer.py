@@ -429,9 +429,12 @@ class Optimizer(torch.optim.Optimizer):
         if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
             for unit in (unit for unit in engine.units if not unit.dtypes.narrow):
                 held = unit.layout.body if unit.placement.optimizer is Scope.REPLICATED else unit.mine
-                slots = [slot for slot in unit.layout.slots if slot.name not in others]
-                whole = len(slots) == len(unit.layout.slots)
-                for span in [held] if whole else [slot.span.clip(held) for slot in slots]:
+                mine = (
+                    [slot.span.clip(held) for slot in unit.layout.slots if slot.name not in others]
+                    if others
+                    else [held]
+                )
+                for span in mine:
                     unit.gradients.multiply(span, factor)
         return norm
 
