@@ -36,13 +36,6 @@ def attach_casts(engine: Engine) -> None:
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
     for module in holding:
         module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
-        module.register_load_state_dict_post_hook(partial(_record_load, engine, places))
-
-
-def _record_load(engine: Engine, places: dict[int, Any], module: nn.Module, keys: Any) -> None:
-    """After a load: its writes to the parameters are no edits by the user, as the masters have them already."""
-    for index in _units(places, module):
-        engine.units[index].edits.accept()
 
 
 def _units(places: dict[int, Any], module: nn.Module) -> set[int]:

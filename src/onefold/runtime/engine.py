@@ -302,11 +302,11 @@ class Engine:
         """Waits for updates in flight, and copies what users wrote into the masters, so that parameters and optimizer
         state can be read or replaced as one state. Collective. Reductions of gradients may still be in flight; without
         `host` so may host updates: forwards and steps wait for each unit where it is used. Inside
-        full_parameters(write=True) users' writes are taken at its end, and not here."""
+        full_parameters() users' writes are taken, or refused, at its end, and not here."""
         self.updates.finish()
         if host:
             self.updates.wait()
-        if not (self.contexts.writable or self.averages.applied):
+        if not (self.contexts.open or self.averages.applied):
             for unit in self.units:
                 unit.take_edits(uncounted=host)  # without `host`, the update that follows finds them
 

@@ -25,7 +25,8 @@ NOTHING = torch.empty(0)
 def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     """Unshard every parameter of the model on every rank while this context lasts.
 
-    With write=True what the parameters hold at the end is kept: write the same values on every rank. Also the fast way
+    With write=True what the parameters hold at the end is kept: write the same values on every rank. Without it, a
+    write to a trained parameter raises at the end of the context, at every stage. Also the fast way
     to many forwards without training, such as generation, because parameters are all-gathered once instead of once per
     forward. Needs memory for the whole model. Collective.
 
@@ -39,6 +40,9 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     engine.check(Call.FULL_PARAMETERS)
     engine.quiesce()
     with engine.contexts.enter(write=write) as outermost:
+        if engine.contexts.reading:
+            yield from _unwritten(engine)
+            return
         if not outermost:
             yield
             return
@@ -51,6 +55,20 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
             for unit in engine.all_units:  # without an error of its own, which would hide this one
                 unit.drop_user_writes()
             raise
+
+
+def _unwritten(engine: Engine) -> Iterator[None]:
+    """Raises if a user writes parameters meanwhile: sharded ones would lose it, and replicated ones keep it."""
+    for unit in engine.all_units:
+        unit.edits.accept()
+    yield
+    if names := [name for unit in engine.all_units for name in unit.written_names()]:
+        for unit in engine.all_units:
+            unit.drop_user_writes()
+        raise StateError(
+            f"{', '.join(names)} was written inside full_parameters() without write=True; write inside "
+            f"onefold.full_parameters(model, write=True)"
+        )
 
 
 def _take_user_writes(engine: Engine) -> None:

@@ -26,6 +26,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.phases import Phase
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.unsharding import in_backward, intercept_lookups
+from onefold.state.unit import Unit
 
 
 def attach(engine: Engine) -> None:
@@ -34,9 +35,11 @@ def attach(engine: Engine) -> None:
         _hook_gradient(engine, index, param)
     model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
     model.register_forward_hook(partial(_after_forward, engine))
+    unit_of = {id(param): unit for unit in engine.units for param in unit.params}
     for name, module in model.named_modules():
         if module._parameters:
-            module.register_load_state_dict_post_hook(partial(_count_load, engine, name))
+            units = {id(p): unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of}
+            module.register_load_state_dict_post_hook(partial(_record_load, engine, name, list(units.values())))
     if engine.resolved.precision.narrow:
         attach_casts(engine)
     if engine.unsharding.units:
@@ -91,8 +94,12 @@ def _attach_unsharding(engine: Engine) -> None:
     model.register_load_state_dict_post_hook(lambda *_: unsharding.reshard_all())
 
 
-def _count_load(engine: Engine, name: str, module: nn.Module, keys: Any) -> None:
+def _record_load(engine: Engine, name: str, units: Sequence[Unit], module: nn.Module, keys: Any) -> None:
+    """After a load into a module's own parameters, which are in `units`: its writes are no edits by the user, as the
+    masters have them already; and every rank must have made it."""
     engine.alike.loaded(name)
+    for unit in units:
+        unit.edits.accept()
 
 
 def _notice_interrupts(engine: Engine, module: nn.Module) -> None:

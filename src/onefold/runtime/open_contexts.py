@@ -19,6 +19,11 @@ class FullParameterContexts:
         return bool(self._writes)
 
     @property
+    def reading(self) -> bool:
+        """True inside one full_parameters() without write=True, and no other."""
+        return self._writes == [False]
+
+    @property
     def writable(self) -> bool:
         """True inside full_parameters(write=True)."""
         return any(self._writes)

@@ -157,14 +157,22 @@ class Unit:
         if self.trained and self.dtypes.narrow:
             with self.state_in_memory(write=True):
                 self.master.take_user_writes()
-            if self.may_be_edited:
-                self.edits.accept()
+        self.edits.accept()
 
     def drop_user_writes(self) -> None:
         """Ends `begin_user_writes` after an error: writes to sharded parameters are lost, and none reaches a master."""
         if self._hidden_between_passes:
             self.flat_params.forget_writes()
         self.master.drop_user_writes()
+
+    def written_names(self) -> list[str]:
+        """Names of unsharded parameters that a user has written since the last known write; of sharded ones also those
+        written through .data, as far as this rank's shard shows them."""
+        written = set(self.edits.written())
+        if self._hidden_between_passes:
+            with self.state_in_memory():
+                written.update(self.flat_params.differing_from_shard())
+        return [self.layout.slots[index].name for index in sorted(written)]
 
     # -- state on the host and on disk -------------------------------------------------------------------------------
 
