@@ -10,9 +10,10 @@ inputs, and the store does not.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +87,10 @@ class Recompute:
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
         modules = dict(model.named_modules())
         for name in blocks:
-            modules[name].forward = self._recomputed(name, modules[name])
+            block = modules[name]
+            plain = {key: value for key, value in vars(block).items() if key == "forward"}
+            block.forward = self._recomputed(name, block)
+            block.__dict__.setdefault("__deepcopy__", partial(_copied, block, plain))  # the root has one that refuses
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
@@ -176,3 +180,14 @@ class Recompute:
         for tensor in tensors_in(output) if self.store.moving else ():
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self.store.start_restore(last))
+
+
+def _copied(block: nn.Module, plain: dict[str, Any], memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a recomputed block, which runs its own forward and keeps its activations. `plain` has the forward
+    that the block itself had before, if that was not its class's."""
+    ours = {name: block.__dict__.pop(name) for name in ("forward", "__deepcopy__")}
+    block.__dict__.update(plain)
+    try:
+        return copy.deepcopy(block, memo)
+    finally:
+        block.__dict__.update(ours)

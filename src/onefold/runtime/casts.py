@@ -12,6 +12,7 @@ from onefold.errors import StateError
 from onefold.model.containers import cast_tensors
 from onefold.model.dtensor_shards import is_dtensor, local_tensor, wrapped
 from onefold.runtime.engine import Engine
+from onefold.runtime.uncopied import Uncopied
 from onefold.state.rounding import narrowed
 
 
@@ -35,7 +36,7 @@ def attach_casts(engine: Engine) -> None:
     holding = [m for m in modules.values() if any(True for _ in m.parameters(recurse=False))]
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
     for module in holding:
-        module.register_load_state_dict_pre_hook(partial(_load_masters, engine, places))
+        module.register_load_state_dict_pre_hook(Uncopied(partial(_load_masters, engine, places)))
 
 
 def _units(places: dict[int, Any], module: nn.Module) -> set[int]:

@@ -25,6 +25,7 @@ from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
 from onefold.runtime.phases import Phase
 from onefold.runtime.refusals import Call, Situation, refuse
+from onefold.runtime.uncopied import Uncopied
 from onefold.runtime.unsharding import in_backward, intercept_lookups
 from onefold.state.unit import Unit
 
@@ -39,7 +40,8 @@ def attach(engine: Engine) -> None:
     for name, module in model.named_modules():
         if module._parameters:
             units = {id(p): unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of}
-            module.register_load_state_dict_post_hook(partial(_record_load, engine, name, list(units.values())))
+            record = partial(_record_load, engine, name, list(units.values()))
+            module.register_load_state_dict_post_hook(Uncopied(record))
     if engine.resolved.precision.narrow:
         attach_casts(engine)
     if engine.unsharding.units:
