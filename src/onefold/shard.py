@@ -13,7 +13,7 @@ from onefold.comm.communicator import Comms
 from onefold.comm.mesh import Axes, axes_of
 from onefold.comm.meter import Meter
 from onefold.model.agreement import agree_on_model
-from onefold.model.device import device_of, warn_of_idle_gpu
+from onefold.model.device import device_of, move, warn_of_idle_gpu
 from onefold.model.survey import survey_or_mistake
 from onefold.model.sync import sync_parameters
 from onefold.offload.tiers import Tiers
@@ -31,8 +31,8 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     """Shard the training state of `model` over ranks, in place, and return `model`.
 
     `fields` are those of `Zero`, which may also be given as one object. Parameter names and shapes, forward, hooks and
-    train() stay as they were. A model stays on the device where it is; a model on the meta device becomes real on this
-    rank's GPU, if there is one. Collective: every rank calls it.
+    train() stay as they were. A model stays on the device where it is, unless `device` names another; one on the meta
+    device becomes real on this rank's GPU, if there is one. Collective: every rank calls it.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -59,7 +59,9 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     # 3 Decide what the settings leave open. From here on nothing about the model is looked for again.
     resolved = resolve(found, tensor_shards, device, comms)
 
-    # 4 Bring parameters and buffers in line with rank 0's, or compare them.
+    # 4 Move the model to the device that was asked for, and bring parameters and buffers in line with rank 0's, or
+    # compare them.
+    on_all(comms.world, lambda: move(model, device))
     sync_parameters(model, resolved, comms)
 
     # 5 Move the parameters into the flat buffers of their units.

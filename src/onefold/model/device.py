@@ -1,4 +1,4 @@
-"""On which device a model trains: where it is, or where a model on the meta device becomes real."""
+"""On which device a model trains: where it is, where it is asked to be, or where a model on meta becomes real."""
 
 from __future__ import annotations
 
@@ -10,25 +10,60 @@ from torch import nn
 
 from onefold.comm.communicator import Comm
 from onefold.comm.mesh import Axes
+from onefold.errors import ConfigError
 
 LOG = logging.getLogger("onefold")
 
 
 def device_of(model: nn.Module, wanted: Any, axes: Axes) -> torch.device:
-    """Where the model is, or where a model on the meta device will be: as `wanted`, or on this rank's GPU if NCCL
-    serves it. Mistakes in either are found later, by the survey."""
+    """Where the model will train: on the `wanted` device, else where it is; a model on the meta device on this rank's
+    GPU, if NCCL serves it. Mistakes in model and `wanted` are found later, by the survey."""
+    asked = _usable(wanted)
+    if asked is not None:
+        return asked
     if isinstance(model, nn.Module):
         for param in model.parameters():
             if param.device.type != "meta":
                 return param.device
-    if isinstance(wanted, str):
-        asked = torch.device(wanted)
-        if asked == torch.device("cuda") and torch.cuda.is_available():  # the one that is current
-            return torch.device("cuda", torch.cuda.current_device())
-        return asked
     if torch.cuda.is_available() and axes.shard.backend(torch.device("cuda")) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _usable(wanted: Any) -> torch.device | None:
+    """The device that the setting names; None if it names none, or one that is not here."""
+    try:
+        check_device(wanted)
+    except ConfigError:
+        return None
+    if wanted == "cuda":  # the one that is current
+        return torch.device("cuda", torch.cuda.current_device())
+    if wanted is None:
+        return None
+    asked = torch.device(wanted)
+    return torch.device("cpu") if asked.type == "cpu" else asked  # cpu:0 is the CPU
+
+
+def check_device(wanted: Any) -> None:
+    """Raises if the setting names no device, or one that is not here."""
+    if wanted is None:
+        return
+    try:
+        asked = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={wanted!r} is no device; use 'cpu', 'cuda' or 'cuda:0'") from error
+    if asked.type == "meta":
+        raise ConfigError("device='meta' has no memory to train in; name the device on which the model becomes real")
+    count = torch.cuda.device_count() if asked.type == "cuda" else 1
+    if (asked.index or 0) >= count:
+        found = f"sees {count} of them" if count else "sees none"
+        raise ConfigError(f"device={wanted!r} is a GPU, and torch {found}; leave device out, or give this rank a GPU")
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Moves a model that is elsewhere to the device, in place; a model on the meta device is filled there later."""
+    if any(tensor.device.type != "meta" and tensor.device != device for tensor in model.parameters()):
+        model.to(device)
 
 
 def warn_of_idle_gpu(device: torch.device, world: Comm, *, meta: bool) -> None:

@@ -13,6 +13,7 @@ from onefold.comm.mesh import Axes
 from onefold.cost.layout import ParamInfo, UnitLayout, plan_units
 from onefold.errors import ConfigError, ModelError
 from onefold.model.blocks import block_of, find_blocks
+from onefold.model.device import check_device
 from onefold.model.dtensor_shards import check, local_tensor, split_info
 from onefold.model.storage import dense_stride
 from onefold.model.unit_spec import UnitSpec, place
@@ -59,6 +60,7 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     for name, tensor in [*named, *model.named_buffers()]:
         _check_values(name, tensor, meta)
         check(name, tensor, tp_ranks)
+    check_device(settings.device)
     policy = Precision.of(settings.precision)
     kept_fp32, modules = policy.kept(model), dict(model.named_modules())
     kept = {id(param) for name in kept_fp32 for param in modules[name].parameters()}

@@ -93,7 +93,8 @@ class Zero:
     number of ranks and every stage."""
 
     device: str | None = None
-    """The device on which a model built on the meta device becomes real. None: this rank's GPU, or the CPU."""
+    """The device on which the model trains: a model that is elsewhere is moved, one on the meta device becomes real
+    there. None: where the model is; for a model on the meta device this rank's GPU, or the CPU."""
 
     buffers: Literal["local", "rank0"] = "local"
     """Module buffers, such as the running statistics of BatchNorm. "local": each rank keeps its own. "rank0": rank 0's
