@@ -18,6 +18,7 @@ from tests.models.branches import (
     Branches, Chain, Dropping, EndsFirst, Expert, Mixture, NowAndThen, Pair, Passing, Pick, Routed, Skipping,
     SkippingOne, Warming,
 )
+from tests.models.clip import Clip
 from tests.models.outputs import (
     Input, Out, Returning, ReturningBlocks, ReturningNode, ReturningWeight, TakingAny, opened,
 )

@@ -13,7 +13,7 @@ from onefold.runtime.refusals import REFUSALS, REFUSED_IN, Call, Situation, refu
 from onefold.runtime.situations import SITUATION_CHECKS
 
 SOURCE = Path(onefold.__file__).parent
-FACTS = {"unit": "blocks.0", "name": "blocks.0.weight", "before": 1.0, "now": 2.0}
+FACTS = {"unit": "blocks.0", "name": "blocks.0.weight", "use": "add_()", "before": 1.0, "now": 2.0}
 REMEDY = re.compile(r"\b(call|leave|use|load|scale|clip after|must get its gradient once)\b")
 BY_THE_CALLER = {  # situations that only the code that makes the call can see
     Situation.SHARDED, Situation.RELEASED, Situation.NO_GRADIENTS, Situation.NO_RANK_HAS_GRADIENTS,
@@ -37,6 +37,7 @@ ABOUT_CONTENT = {
     "runtime/parameter_checks.py": 1,  # a parameter was unfrozen
     "runtime/refusals.py": 1,  # the table's own
     "state/flat_parameters.py": 2,  # a parameter left its buffer, or was written
+    "state/guarded_parameters.py": 1,  # the model is gone
     "state/transitions.py": 1,  # a fault of ours
     "state/visible_gradients.py": 2,  # .grad was replaced, or used
 }

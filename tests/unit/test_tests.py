@@ -27,7 +27,7 @@ MODULES = {
 OF_PYTHON = {"_asdict", "_replace", "_fields", "_exit", "_getframe", "_run_exitfuncs"}
 OF_TORCH = {
     "_C", "_current_graph_task_id", "_dynamo", "_is_profiler_enabled", "_forward_hooks", "_world", "_allgather_base",
-    "_reduce_scatter_base",
+    "_reduce_scatter_base", "_foreach_norm", "_foreach_add_",
 }  # fmt: skip
 NO_FACE = {"_may_stay_unflattened"}  # the reference run of tests/parity/precision/test_loose.py
 

@@ -24,7 +24,8 @@ PLAIN = (Tensor, nn.Parameter)
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """A DTensor's local tensor, or the tensor itself."""
-    return tensor if type(tensor) in PLAIN else getattr(tensor, "_local_tensor", tensor)
+    cls = type(tensor)
+    return tensor if cls in PLAIN or issubclass(cls, nn.Parameter) else getattr(tensor, "_local_tensor", tensor)
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -50,14 +51,14 @@ def write_count(param: Tensor) -> int:
 def set_local_tensors(params: Sequence[nn.Parameter], tensors: Sequence[Tensor]) -> None:
     """`set_local_tensor` for each parameter; fast for plain ones, since it runs twice per unit in each forward."""
     for param, tensor in zip(params, tensors, strict=True):
-        if type(param) is nn.Parameter:
+        if issubclass(type(param), nn.Parameter):
             param.data = tensor
         else:
             set_local_tensor(param, tensor)
 
 
 def write_counts(params: Sequence[nn.Parameter]) -> list[int]:
-    return [param._version if type(param) is nn.Parameter else write_count(param) for param in params]
+    return [param._version if issubclass(type(param), nn.Parameter) else write_count(param) for param in params]
 
 
 def wrapped(param: Any, local: Tensor) -> Tensor:

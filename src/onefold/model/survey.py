@@ -85,6 +85,9 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.layout.name}: {unit.layout.numel} elements, {unit.placement}" for unit in units]
     _check_activations(settings.activations, blocks, len(tp_ranks))
+    for name in settings.methods:
+        if name == "forward" or not callable(getattr(model, name, None)):
+            raise ModelError(f"methods= names {name!r}, no method of {type(model).__name__} other than forward")
     return Survey(
         settings=settings, meta=meta, params=tuple(params), units=units, blocks=tuple(blocks),
         kept_fp32=tuple(kept_fp32), lines=tuple(lines),

@@ -122,7 +122,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
             copy(slot.name, param, local_tensor(param).detach())
         engine.unsharding.gathers.reshard(index)
     for name, param in model.named_parameters():  # frozen or replicated parameters
-        if id(param) not in copies:
+        if near and id(param) not in copies:
             copy(name, param, local_tensor(param).detach())
     if not wanted:
         return {}

@@ -61,6 +61,7 @@ class GatherSchedule:
         self._at = 0  # the place after the last unit that was needed
         self._reshard_when_idle = False
         self._keep: int | None = None
+        self._kept: int | None = None  # the unit that the last pass kept unsharded for the next
         self._prefetched: dict[int, int] = {}  # unit -> its place: prefetched and not needed yet
         self._busy: dict[int, int] = {}  # unit -> number of modules that compute with it
         self._live: set[int] = set()  # units that are not SHARDED
@@ -85,6 +86,9 @@ class GatherSchedule:
         self.seen = []
         for unit in self._units:
             unit.flat_params.finish_posted(purpose)  # peers may be one forward or backward behind, no more
+        if self._kept is not None:
+            self._units[self._kept].flat_params.show()
+            self._kept = None
         self._unposted = deque(range(len(order)))
         ready = not any(self._units[index].flat_params.offloaded_or_updating for index in order)
         self._post_until(len(order) if ready else 0)
@@ -102,6 +106,8 @@ class GatherSchedule:
             self._reshard_idle(but=indices)
         if wanted:
             self._gather(wanted)
+        for index in indices:
+            self._units[index].flat_params.guard.lift()
 
     def _gather(self, wanted: list[int]) -> None:
         wanted.sort(key=self._place)
@@ -135,6 +141,10 @@ class GatherSchedule:
         """A module that computed with this unit has ended."""
         self._busy[index] = max(self._busy.get(index, 0) - 1, 0)
 
+    def keeps(self, index: int) -> bool:
+        """Whether the last pass kept this unit unsharded for the next."""
+        return self._kept == index
+
     def busy(self, index: int) -> bool:
         return bool(self._busy.get(index))
 
@@ -162,6 +172,9 @@ class GatherSchedule:
                 self._reshard(self._order[place])
         for index in sorted(self._live - {keep}):
             self._reshard(index)
+        if keep is not None and keep in self._live:
+            self._kept = keep
+            self._units[keep].flat_params.hide()
         self._prefetched.clear()
         if self._timing and self._timer and self._order:
             decided = self._timer.end_of_pass(self._purpose)
@@ -288,3 +301,4 @@ class GatherSchedule:
         values.reshard()
         if values.state is ParameterState.SHARDED:
             self._live.discard(index)
+            self._kept = None if self._kept == index else self._kept

@@ -23,10 +23,12 @@ from onefold.model.dtensor_shards import local_tensor
 from onefold.model.survey import ATTRIBUTE
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
+from onefold.runtime.methods import attach_methods
 from onefold.runtime.phases import Phase
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.uncopied import Uncopied
 from onefold.runtime.unsharding import in_backward, intercept_lookups
+from onefold.state.guarded_parameters import no_guard
 from onefold.state.unit import Unit
 
 
@@ -46,6 +48,7 @@ def attach(engine: Engine) -> None:
         attach_casts(engine)
     if engine.unsharding.units:
         _attach_unsharding(engine)
+    attach_methods(engine, partial(_hook_output, engine))
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
@@ -162,7 +165,7 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
                 state[prefix + name] = state[prefix + name].clone()
 
     def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not all(unsharding.gathers.ready(index) for index in indices):
+        if not all(unsharding.units[index].flat_params.visible for index in indices):
             refuse(Call.STATE_DICT, Situation.RELEASED)
 
     module.register_load_state_dict_pre_hook(before_load)
@@ -217,7 +220,8 @@ def _hook_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
         if (live := weak()) is not None:
             live.arriving.take(index)
 
-    node = torch.autograd.graph.get_gradient_edge(param).node  # AccumulateGrad, which adds to .grad
+    with no_guard():
+        node = torch.autograd.graph.get_gradient_edge(param).node  # AccumulateGrad, which adds to .grad
     node.register_prehook(coming)
     param.register_post_accumulate_grad_hook(arrived)
     engine.hold_accumulator(node)
@@ -234,6 +238,11 @@ def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
 
 
 def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:
+    _hook_output(engine, output)
+
+
+def _hook_output(engine: Engine, output: Any) -> None:
+    """A gradient that comes to the output of a forward opens the backward."""
     if torch.is_grad_enabled() and engine.trains:
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -251,7 +260,8 @@ def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, rec
                 f"{result.device} (they are {sample.dtype} on {sample.device}); call .to(), .half() or .cuda() before "
                 f"onefold.shard()"
             )
-    return apply(fn, recurse)
+    with no_guard():
+        return apply(fn, recurse)
 
 
 def _zero_grad(engine: Engine, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:

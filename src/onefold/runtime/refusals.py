@@ -27,6 +27,7 @@ class Call(Enum):
     FULL_PARAMETERS = "full_parameters()"
     FULL_STATE_DICT = "full_state_dict()"
     STATE_DICT = "state_dict()"
+    PARAMETER = "an operation on the values of a parameter"
     SAVE = "save()"
     LOAD = "load()"
     LOAD_PART = "load() of some tensors, or without the optimizer"
@@ -127,6 +128,11 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
     (Call.STATE_DICT, Situation.RELEASED): (
         "model.state_dict() would hold parameters that are spread over ranks; call onefold.full_state_dict(model), or "
         "model.state_dict() inside onefold.full_parameters(model)"
+    ),
+    (Call.PARAMETER, Situation.RELEASED): (
+        "{use} needs the values of {name}, which are spread over ranks now: use onefold.full_parameters(model) around "
+        "it (with write=True to change them), onefold.Optimizer in place of a plain torch optimizer, and for a method "
+        "that computes as forward does shard(…, methods=(its name,))"
     ),
     **{
         (call, situation): f"{call.value} {text}"

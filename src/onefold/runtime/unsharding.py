@@ -3,7 +3,12 @@
 Forward. A block's units are unsharded before the block runs, and idle when it has run. So are the units of a module
 outside every block that has parameters of its own and no submodules (an embedding, a norm, a head). A parameter looked
 up anywhere else while the root runs (a tied weight, a parameter of the root itself) is unsharded at the look-up and
-stays so until the root's forward ends, since its uses cannot be followed.
+stays so until the root's forward ends, since its uses cannot be followed; so is one that an operation uses that came by
+another way (`self.parameters()`).
+
+Outside. Between a training forward and its backward, where a loss is computed, an operation that uses a parameter's
+values unshards its unit, and tensors that autograd saves are treated as in forward: all ranks compute the same loss. At
+any other time such an operation raises, since other ranks may not run it.
 
 Backward. When autograd saves a parameter, or a view of one, during forward, its unit is remembered; when autograd
 unpacks that tensor, the unit is unsharded first. A hook on a module's output unshards all its units (not those of an
@@ -17,7 +22,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +31,14 @@ from torch import Tensor, nn
 from onefold.comm.communicator import Comm
 from onefold.comm.inflight import finish_posted_at_exit
 from onefold.comm.meter import Label
+from onefold.model.containers import as_list
 from onefold.model.dtensor_shards import PLAIN, local_tensor
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, LOAD, GatherSchedule
+from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.unit_order import with_missing
 from onefold.state.unit import Unit
+
+T = TypeVar("T")
 
 
 class SavedParameter:
@@ -74,6 +84,8 @@ class Unsharding:
         self._pinned: set[int] = set()  # units in the root's outputs or in a graph that backward made: until it ends
         self._interrupted = False  # the last forward was, and its gathers have not been ended
         self._backward = False
+        self._loss_due = False  # a training forward has ended, and no backward since
+        self._outside: int | None = None  # the unit that an operation outside forward and backward used last
         self._graph_made = False
         self._loading = False
         self._full_contexts = 0  # open full_parameters contexts
@@ -82,6 +94,8 @@ class Unsharding:
         self._calls = [0] * len(self.units)  # per unit: calls of its modules whose backward has not ended
         self._order_known = False  # whether ranks have agreed on the order of forward
         self.forward_seen: list[int] = []
+        for index, unit in enumerate(self.units):
+            unit.flat_params.guard.ask(partial(self._use, index))
         self.backward_seen: list[int] = []
 
     # -- forward ----------------------------------------------------------------------------------------------------
@@ -102,10 +116,16 @@ class Unsharding:
         self._running.append(module)
         self.gathers.hold(*indices)
 
+    @property
+    def running(self) -> bool:
+        """True while a hooked module, or a method of the model, runs."""
+        return bool(self._running)
+
     def _begin(self, purpose: str, order: list[int], *, reshard_when_idle: bool, keep: int | None = None) -> None:
         if self._interrupted:
             self._interrupted = False
             self.gathers.end()
+        self._end_outside_use()
         order = [] if self._full_contexts else [index for index in order if index not in self._kept]
         self.gathers.begin(purpose, order, reshard_when_idle=reshard_when_idle, keep=keep)
 
@@ -129,6 +149,7 @@ class Unsharding:
             self.gathers.idle(index)
         self._looked_up.clear()
         self._keep_returned(output)
+        self._loss_due = self._loss_due or torch.is_grad_enabled()
         if root:
             self.forward_seen = self.gathers.seen
         self.gathers.end()
@@ -180,6 +201,39 @@ class Unsharding:
                 self.gathers.unshard(index)
         elif self._running and not self.gathers.busy(index):
             self._hold_until_forward_ends(index)
+
+    def _use(self, index: int, name: str, use: str, run: Callable[[], T]) -> T:
+        """An operation uses the values of a parameter of this unit, which is sharded, or kept for backward."""
+        if in_backward():  # a recomputation, or a hook of the user's
+            self._on_backward()
+            self.open_backward()
+            self._recomputed.add(index)
+            self.gathers.unshard(index)
+        elif self._running:
+            self._hold_until_forward_ends(index)
+        elif self._loss_due and torch.is_grad_enabled():
+            return self._run_outside(index, run)
+        else:
+            refuse(Call.PARAMETER, Situation.RELEASED, name=name, use=use)
+        return run()
+
+    def _run_outside(self, index: int, run: Callable[[], T]) -> T:
+        """Runs an operation of a loss, with the unit unsharded. Views that it returns keep the unit so until backward
+        ends. Other operations on the unit are likely to follow, so it is resharded when another is used."""
+        if self._outside != index:
+            self._end_outside_use()
+            self._outside = index
+        self.gathers.unshard(index)
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            result = run()
+        self._keep_returned(as_list(result))
+        self.units[index].flat_params.hide()
+        return result
+
+    def _end_outside_use(self) -> None:
+        index, self._outside = self._outside, None
+        if index is not None and not self.gathers.keeps(index):
+            self.gathers.reshard(index)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of some unit's flat buffer."""
@@ -273,7 +327,7 @@ class Unsharding:
             self.backward_seen += self.gathers.seen
             if not self._graph_made:
                 self._unpin()
-            self._graph_made = self._backward = False
+            self._graph_made = self._backward = self._loss_due = False
             self.gathers.end()
 
     def learn(

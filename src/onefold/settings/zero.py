@@ -75,6 +75,10 @@ class Zero:
     """Which modules are blocks, whose parameters become units of their own: a module class, a tuple of classes, or a
     callable (name, module) -> bool. None finds the blocks that a model repeats."""
 
+    methods: tuple[str, ...] = ()
+    """Other methods of the model that compute with its parameters, such as "encode_image". They get what forward gets:
+    stage 3 unshards parameters, and 16 bits cast inputs. Hugging Face's get_…_features are found by themselves."""
+
     activations: str = "keep"
     """What a block keeps from forward for backward. "keep": all its activations. "checkpoint": its input, from which
     backward computes the block again. "partition": 1/N of its input on each of the N ranks of the mesh axis "tp" (P_a).
@@ -132,6 +136,8 @@ class Zero:
             )
         if not callable(self.keep_whole) and (not isinstance(self.keep_whole, int) or self.keep_whole < 0):
             raise ConfigError(f"keep_whole={self.keep_whole!r} is neither a number of elements nor a callable")
+        if not isinstance(self.methods, tuple) or not all(isinstance(name, str) for name in self.methods):
+            raise ConfigError(f'methods={self.methods!r} is not a tuple of names; use methods=("encode_image",)')
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("activations", self.activations, (*ACTIVATIONS, AUTO))
         if type(self.checkpoint_every) is not int or self.checkpoint_every < 1:
@@ -171,7 +177,7 @@ class Zero:
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
-        shared = ("stage", "bucket_bytes", "prefetch", "schedule", "activations", "checkpoint_every")
+        shared = ("stage", "bucket_bytes", "prefetch", "schedule", "methods", "activations", "checkpoint_every")
         return (
             [f"precision: {' '.join(str(Precision.of(self.precision)).split())}"]
             + [f"{name}={getattr(self, name)!r}" for name in (*shared, "seed", "buffers", "sync")]

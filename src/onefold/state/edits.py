@@ -16,27 +16,32 @@ import torch
 from torch import nn
 
 from onefold.model.dtensor_shards import write_counts
+from onefold.state.guarded_parameters import no_guard
 
 
 class Edits:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self._params = list(params)
-        self._known = write_counts(self._params)
+        self._known = self._counts()
+
+    def _counts(self) -> list[int]:
+        with no_guard():
+            return write_counts(self._params)
 
     def written(self) -> list[int]:
         """Indices of the parameters that a user has written since the last known write."""
-        now = write_counts(self._params)
+        now = self._counts()
         return [] if now == self._known else [i for i, new in enumerate(now) if new != self._known[i]]
 
     def accept(self) -> None:
         """Counts every write until now as known: taken over, or dropped."""
-        self._known = write_counts(self._params)
+        self._known = self._counts()
 
     def record_own_write(self, which: Sequence[int] | None = None) -> None:
         """Records that Onefold has written all parameters, or those flagged in `which`. It increments their versions,
         so that an autograd graph that saved the old values raises; users' writes stay unknown, to be found later."""
         params = self._params if which is None else [p for p, one in zip(self._params, which, strict=True) if one]
-        before = write_counts(self._params)
+        before = self._counts()
         torch.autograd.graph.increment_version(params)
-        grown = zip(self._known, write_counts(self._params), before, strict=True)
+        grown = zip(self._known, self._counts(), before, strict=True)
         self._known = [known + now - was for known, now, was in grown]

@@ -7,9 +7,10 @@ Sharded: SHARDED -> GATHERING -> UNSHARDED -> SHARDED. This rank keeps its shard
 memory. Before a forward or backward the rank posts its shard to its peers; the shard must not change before they have
 received it. `receive_shards` gives the storage its memory back and fills it; then the parameters become views of it.
 `reshard` frees the memory again, so views that autograd saved lose theirs too, and have it back after the next unshard.
-A resharded parameter reads as NaN: it is a placeholder of its true shape, one NaN expanded with stride 0. torch refuses
-most writes to such a tensor; a write that it does not refuse changes the NaN, and the next unshard raises for it
-(on a CPU, for floating-point parameters: on CUDA the check would wait for the device).
+A resharded parameter is guarded: an operation on its values raises (guarded_parameters.py). Below that it is a
+placeholder of its true shape, one NaN expanded with stride 0, which is all that functions see whose calls torch does
+not show to the guard. A write of theirs changes the NaN, and the next unshard raises for it (on a CPU, for
+floating-point parameters: on CUDA the check would wait for the device).
 
 This rank's shard may be kept in host memory or in a file; `receive_shards` then copies it to the device. Where the host
 updates the unit, the update may still run when the next forward begins (`hide_until_updated`): posting and receiving
@@ -39,6 +40,7 @@ from onefold.offload.host import Host
 from onefold.offload.image import Image
 from onefold.settings.placement import Placement, Scope, Tier
 from onefold.state.edits import Edits
+from onefold.state.guarded_parameters import ParameterGuard, no_guard
 from onefold.state.rounding import narrowed
 from onefold.state.transitions import follow
 from onefold.state.views import FlatViews
@@ -96,6 +98,7 @@ class FlatParameters:
         self._copying: StreamEvent | None = None  # a copy of this rank's shard from the host to the device
         self._last_copy = StreamEvent()
         self._edits = edits
+        self.guard = ParameterGuard(params, [slot.name for slot in views.layout.slots])
         self._init_placeholders()
         if self.scope is Scope.REPLICATED:
             self._init_replicated()
@@ -345,12 +348,31 @@ class FlatParameters:
         if self.state is ParameterState.UNSHARDED:
             self._edits.accept()
 
+    @property
+    def visible(self) -> bool:
+        """Whether the parameters are views of the flat buffer, and not guarded."""
+        return self.state is ParameterState.UNSHARDED and not self.guard.is_set
+
+    def hide(self) -> None:
+        """Guards the parameters of a unit that stays unsharded between forward and backward, so that all units are
+        alike to users. A pinned unit is theirs to use."""
+        if self.state is ParameterState.UNSHARDED and not self.pins:
+            self.guard.set()
+
+    def show(self) -> None:
+        """Ends `hide`."""
+        if self.state is ParameterState.UNSHARDED:
+            self.guard.lift()
+
     def _show_views(self) -> None:
+        self.guard.lift()
         set_local_tensors(self._params, self._flat_views)
         self._edits.accept()
 
     def _show_placeholders(self) -> None:
+        self.guard.lift()
         set_local_tensors(self._params, self._placeholders)
+        self.guard.set()
 
     # -- checks -----------------------------------------------------------------------------------------------------
 
@@ -361,16 +383,17 @@ class FlatParameters:
     def _check_places(self, expected: Sequence[Tensor]) -> None:
         if self._comm.simulated:  # tensors may have no memory
             return
-        for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True):
-            here = local_tensor(param)
-            # One call: this runs for every parameter in a forward.
-            if here.is_set_to(ours) and here.dtype is ours.dtype:
-                continue
-            if (here.numel() and here.data_ptr() != ours.data_ptr()) or _form(here) != _form(ours):
-                raise StateError(
-                    f"{slot.name} left the flat buffer it shares with its unit (.to(), .half(), assigning .data or "
-                    f"load_state_dict(assign=True) after shard()); do that before shard(), or copy values in place"
-                )
+        with no_guard():
+            moved = [
+                slot.name
+                for param, ours, slot in zip(self._params, expected, self._views.layout.slots, strict=True)
+                if _elsewhere(local_tensor(param), ours)
+            ]
+        if moved:
+            raise StateError(
+                f"{moved[0]} left the flat buffer it shares with its unit (.to(), .half(), assigning .data or "
+                f"load_state_dict(assign=True) after shard()); do that before shard(), or copy values in place"
+            )
 
     def _check_placeholders(self) -> None:
         """Raises if a user wrote to a placeholder, whose NaN is gone then."""
@@ -401,6 +424,13 @@ class FlatParameters:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _elsewhere(here: Tensor, ours: Tensor) -> bool:
+    """Whether a parameter no longer is the tensor that was assigned to it."""
+    if here.is_set_to(ours) and here.dtype is ours.dtype:  # one call: this runs for every parameter in a forward
+        return False
+    return bool(here.numel() and here.data_ptr() != ours.data_ptr()) or _form(here) != _form(ours)
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

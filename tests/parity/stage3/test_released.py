@@ -1,7 +1,9 @@
-"""A released parameter reads as NaN, a write to it is found and named, and neither ends the process."""
+"""A released parameter can be neither read nor written: the error names it, and training goes on."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -27,28 +29,43 @@ def train(model: nn.Module, adam: Any, step: int) -> None:
 
 
 READS: dict[str, Callable[[nn.Parameter], Any]] = {
-    "sum": lambda p: p.sum().item(),
+    "sum": lambda p: p.sum(),
     "item": lambda p: p[0, 0].item(),
-    "clone": lambda p: p.detach().clone()[1, 1].item(),
-    "matmul": lambda p: (torch.ones(1, p.shape[0]) @ p).sum().item(),
-    "transposed": lambda p: p.t().contiguous()[0, 0].item(),
-    "numpy": lambda p: float(p.detach().numpy()[2, 2]),
-    "tolist": lambda p: p.tolist()[0][0],
-    "data": lambda p: p.data.mean().item(),
+    "clone": lambda p: p.detach().clone(),
+    "matmul": lambda p: torch.ones(1, p.shape[0]) @ p,
+    "cat": lambda p: torch.cat([torch.ones(p.shape), p]),
+    "ema": lambda p: torch.ones(p.shape).lerp_(p, 0.1),
+    "copied from": lambda p: torch.ones(p.shape).copy_(p),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "operator": lambda p: torch.ops.aten.sum(p),
+    "transposed": lambda p: p.t(),
+    "T": lambda p: p.T,
+    "numpy": lambda p: p.numpy(),
+    "tolist": lambda p: p.tolist(),
+    "data": lambda p: p.data,
+    "pointer": lambda p: p.data_ptr(),
+    "vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "pickle": lambda p: pickle.dumps(p),
 }
 
 
 def read() -> list[str]:
-    """What did not read as NaN: before training, behind steps, behind an evaluation."""
+    """What did not raise, or not with the name and the remedy: before training, behind steps, behind an evaluation."""
     model, adam = started()
     wrong = []
     for step in range(3):
-        weight = model.layers[1].up.weight
-        assert weight.shape == (2 * DIM, DIM) and weight.dtype == torch.float32
-        assert weight.requires_grad and weight.is_leaf
-        found = {name: use(weight) for name, use in READS.items()}
-        wrong += [f"step {step}: {name} gave {value}" for name, value in found.items() if value == value]
-        repr(model), repr(weight)
+        for weight, name in ((model.layers[1].up.weight, "layers.1.up.weight"), (model.head.weight, "head.weight")):
+            assert weight.dtype == torch.float32 and weight.dim() == 2 and len(weight) == weight.shape[0]
+            assert weight.requires_grad and weight.is_leaf and isinstance(weight, nn.Parameter)
+            assert torch.zeros_like(weight).shape == weight.shape == weight.new_empty(weight.shape).shape
+            for how, use in READS.items():
+                try:
+                    wrong.append(f"step {step}: {how} of {name} gave {use(weight)}")
+                except onefold.StateError as error:
+                    if name not in str(error) or "full_parameters" not in str(error):
+                        wrong.append(f"step {step}: {how}: {error}")
+            repr(model), repr(weight)
         train(model, adam, step)
         with torch.no_grad():
             model(batch(step))
@@ -56,7 +73,7 @@ def read() -> list[str]:
     return wrong
 
 
-def test_a_released_parameter_reads_as_nan_and_keeps_its_shape() -> None:
+def test_a_released_parameter_raises_when_it_is_read_and_keeps_its_shape() -> None:
     for outcome in fresh_ranks(2, read):
         assert (outcome.exitcode, outcome.value) == (0, []), outcome.error
 
@@ -90,12 +107,15 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "init.ones_": lambda p: nn.init.ones_(p),
     "detach().fill_": lambda p: p.detach().fill_(1.0),
     "uniform_": lambda p: p.uniform_(),
+    "clamp_": lambda p: p.clamp_(-1, 1),
+    "data +=": lambda p: p.data.__iadd__(torch.ones(p.shape)),
+    "foreach": lambda p: torch._foreach_add_([p], 1.0),
     "data = other": lambda p: setattr(p, "data", torch.ones(p.shape)),
 }
 
 
 def write(names: list[str]) -> list[str]:
-    """What neither raised at once nor at the next forward, by name; then the model must work again."""
+    """What did not raise at once, by name and with the remedy; then the model must work as before."""
     model, adam = started()
     train(model, adam, 0)
     wrong = []
@@ -104,14 +124,15 @@ def write(names: list[str]) -> list[str]:
         try:
             with torch.no_grad():
                 WRITES[name](weight)
-        except RuntimeError:
-            continue  # now: torch refuses to write to many elements in one place
-        try:
+            if name not in ASSIGNED:
+                wrong.append(f"{name}: nothing was raised")
             model(batch(1))
-            wrong.append(f"{name}: nothing was raised")
+            wrong.append(f"{name}: no forward raised")
         except onefold.StateError as error:
-            if "layers.1.up.weight" not in str(error):
+            if "layers.1.up.weight" not in str(error) or not ("full_parameters" in str(error) or name in ASSIGNED):
                 wrong.append(f"{name}: {error}")
+    if not set(names) & set(ASSIGNED):
+        train(model, adam, 1)
     return wrong
 
 
@@ -119,33 +140,37 @@ ASSIGNED = ["data = other"]  # stays wrong until it is undone, so last and alone
 
 
 @pytest.mark.parametrize("names", [[n for n in WRITES if n not in ASSIGNED], ASSIGNED], ids=["in place", "assigned"])
-def test_a_write_to_a_released_parameter_raises_now_or_at_the_next_gather(names: list[str]) -> None:
+def test_a_write_to_a_released_parameter_raises_at_once_but_for_data_at_the_next_forward(
+    names: list[str],
+) -> None:
     for outcome in fresh_ranks(2, write, names):
         assert (outcome.exitcode, outcome.value) == (0, []), outcome.error
 
 
-def write_then_train() -> bool:
-    """The write is lost and has been reported; what was trained is still there."""
+def written_unseen() -> tuple[str, bool]:
+    """A write that torch does not show to the parameter's class is reported by the next forward, and lost."""
     model, adam = started()
     train(model, adam, 0)
     with onefold.full_parameters(model):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         model.head.weight.zero_()
+    said = ""
     try:
         model(batch(1))
-        return False
-    except onefold.StateError:
-        pass
+    except onefold.StateError as error:
+        said = str(error)
     with onefold.full_parameters(model):
         same = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     train(model, adam, 1)
-    return same
+    return said, same
 
 
 def test_training_goes_on_after_a_lost_write_was_reported() -> None:
-    for outcome in fresh_ranks(2, write_then_train):
-        assert (outcome.exitcode, outcome.value) == (0, True), outcome.error
+    for outcome in fresh_ranks(2, written_unseen):
+        assert outcome.exitcode == 0, outcome.error
+        said, same = outcome.value
+        assert "head.weight" in said and same
 
 
 def write_whole() -> tuple[float, float, bool]:
