@@ -78,7 +78,7 @@ def number_messages(comms: Comms) -> None:
     comms.shard.posted.model = str(salt)
     left_over = Label("agree", "what is left over")
     if comms.world.all_reduce_max(bytes([has_orphans()]), left_over)[0]:
-        adopt_orphans(lambda blob: comms.world.exchange(blob, left_over))
+        adopt_orphans(lambda blob: comms.world.exchange(blob, left_over), comms.world.timeout)
 
 
 SAME_MODEL = "build the same model with the same settings on every rank"

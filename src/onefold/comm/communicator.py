@@ -108,9 +108,10 @@ class Comm(Endpoint):
 
     def receive_shards(self, flat: Tensor, label: Label) -> Pending:
         """Starts to receive the peers' shards into their slots of a flat buffer; this rank's slot is filled already."""
-        self.posted.received += 1
         with self.span("start", label):
-            return self._wire.receive_shards(flat, label)
+            pending = self._wire.receive_shards(flat, label)
+        self.posted.received += 1  # not if it could not start: peers would wait for ever
+        return pending
 
     def all_gather(self, flat: Tensor, label: Label) -> Pending:
         """Starts an all-gather in place: each rank has filled its own slot of the flat buffer."""

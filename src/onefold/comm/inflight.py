@@ -17,6 +17,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
+from onefold.errors import CommError
+
 PATIENCE_S = 10.0  # at the end of a process, for peers to receive shards of models that were freed
 
 
@@ -58,16 +60,23 @@ def has_orphans() -> bool:
     return any(orphan.posted for orphan in _kept)
 
 
-def adopt_orphans(exchange: Callable[[bytes], list[bytes]]) -> None:
-    """Drops the orphaned shards of models of which every rank has received all that was posted. Collective."""
+def adopt_orphans(exchange: Callable[[bytes], list[bytes]], limit: timedelta) -> None:
+    """Drops the orphaned shards of models of which every rank has received all that was posted; waits for each up to
+    the limit. Collective."""
     mine = {orphan.posted.model: [orphan.posted.sent, orphan.posted.received] for orphan in _kept if orphan.posted}
     rows = [json.loads(row) for row in exchange(json.dumps(mine).encode())]
     done = {model for model, (sent, received) in mine.items() if sent == received}
     done = {model for model in done if all(row.get(model) == mine[model] for row in rows)}
     for orphan in list(_kept):
         if orphan.posted and orphan.posted.model in done:
-            orphan.work.wait()
-            _kept.remove(orphan)
+            _kept.remove(orphan)  # also if it fails: it would fail again
+            try:
+                orphan.work.wait(limit)
+            except Exception as error:
+                raise CommError(
+                    f"a shard of a model that was freed has not reached every rank within {limit.total_seconds():g} s; "
+                    f"look at the error that ended that model first. The backend says: {str(error).splitlines()[0]}"
+                ) from error
 
 
 def finish_posted_at_exit(one: Serving) -> None:

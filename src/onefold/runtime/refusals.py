@@ -42,6 +42,7 @@ class Situation(Enum):
     SHARDED = "shard() has been called"
     RELEASED = "parameters are spread over ranks, and placeholders are in the model"
     REPLACED = "a newer Optimizer was made for parameters of this one"
+    TRANSFORMED = "parameters are sharded, and torch.func transforms the call"
     LOAD_FAILED = "load() has replaced some values, and failed"
     UPDATE_FAILED = "the host has updated some units, and failed"
     NO_GRADIENTS = "no backward has brought this rank gradients, and none is due"
@@ -72,6 +73,9 @@ NEEDS_VALUES = (Call.FORWARD, Call.FULL_PARAMETERS, Call.FULL_STATE_DICT, Call.S
 REFUSALS: dict[tuple[Call, Situation], str] = {
     **{(call, situation): text for situation, text in BROKEN.items() for call in NEEDS_VALUES},
     **{(Call.LOAD_PART, broken): f"{text}: all of it, with the optimizer" for broken, text in BROKEN.items()},
+    (Call.FORWARD, Situation.TRANSFORMED): (
+        "torch.func (jvp, grad, vmap, …) cannot transform a model whose parameters are sharded: use stage 2 or below"
+    ),
     (Call.BACKWARD, Situation.UNSCALED): (
         "fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()"
     ),

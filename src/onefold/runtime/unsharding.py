@@ -109,12 +109,18 @@ class Unsharding:
             self.gathers.unshard(*indices)
             return
         if not self._running:
+            self._check_transforms()
             if root:
                 keep = self.gathers.kept_unit if torch.is_grad_enabled() else None
                 self._begin(FORWARD, self.gathers.forward, reshard_when_idle=True, keep=keep)
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
         self._running.append(module)
         self.gathers.hold(*indices)
+
+    def _check_transforms(self) -> None:
+        """Raises inside torch.func's transforms, where units cannot be unsharded: before any message is sent."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse(Call.FORWARD, Situation.TRANSFORMED)
 
     @property
     def running(self) -> bool:
