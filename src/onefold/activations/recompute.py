@@ -10,10 +10,9 @@ inputs, and the store does not.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from onefold.activations.store import Call, KeptInput, Store
 from onefold.comm.spans import span
 from onefold.errors import ConfigError
 from onefold.model.containers import tensors_in
+from onefold.runtime.calls import replace_calls
 from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import Unsharding, in_backward
 
@@ -87,16 +87,34 @@ class Recompute:
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
         modules = dict(model.named_modules())
         for name in blocks:
-            block = modules[name]
-            plain = {key: value for key, value in vars(block).items() if key == "forward"}
-            block.forward = self._recomputed(name, block)
-            block.__dict__.setdefault("__deepcopy__", partial(_copied, block, plain))  # the root has one that refuses
+            self._surround(name, modules[name])
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
-    def _recomputed(self, name: str, block: nn.Module) -> Callable[..., Any]:
-        forward, written = block.forward, ChangedBuffers(block)
+    def _surround(self, name: str, block: nn.Module) -> None:
+        """Recomputes whatever forward the block has when it is called, which users may compile or replace meanwhile.
+        Hooks of the block are not called again, so forward alone is replaced, while the call lasts. Where
+        block.compile() came before shard(), hooks are part of what is compiled, and called again."""
+        written, own = ChangedBuffers(block), block.__dict__
 
+        def recomputing(call: Callable[..., Any], *, compiled: bool) -> Callable[..., Any]:
+            recomputed_call = self._recomputed(name, call, written)
+
+            def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if compiled:
+                    return recomputed_call(*args, **kwargs)
+                before = own.get("forward")
+                own["forward"] = self._recomputed(name, block.forward, written)
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    own.pop("forward") if before is None else own.update(forward=before)
+
+            return run
+
+        replace_calls(block, recomputing)
+
+    def _recomputed(self, name: str, forward: Callable[..., Any], written: ChangedBuffers) -> Callable[..., Any]:
         @wraps(forward)
         def recomputed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -163,10 +181,12 @@ class Recompute:
 
     # -- the root's forward -----------------------------------------------------------------------------------------
 
+    @torch._disable_dynamo
     def _begin(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not in_backward():
             self.store.begin_forward()
 
+    @torch._disable_dynamo
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() or in_backward():
             return
@@ -180,14 +200,3 @@ class Recompute:
         for tensor in tensors_in(output) if self.store.moving else ():
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self.store.start_restore(last))
-
-
-def _copied(block: nn.Module, plain: dict[str, Any], memo: dict[int, Any]) -> nn.Module:
-    """A deep copy of a recomputed block, which runs its own forward and keeps its activations. `plain` has the forward
-    that the block itself had before, if that was not its class's."""
-    ours = {name: block.__dict__.pop(name) for name in ("forward", "__deepcopy__")}
-    block.__dict__.update(plain)
-    try:
-        return copy.deepcopy(block, memo)
-    finally:
-        block.__dict__.update(ours)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from onefold.errors import StateError
 from onefold.model.containers import as_list, tensors_in
 from onefold.model.dtensor_shards import local_tensor
 from onefold.model.survey import ATTRIBUTE
+from onefold.runtime.calls import Around, skip_frames, surround
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
 from onefold.runtime.methods import attach_methods
@@ -36,8 +37,6 @@ def attach(engine: Engine) -> None:
     model = engine.model
     for index, param in enumerate(engine.params):
         _hook_gradient(engine, index, param)
-    model.register_forward_pre_hook(partial(_before_forward, engine), prepend=True)
-    model.register_forward_hook(partial(_after_forward, engine))
     unit_of = {id(param): unit for unit in engine.units for param in unit.params}
     for name, module in model.named_modules():
         if module._parameters:
@@ -48,6 +47,7 @@ def attach(engine: Engine) -> None:
         attach_casts(engine)
     if engine.unsharding.units:
         _attach_unsharding(engine)
+    _surround_model(engine)
     attach_methods(engine, partial(_hook_output, engine))
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
@@ -63,15 +63,13 @@ def _attach_unsharding(engine: Engine) -> None:
     modules = dict(model.named_modules())
     inside = {id(module) for name in blocks for module in modules[name].modules()}
     edges = [modules[name] for name in blocks]
-    edges += [m for m in modules.values() if id(m) not in inside and m is not model and not any(m.children())]
+    leaves = [m for m in modules.values() if not any(True for _ in m.children())]
+    edges += [m for m in leaves if id(m) not in inside and m is not model]
+    skip_frames(*unsharding.called_by_autograd())
     for module in edges:
         indices = sorted({unit_of[id(p)] for p in module.parameters() if id(p) in unit_of})
         if indices:
-            module.register_forward_pre_hook(
-                partial(_enter_module, engine, indices, sorted(frozen.intersection(indices))), with_kwargs=True
-            )
-            module.register_forward_hook(partial(_leave_module, engine, indices), always_call=True)
-            _notice_interrupts(engine, module)
+            _surround_module(engine, module, indices, sorted(frozen.intersection(indices)))
             inside.update(id(part) for part in module.modules())
     for module in modules.values():
         if (
@@ -80,16 +78,7 @@ def _attach_unsharding(engine: Engine) -> None:
             and any(id(p) in unit_of for p in module._parameters.values())
         ):
             # its own parameters are gathered when it looks them up, which also works if it is called by itself
-            module.register_forward_pre_hook(lambda m, args: unsharding.enter(id(m), []))
-            module.register_forward_hook(
-                lambda m, args, output: unsharding.leave(id(m), [], as_list(output)), always_call=True
-            )
-            _notice_interrupts(engine, module)
-    model.register_forward_pre_hook(lambda *_: _enter_root(engine))
-    model.register_forward_hook(
-        lambda m, args, output: unsharding.leave(id(m), [], as_list(output), root=True), always_call=True
-    )
-    _notice_interrupts(engine, model)
+            _surround_module(engine, module, [], [])
     unsharding.embedding_units = _embedding_units(model, unit_of)
     intercept_lookups(model.modules(), unit_of, unsharding)
     for module in modules.values():
@@ -107,22 +96,39 @@ def _record_load(engine: Engine, name: str, units: Sequence[Unit], module: nn.Mo
         unit.edits.accept()
 
 
-def _notice_interrupts(engine: Engine, module: nn.Module) -> None:
-    """torch calls hooks with always_call after an Exception, but not after KeyboardInterrupt or SystemExit."""
-    call = module._call_impl
+def _surround_module(engine: Engine, module: nn.Module, indices: list[int], frozen: list[int]) -> None:
+    """Unshards these units around every call of a module."""
+    unsharding, call = engine.unsharding, id(module)
+    surround(
+        module,
+        Around(
+            before=partial(_enter_module, engine, module, indices, frozen),
+            after=partial(_leave_module, engine, module, indices),
+            failed=lambda: unsharding.leave(call, indices, []),
+            interrupted=lambda: unsharding.interrupt(call),
+        ),
+    )
 
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # no try block in a compiled graph; torch's _call_impl has none there either
-            return call(*args, **kwargs)
-        try:
-            return call(*args, **kwargs)
-        except Exception:
-            raise
-        except BaseException:
-            engine.unsharding.interrupt(id(module))
-            raise
 
-    module.__dict__["_call_impl"] = guarded
+def _surround_model(engine: Engine) -> None:
+    unsharding, call = engine.unsharding, id(engine.model)
+    sharded = bool(unsharding.units)
+
+    def before(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        _before_forward(engine)
+        if sharded:
+            _enter_root(engine)
+
+    def after(output: Any) -> None:
+        _hook_output(engine, output)
+        if sharded:
+            unsharding.leave(call, [], as_list(output), root=True)
+
+    def failed() -> None:
+        if sharded:
+            unsharding.leave(call, [], [], root=True)
+
+    surround(engine.model, Around(before, after, failed, interrupted=lambda: unsharding.interrupt(call)))
 
 
 def _enter_root(engine: Engine) -> None:
@@ -175,10 +181,17 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
 
 
 def _enter_module(
-    engine: Engine, indices: list[int], frozen: list[int], module: nn.Module, args: Any, kwargs: Any
+    engine: Engine,
+    module: nn.Module,
+    indices: list[int],
+    frozen: list[int],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> None:
     unsharding = engine.unsharding
     unsharding.enter(id(module), indices)
+    if not indices:
+        return
     counted = not in_backward()
     inputs = [  # hooks of leaves do not run under autograd.grad; a reentrant recomputation never runs under it
         t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad and not (t.is_leaf and counted)
@@ -199,10 +212,10 @@ def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], No
         torch.autograd.graph.register_multi_grad_hook(tensors, then)
 
 
-def _leave_module(engine: Engine, indices: list[int], module: nn.Module, args: Any, output: Any) -> None:
+def _leave_module(engine: Engine, module: nn.Module, indices: list[int], output: Any) -> None:
     given = as_list(output)
     engine.unsharding.leave(id(module), indices, given)
-    if torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
+    if indices and torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
         for tensor in given:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: engine.unsharding.need_in_backward(indices))
@@ -227,18 +240,15 @@ def _hook_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
     engine.hold_accumulator(node)
 
 
-def _before_forward(engine: Engine, module: nn.Module, args: Any) -> None:
+def _before_forward(engine: Engine) -> None:
     if in_backward():  # a recomputation
         engine.enter_backward()
         return
     engine.before_forward()
-    if engine.resolved.settings.buffers == "rank0" and module.training:
+    if engine.resolved.settings.buffers == "rank0" and engine.model.training:
         with torch.no_grad():
-            engine.everyone.broadcast([local_tensor(b) for b in module.buffers()], Label("buffers", "the model"))
-
-
-def _after_forward(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:
-    _hook_output(engine, output)
+            buffers = [local_tensor(b) for b in engine.model.buffers()]
+            engine.everyone.broadcast(buffers, Label("buffers", "the model"))
 
 
 def _hook_output(engine: Engine, output: Any) -> None:

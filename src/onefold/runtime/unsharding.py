@@ -266,6 +266,11 @@ class Unsharding:
             self.need_in_backward([saved.unit])
         return tensor
 
+    @staticmethod
+    def called_by_autograd() -> list[Callable[..., Any]]:
+        """The functions that run where autograd saves a tensor, also inside compiled code."""
+        return [Unsharding.pack, Unsharding._unit_of, SavedParameter.__init__, SavedParameter.__del__, local_tensor]
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     @property
@@ -419,6 +424,8 @@ class GatheringDict(dict[str, "nn.Parameter | None"]):
         self._unsharding, self._unit_of = unsharding, units
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
+        if torch.compiler.is_compiling():  # no guards on units: equal blocks share a graph, and the guard sees any use
+            return dict.__getitem__(self, name)
         index = self._unit_of.get(name)
         if index is not None:
             self._unsharding.look_up(index)

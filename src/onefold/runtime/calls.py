@@ -1,0 +1,97 @@
+"""Calls of modules, surrounded: what Onefold does before and after a module's forward and its users' hooks.
+
+A surrounded call is skipped by torch.compile, while the module's own forward is compiled as usual: so compiled graphs
+hold a module's compute and nothing of Onefold's, wherever torch.compile was applied.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+
+REPLACED = ("_call_impl", "_compiled_call_impl", "compile")  # attributes of a module
+
+
+class Around(NamedTuple):
+    """What runs around a call of a module."""
+
+    before: Callable[[Sequence[Any], Mapping[str, Any]], None]  # with the arguments
+    after: Callable[[Any], None]  # with the output
+    failed: Callable[[], None]  # after an exception, also one of `before`
+    interrupted: Callable[[], None]  # after KeyboardInterrupt or SystemExit
+
+
+def surround(module: nn.Module, around: Around) -> None:
+    before, after, failed, interrupted = (torch._disable_dynamo(one) for one in around)
+
+    def surrounded(call: Callable[..., Any], *, compiled: bool) -> Callable[..., Any]:
+        def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            try:
+                before(args, kwargs)
+                output = call(*args, **kwargs)
+            except Exception:
+                with suppress(Exception):  # the first error is the one to raise
+                    failed()
+                raise
+            except BaseException:
+                interrupted()
+                raise
+            after(output)
+            return output
+
+        return run
+
+    replace_calls(module, surrounded)
+
+
+class Replacement(Protocol):
+    def __call__(self, call: Callable[..., Any], *, compiled: bool) -> Callable[..., Any]:
+        """A method of the module to be called instead of `call`, which is `compiled` if the user has compiled it."""
+        ...
+
+
+def replace_calls(module: nn.Module, replacement: Replacement) -> None:
+    """Replaces what runs when the module is called. From now on, module.compile() compiles its forward. A deep copy of
+    the module is called as it was called before."""
+    own = module.__dict__
+    own.setdefault("__deepcopy__", partial(_copied, module, {name: own[name] for name in REPLACED if name in own}))
+    for name in ("_call_impl", "_compiled_call_impl"):  # the second by module.compile()
+        call = getattr(module, name)
+        if call is not None:
+            run = replacement(call, compiled=name == "_compiled_call_impl")
+            skip_frames(run)
+            own[name] = MethodType(run, module)
+    own["compile"] = partial(_compile_forward, module)
+
+
+def skip_frames(*functions: Callable[..., Any]) -> None:
+    """torch.compile never traces these functions, which may run while its compiled code does. It may trace what they
+    call, unless that is skipped or disabled too."""
+    from torch._dynamo.decorators import skip  # a slow import, which making any torch optimizer needs too
+
+    for function in functions:
+        skip(function)
+
+
+def _compile_forward(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """nn.Module.compile() of a surrounded module."""
+    module.forward = torch.compile(module.forward, *args, **kwargs)
+
+
+def _copied(module: nn.Module, before: dict[str, Any], memo: dict[int, Any]) -> nn.Module:
+    """A deep copy of a surrounded module: a plain one. `before` has the replaced attributes as the module had them."""
+    own = module.__dict__
+    ours = {name: own.pop(name) for name in (*REPLACED, "__deepcopy__") if name in own}
+    own.update(before)
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        own.update(ours)
