@@ -46,9 +46,9 @@ def counted(run: Any) -> tuple[Trained, int]:
     """Train, and count how often the kernel was called."""
     calls = []
 
-    def counting(*args: Any) -> None:
+    def counting(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
-        update(*args)
+        update(*args, **kwargs)
 
     slices.update_on_cpu = counting
     try:
