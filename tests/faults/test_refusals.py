@@ -124,6 +124,11 @@ def unshard(tiny: Tiny) -> None:
         pass
 
 
+def write(tiny: Tiny) -> None:
+    with onefold.full_parameters(tiny.model, write=True):
+        pass
+
+
 CALLS: dict[Call, Callable[[Tiny], Any]] = {  # all that users call
     Call.FORWARD: Tiny.loss,
     Call.BACKWARD: backward,
@@ -133,6 +138,7 @@ CALLS: dict[Call, Callable[[Tiny], Any]] = {  # all that users call
     Call.ZERO_GRAD: lambda tiny: tiny.optimizer.zero_grad(),
     Call.ACCUMULATE: accumulate,
     Call.FULL_PARAMETERS: unshard,
+    Call.WRITE: write,
     Call.FULL_STATE_DICT: lambda tiny: onefold.full_state_dict(tiny.model),
     Call.STATE_DICT: lambda tiny: tiny.model.state_dict(),
     Call.SAVE: lambda tiny: onefold.save(f"{tiny.folder}/{tiny.name}", tiny.model, tiny.optimizer),
@@ -176,6 +182,7 @@ def tried(folder: str) -> dict[tuple[str, Call], str]:
 def wanted(call: Call, holds: set[Situation]) -> str:
     """The text of the first situation that holds, of the model before the caller's; "" if the call is allowed."""
     calls = {Call.LOAD_PART: (Call.LOAD, Call.LOAD_PART), Call.BACKWARD: (Call.FORWARD, Call.BACKWARD)}
+    calls[Call.WRITE] = (Call.FULL_PARAMETERS, Call.WRITE)
     pairs = [(one, situation) for one in calls.get(call, (call,)) for situation in REFUSED_IN[one]]
     refused = sorted((pair for pair in pairs if pair[1] in holds), key=lambda pair: pair[1] not in SITUATION_CHECKS)
     return REFUSALS[refused[0]].format(unit="unit 0", before=4.0, now=1.0) if refused else ""

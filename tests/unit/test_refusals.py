@@ -32,7 +32,7 @@ ABOUT_CONTENT = {
     "parallel/pipeline.py": 1,  # a schedule that divides .grad
     "runtime/casts.py": 1,  # a state dict cut in another way
     "runtime/engine.py": 1,  # copies
-    "runtime/full_parameters.py": 1,  # a parameter split along an unknown dim
+    "runtime/full_parameters.py": 2,  # a parameter split along an unknown dim; a write inside a context for reading
     "runtime/hooks.py": 2,  # assign=True; .to() and .half()
     "runtime/parameter_checks.py": 1,  # a parameter was unfrozen
     "runtime/refusals.py": 1,  # the table's own

@@ -82,8 +82,9 @@ class EMA:
     def applied(self) -> Iterator[None]:
         """Inside, the model computes with the averages, in its compute dtype; afterwards parameters are as before.
 
-        For evaluation: a backward, step, save or load raises inside. Replicated parameters are all-gathered once, and a
-        copy of them is kept meanwhile; at stage 3 nothing is sent beside what forwards send anyway.
+        For evaluation: a backward, step, save or load raises inside, and what is written to parameters is lost.
+        Replicated parameters are all-gathered once, and a copy of them is kept meanwhile; at stage 3 nothing is sent
+        beside what forwards send anyway.
         """
         engine = self._engine
         engine.check(Call.APPLY)
@@ -92,6 +93,7 @@ class EMA:
         with torch.no_grad():
             before = [_shown(unit).clone() for unit in engine.units]
             for unit, vector in zip(engine.units, self._vectors, strict=True):
+                unit.show_average(True)
                 with unit.state_in_memory():
                     rounded = torch.empty(vector.numel(), dtype=unit.flat_params.dtype, device=vector.device)
                     narrow(vector, rounded)
@@ -108,6 +110,7 @@ class EMA:
             with torch.no_grad():
                 for unit, values in zip(engine.units, before, strict=True):
                     _written(unit, values, whole=True)
+                    unit.show_average(False)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -161,5 +164,3 @@ def _written(unit: Unit, values: Tensor, *, whole: bool) -> None:
     flat.unload_shard(changed=True)
     flat.wait_stored()
     unit.edits.record_own_write()
-    if whole:
-        unit.edits.accept()  # what users wrote to averages is gone

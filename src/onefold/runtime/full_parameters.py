@@ -38,6 +38,8 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     """
     engine = engine_of(model)
     engine.check(Call.FULL_PARAMETERS)
+    if write:
+        engine.check(Call.WRITE)
     engine.quiesce()
     with engine.contexts.enter(write=write) as outermost:
         if engine.contexts.reading:

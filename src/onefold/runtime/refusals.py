@@ -25,6 +25,7 @@ class Call(Enum):
     ZERO_GRAD = "zero_grad()"
     ACCUMULATE = "accumulate()"
     FULL_PARAMETERS = "full_parameters()"
+    WRITE = "full_parameters(write=True)"
     FULL_STATE_DICT = "full_state_dict()"
     STATE_DICT = "state_dict()"
     PARAMETER = "an operation on the values of a parameter"
@@ -149,7 +150,16 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
     },
     **{
         (call, Situation.AVERAGED): f"{call.value} inside EMA.applied(), where parameters are averages: leave it first"
-        for call in (Call.BACKWARD, Call.STEP, Call.SAVE, Call.LOAD, Call.FULL_STATE_DICT, Call.OPTIMIZER, Call.APPLY)
+        for call in (
+            Call.BACKWARD,
+            Call.STEP,
+            Call.SAVE,
+            Call.LOAD,
+            Call.WRITE,
+            Call.FULL_STATE_DICT,
+            Call.OPTIMIZER,
+            Call.APPLY,
+        )
     },
     (Call.APPLY, Situation.IN_FULL_PARAMETERS): (
         "EMA.applied() inside full_parameters would not be seen there; leave full_parameters first, and use it inside"

@@ -63,6 +63,7 @@ class Unit:
         host = tiers.host if self.updated_on_host else None
         self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes, host)
         self._averages: list[Tensor] = []
+        self._averaged = False  # compute reads a moving average in place of the parameters
         self._optimizer_states: list[Callable[[], list[Tensor]]] = []  # of each unit optimizer
         self.image: Image | None = None  # master and optimizer state, where they are kept in a file
         if self.updated_on_host and placement.optimizer_tier is Tier.DISK:
@@ -105,6 +106,11 @@ class Unit:
         with self.state_in_memory(write=self.image is not None):
             self._averages.append(vector)
 
+    def show_average(self, shown: bool) -> None:
+        """Compute reads a moving average from now on, which is no edit; or the parameters again."""
+        self._averaged = shown
+        self.edits.accept()
+
     def remove_average(self, vector: Tensor) -> None:
         """Frees a moving average."""
         self._averages = [other for other in self._averages if other is not vector]
@@ -122,7 +128,7 @@ class Unit:
     def take_edits(self, *, uncounted: bool = False) -> None:
         """Copies what users wrote in place into replicated 16-bit parameters to their fp32 master. With `uncounted`
         also what torch did not count (.data), which takes a pass over the unit. Updates find such edits themselves."""
-        if not self.may_be_edited:
+        if not self.may_be_edited or self._averaged:
             return
         if written := self.edits.written():
             with self.state_in_memory(write=True):
