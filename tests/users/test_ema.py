@@ -149,3 +149,29 @@ def load_without(folder: str) -> None:
 
 def test_an_ema_that_the_checkpoint_does_not_have_begins_with_what_was_loaded(tmp_path: Path) -> None:
     run_ranks(RANKS, load_without, str(tmp_path / "run"))
+
+
+def of_one_rank(stage: int, precision: str) -> None:
+    """A unit so small that one rank has all of it, and the other none."""
+    torch.manual_seed(5)
+    model = onefold.shard(nn.Linear(4, 4, bias=False), stage=stage, precision=precision)
+    optimizer, ema = onefold.Optimizer(model, torch.optim.SGD, lr=0.5), onefold.EMA(model, DECAY)
+    plain = {name: value.clone() for name, value in onefold.full_state_dict(model).items()}
+    model(torch.ones(2, 4)).float().sum().backward()
+    optimizer.clip_grad_norm(1.0)
+    assert list(onefold.grad_norms(model)) == ["weight"]
+    for _, piece in optimizer.gradients():
+        piece.clamp_(-0.1, 0.1)
+    optimizer.step()
+    ema.update()
+    masters, averages = onefold.full_state_dict(model), ema.full_state_dict()
+    assert averages.keys() == masters.keys() == plain.keys()
+    assert all(torch.equal(averages[name], plain[name].lerp_(value, 1 - DECAY)) for name, value in masters.items())
+    with torch.no_grad(), ema.applied():
+        model(torch.ones(2, 4))
+    assert sum(master.numel() for _, master in onefold.shards(model)) == (0 if torch.distributed.get_rank() else 16)
+
+
+@pytest.mark.parametrize("stage, precision", [(0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+def test_ranks_that_have_nothing_of_a_unit_take_part(stage: int, precision: str) -> None:
+    run_ranks(RANKS, of_one_rank, stage, precision)

@@ -120,7 +120,7 @@ class EMA:
         first = engine.everyone.rank == 0 and engine.comms.tp.rank == 0
         for unit, vector in zip(engine.units, self._vectors, strict=True):
             with unit.state_in_memory():
-                whole = unit.unsharded(vector, unit.owned_shard)
+                whole = unit.unsharded(vector, unit.owned_shard, gather=True)
             for slot, value in zip(unit.layout.slots, whole, strict=True):
                 found |= {slot.name: value.to("cpu", copy=True)} if first else {}
         return found

@@ -303,13 +303,13 @@ class Unit:
         with self.state_in_memory():
             mine = torch.empty(owned.numel, dtype=torch.float32, device=self.pool.device)
             self.master.read(owned, mine)
-        return self.unsharded(mine, owned)
+        return self.unsharded(mine, owned, gather=self.placement.optimizer is Scope.SHARDED)
 
-    def unsharded(self, vector: Tensor, span: Span) -> list[Tensor]:
+    def unsharded(self, vector: Tensor, span: Span, *, gather: bool) -> list[Tensor]:
         """Every parameter's view of a flat vector of which this rank has the elements in `span`: its own, which are
-        all-gathered, or all."""
+        all-gathered, or without `gather` all."""
         flat = torch.zeros(self.layout.numel, dtype=vector.dtype, device=self._views.device)
         flat[span.start : span.stop].copy_(vector)
-        if span != self.layout.body:
+        if gather:
             self._comm.all_gather(flat, Label("gather", self.name)).wait()
         return self._views.all(flat)
