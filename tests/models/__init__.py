@@ -12,7 +12,8 @@ from tests.models.traits import (
     Weighed,
 )
 from tests.models.buffers import (
-    Assorted, BufferDtypes, Counting, EveryTrait, ExtraState, Normed, OneBuffer, TiedAndStrided, TwoNames,
+    Assorted, BufferDtypes, Counting, EveryTrait, ExtraState, Normed, OneBuffer, PositionTable, TiedAndStrided,
+    TwoNames,
 )
 from tests.models.branches import (
     Branches, Chain, Dropping, EndsFirst, Expert, Mixture, NowAndThen, Pair, Passing, Pick, Routed, Skipping,

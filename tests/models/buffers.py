@@ -20,6 +20,23 @@ class Normed(nn.Module):
         return self.norm(self.layer(x))
 
 
+class PositionTable(nn.Module):
+    """Embeddings plus an fp32 table, blocks, and a head; float timesteps scale the table, and dtypes are recorded."""
+
+    def __init__(self, vocabulary: int, length: int, dim: int = DIM) -> None:
+        super().__init__()
+        self.tokens, self.layers, self.head = nn.Embedding(vocabulary, dim), blocks(2, dim), nn.Linear(dim, 4)
+        self.register_buffer("table", torch.linspace(-1, 1, length * dim).view(length, dim))
+        self.seen: list[tuple[torch.dtype, float]] = []
+
+    def forward(self, x: Tensor, scale: Tensor, *, time: Tensor) -> Tensor:
+        self.seen += [(scale.dtype, scale.item()), (time.dtype, time.item())]
+        h = self.tokens(x) * scale + self.table * (time / 1000).float()
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
 class BufferDtypes(Normed):
     """Statistics in fp32 and int64, and buffers of two more dtypes."""
 

@@ -15,6 +15,7 @@ from onefold.errors import ConfigError, ModelError
 from onefold.model.blocks import block_of, find_blocks
 from onefold.model.device import check_device
 from onefold.model.dtensor_shards import check, local_tensor, split_info
+from onefold.model.inputs import chosen_inputs
 from onefold.model.storage import dense_stride
 from onefold.model.unit_spec import UnitSpec, place
 from onefold.settings.precision import Precision
@@ -62,6 +63,8 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
         check(name, tensor, tp_ranks)
     check_device(settings.device)
     policy = Precision.of(settings.precision)
+    if isinstance(policy.cast_inputs, tuple):
+        chosen_inputs(model.forward, policy.cast_inputs)  # raises if there is no such input
     kept_fp32, modules = policy.kept(model), dict(model.named_modules())
     kept = {id(param) for name in kept_fp32 for param in modules[name].parameters()}
     dtypes = {name: _target(param, policy, id(param) in kept) for name, param in named}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from onefold.errors import StateError
 from onefold.model.containers import cast_tensors
 from onefold.model.dtensor_shards import is_dtensor, local_tensor, wrapped
+from onefold.model.inputs import CastInputs, chosen_inputs, first_input
 from onefold.runtime.engine import Engine
 from onefold.runtime.uncopied import Uncopied
 from onefold.state.rounding import narrowed
@@ -21,12 +22,8 @@ def attach_casts(engine: Engine) -> None:
     outputs back; and hooks for load_state_dict()."""
     compute = engine.resolved.precision.compute
     assert isinstance(compute, torch.dtype)
-    engine.model.register_forward_pre_hook(
-        lambda module, args, kwargs: (cast_tensors(args, compute), cast_tensors(kwargs, compute)),
-        prepend=True,
-        with_kwargs=True,
-    )
     modules = dict(engine.model.named_modules())
+    _attach_input_casts(engine, modules, compute)
     for kept in (modules[name] for name in engine.resolved.kept_fp32):
         kept.register_forward_pre_hook(
             lambda module, args, kwargs: (cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)),
@@ -37,6 +34,31 @@ def attach_casts(engine: Engine) -> None:
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
     for module in holding:
         module.register_load_state_dict_pre_hook(Uncopied(partial(_load_masters, engine, places)))
+
+
+def _attach_input_casts(engine: Engine, modules: dict[str, nn.Module], compute: torch.dtype) -> None:
+    """Hooks that cast the inputs of the root, and the first one of blocks and of layers outside them: a sum with an
+    fp32 buffer is fp32 again. Modules with parameters of other dtypes are left alone."""
+    chosen = engine.resolved.precision.cast_inputs
+    if chosen is False:
+        return
+    root = CastInputs() if chosen is True else chosen_inputs(engine.model.forward, chosen)
+    engine.model.register_forward_pre_hook(partial(_cast, root, compute), prepend=True, with_kwargs=True)
+    blocks = [modules[name] for name in engine.resolved.blocks]
+    inside = {id(module) for block in blocks for module in block.modules()}
+    kept = {id(module) for name in engine.resolved.kept_fp32 for module in modules[name].modules()}
+    layers = [m for m in modules.values() if id(m) not in inside and not any(m.children())]
+    for module in (*blocks, *layers):
+        dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()} - {torch.float32}
+        if module is not engine.model and id(module) not in kept and dtypes == {compute}:
+            first = partial(_cast, first_input(module.forward), compute)
+            module.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
+
+
+def _cast(
+    inputs: CastInputs, dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    return inputs.cast(args, kwargs, dtype)
 
 
 def _units(places: dict[int, Any], module: nn.Module) -> set[int]:

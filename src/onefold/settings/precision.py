@@ -81,6 +81,11 @@ class Precision:
     """Modules that stay in fp32 (norms, routers): a module class, a tuple of classes, or a callable
     (name, module) -> bool."""
 
+    cast_inputs: bool | tuple[str | int, ...] = True
+    """Which floating inputs are cast to `compute`. True: all inputs of the model, and the first input of each block and
+    of each layer outside blocks. A tuple of names and positions: of the model's inputs only these, such as ("x",) to
+    leave timesteps or labels as they are. False: none at all, as FSDP2's cast_forward_inputs=False."""
+
     def __post_init__(self) -> None:
         for field in ("compute", "wire", "grad"):
             object.__setattr__(self, field, _dtype(field, getattr(self, field)))
@@ -88,8 +93,19 @@ class Precision:
             raise ConfigError(f"master={self.master!r} is unknown; use one of 'fp32', 'split'")
         if self.master == "split" and self.compute is not torch.bfloat16:
             raise ConfigError("master='split' needs compute='bf16': only bf16 is the upper half of fp32")
-        if not self.narrow and (self.wire or self.grad or self.master or self.keep_fp32):
-            raise ConfigError("with compute='fp32' everything is fp32: leave wire, grad, master and keep_fp32 out")
+        if not self.narrow and (
+            self.wire or self.grad or self.master or self.keep_fp32 or self.cast_inputs is not True
+        ):
+            raise ConfigError(
+                "with compute='fp32' everything is fp32: leave wire, grad, master, keep_fp32 and cast_inputs out"
+            )
+        chosen_inputs = () if isinstance(self.cast_inputs, bool) else self.cast_inputs
+        if not isinstance(chosen_inputs, tuple) or not all(
+            isinstance(one, str) or (type(one) is int and one >= 0) for one in chosen_inputs
+        ):
+            raise ConfigError(
+                f"cast_inputs={self.cast_inputs!r} is neither True, False nor a tuple of names and positions of inputs"
+            )
         for field in ("wire", "grad"):
             chosen = getattr(self, field)
             if chosen not in (None, torch.float32, self.compute):
@@ -172,6 +188,9 @@ class Precision:
             ]
         if self.keep_fp32 is not None:
             rows.append(("kept modules", "fp32", "their own master"))
+        if self.cast_inputs is not True:
+            cast = ", ".join(map(str, self.cast_inputs)) if self.cast_inputs else "none"
+            rows.append(("cast inputs", name(self.compute), cast))
         return "\n".join(f"{what:<20}{dtype:<8}{why}" for what, dtype, why in [("what", "dtype", "why"), *rows])
 
 
