@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-
 REPLACED = ("_call_impl", "_compiled_call_impl", "compile")  # attributes of a module
 
 
