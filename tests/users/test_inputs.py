@@ -106,3 +106,24 @@ def averaged(stage: int, ema: bool) -> bool:
 def test_averaged_model_follows_a_16_bit_model(stage: int) -> None:
     for ema in (False, True):
         assert run_ranks(2, averaged, stage, ema) == [True, True]
+
+
+def cast_by_name_and_compiled() -> tuple[str, int, int]:
+    """A layer called by keyword casts too, and the casts of equal blocks that are compiled share one graph."""
+    torch.compiler.reset()
+    model, _ = built(2)
+    by_name = str(model.head(input=torch.ones(2, 16)).dtype)
+    graphs, runs = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lambda *args: (runs.append(1), graph.forward(*args))[1]
+
+    for block in model.layers:
+        block.compile(backend=backend)
+    model(torch.ones(2, 16)).float().sum().backward()
+    return by_name, len(graphs), len(runs)
+
+
+def test_casts_work_by_keyword_and_break_no_graph() -> None:
+    assert run_ranks(2, cast_by_name_and_compiled) == [("torch.bfloat16", 1, 3)] * 2

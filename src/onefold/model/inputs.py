@@ -50,10 +50,11 @@ def chosen_inputs(forward: Callable[..., Any], chosen: Sequence[str | int]) -> C
     return CastInputs(frozenset(names), frozenset(positions))
 
 
-def first_input(forward: Callable[..., Any]) -> CastInputs:
-    """The first input of a block or layer: the hidden states, and not tables or masks that come with them."""
+def first_name(forward: Callable[..., Any]) -> str:
+    """The name of the first input of a block or layer: its hidden states. Empty if it has none that can be given by
+    name."""
     try:
-        order = [one.name for one in inspect.signature(forward).parameters.values() if one.kind in POSITIONAL]
+        known = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):  # a forward that is not Python
-        order = []
-    return CastInputs(frozenset(order[:1]), frozenset([0]))
+        return ""
+    return next((one.name for one in known if one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD), "")

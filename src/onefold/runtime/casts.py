@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from onefold.errors import StateError
 from onefold.model.containers import cast_tensors
 from onefold.model.dtensor_shards import is_dtensor, local_tensor, wrapped
-from onefold.model.inputs import CastInputs, chosen_inputs, first_input
+from onefold.model.inputs import CastInputs, chosen_inputs, first_name
 from onefold.runtime.engine import Engine
 from onefold.runtime.uncopied import Uncopied
 from onefold.state.rounding import narrowed
@@ -51,7 +51,7 @@ def _attach_input_casts(engine: Engine, modules: dict[str, nn.Module], compute: 
     for module in (*blocks, *layers):
         dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()} - {torch.float32}
         if module is not engine.model and id(module) not in kept and dtypes == {compute}:
-            first = partial(_cast, first_input(module.forward), compute)
+            first = partial(_cast_first, first_name(module.forward), compute)
             module.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
 
 
@@ -59,6 +59,17 @@ def _cast(
     inputs: CastInputs, dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     return inputs.cast(args, kwargs, dtype)
+
+
+def _cast_first(
+    name: str, dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """Casts the first input of a block or layer, a tensor: not tables or masks that come with it. In plain steps, since
+    this becomes part of the graph of a block that is compiled."""
+    given = args[0] if args else kwargs.get(name)
+    if not isinstance(given, Tensor) or not given.is_floating_point() or given.dtype == dtype:
+        return None
+    return ((given.to(dtype), *args[1:]), kwargs) if args else (args, {**kwargs, name: given.to(dtype)})
 
 
 def _units(places: dict[int, Any], module: nn.Module) -> set[int]:
