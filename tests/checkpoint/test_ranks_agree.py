@@ -127,7 +127,7 @@ def give_one_optimizer(folder: str) -> str | None:
 
 def test_an_optimizer_that_only_some_ranks_save_is_refused(tmp_path):
     first, second = run_ranks(2, give_one_optimizer, str(tmp_path))
-    assert first == second and "whether an optimizer is given" in first
+    assert first == second and "how many optimizers are given" in first
     assert os.listdir(tmp_path) == []
 
 
