@@ -138,6 +138,13 @@ def _check_unsharded(model: nn.Module) -> None:
         if ATTRIBUTE in module.__dict__:
             where = f"its part {name!r}" if name else "it"
             raise ModelError(f"this model was sharded before ({where}); call shard() once, on the outermost model")
+    for name, param in model.named_parameters():
+        hooks = (param._post_accumulate_grad_hooks or {}).values()
+        if any(getattr(hook, ATTRIBUTE, lambda: None)() is not None for hook in hooks):
+            raise ModelError(
+                f"{name} is a parameter of another sharded model too, in whose flat buffer it is; put both models into "
+                f"one module and shard that, or give each a copy"
+            )
 
 
 def _check_values(name: str, tensor: Tensor, meta: bool) -> None:

@@ -27,6 +27,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.methods import attach_methods
 from onefold.runtime.phases import Phase
 from onefold.runtime.refusals import Call, Situation, refuse
+from onefold.runtime.saved_views import copy_for_safetensors
 from onefold.runtime.uncopied import Uncopied
 from onefold.runtime.unsharding import in_backward, intercept_lookups
 from onefold.state.guarded_parameters import no_guard
@@ -49,6 +50,7 @@ def attach(engine: Engine) -> None:
         _attach_unsharding(engine)
     _surround_model(engine)
     attach_methods(engine, partial(_hook_output, engine))
+    model.register_state_dict_post_hook(copy_for_safetensors)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
@@ -244,6 +246,7 @@ def _hook_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
         if (live := weak()) is not None:
             live.arriving.take(index)
 
+    arrived.__dict__[ATTRIBUTE] = weak  # by which another shard() sees that this parameter is taken
     with no_guard():
         node = torch.autograd.graph.get_gradient_edge(param).node  # AccumulateGrad, which adds to .grad
     node.register_prehook(coming)
@@ -270,6 +273,14 @@ def _hook_output(engine: Engine, output: Any) -> None:
                 tensor.register_hook(lambda _: engine.enter_backward())
 
 
+def _unmoved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `fn` makes of a tensor, or the tensor itself if that is a copy on the same device: torch copies from "cpu"
+    to "cpu:0"."""
+    found = fn(tensor)
+    alike = (found.dtype, found.device, found.shape) == (tensor.dtype, tensor.device, tensor.shape)
+    return tensor if alike and (found.stride() == tensor.stride() or 0 in tensor.stride()) else found  # a placeholder
+
+
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
     """nn.Module._apply, behind .to(), .half() and .cuda(): raises before a parameter would be moved or cast."""
     for unit in engine.all_units:
@@ -282,7 +293,7 @@ def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, rec
                 f"onefold.shard()"
             )
     with no_guard():
-        return apply(fn, recurse)
+        return apply(partial(_unmoved, fn), recurse)
 
 
 def _zero_grad(engine: Engine, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:
