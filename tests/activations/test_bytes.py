@@ -15,7 +15,7 @@ from onefold.runtime.engine import engine_of
 from tests.activations.runs import BATCH, DIM, INPUT_BYTES, LAYERS, SEQ, batch, made, mesh_of, train
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
-from tests.models import ManyInputsNet, MegatronPairs, Narrowing, Summed
+from tests.models import ManyInputs, ManyInputsNet, MegatronPairs, Narrowing, Summed
 
 WIDE = {"bucket_bytes": 32 << 20}
 
@@ -128,6 +128,7 @@ def buffers(layers: int, policy: str, precision: str) -> dict[str, int]:
         activations=policy,
         mesh=mesh_of(policy),
         bucket_bytes=1 << 20,
+        units=ManyInputs,
     )
     optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=1e-3, **scale)
     for step in range(3):

@@ -3,7 +3,8 @@
 # fmt: off
 
 from tests.models.plain import (
-    DIM, Gained, Layers, MeanSquare, NamedPair, Outer, PipelinePart, Repeating, Residual, Stack, blocks,
+    DIM, Gained, Interleaved, Layers, MeanSquare, NamedPair, Outer, PipelinePart, Repeating, Residual, SmallBlock,
+    Stack, blocks,
 )
 from tests.models.transformers import GPT, GPT_DIM, GPT_VOCAB, AttentionBlock, Language, Resettable, Tables
 from tests.models.traits import (

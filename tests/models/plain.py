@@ -144,3 +144,26 @@ class MeanSquare(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.linear(batch).square().mean()
+
+
+class SmallBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.layer(x))
+
+
+class Interleaved(nn.Module):
+    """Between blocks runs a layer that all share, so no block follows another at once."""
+
+    def __init__(self, width: int, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SmallBlock(width) for _ in range(count))
+        self.between, self.head = nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(self.between(block(x)))
+        return self.head(x)

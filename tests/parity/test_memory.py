@@ -123,7 +123,8 @@ def test_optimizer_state_is_stored_once_across_ranks(model: str, optimizer: str,
 
 @pytest.mark.parametrize(("stage", "ranks"), thinned(STAGES, [2, 4]))
 def test_four_times_the_depth_needs_no_more_communication_buffers(stage: int, ranks: int) -> None:
-    shallow, deep = (run_ranks(ranks, hold_gpt, Run(stage=stage), layers)[0].report for layers in (3, 12))
+    run = Run(stage=stage, bucket_bytes=32 << 10)  # a unit per block
+    shallow, deep = (run_ranks(ranks, hold_gpt, run, layers)[0].report for layers in (3, 12))
     assert deep.parameters.measured > 3 * shallow.parameters.measured
     assert deep.communication.measured == shallow.communication.measured > 0
 

@@ -95,8 +95,8 @@ def expected(seen: Seen, run: Run, ranks: int, rounds: int = 1) -> dict[str, int
     assert rest == 0, "shards are not equal"
     params = sum(len(sizes) for sizes, _ in seen.units)
     sent = {"reduce": rounds * once, GATHER[run.stage if ranks > 1 else 0]: once}
-    # one byte each: used, and, before every further backward too, anything left to reduce
-    sent["used-flags"] = (params + rounds * len(seen.units) + DIGEST_BYTES) * MAX_ROUNDS[ranks]
+    # one byte each, before every further backward too: used, and anything left to reduce
+    sent["used-flags"] = rounds * (params + len(seen.units) + DIGEST_BYTES) * MAX_ROUNDS[ranks]
     if run.clip is not None:
         sent["norm"] = 8 * (ranks - 1)  # one float64 of each rank
     return sent

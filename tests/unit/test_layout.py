@@ -267,8 +267,9 @@ def test_a_block_in_one_unit_gives_it_its_name_and_neighbours_outside_share_one(
         f32("y.w", 64, "y"),
         f32("h", 64),
     ]
-    names = [u.name for u in plan_units(params, 2, 1 << 20)]
+    names = [u.name for u in plan_units(params, 2, 1 << 20, shared_bytes=0)]
     assert names == ["embed…", "x", "y", "h"]
+    assert [u.name for u in plan_units(params, 2, 1 << 20)] == ["embed…", "x…y", "h"], "small blocks share a unit"
 
 
 def test_bucket_bytes_counts_padding_and_is_reached_exactly():

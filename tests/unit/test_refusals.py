@@ -17,7 +17,7 @@ FACTS = {"unit": "blocks.0", "name": "blocks.0.weight", "use": "add_()", "before
 REMEDY = re.compile(r"\b(call|leave|use|load|scale|clip after|must get its gradient once)\b")
 BY_THE_CALLER = {  # situations that only the code that makes the call can see
     Situation.SHARDED, Situation.RELEASED, Situation.NO_GRADIENTS, Situation.NO_RANK_HAS_GRADIENTS,
-    Situation.UNIT_UPDATED, Situation.REPLACED, Situation.TRANSFORMED,
+    Situation.UNIT_UPDATED, Situation.REPLACED, Situation.TRANSFORMED, Situation.UNEVEN_BACKWARDS,
 }  # fmt: skip
 
 # StateErrors outside the table, by file: each is about content, and would be as wrong at any other moment.

@@ -25,7 +25,11 @@ from onefold.comm.watching import check_watcher, current_watcher
 from onefold.errors import CommError
 
 HINTS = {
-    "gather-forward": 'If it ran fewer forwards or repeated other blocks, see schedule="negotiate", full_parameters. ',
+    "gather-forward": (
+        "At stage 3 all ranks run equally many micro-batches; if it ran fewer forwards or repeated other blocks, see "
+        'schedule="negotiate", full_parameters. '
+    ),
+    "used-flags": "If it runs more micro-batches in this step: at stage 3 all ranks must run equally many. ",
     "gather-backward": "If ranks use a unit again after others, each in its own way, give it its own unit (units=). ",
 }
 BROKE = 0.9  # of a time limit: a message that fails earlier has lost its connection

@@ -33,10 +33,11 @@ class GradientBytes(NamedTuple):
 class Arrival(NamedTuple):
     """The bytes at the instants around the gradients of one unit."""
 
-    before: GradientBytes = GradientBytes()
+    before: GradientBytes = GradientBytes()  # as `filling` where the first gradient takes the memory of all
     filling: GradientBytes = GradientBytes()
     done: GradientBytes = GradientBytes()  # the unit is complete: its reduction starts, and the oldest one ends
     fresh: int = 0  # bytes of the largest gradient in autograd's own tensor, until it is copied
+    beside: int = 0  # of `fresh`, bytes beside the widest activations: in a recomputed block that shares its unit
     after: GradientBytes = GradientBytes()  # of the last unit: backward has ended, and the remaining reductions end
 
 
@@ -82,10 +83,10 @@ class Reductions:
         if self._at_once:
             self._take_for_sum(unit, placement, taken)
         self._flight.append(ReductionInFlight(unit, placement, taken))
-        fresh = 0 if self._unflattened(unit, placement) else unit.largest_numel * unit.widths.compute
-        return Arrival(
-            before if unit.param_count == 1 else filling, filling, self._fullest.at_most(self._current), fresh
-        )
+        one_by_one = self._unflattened(unit, placement)
+        fresh = 0 if one_by_one else unit.largest_numel * unit.widths.compute
+        grows = unit.param_count == 1 or (one_by_one and unit.blocks)
+        return Arrival(before if grows else filling, filling, self._fullest.at_most(self._current), fresh)
 
     def drain(self) -> GradientBytes:
         """Ends all reductions; the most bytes meanwhile."""

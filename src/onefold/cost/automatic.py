@@ -34,6 +34,7 @@ def choose_stage(
     ranks: int,
     replicas: int,
     bucket_bytes: int,
+    shared_bytes: int,
     machine: Hardware,
     optimizer: str | None = None,
 ) -> tuple[int, str]:
@@ -41,7 +42,7 @@ def choose_stage(
     state; None: the device, "auto": offloaded only if it does not fit."""
     if all(info.kind in frozen for info in infos):
         return _frozen_stage(sum(info.numel * widths[info.kind].compute for info in infos), machine)
-    question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
+    question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, shared_bytes, machine)
     rows = [row for row in recommend(question) if row.estimate.choice in [Choice(stage) for stage in range(4)]]
     if optimizer in (None, "auto") and rows[0].fits:
         return max(rows[0].estimate.choice.stage, int(optimizer is not None)), rows[0].reason
@@ -132,10 +133,11 @@ def room_for_activations(
     ranks: int,
     replicas: int,
     bucket_bytes: int,
+    shared_bytes: int,
     machine: Hardware,
 ) -> int:
     """Bytes of a device that states, buffers and unsharded units leave for activations; 0 if they do not fit."""
-    question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, machine)
+    question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, shared_bytes, machine)
     estimate = question.price(choice, question.grid(), 1)
     return max(0, usable_bytes(machine) - estimate.peak_bytes)
 
@@ -147,11 +149,15 @@ def _question(
     ranks: int,
     replicas: int,
     bucket_bytes: int,
+    shared_bytes: int,
     machine: Hardware,
 ) -> Question:
     unknown = Module(tuple(infos), widths, 1, 0, {}, (), {}, frozen)
     trained = [width for kind, width in widths.items() if kind not in frozen]
     return Question(
-        work=Work(widths=(trained or list(widths.values()))[0], module=unknown, bucket_bytes=bucket_bytes),
+        work=Work(
+            widths=(trained or list(widths.values()))[0], module=unknown, bucket_bytes=bucket_bytes,
+            shared_bytes=shared_bytes,
+        ),
         ranks=ranks * replicas, replica=replicas, hardware=machine, cost=ADAM,
     )  # fmt: skip

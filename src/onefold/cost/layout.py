@@ -1,7 +1,8 @@
 """Which parameters share a unit, and which elements of it each rank owns. Integers only; no tensors, no processes.
 
-1 A model's parameters, in registration order, are cut into units: by block, by kind (dtype and trainability),
-  and by `bucket_bytes`. The stage plays no part, so all stages move and update the same units.
+1 A model's parameters, in registration order, are cut into units: by block (neighbouring blocks that are small share
+  units), by kind (dtype and trainability), and by `bucket_bytes`. The stage plays no part, so all stages move and
+  update the same units.
 2 Inside a unit every parameter starts on a multiple of ALIGN, padding behind it. So any run of parameters is a
   slice that starts and ends on a full vector, however the optimizer groups them.
 3 A unit is cut into N equal shards, each a multiple of ALIGN.
@@ -10,7 +11,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -129,26 +130,88 @@ class UnitLayout:
                 yield Piece(slot.name, part.shift(-slot.start), part.start - mine.start)
 
 
-def plan_units(params: Sequence[ParamInfo], ranks: int, bucket_bytes: int, replicas: int = 1) -> list[UnitLayout]:
+class _Run(NamedTuple):
+    """Neighbouring parameters that may share units: of one block, of several small blocks, or outside every block."""
+
+    blocks: list[str]  # [""] outside every block
+    params: list[ParamInfo]
+
+
+def plan_units(
+    params: Sequence[ParamInfo], ranks: int, bucket_bytes: int, replicas: int = 1, *, shared_bytes: int | None = None
+) -> list[UnitLayout]:
     """Groups parameters, given in registration order, into units.
 
     A run of neighbours of one block (or outside every block) is first parted by kind, then filled up to
     `bucket_bytes`; a parameter that large stands alone. Inside a block, whose units are used together, the small ones
-    on either side of it share a unit.
+    on either side of it share a unit. Neighbouring blocks of one container are one run while they are at most
+    `shared_bytes` together (`bucket_bytes` where that is None or more; 0: each block has units of its own).
     """
-    fills: list[tuple[str, str, list[ParamInfo]]] = []
-    for block, run in groupby(params, key=lambda p: p.block):
-        members = list(run)
+    share = bucket_bytes if shared_bytes is None else min(shared_bytes, bucket_bytes)
+    fills: list[tuple[list[str], str, list[ParamInfo]]] = []
+    for blocks, members in _runs(params, share):
         for kind in dict.fromkeys(p.kind for p in members):
             alike = [p for p in members if p.kind == kind]
-            fills += [(block, kind, fill) for fill in _fill(alike, bucket_bytes, across=bool(block))]
-    per_block = Counter(block for block, _, _ in fills)
+            fills += [(blocks, kind, fill) for fill in _fill(alike, bucket_bytes, across=blocks != [""])]
+    per_block = Counter(blocks[0] for blocks, _, _ in fills)
     units = []
-    for block, kind, fill in fills:
+    for blocks, kind, fill in fills:
         first = fill[0].name  # unique: a parameter is in one unit
-        name = block if block and per_block[block] == 1 else first if len(fill) == 1 else f"{first}…"
+        name = first if len(fill) == 1 else f"{first}…"
+        if blocks != [""] and per_block[blocks[0]] == 1:
+            name = blocks[0] if len(blocks) == 1 else f"{blocks[0]}…{blocks[-1].rpartition('.')[2]}"
         units.append(_lay(name, kind, fill, ranks, replicas))
     return units
+
+
+def _runs(params: Sequence[ParamInfo], share: int) -> list[_Run]:
+    """Neighbours of one block, or outside every block; blocks of one container that follow one another are joined."""
+    each = [_Run([block], list(run)) for block, run in groupby(params, key=lambda p: p.block)]
+    runs: list[_Run] = []
+    for container, neighbours in groupby(each, key=lambda run: _container(run.blocks[0])):
+        found = list(neighbours)
+        runs += found if container is None else _joined(found, share)
+    return runs
+
+
+def _joined(blocks: list[_Run], share: int) -> list[_Run]:
+    """Blocks joined into as few runs as `share` bytes allow, and these as equal as can be: equal units share buffers,
+    and the last one is not much shorter than the others."""
+    fewest, low, high = len(_cut(blocks, share)), 0, share
+    while low < high:  # the smallest limit that makes no more
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_cut(blocks, middle)) == fewest else (middle + 1, high)
+    return _cut(blocks, high)
+
+
+def _cut(blocks: Sequence[_Run], limit: int) -> list[_Run]:
+    """Blocks joined from the first on, each run as long as `limit` bytes allow."""
+    runs: list[_Run] = []
+    filled = 0
+    for names, members in blocks:
+        size = sum(padded(p.numel) * p.itemsize for p in members)
+        if runs and filled + size <= limit:
+            runs[-1].blocks.extend(names)
+            runs[-1].params.extend(members)
+            filled += size
+        else:
+            runs.append(_Run([*names], [*members]))
+            filled = size
+    return runs
+
+
+def blocks_of(params: Iterable[ParamInfo]) -> tuple[str, ...]:
+    """The blocks that parameters belong to, in order."""
+    return tuple(dict.fromkeys(param.block for param in params if param.block))
+
+
+def _container(block: str) -> str | None:
+    """The name of the module that holds a block; None outside every block.
+
+    >>> _container("decoder.layers.3")
+    'decoder.layers'
+    """
+    return block.rpartition(".")[0] if block else None
 
 
 def _fill(params: Sequence[ParamInfo], bucket_bytes: int, *, across: bool) -> list[list[ParamInfo]]:

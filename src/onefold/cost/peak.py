@@ -7,7 +7,6 @@ that computes has its units unsharded, and the next ones are prefetched.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from onefold.cost.activations import ActivationBytes
@@ -84,8 +83,8 @@ def segments(
 ) -> list[Segment]:
     """The segments of a forward, whose reverse is backward. The `tied` unit stays unsharded from the head to the end of
     backward."""
-    runs = [list(run) for _, run in groupby(range(len(units)), key=lambda i: units[i].block or f"#{i}")]
-    last_block = max((number for number, run in enumerate(runs) if units[run[0]].block), default=len(runs))
+    runs = _runs(units)
+    last_block = max((number for number, (block, _) in enumerate(runs) if block), default=len(runs))
     sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARDED}
     shared = units[tied].largest_numel * units[tied].widths.compute if tied is not None else 0
     found = []
@@ -93,21 +92,43 @@ def segments(
         order = [i for i in range(len(units)) if i in sharded]
         order = order[::-1] if backward else order
         place = {unit: number for number, unit in enumerate(order)}
-        for number, run in reversed(list(enumerate(runs))) if backward else enumerate(runs):
+        for number, (block, run) in reversed(list(enumerate(runs))) if backward else enumerate(runs):
             own = [i for i in run if i in place]
             after = max((place[i] for i in own), default=-1) + 1
-            ahead = order[after : after + prefetch] if own else []
+            before_any = backward and number > last_block  # the logits come first, which need no unit but the tied one
+            ahead = order[after : after + prefetch] if own and not before_any else []
             gathered = sum(units[i].unsharded_bytes for i in [*own, *ahead])
             if tied in sharded and tied not in run and (backward or number > last_block):
                 gathered += units[tied].unsharded_bytes
-            name = units[run[0]].block or units[run[0]].name
-            where = f"{'backward' if backward else 'forward'} of {name}"
-            here = tuple(arriving[i] for i in run) if arriving and (backward or not cuda) else (Arrival(),)
-            waiting = shared * (3 if tied in run else 1) if backward else 0
-            found.append(
-                Segment(where, bool(units[run[0]].block), backward, number > last_block, gathered, here, waiting)
+            where = f"{'backward' if backward else 'forward'} of {block or units[run[0]].name}"
+            here = (
+                tuple(_in_block(arriving[i], units[i], block) for i in run)
+                if arriving and (backward or not cuda)
+                else (Arrival(),)
             )
+            waiting = shared * (3 if tied in run else 1) if backward else 0
+            found.append(Segment(where, bool(block), backward, number > last_block, gathered, here, waiting))
     return found
+
+
+def _runs(units: Sequence[UnitSize]) -> list[tuple[str, list[int]]]:
+    """Each block with its units, and "" with each unit outside every block, in the order of forward."""
+    runs = dict[str, list[int]]()
+    for index, unit in enumerate(units):
+        for block in unit.blocks or (f"#{index}",):
+            runs.setdefault(block, []).append(index)
+    return [("" if block.startswith("#") else block, run) for block, run in runs.items()]
+
+
+def _in_block(arrival: Arrival, unit: UnitSize, block: str) -> Arrival:
+    """The bytes around the gradients of one block. A unit of several blocks is complete with its first one."""
+    if len(unit.blocks) < 2:
+        return arrival
+    at, count = unit.blocks.index(block), len(unit.blocks)
+    filling = GradientBytes(
+        *(low + (high - low) * (count - at) // count for low, high in zip(arrival.before, arrival.filling, strict=True))
+    )
+    return arrival._replace(filling=filling, done=filling if at else arrival.done, beside=arrival.fresh)
 
 
 def instants(step: Sequence[Segment], activations: ActivationBytes, in_flight: int = 1) -> Iterator[Instant]:
@@ -131,14 +152,14 @@ def _instants_of(
 ) -> Iterator[tuple[GradientBytes, int]]:
     """Bytes of gradients at the instants of a segment's backward, and of what it computes with then. The first unit of
     a block is complete when the block's backward has ended, the others before."""
-    for before, filling, _, fresh, _ in arriving:
+    for before, filling, _, fresh, beside, _ in arriving:
         if block:
-            yield filling, activations.block + tied + max(activations.widest, fresh)
+            yield filling, activations.block + tied + max(activations.widest + beside * activations.arena, fresh)
         elif head:
             yield filling, activations.head
             yield filling, activations.logits + tied
         else:
             yield before, activations.outside + tied
             yield filling, activations.outside + fresh
-    for _, _, done, fresh, _ in arriving[1:]:
-        yield done, activations.block + tied + fresh
+    for arrival in arriving[1:]:
+        yield arrival.done, activations.block + tied + arrival.fresh

@@ -23,7 +23,7 @@ class UnitSize(NamedTuple):
     owned_numel: int  # elements that this rank updates where the optimizer is sharded
     param_count: int
     widths: Widths
-    block: str = ""
+    blocks: tuple[str, ...] = ()  # that its parameters belong to, in order; none outside every block
     trained: bool = True
     largest_numel: int = 0  # elements of its largest parameter, where parameters are known
 
@@ -32,7 +32,9 @@ class UnitSize(NamedTuple):
         return self.numel * self.widths.compute
 
 
-def size_of_layout(layout: UnitLayout, rank: int, widths: Widths, *, block: str = "", trained: bool = True) -> UnitSize:
+def size_of_layout(
+    layout: UnitLayout, rank: int, widths: Widths, *, blocks: tuple[str, ...] = (), trained: bool = True
+) -> UnitSize:
     return UnitSize(
         name=layout.name,
         used_numel=layout.used_numel,
@@ -42,7 +44,7 @@ def size_of_layout(layout: UnitLayout, rank: int, widths: Widths, *, block: str 
         owned_numel=layout.body.clip(layout.shard(rank)).numel,
         param_count=len(layout.slots),
         widths=widths,
-        block=block,
+        blocks=blocks,
         trained=trained,
         largest_numel=max((slot.numel for slot in layout.slots), default=0),
     )

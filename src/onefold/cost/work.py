@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +14,7 @@ from onefold.cost.activations import (
     shape_activations,
     tensor_parallel_elements,
 )
-from onefold.cost.layout import ParamInfo, plan_units
+from onefold.cost.layout import ParamInfo, UnitLayout, blocks_of, plan_units
 from onefold.cost.shapes import Shape
 from onefold.cost.sizes import Sizes, size_of_layout, sizes_of_count
 from onefold.errors import ConfigError
@@ -86,6 +86,7 @@ class Work:
     shape: Shape | None = None
     module: Module | None = None
     bucket_bytes: int = 32 << 20
+    shared_bytes: int | None = None  # neighbouring blocks share units up to so many bytes; None: `bucket_bytes`
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def remember(self, key: Any, make: Callable[[], T]) -> T:
@@ -128,17 +129,20 @@ class Work:
             ParamInfo(part.name, part.numel, self.widths.compute, "trained", part.block)
             for part in self.shape.parts(grid.tp, grid.pp)
         ]
-        blocks = {info.name: info.block for info in infos}
-        layouts = plan_units(infos, grid.shard, self.bucket_bytes, grid.replica)
-        rows = [size_of_layout(u, rank, self.widths, block=blocks[u.slots[0].name]) for u in layouts]
+        rows = [size_of_layout(u, rank, self.widths, blocks=blocks) for u, blocks in self._units(infos, grid)]
         return Sizes(tuple(rows), grid.shard, flags=len(infos))
 
+    def _units(self, infos: Sequence[ParamInfo], grid: Grid) -> Iterator[tuple[UnitLayout, tuple[str, ...]]]:
+        """The units, and the blocks of each."""
+        known = {info.name: info for info in infos}
+        for unit in plan_units(infos, grid.shard, self.bucket_bytes, grid.replica, shared_bytes=self.shared_bytes):
+            yield unit, blocks_of(known[slot.name] for slot in unit.slots)
+
     def _module_sizes(self, module: Module, grid: Grid, rank: int) -> Sizes:
-        blocks = {info.name: info.block for info in module.infos}
-        rows = []
-        for unit in plan_units(module.infos, grid.shard, self.bucket_bytes, grid.replica):
-            block, trained = blocks[unit.slots[0].name], unit.kind not in module.frozen
-            rows.append(size_of_layout(unit, rank, module.widths[unit.kind], block=block, trained=trained))
+        rows = [
+            size_of_layout(unit, rank, module.widths[unit.kind], blocks=blocks, trained=unit.kind not in module.frozen)
+            for unit, blocks in self._units(module.infos, grid)
+        ]
         flags = sum(info.kind not in module.frozen for info in module.infos)
         return Sizes(tuple(rows), grid.shard, module.buffers_bytes, flags)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.comm.mesh import Axes
-from onefold.cost.layout import ParamInfo, UnitLayout, plan_units
+from onefold.cost.layout import ParamInfo, UnitLayout, blocks_of, plan_units
 from onefold.errors import ConfigError, ModelError
 from onefold.model.blocks import block_of, find_blocks
 from onefold.model.device import check_device
@@ -81,7 +81,8 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
         )
         for name, param in named
     ]
-    units = _units(plan_units(params, ranks, settings.bucket_bytes, replicas), params, dict(named), dtypes, settings)
+    layouts = plan_units(params, ranks, settings.bucket_bytes, replicas, shared_bytes=settings.shared_bytes)
+    units = _units(layouts, params, dict(named), dtypes, settings)
     lines = settings.describe() + [
         f"parameter {split_info(name, param)}, strides {dense_stride(param)}, {dtypes[name]}" for name, param in named
     ]
@@ -104,16 +105,15 @@ def _units(
     dtypes: Mapping[str, torch.dtype],
     settings: Zero,
 ) -> tuple[UnitSpec, ...]:
-    """A unit's parameters have one dtype, are trained or frozen together and belong to one block: the first one's."""
-    blocks = {info.name: info.block for info in params}
+    """A unit's parameters have one dtype and are trained or frozen together: as the first one."""
+    infos = {info.name: info for info in params}
     units = []
     for layout in layouts:
         first = layout.slots[0].name
         trained = named[first].requires_grad
         placement = place(layout, settings)
-        units.append(
-            UnitSpec(layout=layout, placement=placement, dtype=dtypes[first], trained=trained, block=blocks[first])
-        )
+        blocks = blocks_of([infos[slot.name] for slot in layout.slots])
+        units.append(UnitSpec(layout=layout, placement=placement, dtype=dtypes[first], trained=trained, blocks=blocks))
     return tuple(units)
 
 
@@ -138,6 +138,13 @@ def _check_unsharded(model: nn.Module) -> None:
         if ATTRIBUTE in module.__dict__:
             where = f"its part {name!r}" if name else "it"
             raise ModelError(f"this model was sharded before ({where}); call shard() once, on the outermost model")
+    for name, param in model.named_parameters():
+        hooks = (param._post_accumulate_grad_hooks or {}).values()
+        if any(getattr(hook, ATTRIBUTE, lambda: None)() is not None for hook in hooks):
+            raise ModelError(
+                f"{name} is a parameter of another sharded model too, in whose flat buffer it is; put both models into "
+                f"one module and shard that, or give each a copy"
+            )
 
 
 def _check_values(name: str, tensor: Tensor, meta: bool) -> None:

@@ -30,7 +30,7 @@ class UnitSpec:
     placement: Placement
     dtype: torch.dtype  # that its parameters compute in
     trained: bool
-    block: str  # that its parameters belong to; "" outside every block
+    blocks: tuple[str, ...]  # that its parameters belong to, in order; none outside every block
 
     @property
     def flat(self) -> bool:
@@ -40,7 +40,7 @@ class UnitSpec:
     def size(self, rank: int, precision: Precision) -> UnitSize:
         """The unit as `rank` holds it, under a precision that is decided."""
         widths = precision.dtypes(self.dtype).widths
-        return size_of_layout(self.layout, rank, widths, block=self.block, trained=self.trained)
+        return size_of_layout(self.layout, rank, widths, blocks=self.blocks, trained=self.trained)
 
 
 def place_all(settings: Zero) -> Placement:

@@ -119,7 +119,7 @@ def rehearse(
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
             inputs = sample if values else tree_map_only(Tensor, _blank, sample)
             whole = _whole_step(loss or default_loss, micro_batches)
-            return _two_steps(twin, inputs, whole, cost, asked, count_flops)
+            return _some_steps(twin, inputs, whole, cost, asked, count_flops)
         except BY_VALUES as error:
             raise ModelError(
                 f"{type(model).__name__} decides by values ({str(error).splitlines()[0]}), so a plan needs a real "
@@ -127,7 +127,9 @@ def rehearse(
             ) from error
 
 
-def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked: Zero, count_flops: bool) -> Rehearsal:
+def _some_steps(
+    model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked: Zero, count_flops: bool
+) -> Rehearsal:
     engine = engine_of(model)
     engine.optimizers.rehearse(GradientsToHost(engine))
     one_pass = engine.resolved.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
@@ -137,6 +139,8 @@ def _two_steps(model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked
         with FlopCounterMode(display=False) as counter:
             _step(engine, inputs, loss, one_pass)
         flops = counter.get_total_flops()
+    elif engine.pool.keeps:  # buffers that are kept grow in the second step too, where units differ in size
+        _step(engine, inputs, loss, one_pass)
     with track_memory(model) as tracker:
         gradients = _step(engine, inputs, loss, one_pass)
     now = memory(model)

@@ -26,6 +26,7 @@ from onefold.comm.spans import spanned
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
 from onefold.optim.elementwise import examine
 from onefold.optim.finite import FiniteCheck, Norms
+from onefold.optim.foreign_checkpoints import StateOfUnits
 from onefold.optim.host_update import HostUpdates, UpdateOnHost
 from onefold.optim.loss_scale import LossScale, Scaler
 from onefold.optim.preflight import agree_on_kernel, reserve, updated_dtype
@@ -103,6 +104,7 @@ class Optimizer(torch.optim.Optimizer):
             for one in self._by_unit:
                 one.detach()
             raise
+        self.state = StateOfUnits(dict, self.state)
         agree_on_kernel(engine, self._by_unit, cls)
         self._policy = self._new_policy(in_backward=step_in_backward)
         engine.update_by(self._policy, self)

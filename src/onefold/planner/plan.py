@@ -278,7 +278,8 @@ def _module_work(
         buffers_bytes=keep.module_buffers,
     )
     compute = policy.dtypes(policy.compute if isinstance(policy.compute, torch.dtype) else torch.float32)
-    return Work(widths=compute.widths, module=module, bucket_bytes=seen.settings.bucket_bytes)
+    asked = seen.settings
+    return Work(widths=compute.widths, module=module, bucket_bytes=asked.bucket_bytes, shared_bytes=asked.shared_bytes)
 
 
 def _precision_name(policy: Precision) -> str:

@@ -71,6 +71,7 @@ def _automatic_stage(found: Survey, precision: Precision, device: torch.device, 
         ranks=comms.shard.size,
         replicas=comms.replica.size,
         bucket_bytes=settings.bucket_bytes,
+        shared_bytes=settings.shared_bytes,
         machine=dataclasses.replace(machine, memory_bytes=min(int(row) for row in memories)),
         optimizer=Offload.of(settings.offload).optimizer,
     )
@@ -118,5 +119,5 @@ def room_left(resolved: Resolved) -> int:
     return room_for_activations(
         resolved.params, widths_by_kind(units, resolved.precision), frozen_kinds(units), choice,
         ranks=resolved.ranks, replicas=resolved.replicas, bucket_bytes=settings.bucket_bytes,
-        machine=here(resolved.device),
+        shared_bytes=settings.shared_bytes, machine=here(resolved.device),
     )  # fmt: skip

@@ -23,7 +23,6 @@ from torch.autograd.graph import Node
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm, Comms
 from onefold.comm.freed import FreedMemory
-from onefold.comm.meter import Label
 from onefold.errors import ModelError, StateError
 from onefold.model.dtensor_shards import wrapped
 from onefold.model.resolved import Resolved
@@ -48,7 +47,7 @@ from onefold.runtime.situations import check
 from onefold.runtime.unsharding import Unsharding
 from onefold.runtime.untied import NoTiedParameters
 from onefold.runtime.update_policy import UpdatePolicy
-from onefold.runtime.used_parameters import UsedParameters
+from onefold.runtime.used_parameters import Heard, UsedParameters
 from onefold.settings.placement import Scope
 from onefold.settings.zero import check_reduce
 from onefold.state.unit import Unit
@@ -215,10 +214,26 @@ class Engine:
         """Before a new backward, reduces gradients that arrived after the reductions of an earlier one. Runs at every
         stage, so that sums have the same order."""
         if self.progress.phase is Phase.REDUCED:
-            waiting = self.everyone.all_reduce_max(self.schedule.waiting(), Label("used-flags", "backward"))
-            self._agree_on_order()
-            self.schedule.reduce_late(waiting)
+            self._hear(Call.BACKWARD)
             self.progress.move(Event.LATE_REDUCED)
+        self._open_reductions()
+
+    def _hear(self, call: Call) -> Heard:
+        """Between two backwards of a step, and at the step: hear what ranks used, and reduce what came late."""
+        more, units = call is Call.BACKWARD, len(self.units)
+        said = self.schedule.waiting() + self.alike.said()
+        heard = self.used.agree(self.everyone, self.visible.dropped(), said, more=more)
+        if heard.more and not more and self._replicated.wanted:  # this rank's all-gathers are on their way
+            refuse(call, Situation.UNEVEN_BACKWARDS)
+        if not heard.used:
+            refuse(call, Situation.NO_RANK_HAS_GRADIENTS)
+        if not heard.more:
+            self.alike.compare(heard.others[units:])
+        self._agree_on_order()
+        self.schedule.reduce_late(heard.others[:units])
+        return heard
+
+    def _open_reductions(self) -> None:
         self.comms.shard.reductions_wait()  # their memory was read by the last step
         self.comms.replica.reductions_wait()
         self.schedule.begin(final=self.accumulating.final)
@@ -246,13 +261,9 @@ class Engine:
         self._dropped.clear()
         self._join_missed_reductions(call)
         if self.updates.keeps_gradients:
-            said = self.schedule.waiting() + self.alike.said()
-            heard = self.used.agree(self.everyone, self.visible.dropped(), said)
-            if heard is None:
-                refuse(call, Situation.NO_RANK_HAS_GRADIENTS)
-            self.alike.compare(heard[len(self.units) :])
-            self._agree_on_order()
-            self.schedule.reduce_late(heard[: len(self.units)])
+            while self._hear(call).more:  # another rank has more micro-batches: join its reductions, with zeros
+                self._open_reductions()
+                self.schedule.flush(start=True)
             self.tied.sum()
         else:  # what ranks used of a unit travelled beside its reduction, the only one
             self._agree_on_order()

@@ -13,10 +13,10 @@ correct only if all ranks do the same. Where ranks run different numbers of forw
 list: before a rank unshards, all ranks exchange what they need, and each posts its shards to those that need them. A
 rank that has no more forwards to run takes part until all ranks are done (`catch_up`).
 
-In forward a unit is resharded when the next one is needed and no module computes with it; in backward when its
-gradients are complete. A unit that was prefetched and skipped may still be needed, so it stays unsharded; while there
-are such units, fewer are prefetched, so that the number of unsharded units keeps its bound. In backward a skipped unit
-of which no graph saved a tensor is resharded at once.
+In forward a unit is resharded when the next one is needed, no module computes with it, and it holds no part of the
+block that follows; in backward when its gradients are complete. A unit that was prefetched and skipped may still be
+needed, so it stays unsharded; while there are such units, fewer are prefetched, so that the number of unsharded units
+keeps its bound. In backward a skipped unit of which no graph saved a tensor is resharded at once.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class GatherSchedule:
         self._prefetched: dict[int, int] = {}  # unit -> its place: prefetched and not needed yet
         self._busy: dict[int, int] = {}  # unit -> number of modules that compute with it
         self._live: set[int] = set()  # units that are not SHARDED
+        self._expected: Sequence[int] = ()  # units that the next blocks share with the one that ran last
 
     @property
     def kept_unit(self) -> int | None:
@@ -97,7 +98,8 @@ class GatherSchedule:
         """Posts this rank's shards of the list up to this place. Shards that are being updated, or are on disk, are
         posted only when the unit is needed; before that all earlier ones have been posted."""
         while self._unposted and self._unposted[0] < place:
-            self._units[self._order[self._unposted.popleft()]].flat_params.post_shard(self._purpose)
+            self._units[self._order[self._unposted[0]]].flat_params.post_shard(self._purpose)  # may raise: its update
+            self._unposted.popleft()  # has failed; `end` comes to it again, and waits for no peer in vain
 
     def unshard(self, *indices: int) -> None:
         """Unshards units now, waits for them, and prefetches the next ones."""
@@ -145,6 +147,11 @@ class GatherSchedule:
         """Whether the last pass kept this unit unsharded for the next."""
         return self._kept == index
 
+    def expect(self, indices: Sequence[int]) -> None:
+        """A block has run that shares these units with blocks to come: they stay unsharded until another block has run,
+        whatever modules run in between."""
+        self._expected = indices
+
     def busy(self, index: int) -> bool:
         return bool(self._busy.get(index))
 
@@ -165,6 +172,7 @@ class GatherSchedule:
         """Ends the pass: receives the rest of its list, and reshards all units but the one to keep."""
         self._post_until(len(self._order))
         keep, self._keep = self._keep, None
+        self._expected = ()
         self._busy.clear()
         for place in sorted(self._remaining):
             self._receive(place)
@@ -291,7 +299,7 @@ class GatherSchedule:
         self._live.add(index)
 
     def _reshard_idle(self, but: Sequence[int]) -> None:
-        for index in sorted(self._live - self._prefetched.keys() - {*but, self._keep}):
+        for index in sorted(self._live - self._prefetched.keys() - {*but, *self._expected, self._keep}):
             if not self._busy.get(index):
                 self._reshard(index)
 

@@ -27,6 +27,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.methods import attach_methods
 from onefold.runtime.phases import Phase
 from onefold.runtime.refusals import Call, Situation, refuse
+from onefold.runtime.saved_views import copy_for_safetensors
 from onefold.runtime.uncopied import Uncopied
 from onefold.runtime.unsharding import in_backward, intercept_lookups
 from onefold.state.guarded_parameters import no_guard
@@ -49,6 +50,7 @@ def attach(engine: Engine) -> None:
         _attach_unsharding(engine)
     _surround_model(engine)
     attach_methods(engine, partial(_hook_output, engine))
+    model.register_state_dict_post_hook(copy_for_safetensors)
     model.__dict__[ATTRIBUTE] = engine
     model.__dict__["__deepcopy__"] = engine.refuse_copy
     model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
@@ -63,13 +65,15 @@ def _attach_unsharding(engine: Engine) -> None:
     modules = dict(model.named_modules())
     inside = {id(module) for name in blocks for module in modules[name].modules()}
     edges = [modules[name] for name in blocks]
+    last_user = {unit: number for number, module in enumerate(edges) for unit in _units_of(module, unit_of)}
     leaves = [m for m in modules.values() if not any(True for _ in m.children())]
     edges += [m for m in leaves if id(m) not in inside and m is not model]
     skip_frames(*unsharding.called_by_autograd())
-    for module in edges:
-        indices = sorted({unit_of[id(p)] for p in module.parameters() if id(p) in unit_of})
+    for number, module in enumerate(edges):
+        indices = _units_of(module, unit_of)
         if indices:
-            _surround_module(engine, module, indices, sorted(frozen.intersection(indices)))
+            later = None if number >= len(blocks) else [unit for unit in indices if last_user[unit] > number]
+            _surround_module(engine, module, indices, sorted(frozen.intersection(indices)), later)
             inside.update(id(part) for part in module.modules())
     for module in modules.values():
         if (
@@ -88,6 +92,10 @@ def _attach_unsharding(engine: Engine) -> None:
     model.register_load_state_dict_post_hook(lambda *_: unsharding.reshard_all())
 
 
+def _units_of(module: nn.Module, unit_of: dict[int, int]) -> list[int]:
+    return sorted({unit_of[id(p)] for p in module.parameters() if id(p) in unit_of})
+
+
 def _record_load(engine: Engine, name: str, units: Sequence[Unit], module: nn.Module, keys: Any) -> None:
     """After a load into a module's own parameters, which are in `units`: its writes are no edits by the user, as the
     masters have them already; and every rank must have made it."""
@@ -96,14 +104,17 @@ def _record_load(engine: Engine, name: str, units: Sequence[Unit], module: nn.Mo
         unit.edits.accept()
 
 
-def _surround_module(engine: Engine, module: nn.Module, indices: list[int], frozen: list[int]) -> None:
-    """Unshards these units around every call of a module."""
+def _surround_module(
+    engine: Engine, module: nn.Module, indices: list[int], frozen: list[int], later: list[int] | None = None
+) -> None:
+    """Unshards these units around every call of a module. `later` are those that blocks registered after this block
+    share with it; None for a module outside blocks."""
     unsharding, call = engine.unsharding, id(module)
     surround(
         module,
         Around(
             before=partial(_enter_module, engine, module, indices, frozen),
-            after=partial(_leave_module, engine, module, indices),
+            after=partial(_leave_module, engine, module, indices, later),
             failed=lambda: unsharding.leave(call, indices, []),
             interrupted=lambda: unsharding.interrupt(call),
         ),
@@ -196,9 +207,9 @@ def _enter_module(
     inputs = [  # hooks of leaves do not run under autograd.grad; a reentrant recomputation never runs under it
         t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad and not (t.is_leaf and counted)
     ]
+    if counted and torch.is_grad_enabled() and (inputs or len(frozen) < len(indices)):
+        unsharding.count_call(indices)  # without such inputs, as the first block may be, until backward ends
     if inputs and torch.is_grad_enabled():
-        if counted:
-            unsharding.count_call(indices)
         _when_all_have_gradients(inputs, lambda _: unsharding.backward_left(indices, frozen, counted=counted))
 
 
@@ -212,9 +223,11 @@ def _when_all_have_gradients(tensors: Sequence[Tensor], then: Callable[[Any], No
         torch.autograd.graph.register_multi_grad_hook(tensors, then)
 
 
-def _leave_module(engine: Engine, module: nn.Module, indices: list[int], output: Any) -> None:
+def _leave_module(engine: Engine, module: nn.Module, indices: list[int], later: list[int] | None, output: Any) -> None:
     given = as_list(output)
     engine.unsharding.leave(id(module), indices, given)
+    if later is not None and not in_backward():
+        engine.unsharding.gathers.expect(later)
     if indices and torch.is_grad_enabled() and not isinstance(module, nn.Embedding):
         for tensor in given:
             if tensor.requires_grad and not tensor.is_leaf:
@@ -233,6 +246,7 @@ def _hook_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
         if (live := weak()) is not None:
             live.arriving.take(index)
 
+    arrived.__dict__[ATTRIBUTE] = weak  # by which another shard() sees that this parameter is taken
     with no_guard():
         node = torch.autograd.graph.get_gradient_edge(param).node  # AccumulateGrad, which adds to .grad
     node.register_prehook(coming)
@@ -259,6 +273,14 @@ def _hook_output(engine: Engine, output: Any) -> None:
                 tensor.register_hook(lambda _: engine.enter_backward())
 
 
+def _unmoved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `fn` makes of a tensor, or the tensor itself if that is a copy on the same device: torch copies from "cpu"
+    to "cpu:0"."""
+    found = fn(tensor)
+    alike = (found.dtype, found.device, found.shape) == (tensor.dtype, tensor.device, tensor.shape)
+    return tensor if alike and (found.stride() == tensor.stride() or 0 in tensor.stride()) else found  # a placeholder
+
+
 def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
     """nn.Module._apply, behind .to(), .half() and .cuda(): raises before a parameter would be moved or cast."""
     for unit in engine.all_units:
@@ -271,7 +293,7 @@ def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, rec
                 f"onefold.shard()"
             )
     with no_guard():
-        return apply(fn, recurse)
+        return apply(partial(_unmoved, fn), recurse)
 
 
 def _zero_grad(engine: Engine, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:

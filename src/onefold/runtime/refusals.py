@@ -48,6 +48,7 @@ class Situation(Enum):
     UPDATE_FAILED = "the host has updated some units, and failed"
     NO_GRADIENTS = "no backward has brought this rank gradients, and none is due"
     NO_RANK_HAS_GRADIENTS = "no backward has brought any rank gradients"
+    UNEVEN_BACKWARDS = "another rank begins another backward of this step, and this rank has run all of its own"
     UNSCALED = "fp16 computes, and the loss of the running backward is not scaled"
     OTHER_SCALE = "gradients of this step were scaled by another number"
     CLIPPED = "16-bit gradients of this step are to be clipped when step() reads them"
@@ -65,6 +66,10 @@ class Situation(Enum):
 
 STEP_IN_BACKWARD = "step_in_backward=True"
 BACKWARD_FIRST = "call loss.backward() before optimizer.step() or clip_grad_norm()"
+UNEVEN = (
+    'ranks run different numbers of backwards in one step, which at stage 0 goes with accumulate(reduce="once") alone; '
+    "use it, or give every rank equally many micro-batches"
+)
 BROKEN = {
     Situation.LOAD_FAILED: "load() failed half way, so the model holds values of two states; load a checkpoint again",
     Situation.UPDATE_FAILED: "the update of {unit} failed, so the model holds values of two steps; load a checkpoint",
@@ -77,6 +82,7 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
     (Call.FORWARD, Situation.TRANSFORMED): (
         "torch.func (jvp, grad, vmap, …) cannot transform a model whose parameters are sharded: use stage 2 or below"
     ),
+    **{(call, Situation.UNEVEN_BACKWARDS): UNEVEN for call in (Call.CLIP, Call.STEP)},
     (Call.BACKWARD, Situation.UNSCALED): (
         "fp16 gradients need a loss scale: call optimizer.backward(loss), not loss.backward()"
     ),

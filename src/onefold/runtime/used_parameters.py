@@ -8,12 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 
-UNUSED, USED, DROPPED = 0, 1, 2  # what a rank says of a parameter, one byte each; of all ranks the highest counts
+UNUSED, USED, DROPPED, MORE = (
+    0,
+    1,
+    2,
+    3,
+)  # what a rank says of a parameter, a byte each; of all ranks the highest counts
 KEPT = bytes(word == USED for word in range(256))  # translates what ranks say of a parameter to: is it to be updated
+
+
+class Heard(NamedTuple):
+    """What all ranks said together."""
+
+    used: bool  # some rank has used a parameter in this step
+    others: bytes  # what else ranks said: the largest byte at every place
+    more: bool  # some rank begins another backward of this step
 
 
 class UsedParameters:
@@ -47,17 +61,19 @@ class UsedParameters:
         """Which parameters of a unit this rank has used, a flag each."""
         return bytes(self._used[self._units[index]])
 
-    def agree(self, everyone: Comm, dropped: Iterable[int], others: bytes) -> bytes | None:
+    def agree(self, everyone: Comm, dropped: Iterable[int], others: bytes, *, more: bool) -> Heard:
         """Tell all ranks which parameters this rank used, and which it `dropped` since; hear which are to be updated.
 
-        Bytes of `others` travel along; the largest of all ranks are returned, or None if no rank has used anything.
+        Bytes of `others` travel along. A rank that begins another backward of the step says MORE of every parameter:
+        ranks may run different numbers of backwards, and agree again after each.
         """
-        said = bytearray(self._used)
-        for index in dropped:
+        said = bytearray([MORE]) * self._total if more else bytearray(self._used)
+        for index in () if more else dropped:
             said[index] = DROPPED
-        words = everyone.all_reduce_max(bytes(said) + others, Label("used-flags", "step"))
-        self._kept = bytearray(words[: self._total].translate(KEPT))
-        return words[self._total :] if any(words[: self._total]) else None
+        words = everyone.all_reduce_max(bytes(said) + others, Label("used-flags", "step"))  # one label: they must meet
+        used = words[: self._total]
+        self._kept = bytearray(used.translate(KEPT))
+        return Heard(any(used), words[self._total :], MORE in used)
 
     def keep(self, index: int, flags: bytes) -> None:
         """Marks the parameters of a unit that any rank used, a flag each, as to be updated."""

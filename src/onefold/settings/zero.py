@@ -53,14 +53,15 @@ class Zero:
 
     bucket_bytes: int = 32 << 20
     """The largest unit, in bytes of parameters. A parameter larger than this is a unit of its own; smaller parameters
-    of a block share units."""
+    of a block share units, and so do neighbouring blocks that are smaller together."""
 
     prefetch: int | Literal["auto"] = 1
     """Stage 3: how many units are all-gathered ahead of their use, in forward and in backward. "auto" (on a CPU) times
     the first passes and then chooses."""
 
     live_bytes: int | None = None
-    """Stage 3 with prefetch="auto": the most bytes of unsharded parameters that prefetching may hold."""
+    """Stage 3 with prefetch="auto": the most bytes of unsharded parameters that prefetching may hold. Neighbouring
+    blocks share a unit only up to half of it."""
 
     schedule: Literal["agreed", "negotiate"] = "agreed"
     """Stage 3: how ranks match their all-gathers. "agreed": all ranks run equally many forwards, and each gathers the
@@ -73,7 +74,7 @@ class Zero:
 
     units: Units = None
     """Which modules are blocks, whose parameters become units of their own: a module class, a tuple of classes, or a
-    callable (name, module) -> bool. None finds the blocks that a model repeats."""
+    callable (name, module) -> bool. None finds the blocks that a model repeats, and small neighbours share units."""
 
     methods: tuple[str, ...] = ()
     """Other methods of the model that compute with its parameters, such as "encode_image". They get what forward gets:
@@ -174,6 +175,13 @@ class Zero:
         if unknown := sorted(set(fields) - known):
             raise ConfigError(f"unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         return dataclasses.replace(zero or cls(), **fields)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Neighbouring blocks share a unit up to so many bytes: never where the caller names units or blocks."""
+        if self.units is not None or callable(self.keep_whole):
+            return 0
+        return self.bucket_bytes if self.live_bytes is None else min(self.bucket_bytes, self.live_bytes // 2)
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""

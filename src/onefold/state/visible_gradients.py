@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from onefold.errors import StateError
+from onefold.state.guarded_parameters import no_guard
 
 
 class VisibleGradients:
@@ -22,11 +23,12 @@ class VisibleGradients:
         self._placeholders: list[ShardedGradient] = []
 
     def show(self, indices: Sequence[int], gradient: Callable[[int], Tensor]) -> None:
-        for index in indices:
-            param, shown = self._params[index], gradient(index)
-            if shown.dtype is not param.dtype:
-                param.grad_dtype = None  # lets a 16-bit parameter have an fp32 .grad
-            self._shown[index] = param.grad = shown
+        with no_guard():
+            for index in indices:
+                param, shown = self._params[index], gradient(index)
+                if shown.dtype is not param.dtype:
+                    param.grad_dtype = None  # lets a 16-bit parameter have an fp32 .grad
+                self._shown[index] = param.grad = shown
 
     def show_placeholders(self) -> None:
         """Sets every parameter's .grad to a placeholder: which parameters some rank used is known only at the step."""
@@ -37,8 +39,9 @@ class VisibleGradients:
     def dropped(self) -> list[int]:
         """The parameters whose .grad the user has set to None since `show`; raises if one was replaced."""
         found = []
-        for index, shown in self._shown.items():
-            grad = self._params[index].grad
+        with no_guard():
+            grads = [self._params[index].grad for index in self._shown]
+        for (index, shown), grad in zip(self._shown.items(), grads, strict=True):
             if grad is None:
                 found.append(index)
             elif grad is not shown:
@@ -54,9 +57,10 @@ class VisibleGradients:
             taken, self._shown = self._shown, {}
         else:
             taken = {index: self._shown.pop(index) for index in indices if index in self._shown}
-        for index, shown in taken.items():
-            if self._params[index].grad is shown:
-                self._params[index].grad = None
+        with no_guard():
+            for index, shown in taken.items():
+                if self._params[index].grad is shown:
+                    self._params[index].grad = None
 
     def __len__(self) -> int:
         return len(self._shown)

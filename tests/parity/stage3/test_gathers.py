@@ -15,7 +15,7 @@ import onefold
 from onefold.comm.maximum import max_rounds
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
-from tests.models import Language, blocks
+from tests.models import Language, Residual, blocks
 from tests.parity.stage3.compare import batch
 from tests.parity.test_traffic import padded_bytes
 
@@ -36,7 +36,7 @@ def speak(model: nn.Module, step: int) -> Tensor:
 
 
 def watch(evaluations: int = 0, note: bool = False, **fields: Any) -> Seen:
-    model = onefold.shard(Language(VOCAB, LAYERS), stage=3, **{"bucket_bytes": ONE, **fields})
+    model = onefold.shard(Language(VOCAB, LAYERS), stage=3, **{"bucket_bytes": ONE, "units": Residual, **fields})
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
     engine, reports, traces = engine_of(model), [], []
     trace = engine.unsharding.gathers.trace
