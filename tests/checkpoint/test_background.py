@@ -58,14 +58,13 @@ def train_beside_a_stuck_disk(folder: str) -> tuple[int, float, list[int], bool]
     save_on(storage, folder, model, optimizer, extra="then", wait=False)
     stall_s = time.monotonic() - started
     steps = 0
-    while time.monotonic() - started < 1.5 * TIMEOUT_S or steps < 20:
-        for _ in range(10):  # as many on all ranks
+    more = torch.ones(())
+    while more.item() or steps < 20:
+        for _ in range(10):
             step(model, optimizer)
         steps += 10
-        more = torch.tensor(float(time.monotonic() - started < 1.5 * TIMEOUT_S))
-        dist.broadcast(more, 0)
-        if not more.item():
-            break
+        more.fill_(time.monotonic() - started < 1.5 * TIMEOUT_S)
+        dist.broadcast(more, 0)  # rank 0's clock decides, so that all ranks make as many steps
     before = committed(Storage(), Path(folder)) if Path(folder).exists() else []
     if dist.get_rank() == 1:
         storage.reached.wait(30)
