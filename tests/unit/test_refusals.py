@@ -27,7 +27,7 @@ ABOUT_CONTENT = {
     "model/tree.py": 2,  # a parameter was added, replaced or removed
     "observe/profiling/profile.py": 3,  # the profiler's own life
     "offload/disk.py": 2,  # the files' own life
-    "optim/foreign_checkpoints.py": 2,  # DCP, which reads and writes one rank's state
+    "optim/foreign_checkpoints.py": 1,  # DCP, which reads and writes one rank's state
     "optim/optimizer.py": 4,  # other saved state; copies; GradScaler
     "optim/unit_optimizer.py": 1,  # other saved state
     "parallel/pipeline.py": 1,  # a schedule that divides .grad
