@@ -41,6 +41,7 @@ from onefold.planner.plan import Plan, plan
 from onefold.runtime.full_parameters import full_parameters, full_state_dict
 from onefold.runtime.loop import accumulate, catch_up
 from onefold.runtime.masters import shards
+from onefold.runtime.unshard import unshard
 from onefold.settings.offload import Offload
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero, preset
@@ -108,4 +109,5 @@ __all__ = [
     "shutdown",
     "track_memory",
     "traffic",
+    "unshard",
 ]

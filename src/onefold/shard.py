@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -21,6 +22,7 @@ from onefold.runtime.automatic import resolve
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import attach
 from onefold.runtime.pipeline_axis import Pipeline
+from onefold.runtime.unfreezing import unfreeze
 from onefold.settings.zero import Zero
 from onefold.state.build import build_units
 
@@ -71,7 +73,12 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     # 6 Attach the engine, its hooks and the activation policy.
     pipeline = Pipeline.of(comms, sum(unit.trained for unit in units))
     engine = Engine(model, resolved, comms=comms, pool=pool, tiers=tiers, units=units, pipeline=pipeline)
-    attach(engine)
-    attach_activations(engine)
+    _attach(engine)
+    engine.when_unfrozen(partial(unfreeze, engine, partial(_attach, engine)))
     comms.world.meter.cut()  # what was sent here belongs to no step
     return model
+
+
+def _attach(engine: Engine) -> None:
+    attach(engine)
+    attach_activations(engine)

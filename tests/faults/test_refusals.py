@@ -25,7 +25,9 @@ class Tiny:
 
     def __init__(self, folder: str, name: str, precision: str = "fp32", in_backward: bool = False) -> None:
         self.folder, self.name = folder, name
-        self.model = onefold.shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)), stage=3, precision=precision)
+        layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        layers[1].bias.requires_grad_(False)
+        self.model = onefold.shard(layers, stage=3, precision=precision)
         self.optimizer = onefold.Optimizer(self.model, optim.SGD, lr=0.1, step_in_backward=in_backward)
         self.ema = onefold.EMA(self.model, 0.9)
 
@@ -93,14 +95,14 @@ ALWAYS = {S.SHARDED}
 UPDATES = ALWAYS | {S.UPDATES_IN_BACKWARD}
 SITUATIONS: dict[str, tuple[Enter, str, bool, set[Situation]]] = {  # precision, step_in_backward, what holds then
     "nothing has happened": (nothing, "fp32", False, ALWAYS | {S.RELEASED, S.NO_GRADIENTS}),
-    "after backward": (after_backward, "fp32", False, ALWAYS | {S.RELEASED}),
+    "after backward": (after_backward, "fp32", False, ALWAYS | {S.RELEASED, S.GRADIENTS_LEFT}),
     "full_parameters": (in_full_parameters, "fp32", False, ALWAYS | {S.IN_FULL_PARAMETERS, S.NO_GRADIENTS}),
     "averaged": (averaged, "bf16", False, ALWAYS | {S.RELEASED, S.AVERAGED, S.NO_GRADIENTS}),
     "accumulating": (accumulating, "fp32", False, ALWAYS | {S.RELEASED, S.ACCUMULATING, S.NO_GRADIENTS}),
     "load failed": (load_failed, "fp32", False, ALWAYS | {S.RELEASED, S.LOAD_FAILED, S.NO_GRADIENTS}),
     "update failed": (update_failed, "fp32", False, ALWAYS | {S.RELEASED, S.UPDATE_FAILED, S.NO_GRADIENTS}),
     "clipped": (clipped, "bf16", False, ALWAYS | {S.RELEASED, S.CLIPPED}),
-    "other scale": (other_scale, "fp32", False, ALWAYS | {S.RELEASED, S.OTHER_SCALE}),
+    "other scale": (other_scale, "fp32", False, ALWAYS | {S.RELEASED, S.OTHER_SCALE, S.GRADIENTS_LEFT}),
     "fp16": (nothing, "fp16", False, ALWAYS | {S.RELEASED, S.UNSCALED, S.NO_GRADIENTS}),
     "updates in backward": (nothing, "fp32", True, UPDATES | {S.RELEASED, S.NO_GRADIENTS}),
     "step awaited": (after_backward, "fp32", True, UPDATES | {S.RELEASED, S.STEP_AWAITED}),
@@ -129,6 +131,15 @@ def write(tiny: Tiny) -> None:
         pass
 
 
+def unfreeze(tiny: Tiny) -> None:
+    bias = tiny.model[1].bias.requires_grad_(True)
+    try:
+        tiny.loss()
+    except onefold.StateError:
+        bias.requires_grad_(False)
+        raise
+
+
 CALLS: dict[Call, Callable[[Tiny], Any]] = {  # all that users call
     Call.FORWARD: Tiny.loss,
     Call.BACKWARD: backward,
@@ -147,6 +158,8 @@ CALLS: dict[Call, Callable[[Tiny], Any]] = {  # all that users call
     Call.OPTIMIZER: lambda tiny: onefold.Optimizer(tiny.model, optim.SGD, lr=0.1),
     Call.APPLY: lambda tiny: tiny.ema.applied().__enter__(),
     Call.PARALLELIZE: lambda tiny: parallelize(tiny.model, onefold.mesh()),
+    Call.UNFREEZE: unfreeze,
+    Call.UNSHARD: lambda tiny: onefold.unshard(tiny.model),
 }
 
 
@@ -183,6 +196,7 @@ def wanted(call: Call, holds: set[Situation]) -> str:
     """The text of the first situation that holds, of the model before the caller's; "" if the call is allowed."""
     calls = {Call.LOAD_PART: (Call.LOAD, Call.LOAD_PART), Call.BACKWARD: (Call.FORWARD, Call.BACKWARD)}
     calls[Call.WRITE] = (Call.FULL_PARAMETERS, Call.WRITE)
+    calls[Call.UNFREEZE] = (Call.FORWARD, Call.UNFREEZE)
     pairs = [(one, situation) for one in calls.get(call, (call,)) for situation in REFUSED_IN[one]]
     refused = sorted((pair for pair in pairs if pair[1] in holds), key=lambda pair: pair[1] not in SITUATION_CHECKS)
     return REFUSALS[refused[0]].format(unit="unit 0", before=4.0, now=1.0) if refused else ""

@@ -18,6 +18,7 @@ REMEDY = re.compile(r"\b(call|leave|use|load|scale|clip after|must get its gradi
 BY_THE_CALLER = {  # situations that only the code that makes the call can see
     Situation.SHARDED, Situation.RELEASED, Situation.NO_GRADIENTS, Situation.NO_RANK_HAS_GRADIENTS,
     Situation.UNIT_UPDATED, Situation.REPLACED, Situation.TRANSFORMED, Situation.UNEVEN_BACKWARDS,
+    Situation.OLD_GRAPH,
 }  # fmt: skip
 
 # StateErrors outside the table, by file: each is about content, and would be as wrong at any other moment.
@@ -35,7 +36,6 @@ ABOUT_CONTENT = {
     "runtime/engine.py": 1,  # copies
     "runtime/full_parameters.py": 2,  # a parameter split along an unknown dim; a write inside a context for reading
     "runtime/hooks.py": 2,  # assign=True; .to() and .half()
-    "runtime/parameter_checks.py": 1,  # a parameter was unfrozen
     "runtime/refusals.py": 1,  # the table's own
     "state/flat_parameters.py": 2,  # a parameter left its buffer, or was written
     "state/guarded_parameters.py": 1,  # the model is gone

@@ -84,6 +84,8 @@ class AutomaticActivations:
         for name in self._blocks:
             self._handles.append(modules[name].register_forward_pre_hook(self._before, with_kwargs=True))
             self._handles.append(modules[name].register_forward_hook(self._after, always_call=True))
+        for handle in self._handles:
+            engine.attachments.hook(handle)
         engine.tell_activations(UNDECIDED)
 
     def _before(self, module: Any, args: Any, kwargs: Any) -> None:

@@ -83,13 +83,14 @@ class Recompute:
     def __init__(self, engine: Engine, store: Store, policy: str) -> None:
         self.store, self.policy = store, policy
         self._unsharding: Unsharding = engine.unsharding
+        self._attachments = engine.attachments
 
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
         modules = dict(model.named_modules())
         for name in blocks:
             self._surround(name, modules[name])
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_forward_hook(self._end)
+        self._attachments.hook(model.register_forward_pre_hook(self._begin, prepend=True))
+        self._attachments.hook(model.register_forward_hook(self._end))
 
     def _surround(self, name: str, block: nn.Module) -> None:
         """Recomputes whatever forward the block has when it is called, which users may compile or replace meanwhile.
@@ -112,7 +113,7 @@ class Recompute:
 
             return run
 
-        replace_calls(block, recomputing)
+        replace_calls(block, recomputing, self._attachments)
 
     def _recomputed(self, name: str, forward: Callable[..., Any], written: ChangedBuffers) -> Callable[..., Any]:
         @wraps(forward)

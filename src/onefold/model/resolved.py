@@ -6,6 +6,7 @@ of the model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,9 @@ class Resolved:
 
     tensor_shards: TensorShards
     """Of parameters that are split over the mesh axis "tp": where this rank's part lies."""
+
+    dtypes: Mapping[str, torch.dtype]
+    """Of all parameters, before shard()."""
 
     digest: str
     """Of settings, parameters, buffers and units: the same on all ranks that hold the same parameters."""

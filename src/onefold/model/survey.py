@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Survey:
     units: tuple[UnitSpec, ...] = ()  # placed as the settings say
     blocks: tuple[str, ...] = ()  # names of modules
     kept_fp32: tuple[str, ...] = ()  # names of modules
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)  # of all parameters, as they are
     lines: tuple[str, ...] = ()  # what all ranks must agree on
     mistake: Exception | None = None  # that ended the survey: raised once all ranks have heard of it
 
@@ -94,7 +95,8 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
             raise ModelError(f"methods= names {name!r}, no method of {type(model).__name__} other than forward")
     return Survey(
         settings=settings, meta=meta, params=tuple(params), units=units, blocks=tuple(blocks),
-        kept_fp32=tuple(kept_fp32), lines=tuple(lines),
+        kept_fp32=tuple(kept_fp32), dtypes={name: param.dtype for name, param in named},
+        lines=tuple(lines),
     )  # fmt: skip
 
 
@@ -182,7 +184,13 @@ def _target(param: nn.Parameter, policy: Precision, kept: bool) -> torch.dtype:
 def _check_parameter(name: str, param: nn.Parameter, device: torch.device, policy: Precision) -> None:
     if param.device != device:
         raise ModelError(f"{name} is on {param.device}, others on {device}; move the model to one device first")
-    if param.requires_grad and param.dtype not in TRAINED_DTYPES and param.dtype is not policy.compute:
+    if param.requires_grad:
+        check_trainable(name, param, policy)
+
+
+def check_trainable(name: str, param: nn.Parameter, policy: Precision) -> None:
+    """Raises if a parameter has a dtype that cannot be trained."""
+    if param.dtype not in TRAINED_DTYPES and param.dtype is not policy.compute:
         remedy = "keep it as two real ones (torch.view_as_real)" if param.is_complex() else "call model.float() first"
         raise ModelError(
             f"{name} is {param.dtype}; trained parameters are float32 or float64 (precision= casts them): {remedy}, "

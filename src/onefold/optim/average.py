@@ -47,11 +47,24 @@ class EMA:
             raise ConfigError(f"the model has an EMA with name={name!r}; give this one another name")
         engine.check(Call.FULL_STATE_DICT)
         engine.quiesce()
-        self._vectors = [_copied(unit) for unit in engine.units]
-        for unit, vector in zip(engine.units, self._vectors, strict=True):
-            unit.add_average(vector)
-        weakref.finalize(self, _forget, engine.units, self._vectors)
+        self._units: dict[int, tuple[Unit, Tensor]] = {}  # by the id of the unit
+        self.follow_units()
+        weakref.finalize(self, _forget, self._units)
         engine.averages.add(self)
+
+    def follow_units(self) -> None:
+        """Called when the model has other units: averages of new ones begin with the parameters as they are."""
+        for unit in self._engine.units:
+            if id(unit) not in self._units:
+                vector = _copied(unit)
+                unit.add_average(vector)
+                self._units[id(unit)] = unit, vector
+        self._vectors = [self._units[id(unit)][1] for unit in self._engine.units]
+
+    def unsharded(self) -> None:
+        """Called when the model is plain again: the averages are freed."""
+        self._units.clear()
+        self._vectors = []
 
     def _check(self) -> None:
         if not (isinstance(self.decay, int | float) and 0 <= self.decay <= 1):
@@ -138,8 +151,8 @@ def _copied(unit: Unit) -> Tensor:
     return vector
 
 
-def _forget(units: Sequence[Unit], vectors: Sequence[Tensor]) -> None:
-    for unit, vector in zip(units, vectors, strict=True):
+def _forget(units: dict[int, tuple[Unit, Tensor]]) -> None:
+    for unit, vector in units.values():
         unit.remove_average(vector)
 
 

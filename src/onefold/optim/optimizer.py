@@ -37,7 +37,7 @@ from onefold.optim.update_in_backward import UpdateInBackward
 from onefold.runtime.engine import engine_of
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.scaled import scaled_backward
-from onefold.runtime.update_policy import StepInputs, UpdatePolicy
+from onefold.runtime.update_policy import NoUpdates, StepInputs, UpdatePolicy
 from onefold.settings.placement import Scope
 from onefold.settings.precision import Precision
 
@@ -78,6 +78,7 @@ class Optimizer(torch.optim.Optimizer):
         gradients are kept: for runs without clipping, accumulation and fp16."""
         engine = self._engine = engine_of(model)
         engine.check(Call.OPTIMIZER)
+        engine.follow_unfreezing()
         engine.freezing.train_again()
         self.stepped = False  # whether the last step() updated anything
         self._tried = 0  # steps, taken or skipped
@@ -88,11 +89,13 @@ class Optimizer(torch.optim.Optimizer):
         self._written = False  # pieces of gradients were given out, and may have been changed
         self._replaced = ""  # a parameter that a newer Optimizer has
         self._by_unit: list[UnitOptimizer] = []
+        self._joining: frozenset[int] = frozenset()  # ids of parameters that are about to get a param group
         error: Exception | None = None
         try:
             half = engine.resolved.precision.compute is torch.float16
             _check_policies(half, loss_scale, on_nonfinite, step_in_backward)
             self._scaler = Scaler(loss_scale or LossScale()) if half else None
+            self._all, self._on_nonfinite, self._in_backward = groups is None, on_nonfinite, step_in_backward
             self._build(cls, groups, kwargs)
             self._finite = FiniteCheck(engine, self._by_unit, self._scaler, on_nonfinite)
             self._check_others(half, step_in_backward)
@@ -106,7 +109,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         self.state = StateOfUnits(dict, self.state)
         agree_on_kernel(engine, self._by_unit, cls)
-        self._policy = self._new_policy(in_backward=step_in_backward)
+        self._policy: UpdatePolicy = self._new_policy()
         engine.update_by(self._policy, self)
         engine.alike.watch(self)
 
@@ -122,10 +125,10 @@ class Optimizer(torch.optim.Optimizer):
                 f"one Optimizer several groups="
             )
 
-    def _new_policy(self, *, in_backward: bool) -> UpdatePolicy:
+    def _new_policy(self) -> UpdatePolicy:
         engine = self._engine
         host = HostUpdates(engine, self._by_unit) if any(unit.updated_on_host for unit in engine.units) else None
-        if in_backward:
+        if self._in_backward:
             return UpdateInBackward(engine, self._by_unit, self.param_groups, host)
         return UpdateAtStep(engine, self._by_unit) if host is None else UpdateOnHost(engine, self._by_unit, host)
 
@@ -166,6 +169,9 @@ class Optimizer(torch.optim.Optimizer):
                 together(comms, partial(agree, near, lines, where=where), where=where)
         self._engine.comm.meter.cut()
         self._agreed = True
+        self._see_groups()
+
+    def _see_groups(self) -> None:
         self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
 
     def _build(self, cls: type[torch.optim.Optimizer], groups: list[Any] | None, kwargs: dict[str, Any]) -> None:
@@ -176,16 +182,22 @@ class Optimizer(torch.optim.Optimizer):
                 "set requires_grad before shard()"
             )
         _check_finite(kwargs, "the settings")
-        self._costs = {}
-        for dtype in dict.fromkeys(updated_dtype(unit) for unit in engine.units):
-            defaults, self._costs[dtype] = examine(cls, kwargs, engine.units[0].pool.device, dtype)
-        reserve(engine, self._costs)
-        self._index = {id(p): index for index, p in enumerate(engine.params)}
+        self._cls, self._settings, self._name = cls, kwargs, cls.__name__
+        defaults = self._examine_units()
         self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
-        self._name = cls.__name__
         with _as_optimizer_errors():
             super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
         self._check_hyperparameters()
+
+    def _examine_units(self) -> dict[str, Any]:
+        """Raises unless the class can update the model's units, and its state fits. Its default settings."""
+        engine, defaults = self._engine, dict[str, Any]()
+        self._index = {id(p): index for index, p in enumerate(engine.params)}
+        self._costs = {}
+        for dtype in dict.fromkeys(updated_dtype(unit) for unit in engine.units):
+            defaults, self._costs[dtype] = examine(self._cls, self._settings, engine.units[0].pool.device, dtype)
+        reserve(engine, self._costs)
+        return defaults
 
     def _describe(self) -> list[str]:
         """Lines that must be equal on all ranks: the class, the param groups, their settings and parameters."""
@@ -201,6 +213,10 @@ class Optimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters of the model to the optimizer, with settings of their own. Collective."""
         error: Exception | None = None
+        if self._agreed:
+            self._joining = _ids(param_group.get("params"))
+            self._engine.follow_unfreezing()
+            self._joining = frozenset()
         try:
             self._add_group(param_group)
         except Exception as mistake:
@@ -312,6 +328,38 @@ class Optimizer(torch.optim.Optimizer):
     def replaced(self, index: int) -> None:
         """A newer Optimizer was made for this parameter: the state of this one is freed."""
         self._replaced, self._by_unit = self._engine.names[index], []
+
+    def follow_units(self) -> UpdatePolicy:
+        """Called when parameters that were frozen train, in units of their own: keeps the state of all other units. If
+        this Optimizer was made without groups=, for all that train, the parameters join its first param group."""
+        engine, known = self._engine, {id(one.unit): one for one in self._by_unit}
+        self._examine_units()
+        self._finite.read_last_step()
+        self._by_unit = [
+            known[id(unit)] if id(unit) in known else UnitOptimizer(unit, self._cls, self._settings)
+            for unit in engine.units
+        ]
+        finite = self._finite
+        self._finite = FiniteCheck(engine, self._by_unit, self._scaler, self._on_nonfinite)
+        self._finite.reset(finite.skipped)
+        if self._all:
+            known_params = {id(param) for group in self.param_groups for param in group["params"]}
+            self._add_unfrozen(known_params | self._joining)
+        self._policy = self._new_policy()
+        return self._policy
+
+    def _add_unfrozen(self, known: set[int]) -> None:
+        group = self.param_groups[0]
+        added = [param for param in self._engine.params if param.requires_grad and id(param) not in known]
+        group["params"] += added
+        self._see_groups()
+        for unit_index, slots in self._by_unit_slots({"params": added}).items():
+            self._by_unit[unit_index].add_group(0, slots)
+
+    def unsharded(self) -> None:
+        """Called when the model is plain again: the state is freed."""
+        self._by_unit, self._policy = [], NoUpdates()
+        self._finite = FiniteCheck(self._engine, [], self._scaler, self._on_nonfinite)
 
     @property
     def clipped(self) -> bool:
@@ -557,6 +605,12 @@ def _check_finite(settings: dict[str, Any], where: str) -> None:
     readable = isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.device.type == "cpu")
     if readable and not math.isfinite(lr or 0.0):
         raise OptimizerError(f"lr={lr} in {where} is not finite: look at the LR schedule")
+
+
+def _ids(params: Any) -> frozenset[int]:
+    """The ids of parameters that a param group is given, in whatever form torch allows."""
+    given = [params] if isinstance(params, Tensor) else params if isinstance(params, list | tuple | set) else []
+    return frozenset(id(one[1] if isinstance(one, tuple) else one) for one in given)
 
 
 @contextmanager

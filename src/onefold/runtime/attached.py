@@ -49,6 +49,14 @@ class AttachedOptimizer(Protocol):
         """A newer Optimizer has this parameter: the older one's state is freed, and it refuses to update."""
         ...
 
+    def follow_units(self) -> UpdatePolicy:
+        """The model has other units: state of those that stay is kept. How the Optimizer updates from now on."""
+        ...
+
+    def unsharded(self) -> None:
+        """The model is plain again: the state is freed."""
+        ...
+
 
 class Attached(NamedTuple):
     optimizer: weakref.ref[AttachedOptimizer]
@@ -77,6 +85,24 @@ class AttachedOptimizers:
                 older.replaced(min(shared))
                 self._all.remove(one)
         self._all.append(Attached(weakref.ref(optimizer), policy))
+        self._choose()
+
+    def follow_units(self) -> None:
+        """The model has other units. Nothing is in flight."""
+        self.forget_freed()
+        for place, one in enumerate(self._all):
+            optimizer = one.optimizer()
+            assert optimizer is not None
+            self._all[place] = one._replace(policy=optimizer.follow_units())
+        self._choose()
+
+    def end(self) -> None:
+        """The model is plain again. Nothing is in flight."""
+        for one in self._all:
+            one.policy.end()
+            if (optimizer := one.optimizer()) is not None:
+                optimizer.unsharded()
+        self._all = []
         self._choose()
 
     def rehearse(self, policy: UpdatePolicy) -> None:
@@ -132,6 +158,10 @@ class Average(Protocol):
 
     def restart(self) -> None: ...
 
+    def follow_units(self) -> None: ...
+
+    def unsharded(self) -> None: ...
+
 
 class Averages:
     """The EMAs of one model, which are held weakly."""
@@ -149,6 +179,17 @@ class Averages:
 
     def add(self, average: Average) -> None:
         self._all = [one for one in self._all if one() is not None] + [weakref.ref(average)]
+
+    def follow_units(self) -> None:
+        """The model has other units."""
+        for average in self:
+            average.follow_units()
+
+    def end(self) -> None:
+        """The model is plain again."""
+        for average in self:
+            average.unsharded()
+        self._all = []
 
     def apply(self, applied: bool) -> None:
         """Parameters are averages from now on, or no longer."""

@@ -55,6 +55,7 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
         blocks=found.blocks,
         kept_fp32=found.kept_fp32,
         tensor_shards=tensor_shards,
+        dtypes=found.dtypes,
         digest=digest(found.lines),
         why="; ".join(reasons),
     )

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from onefold.runtime.attachments import Attachments
+
 REPLACED = ("_call_impl", "_compiled_call_impl", "compile")  # attributes of a module
 
 
@@ -28,7 +30,7 @@ class Around(NamedTuple):
     interrupted: Callable[[], None]  # after KeyboardInterrupt or SystemExit
 
 
-def surround(module: nn.Module, around: Around) -> None:
+def surround(module: nn.Module, around: Around, attachments: Attachments) -> None:
     before, after, failed, interrupted = (torch._disable_dynamo(one) for one in around)
 
     def surrounded(call: Callable[..., Any], *, compiled: bool) -> Callable[..., Any]:
@@ -48,7 +50,7 @@ def surround(module: nn.Module, around: Around) -> None:
 
         return run
 
-    replace_calls(module, surrounded)
+    replace_calls(module, surrounded, attachments)
 
 
 class Replacement(Protocol):
@@ -57,18 +59,20 @@ class Replacement(Protocol):
         ...
 
 
-def replace_calls(module: nn.Module, replacement: Replacement) -> None:
+def replace_calls(module: nn.Module, replacement: Replacement, attachments: Attachments) -> None:
     """Replaces what runs when the module is called. From now on, module.compile() compiles its forward. A deep copy of
     the module is called as it was called before."""
     own = module.__dict__
-    own.setdefault("__deepcopy__", partial(_copied, module, {name: own[name] for name in REPLACED if name in own}))
+    if "__deepcopy__" not in own:
+        before = {name: own[name] for name in REPLACED if name in own}
+        attachments.attribute(module, "__deepcopy__", partial(_copied, module, before))
     for name in ("_call_impl", "_compiled_call_impl"):  # the second by module.compile()
         call = getattr(module, name)
         if call is not None:
             run = replacement(call, compiled=name == "_compiled_call_impl")
             skip_frames(run)
-            own[name] = MethodType(run, module)
-    own["compile"] = partial(_compile_forward, module)
+            attachments.attribute(module, name, MethodType(run, module))
+    attachments.attribute(module, "compile", partial(_compile_forward, module))
 
 
 def skip_frames(*functions: Callable[..., Any]) -> None:

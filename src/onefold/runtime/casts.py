@@ -25,15 +25,18 @@ def attach_casts(engine: Engine) -> None:
     modules = dict(engine.model.named_modules())
     _attach_input_casts(engine, modules, compute)
     for kept in (modules[name] for name in engine.resolved.kept_fp32):
-        kept.register_forward_pre_hook(
+        widen = kept.register_forward_pre_hook(
             lambda module, args, kwargs: (cast_tensors(args, torch.float32), cast_tensors(kwargs, torch.float32)),
             with_kwargs=True,
         )
-        kept.register_forward_hook(lambda module, args, output: cast_tensors(output, compute))
+        engine.attachments.hook(widen)
+        narrow = kept.register_forward_hook(lambda module, args, output: cast_tensors(output, compute))
+        engine.attachments.hook(narrow)
     holding = [m for m in modules.values() if any(True for _ in m.parameters(recurse=False))]
     places = {id(param): place for param, place in zip(engine.params, engine.places, strict=True)}
     for module in holding:
-        module.register_load_state_dict_pre_hook(Uncopied(partial(_load_masters, engine, places)))
+        load = Uncopied(partial(_load_masters, engine, places))
+        engine.attachments.hook(module.register_load_state_dict_pre_hook(load))
 
 
 def _attach_input_casts(engine: Engine, modules: dict[str, nn.Module], compute: torch.dtype) -> None:
@@ -43,7 +46,8 @@ def _attach_input_casts(engine: Engine, modules: dict[str, nn.Module], compute: 
     if chosen is False:
         return
     root = CastInputs() if chosen is True else chosen_inputs(engine.model.forward, chosen)
-    engine.model.register_forward_pre_hook(partial(_cast, root, compute), prepend=True, with_kwargs=True)
+    cast = engine.model.register_forward_pre_hook(partial(_cast, root, compute), prepend=True, with_kwargs=True)
+    engine.attachments.hook(cast)
     blocks = [modules[name] for name in engine.resolved.blocks]
     inside = {id(module) for block in blocks for module in block.modules()}
     kept = {id(module) for name in engine.resolved.kept_fp32 for module in modules[name].modules()}
@@ -52,7 +56,7 @@ def _attach_input_casts(engine: Engine, modules: dict[str, nn.Module], compute: 
         dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()} - {torch.float32}
         if module is not engine.model and id(module) not in kept and dtypes == {compute}:
             first = partial(_cast_first, first_name(module.forward), compute)
-            module.register_forward_pre_hook(first, prepend=True, with_kwargs=True)
+            engine.attachments.hook(module.register_forward_pre_hook(first, prepend=True, with_kwargs=True))
 
 
 def _cast(

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -31,6 +31,7 @@ from onefold.offload.tiers import Tiers
 from onefold.runtime.accumulating import Accumulating
 from onefold.runtime.arriving_gradients import ArrivingGradients, Place
 from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, Averages, BlockInputs
+from onefold.runtime.attachments import Attachments
 from onefold.runtime.backward import Backward
 from onefold.runtime.done_alike import DoneAlike
 from onefold.runtime.freezing import Freezing
@@ -66,29 +67,40 @@ class Engine:
         units: Sequence[Unit],
         pipeline: Pipeline,
     ) -> None:
-        settings, placement = resolved.settings, resolved.placement
-        sharded = [unit for unit in units if unit.placement.parameters is Scope.SHARDED or unit.placement.late]
-        self.model, self.resolved, self.pool = model, resolved, pool
+        self.model, self.pool, self.tiers = model, pool, tiers
         self.comms, self.comm, self.everyone = comms, comms.shard, comms.everyone
         self.pipeline = pipeline
+        self.attachments = Attachments()  # to the model's modules and parameters
+        self._activations_why = ""  # activations="auto": what was chosen, and the reason
+        self.optimizers = AttachedOptimizers()  # that were made for this model
+        self.averages = Averages()
+        self.alone_in_rank = True  # no other part of the same model is here
+        self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
+        self.device = pool.device
+        self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
+        self.alike = DoneAlike(self.everyone)
+        self._unfreeze: Callable[[], None] | None = None  # what makes trained units of parameters that were unfrozen
+        self.ended = False  # by unshard()
+        self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
+        self.broken: Situation | None = None  # why the values are of no use
+        self.broken_unit = ""  # whose update failed
+        self.assemble(resolved, units)
+
+    def assemble(self, resolved: Resolved, units: Sequence[Unit]) -> None:
+        """Makes whatever follows the units of the model, which nothing uses meanwhile. Again where the units change."""
+        settings, placement, model = resolved.settings, resolved.placement, self.model
+        sharded = [unit for unit in units if unit.placement.parameters is Scope.SHARDED or unit.placement.late]
+        self.resolved = resolved
         self.units = [unit for unit in units if unit.trained]
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         replicated = resolved.replicated_frozen
         self.frozen = [(name, param) for name, param in model.named_parameters() if name in replicated]
-        self._activations_why = ""  # activations="auto": what was chosen, and the reason
-        self.tiers = tiers
-        self.optimizers = AttachedOptimizers()  # that were made for this model
-        self.averages = Averages()
         self._dropped: set[int] = set()  # parameters whose gradients zero_grad() of one of several Optimizers dropped
-        self.alone_in_rank = True  # no other part of the same model is here
-        self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
-        self.device = pool.device
-        self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
-        freed = FreedMemory(self.device, counts=comms.shard.on_stream or comms.replica.on_stream)
+        freed = FreedMemory(self.device, counts=self.comms.shard.on_stream or self.comms.replica.on_stream)
         self.schedule = ReduceSchedule(self.units, self._starting, self._reduced, freed)
         negotiate = settings.schedule == "negotiate"
         self.unsharding = Unsharding(
@@ -101,7 +113,6 @@ class Engine:
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self.progress = Progress()
         self.freezing = Freezing(self.units, self.params, self.optimizers)
-        self.alike = DoneAlike(self.everyone)
         self.used = UsedParameters([len(unit.params) for unit in self.units])
         self.scale = GradientScale(needed=resolved.precision.compute is torch.float16)
         self.accumulating = Accumulating(self.units, placement.gradients)
@@ -114,9 +125,6 @@ class Engine:
             self.unsharding, self.schedule, self.progress, self.accumulating, self._backward_closed
         )
         self._checks = ParameterChecks(model, self.all_units, self.frozen)
-        self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
-        self.broken: Situation | None = None  # why the values are of no use
-        self.broken_unit = ""  # whose update failed
 
     # -- what others bring -----------------------------------------------------------------------------------------
 
@@ -174,6 +182,47 @@ class Engine:
         """Raises if this call is refused in a situation the model is in."""
         check(self, call)
 
+    # -- units that change ------------------------------------------------------------------------------------------
+
+    def when_unfrozen(self, unfreeze: Callable[[], None]) -> None:
+        """What to do when parameters that were frozen in shard() train."""
+        self._unfreeze = unfreeze
+
+    def unfrozen_names(self) -> list[str]:
+        """Names of parameters that were frozen, and are not now."""
+        return self._checks.unfrozen()
+
+    def follow_unfreezing(self) -> None:
+        """Lets parameters train that have been unfrozen. Collective if there are any."""
+        if self._unfreeze is not None and self.unfrozen_names():
+            self._unfreeze()
+
+    def prepare_units_change(self) -> None:
+        """Waits for all that is in flight, and drops gradients: the units of the model are about to change."""
+        self.quiesce()
+        self.drop_gradients()
+        self.unsharding.gathers.catch_up()
+        self.unsharding.reshard_all()
+
+    def change_units(self, resolved: Resolved, units: Sequence[Unit]) -> None:
+        """The model has other units from now on; Optimizers and EMAs follow. Detaches the engine from the model."""
+        self.unsharding.retire()
+        self.attachments.remove()
+        self.assemble(resolved, units)
+        self.pipeline = self.pipeline._replace(most_units=len(self.units))  # there is one stage
+        self.optimizers.follow_units()
+        self.averages.follow_units()
+
+    def end(self) -> None:
+        """The model's parameters are plain: detaches the engine from it, and frees all state."""
+        self.unsharding.retire()
+        self.attachments.remove()
+        self.optimizers.end()
+        self.averages.end()
+        self.assemble(self.resolved, [])
+        self.tiers.close()
+        self.ended = True
+
     # -- forward and backward --------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
@@ -185,6 +234,7 @@ class Engine:
         self.optimizers.forget_freed()
         self.freezing.follow()
         if torch.is_grad_enabled():
+            self.follow_unfreezing()
             self._dropped.clear()
             swapped = set() if self.unsharding.units else self._checks.swapped()
             self.trains = not swapped or not swapped.issuperset(map(id, self.params))
@@ -195,6 +245,8 @@ class Engine:
 
     def enter_backward(self) -> None:
         """Called inside backward: autograd has come to this model."""
+        if self.ended:
+            refuse(Call.BACKWARD, Situation.UNSHARDED)
         self._backward.enter()
 
     def first_gradient_coming(self) -> None:

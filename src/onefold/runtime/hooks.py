@@ -35,7 +35,8 @@ from onefold.state.unit import Unit
 
 
 def attach(engine: Engine) -> None:
-    model = engine.model
+    """Adds to the model whatever the engine needs; `engine.attachments` has all of it."""
+    model, added = engine.model, engine.attachments
     for index, param in enumerate(engine.params):
         _hook_gradient(engine, index, param)
     unit_of = {id(param): unit for unit in engine.units for param in unit.params}
@@ -43,18 +44,18 @@ def attach(engine: Engine) -> None:
         if module._parameters:
             units = {id(p): unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of}
             record = partial(_record_load, engine, name, list(units.values()))
-            module.register_load_state_dict_post_hook(Uncopied(record))
+            added.hook(module.register_load_state_dict_post_hook(Uncopied(record)))
     if engine.resolved.precision.narrow:
         attach_casts(engine)
     if engine.unsharding.units:
         _attach_unsharding(engine)
     _surround_model(engine)
     attach_methods(engine, partial(_hook_output, engine))
-    model.register_state_dict_post_hook(copy_for_safetensors)
-    model.__dict__[ATTRIBUTE] = engine
-    model.__dict__["__deepcopy__"] = engine.refuse_copy
-    model.__dict__["_apply"] = partial(_guarded_apply, engine, model._apply)
-    model.__dict__["zero_grad"] = partial(_zero_grad, engine, model.zero_grad)
+    added.hook(model.register_state_dict_post_hook(copy_for_safetensors))
+    added.attribute(model, ATTRIBUTE, engine)
+    added.attribute(model, "__deepcopy__", engine.refuse_copy)
+    added.attribute(model, "_apply", partial(_guarded_apply, engine, model._apply))
+    added.attribute(model, "zero_grad", partial(_zero_grad, engine, model.zero_grad))
 
 
 def _attach_unsharding(engine: Engine) -> None:
@@ -84,12 +85,12 @@ def _attach_unsharding(engine: Engine) -> None:
             # its own parameters are gathered when it looks them up, which also works if it is called by itself
             _surround_module(engine, module, [], [])
     unsharding.embedding_units = _embedding_units(model, unit_of)
-    intercept_lookups(model.modules(), unit_of, unsharding)
+    intercept_lookups(model.modules(), unit_of, unsharding, engine.attachments)
     for module in modules.values():
         indices = sorted({unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of})
         if indices:
             _attach_state(engine, module, indices)
-    model.register_load_state_dict_post_hook(lambda *_: unsharding.reshard_all())
+    engine.attachments.hook(model.register_load_state_dict_post_hook(lambda *_: unsharding.reshard_all()))
 
 
 def _units_of(module: nn.Module, unit_of: dict[int, int]) -> list[int]:
@@ -118,28 +119,31 @@ def _surround_module(
             failed=lambda: unsharding.leave(call, indices, []),
             interrupted=lambda: unsharding.interrupt(call),
         ),
+        engine.attachments,
     )
 
 
 def _surround_model(engine: Engine) -> None:
-    unsharding, call = engine.unsharding, id(engine.model)
-    sharded = bool(unsharding.units)
+    """Runs checks before every forward of the model, and unshards around it. What it asks of the engine it asks anew,
+    since parameters that were unfrozen change the engine while a forward begins."""
+    call = id(engine.model)
 
     def before(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         _before_forward(engine)
-        if sharded:
+        if engine.unsharding.units:
             _enter_root(engine)
 
     def after(output: Any) -> None:
         _hook_output(engine, output)
-        if sharded:
-            unsharding.leave(call, [], as_list(output), root=True)
+        if engine.unsharding.units:
+            engine.unsharding.leave(call, [], as_list(output), root=True)
 
     def failed() -> None:
-        if sharded:
-            unsharding.leave(call, [], [], root=True)
+        if engine.unsharding.units:
+            engine.unsharding.leave(call, [], [], root=True)
 
-    surround(engine.model, Around(before, after, failed, interrupted=lambda: unsharding.interrupt(call)))
+    around = Around(before, after, failed, interrupted=lambda: engine.unsharding.interrupt(call))
+    surround(engine.model, around, engine.attachments)
 
 
 def _enter_root(engine: Engine) -> None:
@@ -185,10 +189,11 @@ def _attach_state(engine: Engine, module: nn.Module, indices: list[int]) -> None
         if not all(unsharding.units[index].flat_params.visible for index in indices):
             refuse(Call.STATE_DICT, Situation.RELEASED)
 
-    module.register_load_state_dict_pre_hook(before_load)
-    module.register_load_state_dict_post_hook(lambda *_: unsharding.end_load(indices))
-    module.register_state_dict_pre_hook(before_save)
-    module.register_state_dict_post_hook(after_save)
+    added = engine.attachments
+    added.hook(module.register_load_state_dict_pre_hook(before_load))
+    added.hook(module.register_load_state_dict_post_hook(lambda *_: unsharding.end_load(indices)))
+    added.hook(module.register_state_dict_pre_hook(before_save))
+    added.hook(module.register_state_dict_post_hook(after_save))
 
 
 def _enter_module(
@@ -247,10 +252,13 @@ def _hook_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
             live.arriving.take(index)
 
     arrived.__dict__[ATTRIBUTE] = weak  # by which another shard() sees that this parameter is taken
+    trains = param.requires_grad  # not if it is frozen for a while, or still, beside others of its unit
     with no_guard():
+        param.requires_grad_(True)
         node = torch.autograd.graph.get_gradient_edge(param).node  # AccumulateGrad, which adds to .grad
-    node.register_prehook(coming)
-    param.register_post_accumulate_grad_hook(arrived)
+        engine.attachments.hook(node.register_prehook(coming))
+        engine.attachments.hook(param.register_post_accumulate_grad_hook(arrived))
+        param.requires_grad_(trains)
     engine.hold_accumulator(node)
 
 

@@ -22,7 +22,8 @@ from onefold.runtime.unsharding import in_backward
 def attach_methods(engine: Engine, open_backward: Callable[[Any], None]) -> None:
     """Surrounds the methods; `open_backward` is called with what a method returns."""
     for name in dict.fromkeys([*engine.resolved.settings.methods, *_of_transformers(engine.model)]):
-        engine.model.__dict__[name] = _surrounded(engine, getattr(engine.model, name), open_backward)
+        method = _surrounded(engine, getattr(engine.model, name), open_backward)
+        engine.attachments.attribute(engine.model, name, method)
 
 
 def _of_transformers(model: nn.Module) -> list[str]:
@@ -34,7 +35,7 @@ def _of_transformers(model: nn.Module) -> list[str]:
 
 
 def _surrounded(engine: Engine, method: Callable[..., Any], open_backward: Callable[[Any], None]) -> Callable[..., Any]:
-    unsharding, compute = engine.unsharding, engine.resolved.precision.compute
+    compute = engine.resolved.precision.compute
     narrow = engine.resolved.precision.narrow
     call = id(method)  # another than that of the model, which the method may call
 
@@ -42,11 +43,12 @@ def _surrounded(engine: Engine, method: Callable[..., Any], open_backward: Calla
     def run(*args: Any, **kwargs: Any) -> Any:
         if in_backward():  # a recomputation
             engine.enter_backward()
-        elif not unsharding.running:
+        elif not engine.unsharding.running:
             engine.before_forward()
         if narrow:
             assert isinstance(compute, torch.dtype)
             args, kwargs = cast_tensors(args, compute), cast_tensors(kwargs, compute)
+        unsharding = engine.unsharding  # a new one if parameters have been unfrozen
         unsharding.enter(call, [])
         output = None
         try:

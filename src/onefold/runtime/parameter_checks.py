@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from onefold.errors import StateError
 from onefold.model.tree import ParameterTree
 from onefold.state.unit import Unit
 
@@ -24,10 +23,11 @@ class ParameterChecks:
         return self._tree.swapped()
 
     def check(self) -> None:
-        """Raises if a parameter was added, replaced, removed, moved or unfrozen."""
+        """Raises if a parameter was added, replaced, removed or moved."""
         self._tree.check()
         for unit in self._units:
             unit.flat_params.check()
-        for name, param in self._frozen:
-            if param.requires_grad:
-                raise StateError(f"{name} was frozen when shard() was called and is not now; unfreeze before shard()")
+
+    def unfrozen(self) -> list[str]:
+        """Names of parameters that were frozen when their unit was made, and are not now."""
+        return [name for name, param in self._frozen if param.requires_grad]

@@ -35,12 +35,16 @@ class Call(Enum):
     OPTIMIZER = "Optimizer()"
     APPLY = "EMA.applied()"
     PARALLELIZE = "parallelize()"
+    UNFREEZE = "requires_grad_() of a parameter that was frozen when shard() was called"
+    UNSHARD = "unshard()"
 
 
 class Situation(Enum):
     """What may be so of a model while a call is made; several may be so at once."""
 
     SHARDED = "shard() has been called"
+    UNSHARDED = "unshard() has made the model plain again"
+    OLD_GRAPH = "the graph of the backward was made before units of the model changed"
     RELEASED = "parameters are spread over ranks, and placeholders are in the model"
     REPLACED = "a newer Optimizer was made for parameters of this one"
     TRANSFORMED = "parameters are sharded, and torch.func transforms the call"
@@ -62,6 +66,8 @@ class Situation(Enum):
     UPDATES_IN_BACKWARD = "backward updates units, and keeps no gradients"
     ACCUMULATING = "an accumulate context is open"
     SEVERAL_STAGES = "this rank holds several stages of a pipeline"
+    GRADIENTS_LEFT = "a backward has brought gradients, and no step() has used them"
+    IN_PIPELINE = "the model is one stage of a pipeline"
 
 
 STEP_IN_BACKWARD = "step_in_backward=True"
@@ -74,9 +80,26 @@ BROKEN = {
     Situation.LOAD_FAILED: "load() failed half way, so the model holds values of two states; load a checkpoint again",
     Situation.UPDATE_FAILED: "the update of {unit} failed, so the model holds values of two steps; load a checkpoint",
 }
-NEEDS_VALUES = (Call.FORWARD, Call.FULL_PARAMETERS, Call.FULL_STATE_DICT, Call.SAVE, Call.APPLY)
+NEEDS_VALUES = (Call.FORWARD, Call.FULL_PARAMETERS, Call.FULL_STATE_DICT, Call.SAVE, Call.APPLY, Call.UNSHARD)
+UNSHARDED = "after onefold.unshard(model), which took all of Onefold off it: call shard() again, and make new ones"
 
 REFUSALS: dict[tuple[Call, Situation], str] = {
+    **{
+        (call, Situation.UNSHARDED): f"{call.value} {UNSHARDED}"
+        for call in (
+            Call.BACKWARD,
+            Call.CLIP,
+            Call.GRADIENTS,
+            Call.STEP,
+            Call.ZERO_GRAD,
+            Call.FULL_STATE_DICT,
+            Call.APPLY,
+        )
+    },
+    (Call.BACKWARD, Situation.OLD_GRAPH): (
+        "this backward belongs to a forward before onefold.unshard() or before parameters were unfrozen, when they "
+        "were elsewhere in memory: call model() again"
+    ),
     **{(call, situation): text for situation, text in BROKEN.items() for call in NEEDS_VALUES},
     **{(Call.LOAD_PART, broken): f"{text}: all of it, with the optimizer" for broken, text in BROKEN.items()},
     (Call.FORWARD, Situation.TRANSFORMED): (
@@ -186,6 +209,19 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
             f"later one, or give each Optimizer parameters of its own (groups=)"
         )
         for call in (Call.CLIP, Call.GRADIENTS, Call.STEP, Call.ZERO_GRAD)
+    },
+    **{
+        (call, situation): f"{call.value} {text}"
+        for call in (Call.UNSHARD, Call.UNFREEZE)
+        for situation, text in {
+            Situation.IN_FULL_PARAMETERS: "inside full_parameters would move parameters under it; leave it first",
+            Situation.AVERAGED: "inside EMA.applied(), where parameters are averages: leave it first",
+            Situation.IN_BACKWARD: "inside backward would move parameters under it; call it later",
+            Situation.STEP_AWAITED: "between a backward that updates and its step(): call optimizer.step() first",
+            Situation.ACCUMULATING: "inside accumulate() would lose gradients; leave it first",
+            Situation.GRADIENTS_LEFT: "would lose gradients that no step() has used: call step() or zero_grad() first",
+            Situation.IN_PIPELINE: "does not go with a mesh axis 'pp': use onefold.save, and load it elsewhere",
+        }.items()
     },
     (Call.PARALLELIZE, Situation.SHARDED): "this model was sharded already; call parallelize() first, then shard()",
 }

@@ -13,6 +13,8 @@ import torch
 from onefold.runtime.accumulating import Accumulating
 from onefold.runtime.attached import AttachedOptimizers, Averages
 from onefold.runtime.open_contexts import FullParameterContexts
+from onefold.runtime.phases import Phase, Progress
+from onefold.runtime.pipeline_axis import Pipeline
 from onefold.runtime.refusals import REFUSED_IN, Call, Situation, refuse
 from onefold.runtime.scaled import GradientScale
 from onefold.runtime.untied import NoTiedParameters
@@ -22,6 +24,15 @@ from onefold.runtime.used_parameters import UsedParameters
 
 class EngineFacts(Protocol):
     """What these questions need to know of an engine."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def progress(self) -> Progress: ...
+
+    @property
+    def pipeline(self) -> Pipeline: ...
 
     @property
     def broken(self) -> Situation | None: ...
@@ -58,6 +69,7 @@ class EngineFacts(Protocol):
 
 
 SITUATION_CHECKS: Mapping[Situation, Callable[[EngineFacts], bool]] = {
+    Situation.UNSHARDED: lambda model: model.ended,
     Situation.LOAD_FAILED: lambda model: model.broken is Situation.LOAD_FAILED,
     Situation.UPDATE_FAILED: lambda model: model.broken is Situation.UPDATE_FAILED,
     Situation.UNSCALED: lambda model: model.scale.missing,
@@ -71,6 +83,8 @@ SITUATION_CHECKS: Mapping[Situation, Callable[[EngineFacts], bool]] = {
     Situation.UPDATES_IN_FULL_PARAMETERS: lambda model: model.contexts.open and not model.updates.keeps_gradients,
     Situation.UPDATES_IN_BACKWARD: lambda model: not model.updates.keeps_gradients,
     Situation.ACCUMULATING: lambda model: not model.accumulating.final,
+    Situation.GRADIENTS_LEFT: lambda model: model.used.any and model.progress.phase is not Phase.AGREED,
+    Situation.IN_PIPELINE: lambda model: model.pipeline.stages > 1,
     Situation.SEVERAL_STAGES: lambda model: not model.alone_in_rank,
 }
 

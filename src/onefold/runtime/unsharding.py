@@ -33,6 +33,7 @@ from onefold.comm.inflight import finish_posted_at_exit
 from onefold.comm.meter import Label
 from onefold.model.containers import as_list
 from onefold.model.dtensor_shards import PLAIN, local_tensor
+from onefold.runtime.attachments import Attachments
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, LOAD, GatherSchedule
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.unit_order import with_missing
@@ -97,6 +98,10 @@ class Unsharding:
         for index, unit in enumerate(self.units):
             unit.flat_params.guard.ask(partial(self._use, index))
         self.backward_seen: list[int] = []
+
+    def retire(self) -> None:
+        """The units of the model have changed: a backward of a forward before that raises."""
+        self._on_backward = partial(refuse, Call.BACKWARD, Situation.OLD_GRAPH)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -436,9 +441,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def intercept_lookups(modules: Iterator[nn.Module], unit_of: dict[int, int], unsharding: Unsharding) -> None:
+def intercept_lookups(
+    modules: Iterator[nn.Module], unit_of: dict[int, int], unsharding: Unsharding, attachments: Attachments
+) -> None:
     """Replaces `_parameters` of every module that owns sharded parameters by a GatheringDict."""
     for module in modules:
         units = {name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of}
         if units:
             module.__dict__["_parameters"] = GatheringDict(module._parameters, unsharding, units)
+            attachments.change(partial(_restore_lookups, module))
+
+
+def _restore_lookups(module: nn.Module) -> None:
+    module.__dict__["_parameters"] = dict(module._parameters)

@@ -5,6 +5,8 @@ So there are never two copies of the model in memory. A model on the meta device
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from onefold.comm.buffers import Pool
@@ -13,10 +15,12 @@ from onefold.cost.states import updated_numel
 from onefold.model.dtensor_shards import local_tensor, set_local_tensor
 from onefold.model.meta import Builder
 from onefold.model.resolved import Resolved
+from onefold.model.unit_spec import UnitSpec
 from onefold.offload.host_memory import trim_heap
 from onefold.offload.tiers import Tiers
 from onefold.settings.offload import Offload
 from onefold.settings.placement import Tier
+from onefold.settings.precision import Precision
 from onefold.state.rounding import narrowed
 from onefold.state.unit import Unit
 
@@ -35,13 +39,7 @@ def build_units(model: nn.Module, resolved: Resolved, comms: Comms, pool: Pool, 
         if builder:
             builder.build(members)
         if spec.flat:
-            dtypes = precision.dtypes(spec.dtype)
-            units.append(
-                Unit(
-                    spec.layout, members, spec.placement, comms.shard, comms.replica, pool, dtypes, tiers,
-                    trained=spec.trained,
-                )
-            )  # fmt: skip
+            units.append(build_unit(spec, members, precision, comms, pool, tiers))
         else:
             for param in members:
                 if param.dtype is not spec.dtype:
@@ -52,6 +50,16 @@ def build_units(model: nn.Module, resolved: Resolved, comms: Comms, pool: Pool, 
     if builder:
         builder.finish()
     return units
+
+
+def build_unit(
+    spec: UnitSpec, params: Sequence[nn.Parameter], precision: Precision, comms: Comms, pool: Pool, tiers: Tiers
+) -> Unit:
+    """Moves these parameters into the flat buffer of a unit."""
+    dtypes = precision.dtypes(spec.dtype)
+    return Unit(
+        spec.layout, params, spec.placement, comms.shard, comms.replica, pool, dtypes, tiers, trained=spec.trained
+    )
 
 
 def _reserve(resolved: Resolved, rank: int, tiers: Tiers) -> None:

@@ -1,0 +1,68 @@
+"""unshard(): a sharded model becomes a plain module again, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from onefold.comm.agreement import on_all
+from onefold.model.dtensor_shards import local_tensor, set_local_tensor
+from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.refusals import Call
+from onefold.state.unit import Unit
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@torch.no_grad()
+def unshard(model: ModelT) -> ModelT:
+    """Make a sharded model a plain torch module again, in place, and return it: the opposite of `shard`. Collective.
+
+    Every rank gets all parameters: the same objects, in the dtypes they had before `shard`, with the values of the
+    fp32 masters where 16 bits computed. Hooks, gradients and optimizer state are gone, and the model's Optimizers and
+    EMAs refuse to work on. Needs memory for the whole model. It may be sharded again, with other settings.
+
+    >>> import torch, onefold
+    >>> onefold.init()
+    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=3, precision="bf16")
+    >>> model = onefold.unshard(model)
+    >>> model.weight.dtype
+    torch.float32
+    """
+    engine = engine_of(model)
+    on_all(engine.comms.world, lambda: engine.check(Call.UNSHARD), where="unshard()")
+    engine.prepare_units_change()
+    engine.freezing.train_again()
+    dtypes = engine.resolved.dtypes
+    part(engine, {unit: [dtypes[slot.name] for slot in unit.layout.slots] for unit in engine.all_units})
+    for name, param in engine.frozen:
+        if param.dtype is not dtypes[name]:
+            set_local_tensor(param, local_tensor(param).detach().to(dtypes[name]))
+    engine.end()
+    return model
+
+
+def part(engine: Engine, units: Mapping[Unit, Sequence[torch.dtype]]) -> None:
+    """Parts the parameters of units from their flat buffers: each is in memory of its own from now on, with all its
+    values, in the dtype that is given for it. Nothing may use the units afterwards. Collective."""
+    values = {
+        unit: [value.to(dtype, copy=True) for value, dtype in zip(_full_values(engine, unit), dtypes, strict=True)]
+        for unit, dtypes in units.items()
+    }
+    engine.unsharding.reshard_all()  # the last thing that changes what parameters are
+    for unit in units:
+        unit.flat_params.guard.lift()
+        for param, value in zip(unit.params, values[unit], strict=True):
+            set_local_tensor(param, value)
+
+
+def _full_values(engine: Engine, unit: Unit) -> list[Tensor]:
+    """All elements of a unit's parameters, of the master or of the flat buffer; to be copied at once. Collective."""
+    if unit.trained and unit.dtypes.narrow:
+        return unit.unsharded_master()
+    if unit in engine.unsharding.units:
+        engine.unsharding.gathers.unshard(engine.unsharding.units.index(unit))
+    return [local_tensor(param).detach() for param in unit.params]
