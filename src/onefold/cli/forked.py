@@ -49,8 +49,6 @@ def forks() -> bool:
         return False
     obstacle = _obstacle()
     if not obstacle:
-        import torch._dynamo  # once, here: every rank needs it to build a model on the meta device
-
         obstacle = _obstacle()  # again: what was imported may have started threads
     if obstacle and wanted == "fork":
         raise ConfigError(f"{START}=fork, but {obstacle}; leave {START} unset")
@@ -180,8 +178,8 @@ def _replace_environment(environment: Mapping[str, str]) -> None:
 
 
 def _renew_random() -> None:
-    """Generators as in a new interpreter; Python has seeded its own at the fork."""
-    torch.default_generator.set_state(torch.Generator().get_state())
+    """Other random numbers in every rank, as in new interpreters; Python has seeded its own generator at the fork."""
+    torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.seed()
 
