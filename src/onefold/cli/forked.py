@@ -65,7 +65,7 @@ def _obstacle() -> str:
     if (threads := len(os.listdir(tasks))) > 1:
         return f"the launcher has {threads} threads, and a fork copies one"
     # also without a device: a driver that was asked once may refuse to answer the child
-    if torch.cuda.is_available() or torch.version.hip or "libcuda.so" in Path("/proc/self/maps").read_text():
+    if torch.cuda.device_count() or torch.version.hip or "libcuda.so" in Path("/proc/self/maps").read_text():
         return "a GPU's driver is loaded, which a forked process cannot use"
     return ""
 
