@@ -1,13 +1,21 @@
 """The `onefold` command, and each rank that it starts: what must happen before torch is imported, which takes seconds.
 
 1 a signal ends the process at once, with one line and no traceback  2 nothing is imported from the folder that the user
-happens to stand in, where others may have put files  3 onefold itself
+happens to stand in, where others may have put files  3 a process that will fork its ranks has silent libraries and one
+thread  4 onefold itself
 """
 
 import os
 import signal
 import sys
 from types import FrameType
+
+LAUNCHING = ("train", "verify")  # commands that start ranks of Onefold's own
+QUIET = {  # read when torch is imported
+    "KINETO_LOG_LEVEL": "99",  # torch's profiler tells of its stages on the screen
+    "TORCH_CPP_LOG_LEVEL": "FATAL",  # gloo's threads tell of peers that have ended: the launcher says which was first
+}
+NUMPY_THREADS = "OPENBLAS_NUM_THREADS"  # numpy starts its threads when it is imported, and a fork does not copy them
 
 
 def _end(number: int, _: FrameType | None) -> None:
@@ -24,8 +32,17 @@ def main() -> int:
         if getattr(sys, name) is None:  # it was closed: nobody listens
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for the life of the process
 
+    launching = not rank and sys.argv[1:2] != [] and sys.argv[1] in LAUNCHING
+    alone = launching and NUMPY_THREADS not in os.environ
+    for name, level in QUIET.items() if launching else ():
+        os.environ.setdefault(name, level)
+    if alone:
+        os.environ[NUMPY_THREADS] = "1"
+
     from onefold.cli.main import main as run
 
+    if alone:
+        del os.environ[NUMPY_THREADS]  # the ranks' own is theirs
     return run()
 
 

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onefold.cli.launch import COMMAND
 from onefold.train.run.records import read_lines
 from tests.harness.patience import PATIENCE_S
 
 SMALL = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--eval-windows", "4", "--log-every", "1")
+NAME = "onefold rank "
 MARK = "ONEFOLD_TEST_MARK"  # in the environment of all that a launch starts: by it they are found again
 
 
@@ -27,7 +29,7 @@ class Launch:
     ) -> None:
         self.out, self.mark = out, f"{out}/{time.monotonic_ns()}"
         where = ["--out", str(out)] if command == "train" else []
-        words = [sys.executable, "-m", "onefold.cli.main", command, *where, *flags]
+        words = [sys.executable, str(COMMAND), command, *where, *flags]
         if limit:
             words = ["sh", "-c", f'{limit}; exec "$@"', "sh", *words]
         self.process = subprocess.Popen(
@@ -47,14 +49,19 @@ class Launch:
         return found
 
     def rank_pids(self) -> dict[int, int]:
-        """Rank -> process: children that know their rank."""
+        """Rank -> process: children that know their rank. Of a forked one the name says it, its environ is the
+        launcher's."""
         found = {}
         for pid in children(self.process.pid):
             try:
                 words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
             except OSError:
                 continue
-            found |= {int(word[5:]): pid for word in words if word.startswith(b"RANK=")}
+            ranks = [word[5:] for word in words if word.startswith(b"RANK=")]
+            if name.startswith(NAME):
+                ranks = [name.removeprefix(NAME)]
+            found |= {int(rank): pid for rank in ranks}
         return found
 
     def steps(self) -> int:

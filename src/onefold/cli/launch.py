@@ -117,8 +117,8 @@ class Start:
 
     def run(self) -> Outcome:
         launch = self._launch
-        quiet = not launch.forwards_signals  # a user's program keeps its own output
-        with started(launch.ranks, launch.command, restart=self._restart, quiet=quiet, files=launch.files) as ranks:
+        own = not launch.forwards_signals  # else it is a user's program
+        with started(launch.ranks, launch.command, restart=self._restart, own=own, files=launch.files) as ranks:
             decided = self._watch(ranks)
             self._poll(ranks)
             stopped = {rank.rank: time.monotonic() - rank.stopped_s for rank in ranks if rank.stopped_s is not None}

@@ -20,13 +20,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from onefold.cli.forked import Forked, fork, forks
 from onefold.cli.lifeline import LINE, STOP, die_with
 from onefold.comm.rendezvous import GLOO, LOOPBACK, NCCL, NCCL_LOOPBACK, STORE
+from onefold_command import QUIET
 
-QUIET = {
-    "KINETO_LOG_LEVEL": "99",  # torch's profiler tells of its stages on the screen
-    "TORCH_CPP_LOG_LEVEL": "FATAL",  # gloo's threads tell of peers that have ended: the launcher says which was first
-}
 REAP_S = 0.5
 LONGEST = 1 << 24  # bytes of one line that a rank says
 
@@ -41,7 +39,7 @@ class Said(NamedTuple):
 class Rank:
     """One rank's process and the lifeline to it."""
 
-    def __init__(self, rank: int, process: subprocess.Popen[bytes], line: socket.socket) -> None:
+    def __init__(self, rank: int, process: subprocess.Popen[bytes] | Forked, line: socket.socket) -> None:
         self.rank, self.process, self.line = rank, process, line
         self.stopped_s: float | None = None  # since when the kernel says that it is stopped
         self._heard, self._ended = b"", False
@@ -145,29 +143,29 @@ def private_file(text: str = "") -> Iterator[str]:
 
 @contextlib.contextmanager
 def started(
-    count: int, command: Sequence[str], *, restart: int, quiet: bool, files: Sequence[str] = ()
+    count: int, command: Sequence[str], *, restart: int, own: bool, files: Sequence[str] = ()
 ) -> Iterator[Ranks]:
     """Ranks of a command, which have ended when the block ends.
 
-    `quiet` silences torch's own libraries. `files` are private ones that the ranks read.
+    `own` says that the command is one of Onefold's: torch's libraries are silent, and ranks are forked where that is
+    safe. `files` are private ones that the ranks read.
     """
+    forked = own and forks()
     with private_file() as store:
         ranks: list[Rank] = []
         both = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)), GLOO: LOOPBACK, NCCL: NCCL_LOOPBACK,
-            **(QUIET if quiet else {}), **os.environ, STORE: store, "WORLD_SIZE": str(count),
+            **(QUIET if own else {}), **os.environ, STORE: store, "WORLD_SIZE": str(count),
             "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "TORCHELASTIC_RESTART_COUNT": str(restart),
         }  # fmt: skip
         inherited = [int(Path(path).name) for path in (store, *files) if path.startswith("/proc/self/fd/")]
         try:
             for rank in range(count):
                 ours, theirs = socket.socketpair()
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LINE: str(theirs.fileno())}
+                its = {"RANK": str(rank), "LOCAL_RANK": str(rank), LINE: str(theirs.fileno())}
                 with theirs:
-                    process = subprocess.Popen(
-                        command, env=both | own, start_new_session=True, pass_fds=[theirs.fileno(), *inherited],
-                        preexec_fn=functools.partial(die_with, os.getpid()),  # two system calls, and no lock is taken
-                    )  # fmt: skip
+                    keep = [theirs.fileno(), *inherited]
+                    process = fork(command[1:], both | its, keep) if forked else _new(command, both | its, keep)
                 ranks.append(Rank(rank, process, ours))
             yield Ranks(ranks)
         finally:
@@ -175,6 +173,14 @@ def started(
                 one.end()
             for one in ranks:
                 one.process.wait()
+
+
+def _new(command: Sequence[str], environment: dict[str, str], keep: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Starts a command in a new interpreter."""
+    return subprocess.Popen(
+        command, env=environment, start_new_session=True, pass_fds=keep,
+        preexec_fn=functools.partial(die_with, os.getpid()),  # two system calls, and no lock is taken
+    )  # fmt: skip
 
 
 def _state(pid: int) -> str:
