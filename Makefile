@@ -5,6 +5,7 @@ PYTEST_ARGS ?=
 WORKERS     ?= 2
 VENV        := .venv
 BIN         := $(VENV)/bin
+COMPILED    := $(BIN)/python -m compileall -q src tests benchmarks # once here, instead of in each process a test starts
 PYTEST      := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 READY       := $(VENV)/.ready
 PIP         := $(BIN)/python -m pip --disable-pip-version-check -qq
@@ -20,9 +21,11 @@ demo: $(READY) ## train a small GPT at stage 3 on two local CPU processes, about
 	@CUDA_VISIBLE_DEVICES= $(BIN)/onefold train --ranks 2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
 test: lint types ## lint, types and the whole suite, two files at once (WORKERS=2); PYTEST_ARGS="-k name" narrows it
+	@$(COMPILED)
 	@$(PYTEST) $(PYTEST_ARGS)
 
 quick: lint types ## the inner loop, under two minutes: lint, types, unit tests, one sweep over stages
+	@$(COMPILED)
 	@$(PYTEST) tests/unit tests/parity/test_stages.py $(PYTEST_ARGS)
 
 lint: $(READY) ## ruff over the whole tree
@@ -32,6 +35,7 @@ types: $(READY) ## mypy over src/onefold
 	@$(BIN)/mypy
 
 soak: $(READY) ## the suite with its long-running tests
+	@$(COMPILED)
 	@$(PYTEST) --soak $(PYTEST_ARGS)
 
 bench: $(READY) ## measure against DDP, FSDP2 and DeepSpeed on this machine's CPU, and write the tables

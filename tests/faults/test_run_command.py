@@ -8,6 +8,7 @@ import pytest
 
 from onefold.cli.main import main
 from tests.harness.patience import PATIENCE_S
+from tests.security.reached import CAN_ENTER, ENTER, attack, listeners, outside_loopback
 from tests.train.launched import launched, run
 
 SCRIPT = """
@@ -90,8 +91,17 @@ def test_a_rank_that_raises_is_named(tmp_path, script):
     [("handled", (0, ""), {0, 1}), ("late and not handled", (143, "onefold: ended by SIGTERM\n"), {0})],
 )
 def test_a_signal_reaches_every_rank_and_each_ends_in_its_own_time(tmp_path, script, what, said, heard):
-    with launched(tmp_path / "deep", "--ranks", "2", str(script), str(tmp_path), what, command="run") as launch:
+    """Before the signal, where a test may make network namespaces: only loopback is listened on, and another user who
+    speaks to its ports gets nothing."""
+    limit = ENTER if CAN_ENTER and what == "handled" else ""
+    words = ("--ranks", "2", str(script), str(tmp_path), what)
+    with launched(tmp_path / "deep", *words, command="run", limit=limit) as launch:
         launch.wait_for(lambda: all((tmp_path / f"waits{rank}").exists() for rank in (0, 1)), "both ranks")
+        if limit:
+            found = listeners(launch.process.pid)
+            assert found and outside_loopback(found) == set()
+            assert attack(launch, tmp_path) > 0
+            assert launch.process.poll() is None
         os.kill(launch.process.pid, signal.SIGTERM)
         code, _, err = launch.end()
         assert launch.gone()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.offload.runs import PRECISIONS, SPLIT, TIERS, files_in, offload_of
 
 WIDTH, PATIENCE_S = 32, 60.0
@@ -105,15 +106,16 @@ def go_on_from_a_file(folder: str, offload: onefold.Offload, precision: Any, buc
     return [same(want, onefold.full_state_dict(model)), same(want, onefold.full_state_dict(other))]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("tiers", TIERS)
-def test_a_run_goes_on_from_what_it_saved_also_in_its_own_process(ranks: int, tiers: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("tiers", "ranks", "bucket_bytes", "precision"),
+    thinned(TIERS, (1, 2), (SEVERAL, ONE), ("fp32", "bf16", "split"), share=3),
+)
+def test_a_run_goes_on_from_what_it_saved_also_in_its_own_process(
+    tiers: str, ranks: int, bucket_bytes: int, precision: str, tmp_path
+) -> None:
     offload = offload_of(tiers, str(tmp_path))
-    for bucket_bytes in (SEVERAL, ONE):
-        for name in ("fp32", "bf16", "split"):
-            folder = str(tmp_path / f"{name}-{bucket_bytes}")
-            found = run_ranks(ranks, go_on_from_a_file, folder, offload, PRECISIONS[name], bucket_bytes)
-            assert found == [[True, True]] * ranks, (name, bucket_bytes)
+    found = run_ranks(ranks, go_on_from_a_file, str(tmp_path / "saved"), offload, PRECISIONS[precision], bucket_bytes)
+    assert found == [[True, True]] * ranks
 
 
 def edit_between_saves(folder: str, offload: onefold.Offload, bucket_bytes: int) -> bool:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -73,23 +73,33 @@ def wait_for(what: Callable[[], Any], *processes: subprocess.Popen[str]) -> None
         time.sleep(0.02)
 
 
-def start(script: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [str(ROOT / "examples" / script), *arguments], env={**os.environ, **here, **environment}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a script in an environment, each in a session of its own; nothing of it outlives the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def one(script: str, environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+        here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [str(ROOT / "examples" / script), *arguments], env={**os.environ, **here, **environment}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield one
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the session of this script, and nothing else
+        process.communicate()
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    try:
-        said = process.communicate(timeout=PATIENCE_S)[0]
-        return process.returncode, said
-    finally:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)  # the session that `start` made, and nothing else
-        except ProcessLookupError:
-            pass
+    said = process.communicate(timeout=PATIENCE_S)[0]
+    return process.returncode, said
 
 
 def free_port() -> str:
@@ -98,10 +108,10 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-# Slurm's commands as far as the script needs them; a second node is here too. What they start and signal is real.
+# Slurm's commands as far as the script needs them, for the node that the script is on. What they start and signal is
+# real.
 SLURM = {
-    "srun": '[ -z "$FAILS" ] || exit 3; shift; [ "$SLURM_NNODES" = 1 ] || { "$@" & echo $! >> "$CLUSTER/step"; }; '
-    'echo $$ >> "$CLUSTER/step"; exec "$@"',
+    "srun": '[ -z "$FAILS" ] || exit 3; shift; echo $$ >> "$CLUSTER/step"; exec "$@"',
     "scancel": '[ "$*" = "--signal=TERM 7" ] && kill -TERM $(cat "$CLUSTER/step")',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$*" > "$CLUSTER/requeued"; fi',
 }
@@ -122,35 +132,37 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def test_a_slurm_job_and_two_nodes_lose_a_rank_and_go_on_and_the_job_saves_before_its_time_is_up(cluster, tmp_path):
+def test_two_nodes_lose_a_rank_and_go_on_and_a_slurm_job_saves_before_its_time_is_up_and_goes_on(
+    cluster: dict[str, str], start: Start, tmp_path: Path
+) -> None:
+    """One node is started by each script: they meet only if both say the same of nodes, place and name of the run."""
     out = tmp_path / "run"
     flags = ("--steps", "1000000", "--save-every", "5", "--out", str(out), *SMALL)
     job = start("slurm.sh", cluster | {"SLURM_NNODES": "2", "RESTARTS": "1"}, *flags)
-    lose_a_rank(out, lambda: int((tmp_path / "step").read_text().split()[0]), job)
+    other = {"HEAD": "localhost", "PER_NODE": "1", "RESTARTS": "1", "ID": "7-0"}
+    other |= {key: cluster[key] for key in ("PORT", "XDG_CACHE_HOME")}
+    node = start("torchrun_two_nodes.sh", other, "--resume-or-start", *flags)
+    lose_a_rank(out, lambda: int((tmp_path / "step").read_text().split()[0]), job, node)
+    with (tmp_path / "step").open("a") as step:
+        step.write(f"{node.pid}\n")  # scancel reaches every node
     os.kill(job.pid, signal.SIGUSR1)  # what Slurm sends, and only to the script
     code, said = end(job)
     assert code == 0, said
+    end(node)
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert read_facts(out)["ranks"] == 2
     before = read_metrics(out)
     cut = before[-1]["step"]
     assert (out / "checkpoints" / f"step-{cut:08}").exists(), "the step in hand was not saved"
 
-    steps = cut + 300
-    nodes = [start_node(cluster | {"RESTARTS": "1"}, "--steps", str(steps), "--out", str(out)) for _ in range(2)]
-    lose_a_rank(out, lambda: nodes[0].pid, *nodes)
-    for code, said in map(end, nodes):
-        assert code == 0, said
+    (tmp_path / "requeued").unlink()
+    code, said = end(start("slurm.sh", cluster | {"SLURM_RESTART_COUNT": "1"}, "--steps", str(cut + 5), *flags[2:]))
+    assert code == 0, said
+    assert not (tmp_path / "requeued").exists()
     rows = read_metrics(out)
-    assert rows[:cut] == before and [row["step"] for row in rows] == list(range(1, steps + 1))
-    assert read_facts(out)["ranks"] == 2
+    assert rows[:cut] == before and [row["step"] for row in rows] == list(range(1, cut + 6))
+    assert read_facts(out)["ranks"] == 1, "the next slot has one node"
     assert (out / "report.html").exists()
-
-
-def start_node(cluster: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    """The same command as on the other node."""
-    environment = {"HEAD": "localhost", "PER_NODE": "1"}
-    environment |= {key: cluster[key] for key in ("PORT", "XDG_CACHE_HOME", "RESTARTS") if key in cluster}
-    return start("torchrun_two_nodes.sh", environment, "--resume-or-start", *arguments)
 
 
 def lose_a_rank(out: Path, torchrun: Callable[[], int], *processes: subprocess.Popen[str]) -> None:
@@ -178,7 +190,7 @@ def rank_pids(torchrun: int) -> list[int]:
     return found
 
 
-def test_a_slurm_job_that_fails_ends_as_it_did_and_is_not_put_back(cluster, tmp_path):
+def test_a_slurm_job_that_fails_ends_as_it_did_and_is_not_put_back(cluster, start, tmp_path):
     assert end(start("slurm.sh", cluster | {"FAILS": "yes"}))[0] == 3
     assert not (tmp_path / "requeued").exists()
 
@@ -190,7 +202,7 @@ def test_a_script_is_good_bash_and_may_be_run(script):
     assert os.access(path, os.X_OK)
 
 
-def test_two_nodes_ask_for_the_name_of_one():
+def test_two_nodes_ask_for_the_name_of_one(start):
     code, said = end(start("torchrun_two_nodes.sh", {"HEAD": ""}))
     assert code != 0 and "the name of one of the nodes" in said
 

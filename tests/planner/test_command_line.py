@@ -24,6 +24,7 @@ from onefold.settings.zero import Zero
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks
 from tests.harness.patience import PATIENCE_S
+from tests.security.reached import CAN_ENTER, ENTER, listeners_of_all_its_life, outside_loopback
 from tests.train.launched import launched
 
 KEYS = {
@@ -153,16 +154,16 @@ def test_a_process_of_its_own_ends_with_exit_code_2():
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
 
 
-def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "onefold.cli.main", "verify", "--model", "gpt-tiny", "--ranks", "2", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def test_verify_runs_real_ranks_with_their_flags_and_finds_the_plan_right():
+def test_verify_runs_real_ranks_with_their_flags_finds_the_plan_right_and_is_reached_on_loopback_only(tmp_path):
     """--master begins like a flag of torchrun, which once took it."""
-    done = verify("--stage", "3", "--precision", "bf16", "--master", "split", "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    model = ("--model", "gpt-tiny", "--precision", "bf16", "--master", "split")
+    flags = (*model, "--ranks", "2", "--stage", "3", "--json")
+    with launched(tmp_path / "deep", *flags, command="verify", limit=ENTER if CAN_ENTER else "") as launch:
+        seen = listeners_of_all_its_life(launch)
+        code, out, err = launch.end()
+    assert code == 0, err
+    assert bool(seen) == CAN_ENTER and outside_loopback(seen) == set()
+    told = json.loads(out)
     assert told["good"]
     checks = {row["what"]: row for row in told["checks"]}
     assert checks["states"]["planned"] == checks["states"]["measured"] > 0

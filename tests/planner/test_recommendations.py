@@ -6,7 +6,7 @@ import pytest
 
 from onefold.cost.estimate import Choice
 from onefold.cost.hardware import hardware
-from onefold.cost.recommend import recommend
+from onefold.cost.recommend import activations_for, recommend
 from onefold.cost.search import Question, fewest_ranks, largest_batch
 from onefold.cost.shapes import PAPER, Shape
 from onefold.cost.states import StateCost
@@ -102,9 +102,9 @@ def test_block_inputs_are_shared_at_60b_and_go_to_the_host_at_170b_only():
     shared = best(question(GPT_60B, 128, "v100-32", tp=16, batch=32))
     assert shared.estimate.choice.activations == "partition"
     assert "P_a" in shared.reason
-    heavy = recommend(question(PAPER["170b"].shape, 400, "v100-32", tp=16, batch=12))
-    stage2 = next(row for row in heavy if row.fits and row.estimate.choice[:4] == Choice(2)[:4])
-    assert stage2.estimate.choice.activations == "partition+host"
+    heavy = question(PAPER["170b"].shape, 400, "v100-32", tp=16, batch=12)
+    stage2, _ = activations_for(heavy, Choice(2), heavy.grid())
+    assert stage2.fits and stage2.choice.activations == "partition+host"
 
 
 def test_tensor_parallelism_stays_inside_a_node():

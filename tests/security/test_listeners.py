@@ -1,11 +1,10 @@
 """What a local run can be reached by: read from the kernel's socket table, and tried as another user of the machine.
 
-Each run has a network namespace whose host name resolves to an address that is not loopback, as on most clusters: there
-gloo and torch's store listen on it unless told otherwise.
+`onefold verify` and `onefold run` are asked the same in tests/planner/test_command_line.py and
+tests/faults/test_run_command.py, which start them anyway.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,22 +14,10 @@ from pathlib import Path
 import pytest
 
 from onefold.comm.rendezvous import Place, _listener
-from tests.harness.patience import PATIENCE_S
-from tests.train.launched import SMALL, Launch, launched
+from tests.security.reached import ADDRESS, CAN_ENTER, ENTER, attack, listeners, outside_loopback
+from tests.train.launched import SMALL, launched
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))),
-    reason="needs root, ip, unshare and nsenter",
-)
-
-ADDRESS = "10.77.0.1"
-ENTER = (
-    "exec unshare --net --uts sh -c 'ip link set lo up && ip link add one type veth peer name two && "
-    f"ip addr add {ADDRESS}/24 dev one && ip link set one up && ip link set two up && "
-    f'echo {ADDRESS} > /proc/sys/kernel/hostname && exec "$@"\' sh "$@"'
-)
-NOBODY = 65534
-EVIL = b"\x80\x04\x95cos\nsystem\n(S'touch %s'\ntR."  # a pickle that runs a command
+pytestmark = pytest.mark.skipif(not CAN_ENTER, reason="needs root, ip, unshare and nsenter")
 
 SCRIPT = """
 import os, sys, time, torch, onefold
@@ -47,80 +34,6 @@ for step in range(100000):
         sys.exit(0)
     onefold.full_state_dict(model)  # all ranks leave together, a step apart at most
 """
-
-
-def listeners(pid: int) -> set[tuple[str, int]]:
-    """Address in hexadecimal digits, and port, of all sockets that listen in the namespace of a process."""
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            words = row.split()
-            if words[3] == "0A":
-                address, _, port = words[1].rpartition(":")
-                found.add((address, int(port, 16)))
-    return found
-
-
-def outside_loopback(found: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    ipv6 = "00000000000000000000000001000000"
-    return {one for one in found if not (len(one[0]) == 8 and one[0].endswith("7F")) and one[0] != ipv6}
-
-
-def as_nobody(pid: int, code: str, *arguments: str) -> str:
-    """Run Python as another user inside the namespace of a process; what it printed."""
-    become = f"import os, socket, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})"
-    done = subprocess.run(
-        ["nsenter", "--target", str(pid), "--net", sys.executable, "-I", "-c", f"{become}\n{code}", *arguments],
-        capture_output=True, text=True, timeout=PATIENCE_S, cwd="/",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-ATTACK = """
-evil, *pids = sys.argv[1].encode("latin1"), *sys.argv[2:]
-reached = 0
-for name in ("tcp", "tcp6"):
-    for row in open(f"/proc/self/net/{name}").read().splitlines()[1:]:
-        words = row.split()
-        if words[3] == "0A":
-            for _ in range(3):
-                with socket.socket() as s:
-                    s.settimeout(5)
-                    try:
-                        s.connect(("127.0.0.1", int(words[1].rpartition(":")[2], 16)))
-                        s.sendall(evil * 3)
-                        reached += 1
-                    except OSError:
-                        pass
-opened = []
-for pid in pids:
-    for path in (f"/proc/{pid}/environ", f"/proc/{pid}/mem", f"/proc/{pid}/fd"):
-        try:
-            os.listdir(path) if path.endswith("fd") else open(path, "rb").read(1)
-            opened.append(path)
-        except OSError:
-            pass
-    for fd in range(3, 30):
-        for mode in ("rb", "r+b"):
-            try:
-                open(f"/proc/{pid}/fd/{fd}", mode).close()
-                opened.append(f"/proc/{pid}/fd/{fd}")
-            except OSError:
-                pass
-print(reached, opened)
-"""
-
-
-def attack(launch: Launch, tmp_path: Path) -> int:
-    """As another user: say evil things to every port, and open what processes have open; how many ports answered."""
-    evil = (EVIL % str(tmp_path / "ran").encode()).decode("latin1")
-    reached, _, opened = as_nobody(
-        launch.process.pid, ATTACK, evil, *map(str, [launch.process.pid, *launch.rank_pids().values()])
-    ).partition(" ")
-    assert opened.strip() == "[]", "another user opened what a rank has open"
-    assert not (tmp_path / "ran").exists()
-    return int(reached)
 
 
 def test_a_local_training_is_reached_on_loopback_only_and_by_no_other_user_also_when_ranks_start_again(tmp_path):
@@ -141,38 +54,10 @@ def test_a_local_training_is_reached_on_loopback_only_and_by_no_other_user_also_
     assert code == 0 and "stopped and saved" in err, err
 
 
-def test_verify_is_reached_on_loopback_only(tmp_path):
-    seen: set[tuple[str, int]] = set()
-    with launched(tmp_path / "deep", "--model", "gpt-tiny", "--ranks", "2", command="verify", limit=ENTER) as launch:
-        while launch.process.poll() is None:
-            try:
-                if os.readlink(f"/proc/{launch.process.pid}/ns/net") != os.readlink("/proc/self/ns/net"):
-                    seen |= listeners(launch.process.pid)
-            except OSError:
-                break  # it ended just now
-            time.sleep(0.01)
-        code, _, err = launch.end()
-    assert code == 0, err
-    assert seen and outside_loopback(seen) == set()
-
-
 def script_file(tmp_path: Path) -> list[str]:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     return [str(path), str(tmp_path / "script")]
-
-
-def test_a_script_under_onefold_run_is_reached_on_loopback_only_and_by_no_other_user(tmp_path):
-    words = script_file(tmp_path)
-    with launched(tmp_path / "deep", "--ranks", "2", *words, command="run", limit=ENTER) as launch:
-        launch.wait_for(lambda: (tmp_path / "script.trains").exists(), "the third step")
-        found = listeners(launch.process.pid)
-        assert found and outside_loopback(found) == set()
-        assert attack(launch, tmp_path) > 0
-        (tmp_path / "script.enough").touch()
-        code, _, err = launch.end()
-        assert launch.gone()
-    assert code == 0, err
 
 
 def under_torchrun(tmp_path: Path, *flags: str, env: dict[str, str] | None = None) -> tuple[set, set, str]:

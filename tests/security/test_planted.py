@@ -16,19 +16,19 @@ COMMAND = Path(sys.executable).with_name("onefold")
 pytestmark = pytest.mark.skipif(not COMMAND.exists(), reason="needs the installed onefold command")
 
 
-@pytest.mark.parametrize("module", ["tyro", "torch", "json"])
-def test_a_module_in_the_current_folder_is_imported_neither_by_a_command_nor_by_its_ranks(tmp_path, module):
-    evil = f"open({str(tmp_path / 'ran')!r}, 'w').close()\nraise SystemExit('planted')\n"
-    (tmp_path / f"{module}.py").write_text(evil)
-    words = ["verify", "--model", "gpt-tiny", "--ranks", "1"] if module == "tyro" else ["plan", "--help"]
+def test_modules_in_the_current_folder_are_imported_neither_by_a_command_nor_by_its_ranks(tmp_path):
+    for module in ("tyro", "torch", "json"):
+        evil = f"open({str(tmp_path / f'{module} ran')!r}, 'w').close()\nraise SystemExit('planted')\n"
+        (tmp_path / f"{module}.py").write_text(evil)
+    words = ["verify", "--model", "gpt-tiny", "--ranks", "1"]
     done = subprocess.run([COMMAND, *words], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-    assert not (tmp_path / "ran").exists()
+    assert list(tmp_path.glob("* ran")) == []
 
 
 def test_a_signal_while_a_command_starts_ends_it_in_one_line():
     chance = random.Random(3)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGINT, signal.SIGTERM):
         words = [COMMAND, "plan", "--model", "8b"]
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         deadline_s = time.monotonic() + 30

@@ -76,7 +76,8 @@ def test_a_run_says_on_the_screen_and_writes_down_what_it_left_out_also_with_a_l
     long = tmp_path / ("l" * 100)  # longer than the name of a socket may be
     long.mkdir()
     root = written(tmp_path / "texts", **{"tests/a.txt": b"some text. " * 100, "b.png": b"\0", ".git/c": b"no"})
-    code, out, err = run(tmp_path / "run", *SMALL, "--steps", "1", "--data", str(root), env={"TMPDIR": str(long)})
+    flags = (*SMALL, "--steps", "1", "--ranks", "1", "--data", str(root))
+    code, out, err = run(tmp_path / "run", *flags, env={"TMPDIR": str(long)})
     assert code == 0, err
     said = "1 binary file, 1 hidden file or folder"
     assert out.splitlines().count(f"left out of {root}: {said}") == 1

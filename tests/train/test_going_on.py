@@ -1,6 +1,7 @@
 """What --resume keeps, refuses and says; what it is told stays told."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -37,8 +38,9 @@ def test_on_other_ranks_a_run_goes_on_with_the_same_global_batch(tmp_path):
 @pytest.mark.parametrize("clip", [1.0, 0.0])  # after backward, and inside it
 def test_an_offloaded_run_goes_on_with_and_without_offload_to_the_same_losses(clip, tmp_path):
     plain, moved, back = (tmp_path / name for name in ("plain", "moved", "back"))
-    for out, tier in ((plain, None), (moved, "host"), (back, "host")):
+    for out, tier in ((plain, None), (moved, "host")):
         trained(2, out, steps={"steps": 4}, adam={"clip": clip, "warmup": 3}, zero={"offload": tier})
+    shutil.copytree(moved, back)
     first = read_metrics(moved)[-1]
     assert first["memory"]["optimizer"] == 0 < first["memory"]["host"]
     assert (first["grad_norm"] is None) == (clip == 0)

@@ -54,7 +54,7 @@ def hold(kind: str, out: Path) -> None:
         os.close(lock_by_existence(out))
 
 
-def test_a_second_holder_is_told_who_is_the_first(holder, tmp_path):
+def test_a_second_holder_is_told_who_is_the_first_and_takes_over_once_that_was_killed(holder, tmp_path):
     kind, process = holder
     with pytest.raises(ConfigError) as error:
         hold(kind, tmp_path)
@@ -62,10 +62,6 @@ def test_a_second_holder_is_told_who_is_the_first(holder, tmp_path):
     assert said.startswith(f"--out {tmp_path} is in use by process {process.pid} on host {socket.gethostname()} since ")
     assert said.endswith("; wait for it, or give another --out")
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == process.pid
-
-
-def test_the_lock_of_a_holder_that_was_killed_is_taken_over(holder, tmp_path):
-    kind, process = holder
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert (tmp_path / ".lock").exists()

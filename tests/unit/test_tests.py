@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from tests import models
+from tests.conftest import PLACES
 
 TESTS = Path(__file__).parents[1]
 TREES = {
@@ -77,3 +78,7 @@ def test_a_model_is_seen_whatever_it_inherits_from(text, found):
 def test_tests_use_the_face_of_what_they_test():
     used = {name: found for name, tree in TREES.items() if (found := private_fields(tree))}
     assert {at.rpartition(".")[2] for found in used.values() for at in found} <= NO_FACE, used
+
+
+def test_the_files_that_are_to_begin_first_are_there():
+    assert [path for path in PLACES if not path.is_file()] == []
