@@ -94,7 +94,7 @@ def start() -> Iterator[Start]:
     for process in started:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the session of this script, and nothing else
-        process.communicate()
+        process.wait()
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
