@@ -125,7 +125,7 @@ def provoke(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_refused_on_every_rank_with_a_named_error(name: str) -> None:
-    for caught in run_ranks_raises(2, provoke, name, timeout_s=20):
+    for caught in run_ranks_raises(2, provoke, name):
         assert_named(caught, CASES[name])
 
 
@@ -188,5 +188,5 @@ def init_without(*names: str) -> None:
     "missing", [("WORLD_SIZE",), ("RANK",), ("MASTER_ADDR", "MASTER_PORT"), ("MASTER_PORT",)], ids=str
 )
 def test_half_a_torchrun_environment_names_what_is_missing(missing: tuple[str, ...]) -> None:
-    for caught in run_ranks_raises(2, init_without, *missing, timeout_s=20):
+    for caught in run_ranks_raises(2, init_without, *missing):
         assert_named(caught, Case(init_without, "ConfigError", f"but not {', '.join(missing)}", "torchrun"))

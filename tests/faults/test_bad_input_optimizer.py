@@ -134,7 +134,7 @@ def provoke(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_optimizer_or_call_is_refused_on_every_rank_with_a_named_error(name: str) -> None:
-    for caught in run_ranks_raises(2, provoke, name, timeout_s=20):
+    for caught in run_ranks_raises(2, provoke, name):
         assert_named(caught, CASES[name])
         assert "is not element-wise" not in caught.message or "element-wise" in CASES[name].found
 

@@ -95,7 +95,7 @@ def counting_optimizer() -> None:
     ],
 )
 def test_a_mistake_in_groups_is_named_on_every_rank(act: Any, errors: set[str], says: str) -> None:
-    for caught in run_ranks_raises(2, act, timeout_s=20):
+    for caught in run_ranks_raises(2, act):
         assert caught.type_name in errors and says in caught.message, caught
         assert caught.seconds < 10
 

@@ -161,7 +161,7 @@ def test_a_mistake_is_refused_at_once_and_training_goes_on_to_the_same_bits(
     name: str, undisturbed: list[Tensor]
 ) -> None:
     for stage in AT_ONCE[name].stages:
-        for ended in run_ranks(2, make_at_once, name, stage, timeout_s=20):
+        for ended in run_ranks(2, make_at_once, name, stage):
             assert AT_ONCE[name].says in ended.message
             assert not ended.changed
             assert same(ended.values, undisturbed), f"stage {stage}"

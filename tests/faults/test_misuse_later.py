@@ -123,7 +123,7 @@ def test_a_changed_parameter_is_named_at_the_next_forward_and_once_undone_traini
     name: str, undisturbed: list[Tensor]
 ) -> None:
     for stage in STAGES:
-        for ended in run_ranks(2, change_before_forward, name, stage, timeout_s=20):
+        for ended in run_ranks(2, change_before_forward, name, stage):
             assert BEFORE_FORWARD[name].named in ended.message and "shard()" in ended.message
             assert name == "load_state_dict(assign=True)" or same(ended.values, undisturbed), f"stage {stage}"
 

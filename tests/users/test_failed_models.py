@@ -41,7 +41,7 @@ def transformed() -> list[str]:
 
 
 def test_a_model_is_usable_after_a_transform_of_torch_func_was_refused() -> None:
-    for said in run_ranks(2, transformed, timeout_s=30):
+    for said in run_ranks(2, transformed):
         assert len(said) == len(TRANSFORMS) and all("torch.func" in text and "stage 2" in text for text in said)
 
 
@@ -57,7 +57,7 @@ def transformed_below() -> list[bool]:
 
 
 def test_transforms_of_torch_func_work_at_stage_2() -> None:
-    assert run_ranks(2, transformed_below, timeout_s=30) == [[True] * 3] * 2
+    assert run_ranks(2, transformed_below) == [[True] * 3] * 2
 
 
 class NothingReceived(TorchDispatchMode):

@@ -86,7 +86,7 @@ def stages_differ(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_uses_parameters_outside_forward_trains_to_the_same_bits_at_every_stage(name: str) -> None:
-    assert run_ranks(2, stages_differ, name, timeout_s=60) == [[], []]
+    assert run_ranks(2, stages_differ, name) == [[], []]
 
 
 def refused() -> list[str]:
@@ -119,7 +119,7 @@ def refused() -> list[str]:
 
 
 def test_a_use_that_no_loss_asks_for_raises_and_names_the_remedy() -> None:
-    assert run_ranks(2, refused, timeout_s=30) == [[], []]
+    assert run_ranks(2, refused) == [[], []]
 
 
 def stepped_plainly(cls: str, options: dict[str, Any]) -> str:
@@ -137,7 +137,7 @@ def stepped_plainly(cls: str, options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("cls", "options"), [("SGD", {}), ("AdamW", {"foreach": True}), ("AdamW", {"fused": True})])
 def test_a_plain_torch_optimizer_hears_of_onefolds(cls: str, options: dict[str, Any]) -> None:
-    for said in run_ranks(2, stepped_plainly, cls, options, timeout_s=30):
+    for said in run_ranks(2, stepped_plainly, cls, options):
         assert "onefold.Optimizer" in said and "full_parameters" in said
 
 
@@ -157,7 +157,7 @@ def evaluated() -> list[bool]:
 
 
 def test_named_methods_evaluate() -> None:
-    assert run_ranks(2, evaluated, timeout_s=30) == [[True] * 3] * 2
+    assert run_ranks(2, evaluated) == [[True] * 3] * 2
 
 
 def test_methods_are_checked() -> None:

@@ -89,5 +89,5 @@ def far(a: Tensor, b: Tensor) -> float:
 
 
 def assert_equal(ranks: int, differences_of: Callable[..., list[str]], *args: Any, **kwargs: Any) -> None:
-    found = run_ranks(ranks, differences_of, *args, timeout_s=30, **kwargs)
+    found = run_ranks(ranks, differences_of, *args, **kwargs)
     assert not any(found), "\n".join(f"rank {rank}: {line}" for rank, lines in enumerate(found) for line in lines)

@@ -77,7 +77,7 @@ def impatient(name: str) -> list[str]:
 @pytest.mark.parametrize("name", APART)
 def test_ranks_too_far_apart_get_an_error_that_names_the_unit_or_the_right_bits(name: str) -> None:
     try:
-        found = run_ranks(2, impatient, name, timeout_s=20)
+        found = run_ranks(2, impatient, name)
     except RankFailure as failure:
         assert "CommError" in str(failure) and "gather-forward of layers." in str(failure)
     else:

@@ -57,5 +57,5 @@ def differences_after_interrupts(struck: str, called: str, evaluating: bool) -> 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_an_interrupted_forward_no_saved_tensor_hooks_stay_and_training_goes_on(where: str, ranks: int) -> None:
     for evaluating in (False, True):
-        found = run_ranks(ranks, differences_after_interrupts, *STRUCK[where], evaluating, timeout_s=60)
+        found = run_ranks(ranks, differences_after_interrupts, *STRUCK[where], evaluating)
         assert found == [[]] * ranks
