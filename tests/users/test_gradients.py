@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,11 @@ def hooked() -> None:
         assert same(trained((model, optimizer), clipped_after), wanted)
         named = [name for name, _ in model.named_parameters()]
         assert set(seen) <= set(named) and len(seen) == 3 * len(set(seen))
+        model(batch(9)).square().sum().backward()
+        norms = onefold.grad_norms(model, norm_type=math.inf)  # of gradients as step() will use them
+        assert float(max(norms.values())) <= LIMIT
+        optimizer.zero_grad()
+        del seen[-len(set(seen)) :]
         handle.remove()
         trained((model, optimizer), lambda m, o: None)
         assert len(seen) == 3 * len(set(seen))

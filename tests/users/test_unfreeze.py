@@ -68,7 +68,7 @@ def train(stage: int, how: str, fields: dict[str, Any], folder: str = "") -> dic
             for param in later(model):
                 param.requires_grad_(True)
             if how == "group":
-                optimizer.add_param_group({"params": later(model), "lr": 0.005})
+                optimizer.add_param_group({"params": (param for param in later(model)), "lr": 0.005})
             if how == "new":
                 optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=0.02)
         loss = model(batch(step, rank)).float().square().sum()

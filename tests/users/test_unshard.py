@@ -69,7 +69,9 @@ def there_and_back(stage: int, precision: str, fields: dict[str, Any], again: in
     for name, value in model.state_dict().items():
         assert value.dtype is torch.float32 and torch.equal(value, trained[name])
     assert alive("Unit") == units  # also while the old Optimizer and the EMA live
-    for refused in (optimizer.step, optimizer.zero_grad, lambda: optimizer.clip_grad_norm(1.0), ema.update):
+    group = {"params": params[:1]}
+    ends = [optimizer.step, optimizer.zero_grad, optimizer.state_dict, ema.update, ema.restart, ema.full_state_dict]
+    for refused in (*ends, lambda: optimizer.clip_grad_norm(1.0), lambda: optimizer.add_param_group(group)):
         with pytest.raises(onefold.StateError, match="unshard"):
             refused()
     with pytest.raises(onefold.ModelError, match="has not been sharded"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from onefold.errors import ConfigError
 from onefold.runtime.engine import Engine, engine_of
-from onefold.runtime.refusals import Call
+from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.settings.placement import Scope
 from onefold.state.rounding import narrow
 from onefold.state.unit import Unit
@@ -45,7 +45,7 @@ class EMA:
             raise ConfigError("EMA averages trained parameters, and this model has none")
         if name in engine.averages.names:
             raise ConfigError(f"the model has an EMA with name={name!r}; give this one another name")
-        engine.check(Call.FULL_STATE_DICT)
+        engine.check(Call.AVERAGE)
         engine.quiesce()
         self._units: dict[int, tuple[Unit, Tensor]] = {}  # by the id of the unit
         self.follow_units()
@@ -70,13 +70,13 @@ class EMA:
         if not (isinstance(self.decay, int | float) and 0 <= self.decay <= 1):
             raise ConfigError(f"decay={self.decay!r} is not a number from 0 to 1")
         if not (isinstance(self.name, str) and self.name.isidentifier()):
-            raise ConfigError(f"name={self.name!r} is not a name of letters, digits and underscores")
+            raise ConfigError(f"name={self.name!r} is not a Python identifier")
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the average towards the parameters: average + (1 - decay) * (parameter - average)."""
         self._check()
-        self._engine.check(Call.FULL_STATE_DICT)
+        self._engine.check(Call.AVERAGE)
         self._engine.quiesce()
         for unit, vector in zip(self._engine.units, self._vectors, strict=True):
             with unit.state_in_memory(write=True):
@@ -86,6 +86,8 @@ class EMA:
     @torch.no_grad()
     def restart(self) -> None:
         """Begin again with the parameters as they are."""
+        if self._engine.ended:
+            refuse(Call.AVERAGE, Situation.UNSHARDED)
         self._engine.quiesce()
         for unit, vector in zip(self._engine.units, self._vectors, strict=True):
             with unit.state_in_memory(write=True):

@@ -50,7 +50,7 @@ class Optimizer(torch.optim.Optimizer):
     Making an Optimizer is collective. A model may have several, each for parameters of its own (`groups`); a new one
     replaces older ones that have any of its parameters, and the state of those is freed. Where there are several,
     `clip_grad_norm` and `zero_grad` leave out the parameters of the others. `stepped` says whether the last `step`
-    updated the parameters or was skipped.
+    updated the parameters or was skipped; where CUDA kernels themselves skip, `skipped` says so after the next step.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -178,12 +178,12 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine
         if not engine.params:
             raise OptimizerError(
-                "the model had no parameter that requires grad when shard() was called, so there is nothing to update; "
-                "set requires_grad before shard()"
+                "the model has no parameter that requires grad, so there is nothing to update; set requires_grad first"
             )
         _check_finite(kwargs, "the settings")
-        self._cls, self._settings, self._name = cls, kwargs, cls.__name__
+        self._cls, self._settings = cls, kwargs
         defaults = self._examine_units()
+        self._name = cls.__name__
         self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
         with _as_optimizer_errors():
             super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
@@ -211,12 +211,20 @@ class Optimizer(torch.optim.Optimizer):
         return [[self._engine.names[self._index[id(p)]] for p in group["params"]] for group in self.param_groups]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model to the optimizer, with settings of their own. Collective."""
+        """Add parameters of the model to the optimizer, with settings of their own: any that require grad, also those
+        that were frozen when shard() was called. Collective."""
         error: Exception | None = None
+        given = param_group.get("params")
+        if not isinstance(given, Tensor | list | tuple | set | None):
+            given = list(given)  # a generator, which can be read once
+            param_group = {**param_group, "params": given}
         if self._agreed:
-            self._joining = _ids(param_group.get("params"))
-            self._engine.follow_unfreezing()
-            self._joining = frozenset()
+            self._check_state()
+            self._joining = _ids(given)
+            try:
+                self._engine.follow_unfreezing()
+            finally:
+                self._joining = frozenset()
         try:
             self._add_group(param_group)
         except Exception as mistake:
@@ -254,7 +262,7 @@ class Optimizer(torch.optim.Optimizer):
             if index is None:
                 raise OptimizerError(
                     f"a parameter of shape {tuple(param.shape)} in groups is not a trained parameter of the sharded "
-                    f"model; give parameters of that model which required grad when shard() was called"
+                    f"model; give parameters of that model that require grad"
                 )
             place = self._engine.places[index]
             if place.slot in found.setdefault(place.unit, []):
@@ -315,6 +323,10 @@ class Optimizer(torch.optim.Optimizer):
         several Optimizers, gradients of the others' parameters stay."""
         self._refuse_if_replaced(Call.ZERO_GRAD)
         self._engine.drop_gradients_of(self, keep_as_zeros=not set_to_none)
+
+    def _check_state(self) -> None:
+        self._refuse_if_replaced(Call.OPTIMIZER_STATE)
+        self._engine.check(Call.OPTIMIZER_STATE)
 
     def _refuse_if_replaced(self, call: Call) -> None:
         if self._replaced:
@@ -386,6 +398,10 @@ class Optimizer(torch.optim.Optimizer):
         """Completes the gradients of the step, and shows each once to the hooks. Collective."""
         self._engine.alike.watch(self)
         complete(self._engine, call)
+        self.run_gradient_hooks()
+
+    def run_gradient_hooks(self) -> None:
+        """Shows each gradient to the hooks, once per step. All are complete."""
         if self._hooks and not self._hooked:
             self._hooked = self._written = True
             for name, piece in pieces(self._engine, self._names_of_others()):
@@ -400,7 +416,7 @@ class Optimizer(torch.optim.Optimizer):
         Each element of a gradient is in one rank's piece, at every stage, so that sums over pieces and ranks count it
         once. (Along the mesh axes "replica" and "tp" ranks may have the same elements: of replicas the first one's
         count; along "tp" write the same.) What is written there is what `step` uses. After `clip_grad_norm` gradients
-        are clipped; in fp16 they are multiplied by `loss_scale`.
+        are clipped, and `step` no longer asks whether the norm was finite; in fp16 they are multiplied by `loss_scale`.
 
         >>> import torch, onefold
         >>> onefold.init()
@@ -519,6 +535,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer state of this rank's shards; only the same rank at the same number of ranks and stage can load
         it. `onefold.save` writes state that any number of ranks can load."""
+        self._check_state()
         self._finite.read_last_step()
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         slices = [row for unit in self._by_unit for row in unit.state_dict()]
@@ -530,6 +547,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() returned on this rank; state of another rank, number of ranks or stage raises."""
+        self._check_state()
         found, wanted = state_dict.get("onefold"), self._identity()
         if found != wanted:
             raise StateError(
@@ -574,7 +592,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> NoReturn:
         raise StateError(
-            "an Optimizer of a sharded model cannot be copied or pickled: it works on buffers shared with other ranks; "
+            "an Optimizer of a sharded model cannot be copied or pickled: it works on this rank's shards of it; "
             "save optimizer.state_dict() instead"
         )
 
@@ -608,8 +626,8 @@ def _check_finite(settings: dict[str, Any], where: str) -> None:
 
 
 def _ids(params: Any) -> frozenset[int]:
-    """The ids of parameters that a param group is given, in whatever form torch allows."""
-    given = [params] if isinstance(params, Tensor) else params if isinstance(params, list | tuple | set) else []
+    """The ids of the parameters, or of the pairs of names and parameters, that a param group is given."""
+    given = [params] if isinstance(params, Tensor) else params or []
     return frozenset(id(one[1] if isinstance(one, tuple) else one) for one in given)
 
 

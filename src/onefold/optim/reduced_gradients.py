@@ -75,6 +75,8 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0, by: str = "parameter") 
         raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
     engine = engine_of(model)
     complete(engine, Call.GRADIENTS)
+    for optimizer in engine.optimizers:
+        optimizer.run_gradient_hooks()
     names = [engine.names[index] for index in engine.used.kept()]
     comm, tp = engine.comms.shard, engine.comms.tp
     table = torch.zeros(tp.size, comm.size, len(names), dtype=torch.float64, device=engine.device)

@@ -1,4 +1,4 @@
-"""What rooms above attach to a model: its Optimizers, its EMAs, and the store of its block inputs.
+"""The Optimizers and EMAs of one model and the store of its block inputs, as its engine sees them.
 
 A model may have several Optimizers, each for parameters of its own. They are held weakly: an Optimizer that nobody
 holds any more is gone, with its state. A new Optimizer replaces every older one that has one of its parameters.
@@ -39,6 +39,10 @@ class AttachedOptimizer(Protocol):
 
     def forget_clipping(self) -> None:
         """The gradients that were clipped are gone."""
+        ...
+
+    def run_gradient_hooks(self) -> None:
+        """Shows each gradient to the user's hooks, once per step. All are complete."""
         ...
 
     def planned_state(self, index: int) -> tuple[int, int]:
@@ -149,7 +153,7 @@ class AttachedOptimizers:
 
 
 class Average(Protocol):
-    """What checkpoints ask of an EMA."""
+    """What checkpoints and the engine ask of an EMA."""
 
     name: str
 

@@ -19,7 +19,7 @@ class Attachments:
         self._removals: list[Callable[[], None]] = []
 
     def hook(self, handle: Handle) -> None:
-        """A hook was registered."""
+        """Records the handle of a hook that was registered."""
         self._removals.append(handle.remove)
 
     def attribute(self, module: nn.Module, name: str, value: Any) -> None:

@@ -58,6 +58,7 @@ class DoneAlike:
     def forget_loads(self) -> None:
         """All ranks have replaced all parameters together."""
         self._loads.clear()
+        self._known = None
 
     def said(self) -> bytes:
         """What this rank says of itself: `DIGEST_BYTES` bytes, or none if it is alone."""

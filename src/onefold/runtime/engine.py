@@ -56,6 +56,8 @@ from onefold.state.visible_gradients import VisibleGradients
 
 
 class Engine:
+    """Drives one sharded model; hooks, Optimizers and reports ask it, and it owns the objects that do the work."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -87,7 +89,7 @@ class Engine:
         self.assemble(resolved, units)
 
     def assemble(self, resolved: Resolved, units: Sequence[Unit]) -> None:
-        """Makes whatever follows the units of the model, which nothing uses meanwhile. Again where the units change."""
+        """Builds everything that depends on the list of units. Called again when units change; nothing is in flight."""
         settings, placement, model = resolved.settings, resolved.placement, self.model
         sharded = [unit for unit in units if unit.placement.parameters is Scope.SHARDED or unit.placement.late]
         self.resolved = resolved
@@ -209,7 +211,7 @@ class Engine:
         self.unsharding.retire()
         self.attachments.remove()
         self.assemble(resolved, units)
-        self.pipeline = self.pipeline._replace(most_units=len(self.units))  # there is one stage
+        self.pipeline = self.pipeline._replace(most_units=len(self.units))  # pipelines are refused
         self.optimizers.follow_units()
         self.averages.follow_units()
 
@@ -246,7 +248,7 @@ class Engine:
     def enter_backward(self) -> None:
         """Called inside backward: autograd has come to this model."""
         if self.ended:
-            refuse(Call.BACKWARD, Situation.UNSHARDED)
+            refuse(Call.BACKWARD, Situation.OLD_GRAPH)
         self._backward.enter()
 
     def first_gradient_coming(self) -> None:
@@ -469,7 +471,7 @@ class Engine:
 
     def refuse_copy(self, *_: Any) -> NoReturn:
         raise StateError(
-            "a sharded model cannot be copied or pickled: its parameters are views of buffers shared with other ranks; "
+            "a sharded model cannot be copied or pickled: its parameters are views of flat buffers, spread over ranks; "
             "copy the model before shard(), or save onefold.full_state_dict(model)"
         )
 

@@ -8,6 +8,7 @@ they are needed, and not in the order of forward, since a method may use few of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
@@ -50,11 +51,11 @@ def _surrounded(engine: Engine, method: Callable[..., Any], open_backward: Calla
             args, kwargs = cast_tensors(args, compute), cast_tensors(kwargs, compute)
         unsharding = engine.unsharding  # a new one if parameters have been unfrozen
         unsharding.enter(call, [])
-        output = None
         try:
             output = method(*args, **kwargs)
         except Exception:
-            unsharding.leave(call, [], [])
+            with suppress(Exception):  # the first error is the one to raise
+                unsharding.leave(call, [], [])
             raise
         except BaseException:
             unsharding.interrupt(call)

@@ -33,6 +33,8 @@ class Call(Enum):
     LOAD = "load()"
     LOAD_PART = "load() of some tensors, or without the optimizer"
     OPTIMIZER = "Optimizer()"
+    OPTIMIZER_STATE = "state_dict(), load_state_dict() or add_param_group() of an Optimizer"
+    AVERAGE = "EMA() or a method of it"
     APPLY = "EMA.applied()"
     PARALLELIZE = "parallelize()"
     UNFREEZE = "requires_grad_() of a parameter that was frozen when shard() was called"
@@ -73,26 +75,32 @@ class Situation(Enum):
 STEP_IN_BACKWARD = "step_in_backward=True"
 BACKWARD_FIRST = "call loss.backward() before optimizer.step() or clip_grad_norm()"
 UNEVEN = (
-    'ranks run different numbers of backwards in one step, which at stage 0 goes with accumulate(reduce="once") alone; '
+    'ranks run different numbers of backwards in one step, which at stage 0 works only with accumulate(reduce="once"); '
     "use it, or give every rank equally many micro-batches"
 )
 BROKEN = {
     Situation.LOAD_FAILED: "load() failed half way, so the model holds values of two states; load a checkpoint again",
     Situation.UPDATE_FAILED: "the update of {unit} failed, so the model holds values of two steps; load a checkpoint",
 }
-NEEDS_VALUES = (Call.FORWARD, Call.FULL_PARAMETERS, Call.FULL_STATE_DICT, Call.SAVE, Call.APPLY, Call.UNSHARD)
-UNSHARDED = "after onefold.unshard(model), which took all of Onefold off it: call shard() again, and make new ones"
+NEEDS_VALUES = (
+    Call.FORWARD, Call.FULL_PARAMETERS, Call.FULL_STATE_DICT, Call.SAVE, Call.AVERAGE, Call.APPLY, Call.UNSHARD
+)  # fmt: skip
+UNSHARDED = (
+    "after onefold.unshard(model), which took all of Onefold off it: call shard() again, and make a new Optimizer, or "
+    "EMA"
+)
 
 REFUSALS: dict[tuple[Call, Situation], str] = {
     **{
         (call, Situation.UNSHARDED): f"{call.value} {UNSHARDED}"
         for call in (
-            Call.BACKWARD,
             Call.CLIP,
             Call.GRADIENTS,
             Call.STEP,
             Call.ZERO_GRAD,
+            Call.OPTIMIZER_STATE,
             Call.FULL_STATE_DICT,
+            Call.AVERAGE,
             Call.APPLY,
         )
     },
@@ -187,6 +195,7 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
             Call.WRITE,
             Call.FULL_STATE_DICT,
             Call.OPTIMIZER,
+            Call.AVERAGE,
             Call.APPLY,
         )
     },
@@ -208,7 +217,7 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
             f"{call.value} of an Optimizer that another one has replaced, which was made later for {{name}}: use the "
             f"later one, or give each Optimizer parameters of its own (groups=)"
         )
-        for call in (Call.CLIP, Call.GRADIENTS, Call.STEP, Call.ZERO_GRAD)
+        for call in (Call.CLIP, Call.GRADIENTS, Call.STEP, Call.ZERO_GRAD, Call.OPTIMIZER_STATE)
     },
     **{
         (call, situation): f"{call.value} {text}"
@@ -220,9 +229,15 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
             Situation.STEP_AWAITED: "between a backward that updates and its step(): call optimizer.step() first",
             Situation.ACCUMULATING: "inside accumulate() would lose gradients; leave it first",
             Situation.GRADIENTS_LEFT: "would lose gradients that no step() has used: call step() or zero_grad() first",
-            Situation.IN_PIPELINE: "does not go with a mesh axis 'pp': use onefold.save, and load it elsewhere",
         }.items()
     },
+    (Call.UNSHARD, Situation.IN_PIPELINE): (
+        "unshard() is unsupported with a mesh axis 'pp': use onefold.save, and load it into a model without one"
+    ),
+    (Call.UNFREEZE, Situation.IN_PIPELINE): (
+        "parameters that were frozen when shard() was called cannot be unfrozen with a mesh axis 'pp': call "
+        "requires_grad_() before shard()"
+    ),
     (Call.PARALLELIZE, Situation.SHARDED): "this model was sharded already; call parallelize() first, then shard()",
 }
 

@@ -18,13 +18,16 @@ BETWEEN = ("torch.", "onefold.")  # of a call of state_dict(): torch's own frame
 
 
 def copy_for_safetensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state-dict hook: replaces views by copies if safetensors asks; names of one tensor keep one copy."""
+    """A state-dict hook: replaces views by copies if safetensors asks; tied names share one copy."""
     if not _asked_by_safetensors():
         return
     copies: dict[tuple[int, tuple[int, ...]], Tensor] = {}
     for name, value in state.items():
         if type(value) in PLAIN and value.untyped_storage().nbytes() != value.nbytes:
-            state[name] = copies.setdefault((value.data_ptr(), tuple(value.shape)), value.clone())
+            key = value.data_ptr(), tuple(value.shape)
+            if key not in copies:
+                copies[key] = value.clone()
+            state[name] = copies[key]
 
 
 def _asked_by_safetensors() -> bool:

@@ -1,4 +1,5 @@
-"""Hooks of a sharded model that a deep copy of one of its modules leaves behind: the copy is a plain module."""
+"""Hooks of a sharded model that a deep copy of one of its modules leaves behind: below stage 3, where a module can be
+copied, the copy is a plain one."""
 
 from __future__ import annotations
 

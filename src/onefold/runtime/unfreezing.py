@@ -1,7 +1,7 @@
 """Parameters that were frozen when shard() was called, and train from now on.
 
 Their units become trained units: with a master, gradients, and room for optimizer state. All other units stay as they
-are, with their state. Everything that follows the list of units is made anew, before the next forward begins.
+are, with their state. Everything that depends on the list of units is made anew, before the next forward begins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def unfreeze(engine: Engine, attach: Callable[[], None]) -> None:
 
 
 def _agree(engine: Engine, names: Sequence[str]) -> None:
-    """Raises on every rank unless all have unfrozen these parameters, and may."""
+    """Raises on every rank if ranks unfroze different parameters, or if they cannot be trained now. A rank that unfroze
+    none does not come here, and its peers time out."""
     error: Exception | None = None
     try:
         engine.check(Call.UNFREEZE)

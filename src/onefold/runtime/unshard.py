@@ -21,9 +21,10 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def unshard(model: ModelT) -> ModelT:
     """Make a sharded model a plain torch module again, in place, and return it: the opposite of `shard`. Collective.
 
-    Every rank gets all parameters: the same objects, in the dtypes they had before `shard`, with the values of the
-    fp32 masters where 16 bits computed. Hooks, gradients and optimizer state are gone, and the model's Optimizers and
-    EMAs refuse to work on. Needs memory for the whole model. It may be sharded again, with other settings.
+    Every rank gets all parameters: the same objects, in the dtypes they had before `shard`. Where 16 bits computed,
+    trained ones have the values of their fp32 masters, and frozen ones keep what they were rounded to. Onefold's hooks,
+    gradients and optimizer state are gone, and the model's Optimizers and EMAs raise when used. Needs memory for the
+    whole model. The model may be sharded again, with other settings.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -48,21 +49,23 @@ def unshard(model: ModelT) -> ModelT:
 def part(engine: Engine, units: Mapping[Unit, Sequence[torch.dtype]]) -> None:
     """Parts the parameters of units from their flat buffers: each is in memory of its own from now on, with all its
     values, in the dtype that is given for it. Nothing may use the units afterwards. Collective."""
-    values = {
-        unit: [value.to(dtype, copy=True) for value, dtype in zip(_full_values(engine, unit), dtypes, strict=True)]
-        for unit, dtypes in units.items()
-    }
-    engine.unsharding.reshard_all()  # the last thing that changes what parameters are
+    values = {unit: _copies(engine, unit, dtypes) for unit, dtypes in units.items()}
+    engine.unsharding.reshard_all()  # before the loop: resharding puts placeholders into the model
     for unit in units:
         unit.flat_params.guard.lift()
         for param, value in zip(unit.params, values[unit], strict=True):
             set_local_tensor(param, value)
 
 
-def _full_values(engine: Engine, unit: Unit) -> list[Tensor]:
-    """All elements of a unit's parameters, of the master or of the flat buffer; to be copied at once. Collective."""
+def _copies(engine: Engine, unit: Unit, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """Copies of all elements of a unit's parameters, of the master or of the flat buffer. Collective."""
+    unsharding = engine.unsharding
     if unit.trained and unit.dtypes.narrow:
-        return unit.unsharded_master()
-    if unit in engine.unsharding.units:
-        engine.unsharding.gathers.unshard(engine.unsharding.units.index(unit))
-    return [local_tensor(param).detach() for param in unit.params]
+        return [value.to(dtype, copy=True) for value, dtype in zip(unit.unsharded_master(), dtypes, strict=True)]
+    index = unsharding.units.index(unit) if unit in unsharding.units else None
+    if index is not None:
+        unsharding.gathers.unshard(index)
+    found = [local_tensor(p).detach().to(dtype, copy=True) for p, dtype in zip(unit.params, dtypes, strict=True)]
+    if index is not None:
+        unsharding.gathers.reshard(index)
+    return found
