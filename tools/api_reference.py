@@ -42,7 +42,11 @@ class Task(NamedTuple):
 
 TASKS = (
     Task("Start a script", ("install", "parallelism"), ("init", "shutdown", "mesh")),
-    Task("Shard a model", ("shard", "precision", "offload"), ("shard", "Zero", "preset", "Precision", "Offload")),
+    Task(
+        "Shard a model",
+        ("shard", "precision", "offload"),
+        ("shard", "unshard", "Zero", "preset", "Precision", "Offload"),
+    ),
     Task(
         "Train",
         ("optimizers", "gradients", "precision"),

@@ -12,6 +12,7 @@ from torch import nn
 import onefold
 from tests.harness import run_ranks, run_ranks_raises
 from tests.harness.grids import thinned
+from tests.models import Stack, blocks
 from tests.users.runs import STAGES, built, net, train
 
 
@@ -87,3 +88,22 @@ def submodule_on_rank_1() -> None:
 def test_a_load_of_a_submodule_on_one_rank_names_it() -> None:
     for error in run_ranks_raises(2, submodule_on_rank_1):
         assert "rank 1 has [1 x load_state_dict() of layers.0.down], rank 0 has [nothing more]" in error.message
+
+
+def two_optimizers(stage: int, which: int) -> None:
+    model = onefold.shard(Stack(blocks(2), nn.Linear(16, 4), nn.Linear(16, 16)), stage=stage)
+    parts = (model.first, model.head)
+    both = [onefold.Optimizer(model, torch.optim.SGD, groups=[{"params": p.parameters()}], lr=0.1) for p in parts]
+    with pytest.raises(onefold.MismatchError, match=rf"rank 1 has \[lr=1.1 in param group {which}\]"):
+        for _ in range(2):
+            both[which].param_groups[0]["lr"] = 0.1 + dist.get_rank()
+            model(torch.ones(2, 16)).sum().backward()
+            for optimizer in both:
+                optimizer.step()
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("which", [0, 1])
+def test_learning_rates_of_each_of_several_optimizers_are_compared(stage: int, which: int) -> None:
+    run_ranks(2, two_optimizers, stage, which)

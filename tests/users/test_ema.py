@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def averaged(stage: int, precision: str, tier: str | None, path: str) -> None:
             with onefold.full_parameters(model):
                 shown = {name: param.detach().clone() for name, param in model.named_parameters()}
                 assert torch.equal(model(x), inside)
-            for refused in (optimizer.step, lambda: onefold.full_state_dict(model), ema.applied().__enter__):
+            load = partial(model.load_state_dict, {}, strict=False)
+            for refused in (optimizer.step, lambda: onefold.full_state_dict(model), ema.applied().__enter__, load):
                 with pytest.raises(onefold.StateError, match="leave it first"):
                     refused()
         assert torch.equal(model(x), before)

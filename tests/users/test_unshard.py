@@ -120,7 +120,9 @@ def keeps_dtypes() -> None:
             param.copy_(param.bfloat16())
     before = copy.deepcopy(model.state_dict())
     onefold.shard(model, stage=3, precision="bf16")
-    onefold.unshard(model)
+    with torch.inference_mode():
+        onefold.unshard(model)
+    assert not any(param.is_inference() for param in model.parameters())
     assert [p.requires_grad for p in model.parameters()] == [True, True, True, True, False, True]
     for name, value in model.state_dict().items():
         assert value.dtype is before[name].dtype and torch.equal(value, before[name])
@@ -151,6 +153,9 @@ def ask_too_early(stage: int) -> dict[str, str]:
     if stage < 3:
         said["gradients"] = refused(model)
     model.zero_grad()
+    model(batch(0)).sum().backward()
+    said["backward"] = refused(model)
+    model.zero_grad()
     onefold.unshard(model)
     with pytest.raises(onefold.StateError) as caught:
         old.backward()
@@ -159,11 +164,11 @@ def ask_too_early(stage: int) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_unshard_is_refused_on_all_ranks_where_it_would_lose_something(stage: int) -> None:
     first, second = run_ranks(RANKS, ask_too_early, stage)
     assert "inside full_parameters" in first["full"] and "inside accumulate()" in first["accumulate"]
-    assert "unshard" in first["old graph"]
+    assert "unshard" in first["old graph"] and "no step() has used" in first["backward"]
     if stage < 3:
         assert "rank 1 failed in unshard()" in first["gradients"]
         assert "no step() has used" in second["gradients"] and "zero_grad() first" in second["gradients"]

@@ -78,7 +78,8 @@ class Optimizer(torch.optim.Optimizer):
         gradients are kept: for runs without clipping, accumulation and fp16."""
         engine = self._engine = engine_of(model)
         engine.check(Call.OPTIMIZER)
-        engine.follow_unfreezing()
+        groups = None if groups is None else [_listed(group) for group in groups]
+        engine.follow_unfreezing(_ids_of(groups or []))
         engine.freezing.train_again()
         self.stepped = False  # whether the last step() updated anything
         self._tried = 0  # steps, taken or skipped
@@ -89,7 +90,6 @@ class Optimizer(torch.optim.Optimizer):
         self._written = False  # pieces of gradients were given out, and may have been changed
         self._replaced = ""  # a parameter that a newer Optimizer has
         self._by_unit: list[UnitOptimizer] = []
-        self._joining: frozenset[int] = frozenset()  # ids of parameters that are about to get a param group
         error: Exception | None = None
         try:
             half = engine.resolved.precision.compute is torch.float16
@@ -111,7 +111,6 @@ class Optimizer(torch.optim.Optimizer):
         agree_on_kernel(engine, self._by_unit, cls)
         self._policy: UpdatePolicy = self._new_policy()
         engine.update_by(self._policy, self)
-        engine.alike.watch(self)
 
     def _check_others(self, half: bool, in_backward: bool) -> None:
         """Raises if this Optimizer cannot stand beside those that the model has for other parameters."""
@@ -214,17 +213,10 @@ class Optimizer(torch.optim.Optimizer):
         """Add parameters of the model to the optimizer, with settings of their own: any that require grad, also those
         that were frozen when shard() was called. Collective."""
         error: Exception | None = None
-        given = param_group.get("params")
-        if not isinstance(given, Tensor | list | tuple | set | None):
-            given = list(given)  # a generator, which can be read once
-            param_group = {**param_group, "params": given}
+        param_group = _listed(param_group)
         if self._agreed:
             self._check_state()
-            self._joining = _ids(given)
-            try:
-                self._engine.follow_unfreezing()
-            finally:
-                self._joining = frozenset()
+            self._engine.follow_unfreezing(_ids_of([param_group]))
         try:
             self._add_group(param_group)
         except Exception as mistake:
@@ -291,7 +283,6 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine
         self._refuse_if_replaced(Call.STEP)
         engine.check(Call.STEP)
-        engine.alike.watch(self)
         engine.check_parameters()
         if self._hooks:
             self._complete(Call.STEP)
@@ -300,6 +291,7 @@ class Optimizer(torch.optim.Optimizer):
             engine.schedule.drain()
             share_writes(engine)
             self._written = False
+        engine.step_begins()
         engine.unsharding.reshard_all()
         self._finite.read_last_step()
         flag = self._finite.flag_on_device(self.param_groups)
@@ -342,8 +334,7 @@ class Optimizer(torch.optim.Optimizer):
         self._replaced, self._by_unit = self._engine.names[index], []
 
     def follow_units(self) -> UpdatePolicy:
-        """Called when parameters that were frozen train, in units of their own: keeps the state of all other units. If
-        this Optimizer was made without groups=, for all that train, the parameters join its first param group."""
+        """Called when parameters that were frozen train, in units of their own: keeps the state of all other units."""
         engine, known = self._engine, {id(one.unit): one for one in self._by_unit}
         self._examine_units()
         self._finite.read_last_step()
@@ -354,16 +345,16 @@ class Optimizer(torch.optim.Optimizer):
         finite = self._finite
         self._finite = FiniteCheck(engine, self._by_unit, self._scaler, self._on_nonfinite)
         self._finite.reset(finite.skipped)
-        if self._all:
-            known_params = {id(param) for group in self.param_groups for param in group["params"]}
-            self._add_unfrozen(known_params | self._joining)
         self._policy = self._new_policy()
         return self._policy
 
-    def _add_unfrozen(self, known: set[int]) -> None:
-        group = self.param_groups[0]
-        added = [param for param in self._engine.params if param.requires_grad and id(param) not in known]
-        group["params"] += added
+    def adopt(self, taken: frozenset[int]) -> None:
+        """Called when parameters have been unfrozen: they join the first param group if this Optimizer was made without
+        groups=, for all that train. Those with the ids `taken` have a group, or are about to."""
+        added = [param for param in self._engine.params if param.requires_grad and id(param) not in taken]
+        if not self._all or not added:
+            return
+        self.param_groups[0]["params"] += added
         self._see_groups()
         for unit_index, slots in self._by_unit_slots({"params": added}).items():
             self._by_unit[unit_index].add_group(0, slots)
@@ -396,7 +387,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def _complete(self, call: Call) -> None:
         """Completes the gradients of the step, and shows each once to the hooks. Collective."""
-        self._engine.alike.watch(self)
         complete(self._engine, call)
         self.run_gradient_hooks()
 
@@ -625,10 +615,20 @@ def _check_finite(settings: dict[str, Any], where: str) -> None:
         raise OptimizerError(f"lr={lr} in {where} is not finite: look at the LR schedule")
 
 
-def _ids(params: Any) -> frozenset[int]:
-    """The ids of the parameters, or of the pairs of names and parameters, that a param group is given."""
-    given = [params] if isinstance(params, Tensor) else params or []
-    return frozenset(id(one[1] if isinstance(one, tuple) else one) for one in given)
+def _listed(group: Any) -> Any:
+    """A param group whose parameters are no generator, which could be read once."""
+    if not isinstance(group, dict) or not hasattr(group.get("params"), "__next__"):
+        return group
+    return {**group, "params": list(group["params"])}
+
+
+def _ids_of(groups: list[Any]) -> frozenset[int]:
+    """The ids of all parameters of param groups, which are given as parameters or as pairs of names and parameters."""
+    found = []
+    for group in groups:
+        given = group.get("params") if isinstance(group, dict) else group
+        found += [given] if isinstance(given, Tensor | None) else list(given)
+    return frozenset(id(one[1] if isinstance(one, tuple) and len(one) == 2 else one) for one in found)
 
 
 @contextmanager

@@ -68,12 +68,12 @@ class UnitOptimizer:
         return bytes(bool(flag) and slot in self.slots for slot, flag in enumerate(flags))
 
     def add_group(self, group: int, slots: Sequence[int]) -> None:
-        """Adds some of the unit's parameters to this param group."""
+        """Adds some of the unit's parameters to this param group, which may have others of them."""
         self.slots.update(slots)
         slices = [piece for run in runs_of(sorted(slots)) if (piece := self._make_param(run))]
         if not slices:
             return
-        self.by_group[group] = slices
+        self.by_group[group] = self.by_group.get(group, []) + slices
         if self._on_master and self.cls not in KNOWN:  # a class may make its state at once, and must see true shapes
             with self.unit.state_in_memory(write=self.unit.image is not None):
                 for piece in slices:
@@ -88,6 +88,11 @@ class UnitOptimizer:
         inner_group = {"params": [piece.tensor for piece in slices]}
         if self.inner is None:
             self.inner = self.cls([inner_group], **self.kwargs)
+        elif group in self.group_numbers:
+            made = self.cls([inner_group], **self.kwargs)  # with state, if the class makes it at once
+            self.inner.param_groups[self.group_numbers.index(group)]["params"] += inner_group["params"]
+            self.inner.state.update(made.state)
+            return
         else:
             self.inner.add_param_group(inner_group)
         self.group_numbers.append(group)

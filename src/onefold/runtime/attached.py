@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from onefold.runtime.update_policy import NoUpdates, Policies, UpdatePolicy
 
 class AttachedOptimizer(Protocol):
     """What an engine and its reports ask of an Optimizer that was made for a model."""
+
+    param_groups: list[dict[str, Any]]
 
     @property
     def clipped(self) -> bool:
@@ -55,6 +57,10 @@ class AttachedOptimizer(Protocol):
 
     def follow_units(self) -> UpdatePolicy:
         """The model has other units: state of those that stay is kept. How the Optimizer updates from now on."""
+        ...
+
+    def adopt(self, taken: frozenset[int]) -> None:
+        """Parameters have been unfrozen: updates them if it was made for all that train, but for `taken` ones (ids)."""
         ...
 
     def unsharded(self) -> None:
@@ -99,6 +105,16 @@ class AttachedOptimizers:
             assert optimizer is not None
             self._all[place] = one._replace(policy=optimizer.follow_units())
         self._choose()
+
+    def adopt(self, taken: frozenset[int]) -> None:
+        """Parameters have been unfrozen; those with the ids `taken` are another Optimizer's."""
+        others = {id(param) for group in self.groups() for param in group["params"]}
+        for optimizer in self:
+            optimizer.adopt(taken | others)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The param groups of all Optimizers."""
+        return [group for optimizer in self for group in optimizer.param_groups]
 
     def end(self) -> None:
         """The model is plain again. Nothing is in flight."""

@@ -8,11 +8,10 @@ complements of each other, ranks differ. Only then do they exchange what they ha
 from __future__ import annotations
 
 import hashlib
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -29,27 +28,14 @@ REMEDY = (
 )
 
 
-class HasGroups(Protocol):
-    """An Optimizer, as far as it is watched."""
-
-    param_groups: list[dict[str, Any]]
-
-
 class DoneAlike:
-    def __init__(self, everyone: Comm) -> None:
-        self._everyone = everyone
-        self._optimizer: Callable[[], HasGroups | None] = lambda: None  # the last that was made or used
+    """`groups` returns the param groups of all Optimizers of the model."""
+
+    def __init__(self, everyone: Comm, groups: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
+        self._everyone, self._groups = everyone, groups
         self._loads = Counter[str]()  # by module, since the model was sharded or a checkpoint replaced everything
         self._known: object = None  # what the digest is of: numbers of the groups, and number of loads
         self._digest = b""
-
-    def watch(self, optimizer: HasGroups) -> None:
-        """An Optimizer was made, or is used; it may be freed again. All ranks use the same one."""
-        self._optimizer = weakref.ref(optimizer)
-
-    def _groups(self) -> Sequence[Mapping[str, Any]]:
-        optimizer = self._optimizer()
-        return () if optimizer is None else optimizer.param_groups
 
     def loaded(self, module: str) -> None:
         """load_state_dict() has set the parameters of this module."""

@@ -80,7 +80,9 @@ class Engine:
         self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.device = pool.device
         self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
-        self.alike = DoneAlike(self.everyone)
+        self.alike = DoneAlike(self.everyone, self.optimizers.groups)
+        self._gradients_used = False  # by a step(), since a backward brought them
+        self._still_frozen: list[nn.Parameter] = []  # beside others of their unit that have been unfrozen
         self._unfreeze: Callable[[], None] | None = None  # what makes trained units of parameters that were unfrozen
         self.ended = False  # by unshard()
         self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
@@ -194,10 +196,15 @@ class Engine:
         """Names of parameters that were frozen, and are not now."""
         return self._checks.unfrozen()
 
-    def follow_unfreezing(self) -> None:
-        """Lets parameters train that have been unfrozen. Collective if there are any."""
-        if self._unfreeze is not None and self.unfrozen_names():
+    def follow_unfreezing(self, taken: frozenset[int] = frozenset()) -> None:
+        """Lets parameters train that have been unfrozen. Those whose ids are `taken` are about to join a param group;
+        the others join the Optimizer that was made for all that train. Collective if there are any."""
+        changed = self._unfreeze is not None and bool(self.unfrozen_names())
+        if changed and self._unfreeze is not None:
             self._unfreeze()
+        if changed or any(param.requires_grad for param in self._still_frozen):
+            self._still_frozen = [param for param in self._still_frozen if not param.requires_grad]
+            self.optimizers.adopt(taken)
 
     def prepare_units_change(self) -> None:
         """Waits for all that is in flight, and drops gradients: the units of the model are about to change."""
@@ -208,6 +215,8 @@ class Engine:
 
     def change_units(self, resolved: Resolved, units: Sequence[Unit]) -> None:
         """The model has other units from now on; Optimizers and EMAs follow. Detaches the engine from the model."""
+        known = {id(param) for param in self.params}
+        self._still_frozen += [p for u in units if u.trained for p in u.params if id(p) not in known]
         self.unsharding.retire()
         self.attachments.remove()
         self.assemble(resolved, units)
@@ -256,6 +265,7 @@ class Engine:
         self.enter_backward()
         self._forget_dropped()  # may raise: nothing is open then
         self.check(Call.BACKWARD)
+        self._gradients_used = False
         if self.used.any:
             self.optimizers.gradients_change()
         self._dropped.clear()
@@ -374,6 +384,15 @@ class Engine:
         if not (self.contexts.open or self.averages.applied):
             for unit in self.units:
                 unit.take_edits(uncounted=host)  # without `host`, the update that follows finds them
+
+    @property
+    def gradients_left(self) -> bool:
+        """True if a backward has brought gradients, and no step() has used them."""
+        return self.used.any and not self._gradients_used
+
+    def step_begins(self) -> None:
+        """step() uses the gradients, or skips them."""
+        self._gradients_used = True
 
     def after_step(self) -> None:
         """Tell the schedule which units were used."""

@@ -52,6 +52,7 @@ def attach(engine: Engine) -> None:
     _surround_model(engine)
     attach_methods(engine, partial(_hook_output, engine))
     added.hook(model.register_state_dict_post_hook(copy_for_safetensors))
+    added.hook(model.register_load_state_dict_pre_hook(lambda *_: engine.check(Call.LOAD_STATE_DICT)))
     added.attribute(model, ATTRIBUTE, engine)
     added.attribute(model, "__deepcopy__", engine.refuse_copy)
     added.attribute(model, "_apply", partial(_guarded_apply, engine, model._apply))

@@ -31,6 +31,7 @@ class Call(Enum):
     PARAMETER = "an operation on the values of a parameter"
     SAVE = "save()"
     LOAD = "load()"
+    LOAD_STATE_DICT = "load_state_dict()"
     LOAD_PART = "load() of some tensors, or without the optimizer"
     OPTIMIZER = "Optimizer()"
     OPTIMIZER_STATE = "state_dict(), load_state_dict() or add_param_group() of an Optimizer"
@@ -192,6 +193,7 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
             Call.STEP,
             Call.SAVE,
             Call.LOAD,
+            Call.LOAD_STATE_DICT,
             Call.WRITE,
             Call.FULL_STATE_DICT,
             Call.OPTIMIZER,

@@ -13,7 +13,6 @@ import torch
 from onefold.runtime.accumulating import Accumulating
 from onefold.runtime.attached import AttachedOptimizers, Averages
 from onefold.runtime.open_contexts import FullParameterContexts
-from onefold.runtime.phases import Phase, Progress
 from onefold.runtime.pipeline_axis import Pipeline
 from onefold.runtime.refusals import REFUSED_IN, Call, Situation, refuse
 from onefold.runtime.scaled import GradientScale
@@ -29,7 +28,7 @@ class EngineFacts(Protocol):
     def ended(self) -> bool: ...
 
     @property
-    def progress(self) -> Progress: ...
+    def gradients_left(self) -> bool: ...
 
     @property
     def pipeline(self) -> Pipeline: ...
@@ -83,7 +82,7 @@ SITUATION_CHECKS: Mapping[Situation, Callable[[EngineFacts], bool]] = {
     Situation.UPDATES_IN_FULL_PARAMETERS: lambda model: model.contexts.open and not model.updates.keeps_gradients,
     Situation.UPDATES_IN_BACKWARD: lambda model: not model.updates.keeps_gradients,
     Situation.ACCUMULATING: lambda model: not model.accumulating.final,
-    Situation.GRADIENTS_LEFT: lambda model: model.used.any and model.progress.phase is not Phase.AGREED,
+    Situation.GRADIENTS_LEFT: lambda model: model.gradients_left,
     Situation.IN_PIPELINE: lambda model: model.pipeline.stages > 1,
     Situation.SEVERAL_STAGES: lambda model: not model.alone_in_rank,
 }

@@ -22,6 +22,7 @@ from onefold.state.build import build_unit
 from onefold.state.unit import Unit
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def unfreeze(engine: Engine, attach: Callable[[], None]) -> None:
     """Lets parameters that have been unfrozen train. `attach` attaches the engine to its model again. Collective."""

@@ -34,7 +34,18 @@ def unshard(model: ModelT) -> ModelT:
     torch.float32
     """
     engine = engine_of(model)
-    on_all(engine.comms.world, lambda: engine.check(Call.UNSHARD), where="unshard()")
+    on_all(engine.comms.world, lambda: _check(engine), where="unshard()")
+    with torch.inference_mode(False):  # tensors of inference mode could not be trained
+        _make_plain(engine)
+    return model
+
+
+def _check(engine: Engine) -> None:
+    engine.check(Call.UNSHARD)
+    engine.check_parameters()
+
+
+def _make_plain(engine: Engine) -> None:
     engine.prepare_units_change()
     engine.freezing.train_again()
     dtypes = engine.resolved.dtypes
@@ -43,7 +54,6 @@ def unshard(model: ModelT) -> ModelT:
         if param.dtype is not dtypes[name]:
             set_local_tensor(param, local_tensor(param).detach().to(dtypes[name]))
     engine.end()
-    return model
 
 
 def part(engine: Engine, units: Mapping[Unit, Sequence[torch.dtype]]) -> None:

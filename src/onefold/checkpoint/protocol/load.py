@@ -99,6 +99,7 @@ def load(
     {'epoch': 3}
     """
     engine = engine_of(model)
+    engine.follow_unfreezing()
     comm = background_comm(engine)
     WORKER.finish()
     storage, choices, optimizers = Storage(), list[Choice](), list[Optimizer]()
