@@ -84,11 +84,6 @@ def assigned(t: Training) -> None:
     t.model.load_state_dict({name: value.clone() for name, value in t.model.state_dict().items()}, assign=True)
 
 
-def unfrozen(t: Training) -> Callable[[], Any]:
-    t.model.frozen.bias.requires_grad_(True)
-    return lambda: t.model.frozen.bias.requires_grad_(False)
-
-
 BEFORE_FORWARD = {
     "replaced": Mistake(replaced, "last.weight"),
     "replaced, frozen": Mistake(replaced_frozen, "frozen.weight"),
@@ -101,7 +96,6 @@ BEFORE_FORWARD = {
     "half of a part": Mistake(part_to_half, "last.weight"),
     "vector_to_parameters": Mistake(from_vector, "first.weight"),
     "load_state_dict(assign=True)": Mistake(assigned, "first.weight"),
-    "unfrozen": Mistake(unfrozen, "frozen.bias"),
 }
 
 

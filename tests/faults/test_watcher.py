@@ -32,7 +32,7 @@ from tests.parity.test_examples import free_port
 RANKS = 3
 EVERYONE = (0, 1, 2)
 TIMEOUT_S = 3.0
-ENDS_WITHIN_S = TIMEOUT_S + 2
+ENDS_WITHIN_S = TIMEOUT_S + 2 + 2  # the promise, and what a machine that is busy with other work adds
 TOLD = ("raises", "exits", "left")  # what a rank says itself, which peers hear long before a time limit
 LONG_TIMEOUT_S, TOLD_WITHIN_S = 20.0, 3.0
 COMPLETED = 4  # messages before the fault

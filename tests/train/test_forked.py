@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from onefold_command import QUIET
 from tests.harness.patience import PATIENCE_S
 from tests.train import probe
 
+ROOT = Path(__file__).parents[2]  # ranks import the probe by its name
+
 
 @pytest.fixture(scope="module", params=["OMP_NUM_THREADS", ""], ids=["threads given", "threads by default"])
 def both(request, tmp_path_factory):
@@ -20,7 +23,7 @@ def both(request, tmp_path_factory):
     running = {}
     for how in ("fork", "exec"):
         folder = tmp_path_factory.mktemp(how)
-        env = {**os.environ, **QUIET, "OPENBLAS_NUM_THREADS": "1", "ONEFOLD_START": how}
+        env = {**os.environ, **QUIET, "OPENBLAS_NUM_THREADS": "1", "ONEFOLD_START": how, "PYTHONPATH": str(ROOT)}
         if not request.param:
             del env["OMP_NUM_THREADS"]
         pipe = subprocess.PIPE

@@ -52,11 +52,15 @@ def attach(engine: Engine) -> None:
     _surround_model(engine)
     attach_methods(engine, partial(_hook_output, engine))
     added.hook(model.register_state_dict_post_hook(copy_for_safetensors))
-    added.hook(model.register_load_state_dict_pre_hook(lambda *_: engine.check(Call.LOAD_STATE_DICT)))
+    added.hook(model.register_load_state_dict_pre_hook(Uncopied(partial(_check_load, engine))))
     added.attribute(model, ATTRIBUTE, engine)
     added.attribute(model, "__deepcopy__", engine.refuse_copy)
     added.attribute(model, "_apply", partial(_guarded_apply, engine, model._apply))
     added.attribute(model, "zero_grad", partial(_zero_grad, engine, model.zero_grad))
+
+
+def _check_load(engine: Engine, *_: Any) -> None:
+    engine.check(Call.LOAD_STATE_DICT)
 
 
 def _attach_unsharding(engine: Engine) -> None:
