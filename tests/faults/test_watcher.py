@@ -176,6 +176,57 @@ def test_every_survivor_names_the_rank_and_ends_in_time(
         assert seen.seconds < TOLD_WITHIN_S
 
 
+def lose_a_connection(fault: str, lost: int) -> None:
+    """Rank `lost` has a fault; the backend of the first survivor says that a connection broke, the other only looks."""
+    onefold.init()
+    watcher = start_watcher()
+    rank = dist.get_rank()
+    first = min(peer for peer in EVERYONE if peer != lost)
+    dist.barrier()
+    tell("at it")
+    if rank == lost:
+        FAULTS[fault]()
+    try:
+        if rank == first:
+            watcher.explain_broken(EVERYONE, Label("gather-forward", "blocks.1"), RuntimeError("closed by a peer\n..."))
+        while True:
+            watcher.check()
+            time.sleep(0.01)
+    except CommError as error:
+        tell(str(error))
+        raise
+
+
+@pytest.mark.parametrize(
+    "fault, lost, store, named",
+    [
+        ("killed", 1, "file", "rank 1 has ended or is stopped, nothing is heard from there; look at rank 1's output"),
+        ("killed", 0, "rank 0", "rank 0 has ended or is stopped: the store that it serves does not answer"),
+        ("exits", 2, "agent", "rank 2 has ended (exit); look at rank 2's output"),
+        ("late", 1, "agent", "and all of its ranks (ranks 0, 1, 2) are there: look at the network between them"),
+    ],
+)
+def test_a_broken_connection_of_which_the_backend_names_no_end(
+    fault: str, lost: int, store: str, named: str, tmp_path: Path
+) -> None:
+    survivors = [rank for rank in EVERYONE if rank != lost]
+    told_by = survivors[:1] if store == "rank 0" else survivors  # the other has no store to hear it from
+    env = environment(store, tmp_path)
+    with start_ranks(RANKS, lose_a_connection, fault, lost, timeout_s=60, env=env, init=False) as group:
+        for rank in EVERYONE:
+            assert group.message(rank) == "at it"
+        began_s = time.monotonic()
+        said = {rank: group.message(rank) for rank in told_by}
+        took_s = time.monotonic() - began_s
+        for rank in EVERYONE:
+            group.kill(rank)
+        group.join()
+    assert took_s < ENDS_WITHIN_S
+    for rank, words in said.items():
+        assert words.startswith(f"rank {rank}: ") and named in words
+        assert "gather-forward of blocks.1 has failed: closed by a peer" in words and "..." not in words
+
+
 SCRIPT = """
 import sys, threading, torch, torch.distributed as dist, onefold
 from onefold.comm.meter import Label

@@ -102,19 +102,22 @@ def test_survivors_of_a_fault_in_a_step_over_nccl_name_the_rank_and_end_in_time(
     free_before = torch.cuda.mem_get_info()[0]
     survivors = [rank for rank in range(RANKS) if rank != case.lost]
     messages: dict[int, str] = {}
+    how: dict[int, str] = {}
     with start_ranks(RANKS, train, case, str(tmp_path), timeout_s=90, env=ENV, init=False) as group:
         for rank in survivors:
             with suppress(RankFailure):  # a rank whose main thread was stuck ends without a word to the test
                 messages[rank] = group.message(rank)
-            with pytest.raises(RankFailure):
+            with pytest.raises(RankFailure) as ended:
                 group.message(rank)
+            how[rank] = str(ended.value)
         ended_s = time.monotonic()
         group.kill(case.lost)
         outcomes = group.join()
     took_s = ended_s - float((tmp_path / "began").read_text())
     for rank in survivors:
         words = messages.get(rank) or (tmp_path / str(rank)).read_text()
-        assert f"rank {rank}: " in words and f"rank {case.lost} " in words.partition(f"rank {rank}: ")[2], words
+        named = words.partition(f"rank {rank}: ")[2]
+        assert f"rank {case.lost} " in named, f"{words}\n{how[rank]}"
         assert outcomes[rank].exitcode == 1
     assert took_s < ENDS_WITHIN_S
     assert all(is_gone(pid) for pid in group.pids)

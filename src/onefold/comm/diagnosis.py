@@ -8,7 +8,7 @@ waits on another link is not the cause: the rank that it waits for is.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -121,13 +121,23 @@ def gone(overdue: Overdue, beats: Mapping[int, Beat]) -> str:
     return ""
 
 
-def store_silent(overdue: Overdue, why: str, server: int | None) -> str:
-    """Names the rank that serves the store, if one does, where the store does not answer either."""
+def connection_lost(what: str, ranks: Sequence[int], beats: Mapping[int, Beat], question: int) -> str:
+    """Names the ranks behind a message that failed because a connection broke; `what` says which, and how."""
+    if left := [rank for rank in ranks if beats.get(rank, Beat()).left]:
+        return f"{_departure(left[0], beats[left[0]])}; {LOOK.format(_names(left[:1]))}; {what}"
+    if silent := [rank for rank in ranks if beats.get(rank, Beat()).answers < question]:
+        return f"{_stopped(silent)}; {what}"
+    return f"{what}, and all of its ranks ({_names(tuple(ranks))}) are there: look at the network between them"
+
+
+def store_silent(what: str, why: str, server: int | None) -> str:
+    """Names the rank that serves the store, if one does, where the store does not answer either; `what` says which
+    message has not completed."""
     if server is None:
-        return f"{overdue.waited}, and the store through which ranks find each other does not answer ({why})"
+        return f"{what}, and the store through which ranks find each other does not answer ({why})"
     return (
         f"rank {server} has ended or is stopped: the store that it serves does not answer ({why}); "
-        f"{LOOK.format(f'rank {server}')}; {overdue.waited}"
+        f"{LOOK.format(f'rank {server}')}; {what}"
     )
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import atexit
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from zlib import crc32
@@ -45,6 +46,16 @@ class Link:
         if watcher is not None:
             watcher.issued(self.name, self.ranks, label, event.query, endpoint.timeout.total_seconds())
         return StreamPending(endpoint, label, event)
+
+    @contextmanager
+    def explained(self, label: Label) -> Iterator[None]:
+        """Inside, a message is issued. NCCL refuses it if a connection broke: raises a CommError that says whose."""
+        try:
+            yield
+        except dist.DistBackendError as error:
+            if (watcher := current_watcher()) is not None:
+                watcher.explain_broken(self.ranks, label, error)
+            raise
 
 
 def link_of(axis: Axis, kind: str, device: torch.device, timeout_s: float) -> Link:

@@ -8,7 +8,8 @@ thread looks at the oldest unfinished message of each link:
 | over timeout_s less the time that an answer takes | asks all ranks what they do (board.py) |
 | over timeout_s | names the rank behind it (diagnosis.py) and publishes that; the first finding is every rank's |
 
-A rank that ends by an exception publishes that itself. Once there is a finding, the groups are aborted, and `check`
+NCCL may refuse a message at once because a connection broke, without saying whose: then all ranks are asked, too. A
+rank that ends by an exception publishes that itself. Once there is a finding, the groups are aborted, and `check`
 raises it. A main thread that does not come to `check` while messages are in flight is stuck: the process is ended.
 """
 
@@ -21,12 +22,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from onefold.comm.board import ALERT_TICK_S, Board
-from onefold.comm.diagnosis import EXIT, Beat, Overdue, Position, diagnose, gone, obituary, store_silent
+from onefold.comm.diagnosis import (
+    EXIT,
+    Beat,
+    Overdue,
+    Position,
+    connection_lost,
+    diagnose,
+    gone,
+    obituary,
+    store_silent,
+)
 from onefold.comm.issued import IssuedMessages, Message
 from onefold.comm.meter import Label
 from onefold.errors import CommError, visible
@@ -35,7 +47,8 @@ LONGEST_INTERVAL_S = 1.0
 SHORTEST_ANSWER_S, LONGEST_ANSWER_S = 1.5, 10.0  # how long ranks have to answer, before timeout_s is over
 SECOND_ANSWER_S = 0.7  # the same for ranks that answered before, once it is over
 EXPLAINED_S = 1.8  # for a finding, after a message between hosts has failed
-GRACE_S = 1.0  # from a finding to the end of a process whose main thread is stuck
+BROKEN, BROKEN_EXPLAINED_S = "", 5.0  # no link has this name; for a finding, after NCCL has refused a message
+GRACE_S = 0.7  # from a finding to the end of a process whose main thread is stuck
 PATIENCE_S = 1.0  # of a process that ends, for the store
 MOST_KEPT = 64  # messages of a link: with more, `issued` drops completed ones itself
 
@@ -46,6 +59,13 @@ class Inquiry:
     def __init__(self, number: int, asked_s: float) -> None:
         self.number, self.asked_s = number, asked_s
         self.questions: list[int] = []  # where their numbers are, in board.asked
+
+
+class BrokenMessage(NamedTuple):
+    """A message that a backend has refused, because a connection broke."""
+
+    what: str
+    ranks: Sequence[int]
 
 
 class Watcher:
@@ -59,6 +79,7 @@ class Watcher:
         self.finding: CommError | None = None
         self._links: dict[str, IssuedMessages] = {}
         self._inquiries: dict[str, Inquiry] = {}  # by the name of the link
+        self._broken: BrokenMessage | None = None  # handed over by the main thread
         self._shortest_s = float("inf")  # of all time limits that were given
         self._on_abort: list[Callable[[], object]] = []
         self._raised = self._uncaught = False
@@ -103,6 +124,17 @@ class Watcher:
             self._board.publish(f"rank {peer} has ended; look at its output first")
             self._wake.set()
         until_s = time.monotonic() + EXPLAINED_S
+        while self.finding is None and time.monotonic() < until_s:
+            time.sleep(ALERT_TICK_S / 4)
+        self.check()
+
+    def explain_broken(self, ranks: Sequence[int], label: Label, error: Exception) -> None:
+        """A backend has refused a message because a connection broke, and does not say whose: raises what all ranks
+        find once they were asked."""
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        self._broken = BrokenMessage(f"{label} has failed: {said}", ranks)
+        self._wake.set()
+        until_s = time.monotonic() + BROKEN_EXPLAINED_S
         while self.finding is None and time.monotonic() < until_s:
             time.sleep(ALERT_TICK_S / 4)
         self.check()
@@ -184,7 +216,7 @@ class Watcher:
     def _pause_s(self, now_s: float) -> float:
         """Until the next look: an interval, or sooner if a message becomes suspect before."""
         pause_s = self._board.interval_s
-        if self._board.alert:
+        if self._board.alert or self._broken:
             return min(pause_s, ALERT_TICK_S)
         for link in list(self._links.values()):
             if overdue := link.overdue(now_s):
@@ -196,6 +228,10 @@ class Watcher:
         board, suspects = self._board, False
         if board.finding:
             return board.finding
+        if self._broken is not None:
+            suspects = True
+            if sentence := self._examine_broken(self._broken, now_s):
+                return self._publish(sentence)
         for link in list(self._links.values()):
             link.drop_completed(self._looked_s)
             overdue = link.overdue(now_s)
@@ -224,7 +260,7 @@ class Watcher:
         if len(inquiry.questions) == 1:
             inquiry.questions.append(board.ask())
         if why := self._silence():
-            return store_silent(overdue, why, self._server)
+            return store_silent(overdue.waited, why, self._server)
         if inquiry.questions[1] >= len(board.asked) or board.read_s < now_s - 5 * ALERT_TICK_S:
             return ""
         first, second = (board.asked[at] for at in inquiry.questions)
@@ -234,6 +270,21 @@ class Watcher:
         if any(first <= answer < second for answer in answers) and late_s < SECOND_ANSWER_S:
             return ""  # it has answered before, so it will again, or has ended since
         return diagnose(overdue, board.beats, second)
+
+    def _examine_broken(self, broken: BrokenMessage, now_s: float) -> str:
+        """Asks all ranks after a connection broke; once those that live have had time to answer, names the others."""
+        board, inquiry = self._board, self._inquiries.get(BROKEN)
+        if inquiry is None:
+            inquiry = self._inquiries[BROKEN] = Inquiry(0, now_s)
+            inquiry.questions.append(board.ask())
+        if now_s - inquiry.asked_s < SHORTEST_ANSWER_S:
+            return ""
+        if why := self._silence():
+            return store_silent(broken.what, why, self._server)
+        (question,) = inquiry.questions
+        if question >= len(board.asked) or board.read_s < now_s - 5 * ALERT_TICK_S:
+            return ""
+        return connection_lost(broken.what, broken.ranks, board.beats, board.asked[question])
 
     def _silence(self) -> str:
         """Says how the store does not answer; empty if it does."""

@@ -200,7 +200,7 @@ class NcclWire:
     def all_gather(self, flat: Tensor, label: Label) -> Pending:
         link, numel = self._link(self._gather), flat.numel() // self._endpoint.size
         mine = flat[self._endpoint.rank * numel : (self._endpoint.rank + 1) * numel]
-        with link.stream.after_current():
+        with link.stream.after_current(), link.explained(label):
             link.group._allgather_base(flat, mine, _GATHERING)
             return link.pending(self._endpoint, label)
 
@@ -212,7 +212,7 @@ class NcclWire:
 
     def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         link = self._link(self._reduce)
-        with link.stream.after_current():
+        with link.stream.after_current(), link.explained(label):
             if flat.dtype.itemsize != NARROW or self.sums is Sums.BY_NCCL:
                 parts = [scratch[: flat.numel() // self._endpoint.size]]
                 link.group._reduce_scatter_base(parts[0], flat, _REDUCING)

@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -59,8 +59,8 @@ class Pages(mmap.mmap):
             self.pinned_at = address
         return self.pinned_at is not None
 
-    def __del__(self) -> None:
-        if self.pinned_at is not None and not sys.is_finalizing():  # CUDA may be gone before Python is
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # modules may be gone by then
+        if self.pinned_at is not None and not is_finalizing():  # CUDA may be gone before Python is
             torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
 
 
