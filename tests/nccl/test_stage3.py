@@ -109,7 +109,9 @@ def test_blocks_may_be_skipped_repeated_and_reordered() -> None:
     assert_none_differs(2, [f"blocks: {name}" for name in PICKS])
 
 
-SETTINGS: list[dict[str, Any]] = [{"prefetch": 0}, {"prefetch": 2}, {"keep_whole": 300}, {"bucket_bytes": 1 << 20}]
+SETTINGS: list[dict[str, Any]] = [
+    {"prefetch": 0}, {"prefetch": 2}, {"keep_whole": 300}, {"bucket_bytes": 1 << 20}, {"reshard_after_forward": False},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)

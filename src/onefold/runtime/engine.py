@@ -108,8 +108,9 @@ class Engine:
         self.schedule = ReduceSchedule(self.units, self._starting, self._reduced, freed)
         negotiate = settings.schedule == "negotiate"
         self.unsharding = Unsharding(
-            sharded, settings.prefetch, settings.live_bytes, self.enter_backward, self.comm, negotiate=negotiate
-        )
+            sharded, settings.prefetch, settings.live_bytes, self.enter_backward, self.comm, negotiate=negotiate,
+            reshard_after_forward=settings.reshard_after_forward,
+        )  # fmt: skip
         self.visible = VisibleGradients(self.params, self.names)
         self._replicated = ReplicatedGradients(
             self.units, wanted=placement.optimizer is Scope.REPLICATED and not placement.updated_on_host

@@ -14,9 +14,10 @@ list: before a rank unshards, all ranks exchange what they need, and each posts 
 rank that has no more forwards to run takes part until all ranks are done (`catch_up`).
 
 In forward a unit is resharded when the next one is needed, no module computes with it, and it holds no part of the
-block that follows; in backward when its gradients are complete. A unit that was prefetched and skipped may still be
-needed, so it stays unsharded; while there are such units, fewer are prefetched, so that the number of unsharded units
-keeps its bound. In backward a skipped unit of which no graph saved a tensor is resharded at once.
+block that follows, unless it is kept for backward: the last unit is, or all are (reshard_after_forward=False). In
+backward it is resharded when its gradients are complete. A unit that was prefetched and skipped may still be needed, so
+it stays unsharded; while there are such units, fewer are prefetched, so that the number of unsharded units keeps its
+bound. In backward a skipped unit of which no graph saved a tensor is resharded at once.
 """
 
 from __future__ import annotations
@@ -36,21 +37,31 @@ AUTO = "auto"
 SKIPPED = 3  # units that were received in forward before they were needed, and may be needed yet
 TRACE_LENGTH = 4096
 FORWARD, BACKWARD, OUTSIDE_PASS = "gather-forward", "gather-backward", "gather"  # purposes of all-gathers
+NONE: frozenset[int] = frozenset()
 LOAD = "load"  # a pass that sends nothing: load_state_dict() has all parameters, and each rank keeps its shard
 
 
 class GatherSchedule:
     def __init__(
-        self, units: Sequence[Unit], prefetch: int | str, live_bytes: int | None, comm: Comm, *, negotiate: bool
+        self,
+        units: Sequence[Unit],
+        prefetch: int | str,
+        live_bytes: int | None,
+        comm: Comm,
+        *,
+        negotiate: bool,
+        reshard_after_forward: bool,
     ) -> None:
         self._units, self._comm, self.negotiate = units, comm, negotiate
+        self._reshard_after_forward = reshard_after_forward
+        self.embeddings: set[int] = set()  # units of embeddings alone, whose weights backward does not need
         sizes = [unit.layout.numel * unit.layout.itemsize for unit in units]
         clock = device_clock if comm.on_stream else time.perf_counter
         self._timer = GatherTimer(sizes, live_bytes, clock) if prefetch == AUTO else None
         self._timing = False  # whether this pass is timed
         self.prefetch = dict.fromkeys((FORWARD, BACKWARD), 0 if isinstance(prefetch, str) else prefetch)
         self.forward = list(range(len(units)))
-        self.backward = [index for index in reversed(self.forward) if index != self.kept_unit]
+        self.backward = [index for index in reversed(self.forward) if index not in self.kept_units]
         self.seen: list[int] = []  # units that this pass needed, in order
         self.saved = [0] * len(units)  # per unit: tensors in its flat buffer that autograd graphs have saved
         self.trace: deque[tuple[str, str]] = deque(maxlen=TRACE_LENGTH)  # the latest gathers: purpose, unit
@@ -60,20 +71,25 @@ class GatherSchedule:
         self._unposted: deque[int] = deque()  # places whose shards have not been posted
         self._at = 0  # the place after the last unit that was needed
         self._reshard_when_idle = False
-        self._keep: int | None = None
-        self._kept: int | None = None  # the unit that the last pass kept unsharded for the next
+        self._keep: frozenset[int] = NONE  # units that stay unsharded at the end of this pass
+        self._kept: frozenset[int] = NONE  # units that the last pass kept unsharded for the next
         self._prefetched: dict[int, int] = {}  # unit -> its place: prefetched and not needed yet
         self._busy: dict[int, int] = {}  # unit -> number of modules that compute with it
         self._live: set[int] = set()  # units that are not SHARDED
         self._expected: Sequence[int] = ()  # units that the next blocks share with the one that ran last
 
     @property
-    def kept_unit(self) -> int | None:
-        """The unit that stays unsharded from forward to backward: the last in forward. None where ranks negotiate."""
-        return self.forward[-1] if self.forward and not self.negotiate else None
+    def kept_units(self) -> frozenset[int]:
+        """The units that stay unsharded from forward to backward: the last in forward, or all that backward may need.
+        None where ranks negotiate."""
+        if self.negotiate:
+            return NONE
+        if self._reshard_after_forward:
+            return frozenset(self.forward[-1:])
+        return frozenset(self.forward) - self.embeddings
 
-    def begin(self, purpose: str, order: list[int], *, reshard_when_idle: bool, keep: int | None = None) -> None:
-        """Begins a pass over the units in `order`: posts this rank's shards of all of them. The unit `keep` stays
+    def begin(self, purpose: str, order: list[int], *, reshard_when_idle: bool, keep: frozenset[int] = NONE) -> None:
+        """Begins a pass over the units in `order`: posts this rank's shards of all of them. The units `keep` stay
         unsharded at the end of the pass."""
         self._keep = keep
         if self.negotiate and purpose == FORWARD:
@@ -87,9 +103,9 @@ class GatherSchedule:
         self.seen = []
         for unit in self._units:
             unit.flat_params.finish_posted(purpose)  # peers may be one forward or backward behind, no more
-        if self._kept is not None:
-            self._units[self._kept].flat_params.show()
-            self._kept = None
+        for index in self._kept:
+            self._units[index].flat_params.show()
+        self._kept = NONE
         self._unposted = deque(range(len(order)))
         ready = not any(self._units[index].flat_params.offloaded_or_updating for index in order)
         self._post_until(len(order) if ready else 0)
@@ -145,7 +161,7 @@ class GatherSchedule:
 
     def keeps(self, index: int) -> bool:
         """Whether the last pass kept this unit unsharded for the next."""
-        return self._kept == index
+        return index in self._kept
 
     def expect(self, indices: Sequence[int]) -> None:
         """A block has run that shares these units with blocks to come: they stay unsharded until another block has run,
@@ -169,20 +185,20 @@ class GatherSchedule:
                 self._receive_unneeded(place)
 
     def end(self) -> None:
-        """Ends the pass: receives the rest of its list, and reshards all units but the one to keep."""
+        """Ends the pass: receives the rest of its list, and reshards all units but those to keep."""
         self._post_until(len(self._order))
-        keep, self._keep = self._keep, None
+        keep, self._keep = self._keep, NONE
         self._expected = ()
         self._busy.clear()
         for place in sorted(self._remaining):
             self._receive(place)
-            if self._order[place] != keep:
+            if self._order[place] not in keep:
                 self._reshard(self._order[place])
-        for index in sorted(self._live - {keep}):
+        for index in sorted(self._live - keep):
             self._reshard(index)
-        if keep is not None and keep in self._live:
-            self._kept = keep
-            self._units[keep].flat_params.hide()
+        self._kept = keep & self._live
+        for index in self._kept:
+            self._units[index].flat_params.hide()
         self._prefetched.clear()
         if self._timing and self._timer and self._order:
             decided = self._timer.end_of_pass(self._purpose)
@@ -299,7 +315,7 @@ class GatherSchedule:
         self._live.add(index)
 
     def _reshard_idle(self, but: Sequence[int]) -> None:
-        for index in sorted(self._live - self._prefetched.keys() - {*but, *self._expected, self._keep}):
+        for index in sorted(self._live - self._prefetched.keys() - {*but, *self._expected, *self._keep}):
             if not self._busy.get(index):
                 self._reshard(index)
 
@@ -309,4 +325,4 @@ class GatherSchedule:
         values.reshard()
         if values.state is ParameterState.SHARDED:
             self._live.discard(index)
-            self._kept = None if self._kept == index else self._kept
+            self._kept -= {index}

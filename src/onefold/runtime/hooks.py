@@ -89,7 +89,7 @@ def _attach_unsharding(engine: Engine) -> None:
         ):
             # its own parameters are gathered when it looks them up, which also works if it is called by itself
             _surround_module(engine, module, [], [])
-    unsharding.embedding_units = _embedding_units(model, unit_of)
+    unsharding.gathers.embeddings = _embedding_units(model, unit_of)
     intercept_lookups(model.modules(), unit_of, unsharding, engine.attachments)
     for module in modules.values():
         indices = sorted({unit_of[id(p)] for p in module._parameters.values() if id(p) in unit_of})

@@ -34,7 +34,7 @@ from onefold.comm.meter import Label
 from onefold.model.containers import as_list
 from onefold.model.dtensor_shards import PLAIN, local_tensor
 from onefold.runtime.attachments import Attachments
-from onefold.runtime.gather_schedule import BACKWARD, FORWARD, LOAD, GatherSchedule
+from onefold.runtime.gather_schedule import BACKWARD, FORWARD, LOAD, NONE, GatherSchedule
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.unit_order import with_missing
 from onefold.state.unit import Unit
@@ -72,11 +72,14 @@ class Unsharding:
         comm: Comm,
         *,
         negotiate: bool,
+        reshard_after_forward: bool,
     ) -> None:
         self._on_backward, self._comm = on_backward, comm
         finish_posted_at_exit(self)
         self.units = list(units)
-        self.gathers = GatherSchedule(units, prefetch, live_bytes, comm, negotiate=negotiate)
+        self.gathers = GatherSchedule(
+            units, prefetch, live_bytes, comm, negotiate=negotiate, reshard_after_forward=reshard_after_forward
+        )
         self._index = {id(unit): index for index, unit in enumerate(self.units)}
         self._by_storage = {unit.flat_params.storage: index for index, unit in enumerate(units)}
         self._recomputed = set[int]()  # units of recomputed blocks, whose saved tensors are not tracked
@@ -91,7 +94,6 @@ class Unsharding:
         self._loading = False
         self._full_contexts = 0  # open full_parameters contexts
         self._kept: list[int] = []  # units that stay unsharded over several forwards and backwards (keep_across)
-        self.embedding_units: set[int] = set()  # units of embeddings alone, whose weights backward does not need
         self._calls = [0] * len(self.units)  # per unit: calls of its modules whose backward has not ended
         self._order_known = False  # whether ranks have agreed on the order of forward
         self.forward_seen: list[int] = []
@@ -116,7 +118,7 @@ class Unsharding:
         if not self._running:
             self._check_transforms()
             if root:
-                keep = self.gathers.kept_unit if torch.is_grad_enabled() else None
+                keep = self.gathers.kept_units if torch.is_grad_enabled() else NONE
                 self._begin(FORWARD, self.gathers.forward, reshard_when_idle=True, keep=keep)
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, self.unpack)
         self._running.append(module)
@@ -132,7 +134,7 @@ class Unsharding:
         """True while a hooked module, or a method of the model, runs."""
         return bool(self._running)
 
-    def _begin(self, purpose: str, order: list[int], *, reshard_when_idle: bool, keep: int | None = None) -> None:
+    def _begin(self, purpose: str, order: list[int], *, reshard_when_idle: bool, keep: frozenset[int] = NONE) -> None:
         if self._interrupted:
             self._interrupted = False
             self.gathers.end()
@@ -295,11 +297,11 @@ class Unsharding:
         The order of registration may differ, and ranks that skip units leave it in different ways. Collective."""
         if self._order_known or self._comm.size == 1 or self._comm.any_order or not self.units:
             return
-        self._order_known, kept = True, self.gathers.kept_unit  # by the forward that has ended
+        self._order_known, kept = True, self.gathers.kept_units  # by the forward that has ended
         label = Label("agree", "the order of units")
         seen = json.loads(self._comm.broadcast_bytes(json.dumps(self.forward_seen).encode(), label))
         self.gathers.forward = with_missing(seen, range(len(self.units)))
-        self.gathers.backward = [i for i in dict.fromkeys(reversed(self.gathers.forward)) if i != kept]
+        self.gathers.backward = [i for i in dict.fromkeys(reversed(self.gathers.forward)) if i not in kept]
 
     def need_in_backward(self, indices: Sequence[int]) -> None:
         if not self._backward:
@@ -354,10 +356,10 @@ class Unsharding:
         no rank needed them in backward."""
         everything = range(len(self.units))
         self.gathers.forward = with_missing(forward, everything)
-        spared = self.embedding_units | {i for i in everything if not self.units[i].trained and i in used_in_forward}
+        spared = self.gathers.embeddings | {i for i in everything if not self.units[i].trained and i in used_in_forward}
         wanted = [index for index in everything if index in used_in_backward or index not in spared]
         order = with_missing(list(dict.fromkeys(backward))[::-1], wanted)
-        self.gathers.backward = [i for i in reversed(order) if i != self.gathers.kept_unit]
+        self.gathers.backward = [i for i in reversed(order) if i not in self.gathers.kept_units]
 
     def reshard_all(self) -> None:
         """Reshards all units and waits until peers have received this rank's shards, before the shards change."""

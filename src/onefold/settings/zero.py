@@ -63,6 +63,10 @@ class Zero:
     """Stage 3 with prefetch="auto": the most bytes of unsharded parameters that prefetching may hold. Neighbouring
     blocks share a unit only up to half of it."""
 
+    reshard_after_forward: bool = True
+    """Stage 3: whether units are resharded after forward and all-gathered again in backward. False keeps all of them
+    unsharded until their gradients are complete: a third less traffic, for the memory of stage 2 in between."""
+
     schedule: Literal["agreed", "negotiate"] = "agreed"
     """Stage 3: how ranks match their all-gathers. "agreed": all ranks run equally many forwards, and each gathers the
     same units, in any order. "negotiate" (gloo only): each rank runs as many forwards as it likes before a backward or
@@ -135,6 +139,14 @@ class Zero:
             raise ConfigError(
                 "live_bytes bounds prefetch='auto'; with a fixed prefetch the memory is known: leave it out"
             )
+        if not isinstance(self.reshard_after_forward, bool):
+            raise ConfigError(f"reshard_after_forward={self.reshard_after_forward!r} is neither True nor False")
+        if not self.reshard_after_forward and (self.live_bytes is not None or self.schedule == "negotiate"):
+            other = "live_bytes" if self.live_bytes is not None else 'schedule="negotiate"'
+            raise ConfigError(
+                f"reshard_after_forward=False keeps all parameters unsharded until backward, which {other} forbids; "
+                f"leave out one of them"
+            )
         if not callable(self.keep_whole) and (not isinstance(self.keep_whole, int) or self.keep_whole < 0):
             raise ConfigError(f"keep_whole={self.keep_whole!r} is neither a number of elements nor a callable")
         if not isinstance(self.methods, tuple) or not all(isinstance(name, str) for name in self.methods):
@@ -185,10 +197,10 @@ class Zero:
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
-        shared = ("stage", "bucket_bytes", "prefetch", "schedule", "methods", "activations", "checkpoint_every")
+        shared = ("stage", "bucket_bytes", "prefetch", "reshard_after_forward", "schedule", "methods", "activations")
         return (
             [f"precision: {' '.join(str(Precision.of(self.precision)).split())}"]
-            + [f"{name}={getattr(self, name)!r}" for name in (*shared, "seed", "buffers", "sync")]
+            + [f"{name}={getattr(self, name)!r}" for name in (*shared, "checkpoint_every", "seed", "buffers", "sync")]
             + [str(Offload.of(self.offload))]
         )
 

@@ -110,6 +110,17 @@ def test_under_no_grad_only_the_gathers_of_forward_are_sent(ranks: int) -> None:
         assert seen.reports[2].by_purpose == {**planned, "gather-forward": 4 * planned["gather-forward"]}
 
 
+@pytest.mark.parametrize("bucket_bytes", [1, ONE])
+def test_units_that_stay_unsharded_after_forward_send_two_psi(bucket_bytes: int) -> None:
+    for seen in run_ranks(2, watch, 3, reshard_after_forward=False, bucket_bytes=bucket_bytes):
+        for report in seen.reports[1:]:
+            planned = without_norm(report)
+            assert "gather-backward" not in planned
+            assert report.by_purpose == {**planned, "gather-forward": 4 * planned["gather-forward"]}
+            assert planned["gather-forward"] == sent(seen, list(seen.units), 2)
+        assert all(purpose != "gather-backward" for trace in seen.traces for purpose, _ in trace)
+
+
 def small(name: str, elements: int) -> bool:
     return name in (TOKENS, "layers.1")
 

@@ -176,6 +176,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "keep_whole=600, bucket_bytes=1": {"keep_whole": 600, "bucket_bytes": 1},
     "keep_whole=all": {"keep_whole": 1 << 30},
     "keep_whole=callable": {"keep_whole": small, "bucket_bytes": 1 << 12},
+    "reshard_after_forward=False": {"reshard_after_forward": False},
+    "reshard_after_forward=False, bucket_bytes=1": {"reshard_after_forward": False, "bucket_bytes": 1},
     "bucket_bytes=1": {"bucket_bytes": 1},
     "bucket_bytes=1, prefetch=5": {"bucket_bytes": 1, "prefetch": 5},
     "bucket_bytes=huge": {"bucket_bytes": 1 << 40},
