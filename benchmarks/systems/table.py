@@ -58,6 +58,7 @@ SYSTEMS = {
     "stage3+prefetch2": ours("Onefold, stage 3, two units ahead", 3, stage=3, prefetch=2),
     "stage3+prefetch-auto": ours("Onefold, stage 3, prefetch auto", 3, stage=3, prefetch="auto"),
     "onefold": ours("Onefold", 3),  # stage 3, as it comes
+    "onefold+keep": ours("Onefold, not resharded after forward", 2, reshard_after_forward=False),
     "onefold+inside": ours("Onefold, updated in backward", 3, inside=True),
     "onefold+clip": ours("Onefold, clipped", 3, "first step", clip=True),  # the base does not clip
     "onefold+compile": ours("Onefold, compiled", 3, compiled=True),

@@ -31,12 +31,13 @@ class Case:
 
     def __init__(
         self, shape: Shape, batch: int, stage: int, ranks: int, precision: str, activations: str, *,
-        tiers: tuple[str, ...] = (), bucket_bytes: int = 32 << 20,
+        tiers: tuple[str, ...] = (), bucket_bytes: int = 32 << 20, reshard: bool = True,
     ) -> None:  # fmt: skip
         self.shape, self.batch, self.stage, self.ranks, self.activations = shape, batch, stage, ranks, activations
         wire = "fp32" if precision != "fp32" and ranks > 1 else None  # the formula knows reductions by NCCL, in fp32
         self.policy = Precision(compute=precision, wire=wire, master="split" if precision == "bf16" else None)
         self.tiers, self.bucket_bytes = dict(zip(("optimizer", "parameters"), tiers)), bucket_bytes
+        self.reshard = reshard
 
     def estimate(self, *, inside: bool = False) -> Estimate:
         decided = self.policy.decided(own_sum=False, cuda=True)
@@ -45,13 +46,14 @@ class Case:
             work=Work(widths=decided.dtypes(decided.compute).widths, shape=self.shape, bucket_bytes=self.bucket_bytes),
             choice=Choice(self.stage, activations=self.activations, **self.tiers), grid=grid_of(self.ranks),
             hardware=hardware("h200"), cost=ADAMW, batch=self.batch, in_backward=inside,
+            reshard_after_forward=self.reshard,
         )  # fmt: skip
 
     def rehearsed(self) -> int:
         tokens = torch.zeros(self.batch, self.shape.seq, dtype=torch.long)
         zero = Zero(
             stage=self.stage, precision=self.policy, activations=self.activations, bucket_bytes=self.bucket_bytes,
-            offload=Offload(**self.tiers),
+            offload=Offload(**self.tiers), reshard_after_forward=self.reshard,
         )  # fmt: skip
         with torch.device("meta"):
             model = GPT(self.shape)
@@ -80,6 +82,19 @@ def test_the_peak_on_a_gpu_is_that_of_the_rehearsal(case: Case) -> None:
 
 def test_the_peak_of_blocks_of_several_units_is_not_below_the_rehearsal() -> None:
     Case(DEEP, 2, 3, 64, "bf16", "checkpoint", bucket_bytes=1 << 17).check(SEVERAL)
+
+
+@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
+@pytest.mark.parametrize("shape", [DEEP, WORDY], ids=["deep", "wordy"])
+def test_the_peak_where_parameters_stay_unsharded_after_forward(shape: Shape, activations: str) -> None:
+    Case(shape, 1, 3, 8, "bf16", activations, bucket_bytes=1 << 19, reshard=False).check(SEVERAL)
+    case = Case(shape, 8, 3, 8, "bf16", activations, bucket_bytes=1 << 19, reshard=False)
+    case.check(SEVERAL)
+    sharded = Case(shape, 8, 3, 8, "bf16", activations, bucket_bytes=1 << 19).estimate()
+    more = case.estimate().peak_bytes - sharded.peak_bytes
+    assert more >= 0 if (shape, activations) == (DEEP, "checkpoint") else more > 0  # there backward ends fullest
+    assert case.estimate().step.total <= sharded.step.total
+    assert "gather-backward" in sharded.traffic and "gather-backward" not in case.estimate().traffic
 
 
 @pytest.mark.soak

@@ -16,6 +16,7 @@ pid="$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid"
 if [ "$1" = -d ]; then
     [ -z "$FAILS" ] || exit 1
     (exec -a nvidia-cuda-mps-control sleep 60) & echo $! > "$pid"
+    until [ "$(cat /proc/$!/comm)" = sleep ]; do :; done
 else
     read said
     if [ "$said" = quit ]; then [ -n "$STUBBORN" ] || kill $(cat "$pid"); fi

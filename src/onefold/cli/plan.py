@@ -77,6 +77,9 @@ class PlanCommand(ModelOptions):
     prefetch: int = 1
     """Stage 3: units that are all-gathered ahead of their use."""
 
+    reshard_after_forward: bool = True
+    """Stage 3: reshard after forward. If not, all parameters stay unsharded until backward, and a third less is sent."""
+
     step_in_backward: bool = False
     """Update in backward, so that host updates overlap with it; no clipping."""
 
@@ -158,6 +161,7 @@ class PlanCommand(ModelOptions):
             max_global_batch=self.max_global_batch,
             activations=self.activations,
             prefetch=self.prefetch,
+            reshard_after_forward=self.reshard_after_forward,
             in_backward=self.step_in_backward,
         )
 
@@ -193,4 +197,5 @@ class PlanCommand(ModelOptions):
             tokens=self.tokens, max_global_batch=self.max_global_batch, micro_batches=self.micro_batches,
             activations="checkpoint" if self.activations == "checkpoint" else "keep",
             precision=policy(self.precision, self.master), bucket_bytes=self._bucket_bytes(), prefetch=self.prefetch,
+            reshard_after_forward=self.reshard_after_forward,
         )  # fmt: skip

@@ -108,6 +108,9 @@ class TrialOptions(ModelOptions):
     prefetch: int = 1
     """Stage 3: units that are all-gathered ahead of their use."""
 
+    reshard_after_forward: bool = True
+    """Stage 3: reshard after forward. If not, all parameters stay unsharded until backward, and a third less is sent."""
+
     offload: Literal["host", "disk", "auto"] | None = None
     """Keep optimizer state on the host or on disk; auto offloads only units that do not fit on the device."""
 
@@ -128,7 +131,7 @@ class TrialOptions(ModelOptions):
         cost_of(self.optimizer)
         return Zero(
             stage=self.stage, precision=policy(precision, self.master), bucket_bytes=bucket_bytes(self.bucket_mb),
-            prefetch=self.prefetch,
+            prefetch=self.prefetch, reshard_after_forward=self.reshard_after_forward,
             offload=Offload(optimizer=self.offload, parameters=self.offload_parameters, path=self.offload_path),
         )  # fmt: skip
 
@@ -138,8 +141,9 @@ class TrialOptions(ModelOptions):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                flag = "--" + field.name.replace("_", "-")
-                given += [flag] if value is True else [flag, str(value)]
+                name = field.name.replace("_", "-")
+                flag = f"--no-{name}" if value is False else f"--{name}"
+                given += [flag] if isinstance(value, bool) else [flag, str(value)]
         return given
 
 

@@ -70,6 +70,7 @@ class Estimate:
     batch: int = 1
     micro_batches: int = 1
     prefetch: int = 1
+    reshard_after_forward: bool = True
     reduce: str | None = None
     in_backward: bool = False  # updates run in backward; nothing is clipped or accumulated
 
@@ -86,8 +87,10 @@ class Estimate:
 
     @property
     def _simulated_units(self) -> tuple[Sequence[UnitSize], Sequence[Placement]]:
-        """The units to simulate a step with: all, or, where only a number of parameters is known, FEW equal ones."""
-        few = len(self.sizes.units) if self.work.numel is None else self.prefetch + FEW
+        """The units to simulate a step with: all, or, where only a number of parameters is known and few are unsharded
+        at once, FEW equal ones."""
+        every = self.work.numel is None or not self.reshard_after_forward
+        few = len(self.sizes.units) if every else self.prefetch + FEW
         return self.sizes.units[:few], self.placements[:few]
 
     @property
@@ -167,7 +170,7 @@ class Estimate:
     def fullest(self) -> Instant:
         """The instant of a step at which most bytes are in memory."""
         flags = (self._cuda, self.cost.one_pass, self.in_backward, self._accumulates)
-        key = ("segments", self._placement_key, self.prefetch, flags)
+        key = ("segments", self._placement_key, self.prefetch, self.reshard_after_forward, flags)
         found = instants(self.work.remember(key, self._segments), self.activations, self.in_flight)
         return max(found, key=lambda instant: instant.total, default=Instant(""))
 
@@ -180,7 +183,15 @@ class Estimate:
             others=0 if self.in_backward or self._accumulates else others,
             room=lent_bytes(self.sizes.units, self.placements) if self.in_backward else 0,
         )  # fmt: skip
-        return segments(units, placements, self.prefetch, arriving, cuda=self._cuda, tied=self.work.tied(self.sizes))
+        kept = () if self.reshard_after_forward else self._needed_in_backward
+        tied = self.work.tied(self.sizes)
+        return segments(units, placements, self.prefetch, arriving, cuda=self._cuda, tied=tied, kept=kept)
+
+    @property
+    def _needed_in_backward(self) -> set[int]:
+        """The sharded units that backward computes with: those that it gathers again, and the last of forward."""
+        forward, backward = self.work.passes(self.sizes, self.placements)
+        return {*backward, *forward[-1:]}
 
     @property
     def margin(self) -> int:
@@ -254,8 +265,9 @@ class Estimate:
     @cached_property
     def traffic(self) -> dict[str, Sent]:
         forward, backward = self.work.passes(self.sizes, self.placements)
+        again = backward if self.reshard_after_forward else []
         sent = step_traffic(
-            self.sizes, self.placements, forward=forward, backward=backward, micro_batches=self.micro_batches,
+            self.sizes, self.placements, forward=forward, backward=again, micro_batches=self.micro_batches,
             reduce=self.reduce, replicas=self.grid.replica,
         )  # fmt: skip
         if self.grid.tp > 1:
@@ -312,6 +324,7 @@ class Estimate:
             reduce_s=(messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.reductions,
             updated_s=messages.get("gather-updated", 0.0) + messages.get("gather-gradient", 0.0),
             prefetch=self.prefetch,
+            reshard_after_forward=self.reshard_after_forward,
             checkpointed=checkpointed,
             micro_batches=self.micro_batches,
             rounds=self.reductions,

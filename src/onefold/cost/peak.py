@@ -6,7 +6,7 @@ that computes has its units unsharded, and the next ones are prefetched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from onefold.cost.activations import ActivationBytes
@@ -80,9 +80,10 @@ def segments(
     *,
     cuda: bool = True,
     tied: int | None = None,
+    kept: Collection[int] = (),
 ) -> list[Segment]:
     """The segments of a forward, whose reverse is backward. The `tied` unit stays unsharded from the head to the end of
-    backward."""
+    backward, the `kept` ones from their forward to their backward."""
     runs = _runs(units)
     last_block = max((number for number, (block, _) in enumerate(runs) if block), default=len(runs))
     sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARDED}
@@ -92,13 +93,15 @@ def segments(
         order = [i for i in range(len(units)) if i in sharded]
         order = order[::-1] if backward else order
         place = {unit: number for number, unit in enumerate(order)}
+        held = {i for i in kept if i in sharded} if backward else set[int]()  # unsharded before or until they compute
         for number, (block, run) in reversed(list(enumerate(runs))) if backward else enumerate(runs):
             own = [i for i in run if i in place]
             after = max((place[i] for i in own), default=-1) + 1
             before_any = backward and number > last_block  # the logits come first, which need no unit but the tied one
             ahead = order[after : after + prefetch] if own and not before_any else []
-            gathered = sum(units[i].unsharded_bytes for i in [*own, *ahead])
-            if tied in sharded and tied not in run and (backward or number > last_block):
+            gathered = sum(units[i].unsharded_bytes for i in {*own, *ahead, *held})
+            held = held - {*own} if backward else held | {i for i in own if i in kept}
+            if tied in sharded and tied not in {*run, *kept} and (backward or number > last_block):
                 gathered += units[tied].unsharded_bytes
             where = f"{'backward' if backward else 'forward'} of {block or units[run[0]].name}"
             here = (

@@ -35,6 +35,7 @@ class Question:
     max_global_batch: int | None = None
     activations: str | None = None
     prefetch: int = 1
+    reshard_after_forward: bool = True
     in_backward: bool = False  # updates run in backward
 
     def grid(self, tp: int | None = None) -> Grid:
@@ -44,6 +45,7 @@ class Question:
         return Estimate(
             work=self.work, choice=choice, grid=grid, hardware=self.hardware, cost=self.cost, batch=batch,
             micro_batches=self.micro_batches, prefetch=self.prefetch, in_backward=self.in_backward,
+            reshard_after_forward=self.reshard_after_forward,
         )  # fmt: skip
 
 

@@ -103,6 +103,7 @@ def exposed_in_step(
     reduce_s: float,
     updated_s: float,
     prefetch: int,
+    reshard_after_forward: bool = True,
     checkpointed: bool,
     micro_batches: int,
     rounds: int,
@@ -118,10 +119,11 @@ def exposed_in_step(
     if gather_s:
         units = len(gather_s)
         waiting += micro_batches * exposed_s(gather_s, [forward / units] * units, prefetch)
-        in_backward = exposed_s(gather_s, [backward / units] * units, prefetch)
+        again = gather_s if reshard_after_forward else [0.0] * units
+        in_backward = exposed_s(again, [backward / units] * units, prefetch)
         for last in range(micro_batches):
             reducing = reduce_s if last < rounds else 0.0
-            waiting += max(in_backward, sum(gather_s) + reducing - backward)
+            waiting += max(in_backward, sum(again) + reducing - backward)
     else:
         waiting += rounds * max(0.0, reduce_s - backward)
     return waiting + updated_s

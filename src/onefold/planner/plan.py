@@ -194,6 +194,7 @@ def plan(
         work=work, ranks=ranks, hardware=machine, cost=cost, batch=work.module.batch if work.module else 1,
         max_global_batch=max_global_batch, activations=activations, micro_batches=micro_batches,
         prefetch=zero.prefetch if isinstance(zero.prefetch, int) else 1,
+        reshard_after_forward=zero.reshard_after_forward,
     )  # fmt: skip
     found = answer(question, type(model).__name__, _precision_name(policy), tokens)
     rows = found.stages

@@ -84,9 +84,8 @@ class GatherSchedule:
         None where ranks negotiate."""
         if self.negotiate:
             return NONE
-        if self._reshard_after_forward:
-            return frozenset(self.forward[-1:])
-        return frozenset(self.forward) - self.embeddings
+        last = frozenset(self.forward[-1:])
+        return last if self._reshard_after_forward else last | (frozenset(self.forward) - self.embeddings)
 
     def begin(self, purpose: str, order: list[int], *, reshard_when_idle: bool, keep: frozenset[int] = NONE) -> None:
         """Begins a pass over the units in `order`: posts this rank's shards of all of them. The units `keep` stay

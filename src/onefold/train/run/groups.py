@@ -167,6 +167,9 @@ class ZeroSettings:
     prefetch: int | str = 1
     """Stage 3: units that are all-gathered ahead of their use; auto times the first passes and chooses."""
 
+    reshard_after_forward: bool = True
+    """Stage 3: reshard after forward. If not, all parameters stay unsharded until backward, and a third less is sent."""
+
     reduce: str = "each"
     """With accumulation: "each" reduces gradients after every micro-batch, "once" at the end of the step (more memory,
     less traffic)."""
@@ -201,6 +204,7 @@ class ZeroSettings:
         if self.reduce not in REDUCE:
             raise ConfigError(f"--reduce {self.reduce!r} is unknown; use one of {', '.join(REDUCE)}")
         fields: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, "activations": self.activations}
+        fields["reshard_after_forward"] = self.reshard_after_forward
         tiers: dict[str, Any] = {"optimizer": self.offload, "parameters": self.offload_parameters}
         offload = Offload(**tiers, path=self.offload_path)
         fields["offload"] = offload if offload.optimizer is not None else None
