@@ -78,7 +78,7 @@ class PlanCommand(ModelOptions):
     """Stage 3: units that are all-gathered ahead of their use."""
 
     reshard_after_forward: bool = True
-    """Stage 3: reshard after forward. If not, all parameters stay unsharded until backward, and a third less is sent."""
+    """Stage 3: reshard after forward. If not, parameters stay unsharded until backward, and a third less is sent."""
 
     step_in_backward: bool = False
     """Update in backward, so that host updates overlap with it; no clipping."""

@@ -109,7 +109,7 @@ class TrialOptions(ModelOptions):
     """Stage 3: units that are all-gathered ahead of their use."""
 
     reshard_after_forward: bool = True
-    """Stage 3: reshard after forward. If not, all parameters stay unsharded until backward, and a third less is sent."""
+    """Stage 3: reshard after forward. If not, parameters stay unsharded until backward, and a third less is sent."""
 
     offload: Literal["host", "disk", "auto"] | None = None
     """Keep optimizer state on the host or on disk; auto offloads only units that do not fit on the device."""

@@ -168,7 +168,7 @@ class ZeroSettings:
     """Stage 3: units that are all-gathered ahead of their use; auto times the first passes and chooses."""
 
     reshard_after_forward: bool = True
-    """Stage 3: reshard after forward. If not, all parameters stay unsharded until backward, and a third less is sent."""
+    """Stage 3: reshard after forward. If not, parameters stay unsharded until backward, and a third less is sent."""
 
     reduce: str = "each"
     """With accumulation: "each" reduces gradients after every micro-batch, "once" at the end of the step (more memory,
