@@ -47,7 +47,7 @@ IN_README = {
     ),
     "gpu": Selection(
         ("1.64b", "5.25b", "nccl-0.37b"),
-        ("floor", "ddp", "fsdp2", "stage2", "onefold"),
+        ("floor", "ddp", "fsdp2", "deepspeed3", "stage2", "onefold"),
         "peak_device_bytes",
         "device memory",
     ),
