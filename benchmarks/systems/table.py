@@ -53,6 +53,7 @@ SYSTEMS = {
     "stage0": ours("Onefold, stage 0", 2, stage=0),
     "stage1": ours("Onefold, stage 1", 2, stage=1),
     "stage2": ours("Onefold, stage 2", 2, stage=2),
+    "stage2+overlap": ours("Onefold, stage 2, gathered in forward", 2, stage=2, overlap_param_gather=True),
     "stage3": ours("Onefold, stage 3", 3, stage=3),
     "stage3+prefetch0": ours("Onefold, stage 3, gathered at need", 3, stage=3, prefetch=0),
     "stage3+prefetch2": ours("Onefold, stage 3, two units ahead", 3, stage=3, prefetch=2),

@@ -82,6 +82,15 @@ def test_updates_in_backward_give_the_bits_of_a_step(precision: str, ranks: int)
     assert len({digest for rank in found for digest, _ in rank.values()}) == 1, found
 
 
+@pytest.mark.parametrize(("precision", "ranks"), [("fp32", 2), ("bf16", 2), ("bf16", 4)])
+def test_updated_parameters_that_arrive_in_forward_have_the_same_bits(precision: str, ranks: int) -> None:
+    plain = with_precision(precision, optimizer="adamw-fused", clip=0.01)
+    late = with_fields(plain, overlap_param_gather=True)
+    runs = {"plain": plain.at(0), "stage 1": late.at(1), "stage 2": late.at(2)}
+    found = run_nccl(ranks, trained, runs, timeout_s=120)
+    assert len({digest for rank in found for digest, _ in rank.values()}) == 1, found
+
+
 HOST = onefold.Offload(optimizer="host")
 BOTH = onefold.Offload(optimizer="host", parameters="host")
 

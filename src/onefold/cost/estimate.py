@@ -104,7 +104,9 @@ class Estimate:
         for unit in self.sizes.units:
             placed = row
             if unit.used_numel <= self.choice.keep_whole:
-                placed = row._replace(parameters=Scope.REPLICATED, parameters_tier=Tier.DEVICE, late=False)
+                placed = row._replace(
+                    parameters=Scope.REPLICATED, parameters_tier=Tier.DEVICE, hidden_between_passes=False
+                )
             if unit.trained and trained < self.choice.device_units:
                 placed = placed.on(Tier.DEVICE, Tier.DEVICE)
             trained += unit.trained
@@ -355,7 +357,7 @@ class Estimate:
         hardware, transfers = self.hardware, self.transfers
         update = transfers.device / hardware.memory_rate
         if transfers.host:
-            late = any(placement.late for placement in self.placements)
+            late = any(placement.hidden_between_passes for placement in self.placements)
             forward = self.compute_s / (4 if self.choice.activations != "keep" else 3)
             overlapped = overlapped_s(forward, compute - forward, late=late, in_backward=self.in_backward)
             on_host = sum(placement.updated_on_host for placement in self.placements)

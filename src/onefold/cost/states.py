@@ -35,7 +35,7 @@ class StateBytes(NamedTuple):
 def parameter_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVICE) -> int:
     """Bytes of parameters that this rank keeps on a tier while nothing is unsharded: all, or its shard; and on the
     device one placeholder element for each parameter that may be hidden."""
-    if placement.parameters is Scope.REPLICATED and not (unit.trained and placement.late):
+    if placement.parameters is Scope.REPLICATED and not (unit.trained and placement.hidden_between_passes):
         numel = unit.numel if unit.trained else unit.used_numel
         return numel * unit.widths.compute if tier is Tier.DEVICE else 0
     kept = (unit.shard if placement.parameters is Scope.SHARDED else unit.numel) * unit.widths.compute

@@ -46,7 +46,9 @@ class UnitSpec:
 def place_all(settings: Zero) -> Placement:
     """The row of the placement table for most units. Ranks compare it before stage="auto" is decided: as stage 3."""
     offload = Offload.of(settings.offload)
-    return STAGES[3 if settings.stage == "auto" else settings.stage].on(offload.optimizer_tier, offload.parameters_tier)
+    row = STAGES[3 if settings.stage == "auto" else settings.stage].on(offload.optimizer_tier, offload.parameters_tier)
+    hidden = row.hidden_between_passes or (settings.overlap_param_gather and row.gathers_updated)
+    return row._replace(hidden_between_passes=hidden)
 
 
 def place(layout: UnitLayout, settings: Zero, tiers: Mapping[str, Tier] = AS_SET) -> Placement:
@@ -59,7 +61,9 @@ def place(layout: UnitLayout, settings: Zero, tiers: Mapping[str, Tier] = AS_SET
     keep = settings.keep_whole
     small = keep(layout.name, layout.used_numel) if callable(keep) else layout.used_numel <= keep
     return (
-        placement._replace(parameters=Scope.REPLICATED, parameters_tier=Tier.DEVICE, late=False) if small else placement
+        placement._replace(parameters=Scope.REPLICATED, parameters_tier=Tier.DEVICE, hidden_between_passes=False)
+        if small
+        else placement
     )
 
 

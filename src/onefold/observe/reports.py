@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -299,16 +299,22 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
             unit.flat_params.on_resize = None
 
 
+def _gathered_places(engine: Engine, order: Sequence[int]) -> list[int]:
+    """The places in `all_units` of the units that a pass gathers: replicated ones, which may be hidden, need none."""
+    place = {id(unit): i for i, unit in enumerate(engine.all_units)}
+    units = (engine.unsharding.units[index] for index in order)
+    return [place[id(unit)] for unit in units if unit.placement.parameters is Scope.SHARDED]
+
+
 def _planned_traffic(engine: Engine) -> dict[str, int]:
     """Predicted bytes by purpose of a step of one forward and one backward, with the recorded gather schedule."""
-    index = {id(unit): i for i, unit in enumerate(engine.all_units)}
-    places = [index[id(unit)] for unit in engine.unsharding.units]
-    others = engine.everyone.size - 1
+    gathers, others = engine.unsharding.gathers, engine.everyone.size - 1
+    forward, backward = (_gathered_places(engine, order) for order in (gathers.forward, gathers.backward))
     sent = step_traffic(
         sizes_of(engine),
         [unit.placement for unit in engine.all_units],
-        forward=[places[i] for i in engine.unsharding.gathers.forward],
-        backward=[places[i] for i in engine.unsharding.gathers.backward],
+        forward=forward,
+        backward=backward,
         replicas=engine.everyone.size // engine.comm.size,
         clip=True,
     )

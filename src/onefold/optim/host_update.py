@@ -160,7 +160,7 @@ class HostUpdates(HostGradients):
             with unit.update(self._by_unit[index].kept(engine.used.kept_of(index))):
                 self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.offloaded)
         gathers = []
-        for index in (i for i in mine if not engine.units[i].placement.late):
+        for index in (i for i in mine if not engine.units[i].placement.hidden_between_passes):
             gathers += self.finish(index)
         return gathers
 
@@ -168,7 +168,7 @@ class HostUpdates(HostGradients):
         """Waits for the update of a unit, and starts the all-gather that replicated parameters need then."""
         unit = self._engine.units[index]
         unit.flat_params.wait_for_update()
-        return [unit.flat_params.gather_updated()] if unit.gathers_updated else []
+        return unit.gather_updated() if unit.gathers_updated else []
 
     def _wait(self, index: int) -> None:
         """Waits for the update of a unit, and raises its error. After a KeyboardInterrupt the update goes on, and the

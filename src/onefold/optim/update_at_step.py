@@ -24,17 +24,20 @@ class UpdateAtStep(NoUpdates):
             pending.wait()
 
     def _update(self, inputs: StepInputs) -> list[Pending]:
-        """Updates the units whose state is on the device, in the order of their reductions; the all-gathers of updated
-        parameters, which are in flight."""
-        engine, gathers = self._engine, []
-        for index in engine.schedule.order:
+        """Updates the units whose state is on the device, in the order of their reductions, or of the next forward if
+        it may overlap the all-gathers of updated parameters; those that it may not overlap, which are in flight."""
+        engine, gathers = self._engine, list[Pending]()
+        order = engine.schedule.order
+        overlaps = any(engine.units[index].placement.hidden_between_passes for index in order)
+        for index in reversed(order) if overlaps else order:
             unit = engine.wait_reduced(index)
             if unit.updated_on_host or not self._by_unit[index].slots:
                 continue
+            unit.flat_params.wait_for_update()  # of a step before, without a forward between them
             optimizer, factor = self._by_unit[index], inputs.factor(narrow=unit.dtypes.narrow)
             kept = optimizer.kept(engine.used.kept_of(index))
             with span("update", "step", unit.name), unit.update(kept):
                 optimizer.update(inputs.groups, kept, factor, inputs.bad)
             if unit.gathers_updated:
-                gathers.append(unit.flat_params.gather_updated())
+                gathers += unit.gather_updated()
         return gathers

@@ -77,6 +77,7 @@ class UpdateInBackward(NoUpdates):
             self._compared = True
         if unit.placement.optimizer is Scope.REPLICATED and not unit.updated_on_host:
             unit.gradients.gather().wait()
+        unit.flat_params.wait_for_update()  # of a step before it, without a forward between them
         unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
         engine.used.keep(index, heard[: len(unit.params)])
         with unit.update():
@@ -87,10 +88,10 @@ class UpdateInBackward(NoUpdates):
                 with span("update", "inside", unit.name):
                     kept = self._by_unit[index].kept(engine.used.kept_of(index))
                     self._by_unit[index].update(self._groups, kept, 1.0)
-        if unit.updated_on_host and not unit.placement.late:
+        if unit.updated_on_host and not unit.placement.hidden_between_passes:
             self._awaited.append(index)
         elif unit.gathers_updated and not unit.updated_on_host:
-            self._gathers.append(unit.flat_params.gather_updated())
+            self._gathers += unit.gather_updated()
         if not unit.updated_on_host:  # else the host update has it
             unit.gradients.consume()
         return True

@@ -93,7 +93,9 @@ class Engine:
     def assemble(self, resolved: Resolved, units: Sequence[Unit]) -> None:
         """Builds everything that depends on the list of units. Called again when units change; nothing is in flight."""
         settings, placement, model = resolved.settings, resolved.placement, self.model
-        sharded = [unit for unit in units if unit.placement.parameters is Scope.SHARDED or unit.placement.late]
+        sharded = [
+            unit for unit in units if unit.placement.parameters is Scope.SHARDED or unit.placement.hidden_between_passes
+        ]
         self.resolved = resolved
         self.units = [unit for unit in units if unit.trained]
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too

@@ -173,9 +173,9 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
         "model.state_dict() inside onefold.full_parameters(model)"
     ),
     (Call.PARAMETER, Situation.RELEASED): (
-        "{use} needs the values of {name}, which are spread over ranks now: use onefold.full_parameters(model) around "
-        "it (with write=True to change them), onefold.Optimizer in place of a plain torch optimizer, and for a method "
-        "that computes as forward does shard(…, methods=(its name,))"
+        "{use} needs the values of {name}, which are not all on this rank now: use onefold.full_parameters(model) "
+        "around it (with write=True to change them), onefold.Optimizer in place of a plain torch optimizer, and for a "
+        "method that computes as forward does shard(…, methods=(its name,))"
     ),
     **{
         (call, situation): f"{call.value} {text}"

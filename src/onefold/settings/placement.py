@@ -42,17 +42,22 @@ class Placement(NamedTuple):
     parameters: Scope
     optimizer_tier: Tier = Tier.DEVICE
     parameters_tier: Tier = Tier.DEVICE
-    late: bool = False  # parameters are visible in forward and backward only, so updates may overlap the next forward
+    hidden_between_passes: bool = False  # parameters are visible in forward and backward only: updates may overlap
 
     @property
     def updated_on_host(self) -> bool:
         """The optimizer runs on the host, because its state is there or on disk."""
         return self.optimizer_tier is not Tier.DEVICE
 
+    @property
+    def gathers_updated(self) -> bool:
+        """Each rank updates its shard of parameters that are replicated, so an all-gather follows the update."""
+        return self.optimizer is Scope.SHARDED and self.parameters is Scope.REPLICATED
+
     def on(self, optimizer: Tier, parameters: Tier) -> Placement:
         """This placement with other tiers."""
-        late = optimizer is not Tier.DEVICE and self.parameters is Scope.SHARDED
-        return self._replace(optimizer_tier=optimizer, parameters_tier=parameters, late=late)
+        hidden = optimizer is not Tier.DEVICE and self.parameters is Scope.SHARDED
+        return self._replace(optimizer_tier=optimizer, parameters_tier=parameters, hidden_between_passes=hidden)
 
     def over(self, ranks: int) -> Placement:
         """The placement on so many ranks. One rank holds everything, so nothing is reduced or all-gathered; offloaded

@@ -67,6 +67,10 @@ class Zero:
     """Stage 3: whether units are resharded after forward and all-gathered again in backward. False keeps all of them
     unsharded until their gradients are complete: a third less traffic, for the memory of stage 2 in between."""
 
+    overlap_param_gather: bool = False
+    """Stages 1 and 2: the all-gathers of updated parameters overlap the next forward, in which each block waits for its
+    own. Parameters can then be used in forward and backward only, as at stage 3: elsewhere inside full_parameters."""
+
     schedule: Literal["agreed", "negotiate"] = "agreed"
     """Stage 3: how ranks match their all-gathers. "agreed": all ranks run equally many forwards, and each gathers the
     same units, in any order. "negotiate" (gloo only): each rank runs as many forwards as it likes before a backward or
@@ -147,6 +151,14 @@ class Zero:
                 f"reshard_after_forward=False keeps all parameters unsharded until backward, which {other} forbids; "
                 f"leave out one of them"
             )
+        if not isinstance(self.overlap_param_gather, bool):
+            raise ConfigError(f"overlap_param_gather={self.overlap_param_gather!r} is neither True nor False")
+        if self.overlap_param_gather and (self.stage not in (1, 2) or Offload.of(self.offload).optimizer is not None):
+            found = f"stage={self.stage!r}" if self.stage not in (1, 2) else f"offload={self.offload!r}"
+            raise ConfigError(
+                f"overlap_param_gather=True is for stages 1 and 2 with the optimizer state on the device, found "
+                f"{found}; leave it out"
+            )
         if not callable(self.keep_whole) and (not isinstance(self.keep_whole, int) or self.keep_whole < 0):
             raise ConfigError(f"keep_whole={self.keep_whole!r} is neither a number of elements nor a callable")
         if not isinstance(self.methods, tuple) or not all(isinstance(name, str) for name in self.methods):
@@ -197,10 +209,13 @@ class Zero:
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
-        shared = ("stage", "bucket_bytes", "prefetch", "reshard_after_forward", "schedule", "methods", "activations")
+        shared = (
+            "stage", "bucket_bytes", "prefetch", "reshard_after_forward", "overlap_param_gather", "schedule", "methods",
+            "activations", "checkpoint_every", "seed", "buffers", "sync",
+        )  # fmt: skip
         return (
             [f"precision: {' '.join(str(Precision.of(self.precision)).split())}"]
-            + [f"{name}={getattr(self, name)!r}" for name in (*shared, "checkpoint_every", "seed", "buffers", "sync")]
+            + [f"{name}={getattr(self, name)!r}" for name in shared]
             + [str(Offload.of(self.offload))]
         )
 

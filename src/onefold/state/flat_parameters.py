@@ -80,7 +80,11 @@ class FlatParameters:
         edits: Edits,
     ) -> None:
         self._views, self._params, self._comm, self._host = views, list(params), comm, host
-        self.scope, self._late, self._tier = placement.parameters, placement.late, placement.parameters_tier
+        self.scope, self._hidden_between_passes, self._tier = (
+            placement.parameters,
+            placement.hidden_between_passes,
+            placement.parameters_tier,
+        )
         self.name, self._mine = views.layout.name, views.layout.shard(comm.rank)
         self.buffer = views.empty(views.layout.numel)
         self._own_slice = self.buffer[self._mine.start : self._mine.stop]
@@ -124,7 +128,7 @@ class FlatParameters:
 
     def _init_placeholders(self) -> None:
         """Makes one NaN per parameter, expanded to its shape: what users see of a parameter that is resharded."""
-        if self.scope is Scope.SHARDED or self._late:
+        if self.scope is Scope.SHARDED or self._hidden_between_passes:
             dtype, device = self._views.dtype, self._views.device
             self._nans = torch.full((len(self._params),), _blank(dtype), dtype=dtype, device=device)
             self._placeholders = [self._nans[i].expand(local_tensor(p).size()) for i, p in enumerate(self._params)]
@@ -153,7 +157,7 @@ class FlatParameters:
     @property
     def _hidden_by_updates(self) -> bool:
         """The parameters are replicated and visible now, and a host update replaces them by placeholders."""
-        return self.scope is Scope.REPLICATED and self._late and self.state is ParameterState.UNSHARDED
+        return self.scope is Scope.REPLICATED and self._hidden_between_passes and self.state is ParameterState.UNSHARDED
 
     def check_no_user_writes(self) -> None:
         """Before a host update: raises if a user wrote parameters outside full_parameters. Raises once per write."""
@@ -418,7 +422,7 @@ class FlatParameters:
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that holds parameters, or stands for them, now."""
-        nans = [self._nans] if self.scope is Scope.SHARDED or self._late else []
+        nans = [self._nans] if self.scope is Scope.SHARDED or self._hidden_between_passes else []
         return [self.buffer, *nans] if self._shard is None else [self._shard, self.buffer, *nans]
 
 

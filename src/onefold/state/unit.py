@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comm
+from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
 from onefold.comm.streams import StreamEvent
 from onefold.cost.layout import Span, UnitLayout
@@ -77,14 +78,25 @@ class Unit:
             self.flat_params.keep_in_file(image)
         self._tiers, self._in_memory, self._will_change = tiers, False, False
         self._offloaded = self.updated_on_host or self.flat_params.image is not None  # frozen parameters may be, too
-        self._hidden_between_passes = placement.parameters is Scope.SHARDED or placement.late
+        self._hidden_between_passes = placement.parameters is Scope.SHARDED or placement.hidden_between_passes
         # users may write parameters between steps, and there is a master that must follow
-        self.may_be_edited = dtypes.narrow and placement.parameters is Scope.REPLICATED and not placement.late
+        self.may_be_edited = (
+            dtypes.narrow and placement.parameters is Scope.REPLICATED and not placement.hidden_between_passes
+        )
 
     @property
     def gathers_updated(self) -> bool:
         """Each rank updates its shard of parameters that are replicated, so an all-gather follows the update."""
-        return self.placement.optimizer is Scope.SHARDED and self.placement.parameters is Scope.REPLICATED
+        return self.placement.gathers_updated
+
+    def gather_updated(self) -> list[Pending]:
+        """Starts the all-gather of replicated parameters after each rank has updated its shard of them. What the caller
+        must wait for: nothing if the next forward may overlap it, since whoever uses the parameters then waits."""
+        pending = self.flat_params.gather_updated()
+        if not self.placement.hidden_between_passes:
+            return [pending]
+        self.flat_params.hide_until_updated(pending.wait, lambda: True)
+        return []
 
     def state_tensors(self) -> list[Tensor]:
         """The tensors of the master copy and of the optimizer state."""

@@ -64,9 +64,9 @@ def train(case: Case, stage: int, **fields: Any) -> Trained:
     return Trained(losses, norms, params, {name: b.clone() for name, b in model.named_buffers()})
 
 
-def differences(case: Case, **fields: Any) -> list[str]:
-    """On a rank: what stage 3 did not do as stage 0 did."""
-    whole, spread = train(case, 0, **fields), train(case, 3, **fields)
+def differences(case: Case, stage: int = 3, only: Mapping[str, Any] | None = None, **fields: Any) -> list[str]:
+    """On a rank: what a stage did not do as stage 0 did; the fields `only` are that stage's."""
+    whole, spread = train(case, 0, **fields), train(case, stage, **fields, **(only or {}))
     found = []
     for what in ("losses", "norms"):
         pairs = zip(getattr(whole, what), getattr(spread, what), strict=True)

@@ -170,6 +170,9 @@ class ZeroSettings:
     reshard_after_forward: bool = True
     """Stage 3: reshard after forward. If not, parameters stay unsharded until backward, and a third less is sent."""
 
+    overlap_param_gather: bool = False
+    """Stages 1 and 2: gather updated parameters while the next forward runs."""
+
     reduce: str = "each"
     """With accumulation: "each" reduces gradients after every micro-batch, "once" at the end of the step (more memory,
     less traffic)."""
@@ -204,7 +207,9 @@ class ZeroSettings:
         if self.reduce not in REDUCE:
             raise ConfigError(f"--reduce {self.reduce!r} is unknown; use one of {', '.join(REDUCE)}")
         fields: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, "activations": self.activations}
-        fields["reshard_after_forward"] = self.reshard_after_forward
+        fields |= {
+            "reshard_after_forward": self.reshard_after_forward, "overlap_param_gather": self.overlap_param_gather,
+        }  # fmt: skip
         tiers: dict[str, Any] = {"optimizer": self.offload, "parameters": self.offload_parameters}
         offload = Offload(**tiers, path=self.offload_path)
         fields["offload"] = offload if offload.optimizer is not None else None
