@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.harness import RankFailure, RankHang, fresh_ranks, run_ranks, run_ranks_raises, start_ranks, tell
 from tests.harness.failures import rank_errors
-from tests.harness.wire import Died, Raised
+from tests.harness.packed_calls import Died, Raised
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,7 +3,7 @@
 import signal
 from typing import NamedTuple
 
-from tests.harness.wire import Died, Raised
+from tests.harness.packed_calls import Died, Raised
 
 
 class CaughtError(NamedTuple):

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from tests.harness.failures import RankFailure, how_it_ended, rank_errors
+from tests.harness.packed_calls import Died, Raised, Returned, Told, name_of, pack_call
 from tests.harness.processes import RankProcesses
-from tests.harness.wire import Died, Raised, Returned, Told, name_of, pack_call
 
 
 class Outcome(NamedTuple):

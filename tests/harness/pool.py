@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from tests.harness.failures import CaughtError, RankFailure, rank_errors
+from tests.harness.packed_calls import Call, Died, Raised, Ready, Reply, Reset, Returned, name_of, pack_call
 from tests.harness.processes import RankProcesses
-from tests.harness.wire import Call, Died, Raised, Ready, Reply, Reset, Returned, name_of, pack_call
 from tests.harness.worlds import GLOO, World
 
 GRACE_S = 2.0  # after a first failure, for the other ranks to say what they saw

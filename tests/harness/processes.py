@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from tests.harness.failures import RankHang, how_it_ended
-from tests.harness.wire import Died, Setup
+from tests.harness.packed_calls import Died, Setup
 from tests.harness.worker import STACKS_SIGNAL, rank_main
 from tests.harness.worlds import GLOO, World
 

@@ -22,7 +22,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from tests.harness.wire import Call, Raised, Ready, Reset, Returned, Setup, Told
+from tests.harness.packed_calls import Call, Raised, Ready, Reset, Returned, Setup, Told
 
 STACKS_SIGNAL = signal.SIGUSR1
 JOIN_TIMEOUT = timedelta(seconds=60)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.packed_calls import name_of, pack_call
 from tests.harness.pool import run_ranks_over
-from tests.harness.wire import name_of, pack_call
 from tests.harness.worlds import GLOO, SHARED_GPU
 
 ON_CPU = os.environ.get("ONEFOLD_TEST_NCCL_ON") == "cpu"

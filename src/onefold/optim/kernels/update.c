@@ -23,7 +23,7 @@ So a result does not depend on where an element stands, on the number of threads
 /* update.py has the same numbers and fields. */
 enum { BF16, FP16, FP32 };                          /* gradients */
 enum { SPLIT, WIDE_BF16, WIDE_FP16 };               /* masters: remainders of a bf16 copy, or fp32 beside a copy */
-enum { ADAM, ADAM_FUSED, SGD, MOMENTUM, NESTEROV }; /* rules: torch's fused Adam rounds the second moment elsewhere */
+enum { ADAM, ADAM_FUSED, SGD, MOMENTUM, NESTEROV, RULES }; /* torch's fused Adam rounds the second moment elsewhere */
 
 typedef struct {
     int32_t grad, master, rule;
@@ -155,7 +155,7 @@ INLINE void run(const int grads, const int masters, const int rule, const int us
     }
 }
 
-#define KEY(grads, masters, rule) (((grads) * 3 + (masters)) * 5 + (rule))
+#define KEY(grads, masters, rule) (((grads) * 3 + (masters)) * RULES + (rule))
 #define CASE(grads, masters, rule)                                                                                     \
     case KEY(grads, masters, rule):                                                                                    \
         if (rule <= ADAM_FUSED && usual)                                                                               \
