@@ -109,7 +109,7 @@ def decided(states: int, tp: bool, tight: float) -> list[Any]:
     torch.manual_seed(0)
     room = int(tight * INPUT_BYTES) + states * dist.get_rank()  # the smallest counts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(automatic, "room_left", lambda resolved: room)
+        patch.setattr(automatic, "room_left", lambda resolved, strategy: room)
         model = onefold.shard(ManyInputsNet(8), stage=2, activations="auto", mesh=mesh_of("partition") if tp else None)
     before = onefold.placement(model).why
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)

@@ -127,9 +127,21 @@ def test_a_write_through_data_is_where_the_next_step_starts() -> None:
         assert (model[0].weight.float() - 0.5).abs().max() < 0.01
 
 
-def test_bad_gradients_change_nothing_and_are_reported_one_step_later() -> None:
+UPDATES = {
+    "onefold's kernel": ("bf16", torch.optim.AdamW, {}),
+    "copies": ("fp32", torch.optim.AdamW, {}),
+    "torch's fused kernel": ("fp32", torch.optim.AdamW, {"fused": True}),
+    "torch's fused momentum": ("fp32", torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    "a master, and copies": ("bf16", torch.optim.Adagrad, {}),
+    "a split master, and copies": (Precision(compute="bf16", master="split"), torch.optim.RMSprop, {"momentum": 0.9}),
+}
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_bad_gradients_change_nothing_and_are_reported_one_step_later(kind: str) -> None:
+    precision, cls, settings = UPDATES[kind]
     for policy in ("skip", "raise"):
-        model, adam = build("bf16", torch.optim.AdamW, {"lr": 1e-2}, on_nonfinite=policy)
+        model, adam = build(precision, cls, {"lr": 1e-2, **settings}, on_nonfinite=policy)
         states, raised = [], None
         for step in range(4):
             x = torch.ones(4, 64).cuda() * (float("nan") if step == 1 else 1.0)
@@ -150,6 +162,23 @@ def test_bad_gradients_change_nothing_and_are_reported_one_step_later() -> None:
             assert raised is not None and raised[0] == 2 and "first in unit" in raised[1]
         else:
             assert raised is None and states[3][2] == [3.0] * len(states[3][2]), "a skipped step was counted"
+
+
+@pytest.mark.parametrize("kind", UPDATES)
+def test_who_asks_whether_a_step_was_taken_is_told_at_once(kind: str) -> None:
+    precision, cls, settings = UPDATES[kind]
+    model, optimizer = build(precision, cls, {"lr": 1e-2, **settings}, on_nonfinite="skip")
+    scheduler = onefold.Scheduler(optimizer, torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    taken = []
+    for step in range(4):
+        model(torch.ones(4, 64).cuda() * (float("nan") if step in (0, 2) else 1.0)).float().square().mean().backward()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        taken.append(optimizer.stepped)
+    assert taken == [False, True, False, True] and optimizer.skipped == 2
+    assert scheduler.get_last_lr() == [0.25 * 1e-2]
 
 
 def bandwidths(numel: int = 1 << 28) -> dict[str, float]:

@@ -19,19 +19,37 @@ from tests.harness import run_ranks, shutdown_pools
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=4, hidden=256, heads=4, seq=64, vocab=512)
 WAYS: list[dict[str, Any]] = [{}, {"clip": True}, {"inside": True}, {"activations": "checkpoint"}]
+CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {}),
+    "fused adamw": (torch.optim.AdamW, {"fused": True}),
+    "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "rmsprop": (torch.optim.RMSprop, {}),
+    "nadam": (torch.optim.NAdam, {}),
+}
 
 
-def waits(ranks: int, stage: int, clip: bool = False, inside: bool = False, **fields: Any) -> list[str]:
+def waits(
+    ranks: int,
+    stage: int,
+    clip: bool = False,
+    inside: bool = False,
+    optimizer: str = "adamw",
+    precision: str = "bf16",
+    **fields: Any,
+) -> list[str]:
     """Calls that make the host wait, in one step of rank 0 of `ranks`: as torch sees them, and as CUDA does."""
     onefold.init()
     with torch.device("meta"):
         model = GPT(SHAPE)
     fields |= {"device": "cuda", "init": lambda module: initialise(module, layers=SHAPE.layers)}
     if ranks == 1:
-        onefold.shard(model, stage=stage, precision="bf16", **fields)
+        onefold.shard(model, stage=stage, precision=precision, **fields)
     else:
-        shard_over(simulated_axes(ranks, plays="nccl"), model, onefold.Zero(stage=stage, precision="bf16"), fields)
-    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-4, step_in_backward=inside)
+        shard_over(simulated_axes(ranks, plays="nccl"), model, onefold.Zero(stage=stage, precision=precision), fields)
+    cls, settings = CLASSES[optimizer]
+    adam = onefold.Optimizer(model, cls, lr=1e-4, step_in_backward=inside, **settings)
     tokens = torch.randint(0, SHAPE.vocab, (4, SHAPE.seq), device="cuda")
 
     def step() -> None:
@@ -65,6 +83,13 @@ def waits(ranks: int, stage: int, clip: bool = False, inside: bool = False, **fi
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (8, 1), (8, 2), (8, 3)])
 def test_the_host_never_waits_for_the_device_inside_a_step(ranks: int, stage: int, way: dict[str, Any]) -> None:
     assert run_ranks(1, waits, ranks, stage, timeout_s=120, **way) == [[]]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("optimizer", CLASSES)
+def test_the_host_never_waits_to_know_whether_gradients_are_finite(optimizer: str, precision: str) -> None:
+    way = {"clip": True, "optimizer": optimizer, "precision": precision}
+    assert run_ranks(1, waits, 8, 2, timeout_s=120, **way) == [[]]
 
 
 if __name__ == "__main__":

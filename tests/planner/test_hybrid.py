@@ -76,12 +76,26 @@ def test_what_is_proposed_fits_and_is_about_as_fast_as_any(ranks: int) -> None:
 
 def test_seconds_are_latencies_of_a_ring_and_bytes_over_links() -> None:
     """Stage 1 of one unit: a reduce-scatter and an all-gather of N-1 messages each, of (N-1)/N of its bytes."""
-    asked = question(512, work=Work(widths=MIXED, numel=16 * MIB, bucket_bytes=32 * MIB))
+    wide = Widths(compute=4, wire=4, grad=4, master=0)
+    asked = question(512, work=Work(widths=wide, numel=8 * MIB, bucket_bytes=32 * MIB))
     chosen = recommend(asked)[0].estimate
     assert chosen.choice.stage == 1 and len(chosen.sizes.units) == 1
     latency, moving = ring_seconds(chosen)
     assert latency == pytest.approx(2 * 511 * asked.hardware.latency_s)
     assert moving == pytest.approx(2 * 32 * MIB * 511 / 512 / chosen.link("shard"))
+
+
+def test_seconds_of_a_sum_by_node_are_those_of_an_all_to_all_inside_and_a_ring_between() -> None:
+    asked = question(512, work=Work(widths=MIXED, numel=16 * MIB, bucket_bytes=32 * MIB))
+    chosen, machine = recommend(asked)[0].estimate, asked.hardware
+    latency, moving = ring_seconds(chosen)
+    assert latency == pytest.approx((511 + 7 + 63) * machine.latency_s)
+    inside, between = (
+        32 * MIB * 7 / 8 / machine.node_link,
+        64 * MIB / 8 * 63 / 64 / (machine.nics * machine.nic_rate / 8),
+    )
+    gathered = 32 * MIB * 511 / 512 / chosen.link("shard")
+    assert moving == pytest.approx(gathered + inside + between)
 
 
 def test_nothing_is_proposed_where_a_larger_part_of_the_states_does_not_fit() -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import onefold
 from onefold.comm.mesh import Axis, simulated_axes
-from onefold.comm.nodes import Sums, node_axes, ranks_per_node, sums_of
+from onefold.comm.nodes import node_axes, ranks_per_node
+from onefold.comm.strategy import Sums, sums_of
 from onefold.shard import shard_over
 
 

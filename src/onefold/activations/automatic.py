@@ -74,7 +74,7 @@ class AutomaticActivations:
 
     def __init__(self, engine: Engine) -> None:
         resolved = engine.resolved
-        self._engine, self._tensor, self._room = engine, engine.comms.tp, room_left(resolved)
+        self._engine, self._tensor, self._room = engine, engine.comms.tp, room_left(resolved, engine.comm.strategy)
         self._blocks = resolved.recomputed
         self._others = len(resolved.blocks) - len(self._blocks)  # that keep their activations in any case
         self._handles: list[Any] = []

@@ -139,7 +139,7 @@ class PlanCommand(ModelOptions):
             raise ConfigError("--seq, --vocab and --activations need a shape: a bare count has none")
         if self.params is not None and not 1 <= self.params < 1e16:
             raise ConfigError(f"--params {self.params:g} is not a number of parameters between 1 and 1e16")
-        chosen = policy(self.precision, self.master).decided(own_sum=False, cuda=True)
+        chosen = policy(self.precision, self.master).decided(own_sum=True, cuda=True)
         widths = chosen.dtypes(torch.float32 if self.precision == "fp32" else chosen.compute).widths  # type: ignore[arg-type]
         if self.micro_batches > 1 and widths.narrow:
             widths = widths._replace(grad=4)
@@ -149,6 +149,7 @@ class PlanCommand(ModelOptions):
                 numel=None if self.params is None else int(self.params),
                 shape=shape,
                 bucket_bytes=self._bucket_bytes(),
+                auto_wire=True,
             ),
             ranks=self.ranks,
             hardware=self.machine(),

@@ -49,6 +49,8 @@ def show_plan(plan: Plan) -> None:
         f"[bold]{escape(plan.model)}[/]: {plan.parameters:,} parameters, {plan.precision}, on {plan.ranks} × "
         f"{plan.hardware.name} ({plan.grid}), {format_bytes(plan.hardware.memory_bytes)} each"
     )
+    if plan.sums:
+        screen.print(f"gradients: {plan.sums}", soft_wrap=True)
     rows = [*plan.stages, *plan.variants]
     screen.print(_memory(rows))
     screen.print(_traffic(rows))

@@ -94,7 +94,9 @@ class VerifyCommand(TrialOptions):
         with torch.device("meta"):
             blank = self.build()
         cls, settings = OPTIMIZERS[self.optimizer.lower()]
-        planned = rehearse(blank, sample, zero, cost_of(self.optimizer), ranks=self.ranks, plays=backend)
+        planned = rehearse(
+            blank, sample, zero, cost_of(self.optimizer), ranks=self.ranks, plays=backend, node_ranks=self.ranks
+        )
         model = shard(self.build().to(device), zero)
         optimizer = Optimizer(model, cls, **settings)
         inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)

@@ -26,7 +26,8 @@ from onefold.comm.endpoint import Endpoint, Pending, Reduction
 from onefold.comm.maximum import Maximum, bytes_tensor, max_rounds, tensor_bytes
 from onefold.comm.mesh import Axes, Axis, new_gloo_axis
 from onefold.comm.meter import Label, Meter
-from onefold.comm.nodes import Sums, ranks_per_node
+from onefold.comm.nodes import ranks_per_node
+from onefold.comm.strategy import Strategy
 from onefold.comm.streams import StreamEvent
 from onefold.comm.wires import PairwiseWire, wire_for
 from onefold.errors import CommError
@@ -87,14 +88,9 @@ class Comm(Endpoint):
         return self._wire.any_order
 
     @property
-    def sums(self) -> Sums:
-        """How 16-bit gradients are summed over ranks."""
-        return self._wire.sums
-
-    @property
-    def sums_here(self) -> bool:
-        """Whether 16-bit gradients may travel as they are: Onefold sums them in fp32. Also True for one rank."""
-        return self.size == 1 or self._wire.sums is not Sums.BY_NCCL
+    def strategy(self) -> Strategy:
+        """How gradients are summed over ranks."""
+        return self._wire.strategy
 
     def post_shard(self, shard: Tensor, label: Label, to: Sequence[int] | None = None) -> Pending:
         """Starts to send this rank's shard to all peers, or to some. It must not change before `wait` has returned."""
@@ -123,7 +119,8 @@ class Comm(Endpoint):
 
     def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         """Starts a reduce-scatter: the sum of this rank's slot over all ranks. Overwrites `flat` and `scratch`."""
-        self._count(label, "reduce-scatter", flat)
+        sent = self.strategy.sent_bytes(flat.numel() // self.size, flat.itemsize)
+        self.meter.count(label.purpose, "reduce-scatter", sent)
         if self.size == 1:
             return Reduction(Pending(self, label, ()), [flat])
         with self.span("start", label):

@@ -62,6 +62,7 @@ class Axis:
     size: int
     world_ranks: tuple[int, ...]
     plays: str | None = None  # simulated, as if over this backend: there are no peers, and messages go nowhere
+    node_ranks: int | None = None  # simulated: ranks of the world on each node
 
     def backend(self, device: torch.device) -> str:
         """The name of the backend that moves tensors of this device."""
@@ -231,18 +232,26 @@ class EchoPeers(NoPeers):
 
 
 def simulated_axes(
-    ranks: int, rank: int = 0, *, plays: str, replicas: int = 1, tp: int = 1, values: bool = True
+    ranks: int,
+    rank: int = 0,
+    *,
+    plays: str,
+    replicas: int = 1,
+    tp: int = 1,
+    values: bool = True,
+    node_ranks: int | None = None,
 ) -> Axes:
-    """The axes of one simulated rank without peers, in a world of ranks × replicas × tp over the backend `plays`.
+    """The axes of one simulated rank without peers, in a world of ranks × replicas × tp over the backend `plays`, with
+    `node_ranks` on each node (None: as this process's launcher said, or 8).
 
     With `values`, received tensors are filled with copies of what this rank has, or zeros; else they are left alone.
     """
 
-    def axis(size: int, at: int) -> Axis:
+    def axis(size: int, at: int, apart: int = 1) -> Axis:
         group: Any = EchoPeers(at, size) if values else NoPeers()
-        return Axis(group, at, size, tuple(range(size)), plays)
+        return Axis(group, at, size, tuple(range(0, size * apart, apart)), plays, node_ranks)
 
-    shard, everyone, alone = axis(ranks, rank), axis(ranks * replicas, rank), axis(1, 0)
+    shard, everyone, alone = axis(ranks, rank, tp), axis(ranks * replicas, rank, tp), axis(1, 0)
     holders = axis(ranks * tp, rank * tp) if tp > 1 else shard
     world = axis(ranks * replicas * tp, rank * tp) if tp > 1 else everyone
     return Axes(shard, axis(replicas, 0), everyone, axis(tp, 0), alone, holders, world)

@@ -24,13 +24,13 @@ from onefold.comm.endpoint import Endpoint, Pending, Reduction
 from onefold.comm.links import BOTH, GATHER, REDUCE, Link, link_of
 from onefold.comm.mesh import Axis
 from onefold.comm.meter import Label
-from onefold.comm.nodes import Sums, node_axes, sums_of
+from onefold.comm.nodes import node_axes
+from onefold.comm.strategy import Strategy, Sums, over_nccl, pairwise
 from onefold.comm.streams import StreamEvent
 from onefold.comm.sums import sum_wide
 from onefold.comm.watching import check_watcher
 from onefold.errors import CommError, ConfigError
 
-NARROW = 2  # bytes of a 16-bit number
 _GATHERING, _EXCHANGING, _REDUCING = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
 for _options in (_GATHERING, _EXCHANGING, _REDUCING):
     _options.asyncOp = False  # NCCL's kernel then runs on the current stream: that of the link
@@ -44,8 +44,8 @@ class Wire(Protocol):
         """Whether ranks may receive posted shards in different orders."""
 
     @property
-    def sums(self) -> Sums:
-        """How 16-bit gradients are summed."""
+    def strategy(self) -> Strategy:
+        """How gradients are summed."""
 
     @property
     def on_stream(self) -> bool:
@@ -94,16 +94,16 @@ def wire_for(endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_
 class PairwiseWire:
     """CPU tensors over gloo: each slot is sent by its owner straight to where it is needed, point to point."""
 
-    any_order, on_stream, sums = True, False, Sums.IN_RANK_ORDER
+    any_order, on_stream = True, False
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+        self._endpoint, self.strategy = endpoint, pairwise(endpoint.size)
 
     def connect(self, per_node: int) -> None:
         pass
 
     def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
-        return shard_numel * (self._endpoint.size - 1)
+        return self.strategy.scratch_numel(shard_numel, dtype.itemsize)
 
     def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
         return self.swap({peer: shard for peer in peers}, {}, label)
@@ -156,8 +156,7 @@ class NcclWire:
     """CUDA tensors over NCCL. All ranks issue all-gathers in one order, and reduce-scatters in another.
 
     Messages run on the streams of their links (links.py), after what the current stream holds when they are issued, and
-    the host never waits for them. How 16-bit gradients are summed is decided by `sums_of`; wider ones are summed by
-    NCCL's own reduce-scatter.
+    the host never waits for them. How gradients are summed is decided by strategy.py.
     """
 
     any_order = False
@@ -167,14 +166,14 @@ class NcclWire:
         self._endpoint, self._device, self._timeout_s = endpoint, device, timeout_s
         self._gather, self._reduce = (BOTH, BOTH) if one_link else (GATHER, REDUCE)
         self._links: dict[tuple[Axis, str], Link] = {}
-        self.sums = sums_of(endpoint.size, 1)
+        self.strategy = over_nccl(endpoint.size, 1)
         self._near = self._far = endpoint.axis
 
     def connect(self, per_node: int) -> None:
-        self.sums = sums_of(self._endpoint.size, per_node)
+        self.strategy = over_nccl(self._endpoint.size, per_node)
         for kind in (self._gather, self._reduce):
             self._link(kind)
-        if self.sums is Sums.BY_NODE:
+        if self.strategy.narrow is Sums.BY_NODE:
             self._near, self._far = node_axes(self._endpoint.axis, per_node)
             for axis in (self._near, self._far):
                 self._link(self._reduce, axis)
@@ -187,9 +186,7 @@ class NcclWire:
         return self._links[axis, kind]
 
     def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
-        if dtype.itemsize != NARROW or self.sums is Sums.BY_NCCL:
-            return shard_numel
-        return shard_numel * (self._endpoint.size - (self.sums is Sums.IN_RANK_ORDER))
+        return self.strategy.scratch_numel(shard_numel, dtype.itemsize)
 
     def post_shard(self, shard: Tensor, label: Label, peers: Sequence[int]) -> Pending:
         return Pending(self._endpoint, label, ())
@@ -211,12 +208,12 @@ class NcclWire:
         return self._link(self._reduce).stream.after(after)
 
     def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
-        link = self._link(self._reduce)
+        link, sums = self._link(self._reduce), self.strategy.sums(flat.itemsize)
         with link.stream.after_current(), link.explained(label):
-            if flat.dtype.itemsize != NARROW or self.sums is Sums.BY_NCCL:
+            if sums is Sums.BY_NCCL:
                 parts = [scratch[: flat.numel() // self._endpoint.size]]
                 link.group._reduce_scatter_base(parts[0], flat, _REDUCING)
-            elif self.sums is Sums.IN_RANK_ORDER:
+            elif sums is Sums.IN_RANK_ORDER:
                 parts = self._exchange(link, flat, scratch)
             else:
                 parts = [self._sum_by_node(flat, scratch)]
@@ -248,10 +245,10 @@ class StagedWire:
     """CUDA tensors over gloo, through host memory: for ranks that share a GPU, which NCCL refuses. Slow, and exact."""
 
     any_order = on_stream = False
-    sums = Sums.IN_RANK_ORDER
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self._host = endpoint, PairwiseWire(endpoint)
+        self.strategy = self._host.strategy
 
     def connect(self, per_node: int) -> None:
         pass

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from onefold.comm.buffers import Pool
+from onefold.comm.strategy import Strategy
 from onefold.cost.limits import COPYING, IN_FLIGHT
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import gradient_bytes, updated_numel
@@ -52,11 +53,14 @@ class ReductionInFlight(NamedTuple):
 class Reductions:
     """The reductions of one backward. With `counted`, gradients that wait for the update are counted. With updates
     `in_backward`, a gradient is freed with its update. Of units that the host updates, `room` bytes of gradients may
-    wait on the device."""
+    wait on the device. Gradients that add up over micro-batches (`accumulates`) are summed in fp32."""
 
-    def __init__(self, ranks: int, *, cuda: bool, in_backward: bool, counted: bool, room: int) -> None:
+    def __init__(
+        self, strategy: Strategy, *, cuda: bool, in_backward: bool, counted: bool, room: int, accumulates: bool
+    ) -> None:
         self._pool = Pool(torch.device("meta"), keeps=not cuda)
-        self._ranks, self._cuda, self._in_backward, self._counted = ranks, cuda, in_backward, counted
+        self._strategy, self._ranks, self._cuda, self._in_backward = strategy, strategy.ranks, cuda, in_backward
+        self._counted, self._accumulates = counted, accumulates
         self._waiting = 0  # bytes of gradients
         self._room, self._used_room = room, 0  # bytes that may wait for the host, and the most that have waited
         self._flight: deque[ReductionInFlight] = deque()
@@ -71,17 +75,25 @@ class Reductions:
     def add(self, unit: UnitSize, placement: Placement) -> Arrival:
         """Adds the gradients of a unit, and starts its reduction."""
         before, taken = self._current, []
-        if placement.updated_on_host or not self._in_place(unit, placement):
+        local = self._local(unit, placement)
+        if local is not None:
+            taken.append(local)
+        elif placement.updated_on_host or not self._in_place(unit, placement):
             taken.append(self._take(unit.numel, self._wire(unit)))
         else:
             self._wait_for_update(unit, placement)
         filling = self._fullest = self._current
         while len(self._flight) >= IN_FLIGHT:
             self._finish_oldest()
-        others = self._ranks - 1
-        taken.append(self._take(unit.shard * (min(others, 1) if self._cuda else others), self._wire(unit)))
+        wire = self._wire(unit)
+        if local is not None:
+            taken.append(self._take(unit.numel, wire))
+        taken.append(self._take(self._strategy.scratch_numel(unit.shard, wire), wire))
         if self._at_once:
             self._take_for_sum(unit, placement, taken)
+        elif local is not None:
+            taken.remove(local)
+            self._pool.give(local)
         self._flight.append(ReductionInFlight(unit, placement, taken))
         one_by_one = self._unflattened(unit, placement)
         fresh = 0 if one_by_one else unit.largest_numel * unit.widths.compute
@@ -144,6 +156,11 @@ class Reductions:
         if unit.widths.narrow and not self._unflattened(unit, placement):
             taken.append(self._take(unit.shard, 4))
 
+    def _local(self, unit: UnitSize, placement: Placement) -> torch.Tensor | None:
+        """The fp32 buffer in which 16-bit gradients of a micro-batch add up, where another one travels."""
+        apart = unit.widths.narrow and placement.gradients is Scope.SHARDED and self._wire(unit) < 4
+        return self._take(unit.numel, 4) if self._accumulates and apart else None
+
     def _in_place(self, unit: UnitSize, placement: Placement) -> bool:
         """Whether a replicated gradient is reduced in the buffer in which it stays."""
         replicated = placement.gradients is Scope.REPLICATED
@@ -168,7 +185,7 @@ class Reductions:
 def arrivals(
     units: Sequence[UnitSize],
     placements: Sequence[Placement],
-    ranks: int,
+    strategy: Strategy,
     *,
     cuda: bool,
     one_pass: bool,
@@ -181,7 +198,10 @@ def arrivals(
     CUDA gradients are counted too, unless they accumulate over micro-batches and stay; `others` are bytes of gradients
     of units that come before all of these in backward, `room` those that may wait on the device for the host."""
     rows = list(zip(units, placements, strict=True))
-    reductions = Reductions(ranks, cuda=cuda, in_backward=in_backward, counted=cuda and not accumulates, room=room)
+    reductions = Reductions(
+        strategy, cuda=cuda, in_backward=in_backward, counted=cuda and not accumulates, room=room,
+        accumulates=accumulates,
+    )  # fmt: skip
     found: list[Arrival] = []
     for _ in range(2 if cuda and any(placement.updated_on_host for placement in placements) else 1):
         reductions.next_step(others)

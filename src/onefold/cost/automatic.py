@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from onefold.comm.strategy import Strategy
 from onefold.cost.arrivals import arrivals
 from onefold.cost.estimate import Choice, usable_bytes
 from onefold.cost.hardware import Hardware
@@ -31,7 +32,7 @@ def choose_stage(
     widths: dict[str, Widths],
     frozen: frozenset[str],
     *,
-    ranks: int,
+    strategy: Strategy,
     replicas: int,
     bucket_bytes: int,
     shared_bytes: int,
@@ -42,7 +43,7 @@ def choose_stage(
     state; None: the device, "auto": offloaded only if it does not fit."""
     if all(info.kind in frozen for info in infos):
         return _frozen_stage(sum(info.numel * widths[info.kind].compute for info in infos), machine)
-    question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, shared_bytes, machine)
+    question = _question(infos, widths, frozen, strategy, replicas, bucket_bytes, shared_bytes, machine)
     rows = [row for row in recommend(question) if row.estimate.choice in [Choice(stage) for stage in range(4)]]
     if optimizer in (None, "auto") and rows[0].fits:
         return max(rows[0].estimate.choice.stage, int(optimizer is not None)), rows[0].reason
@@ -77,7 +78,7 @@ def choose_tiers(
     units: Sequence[UnitSize],
     placements: Sequence[Placement],
     *,
-    ranks: int,
+    strategy: Strategy,
     machine: Hardware,
     prefetch: int = 1,
     device_bytes: int | None = None,
@@ -98,7 +99,7 @@ def choose_tiers(
 
     def device_need(on_device: int) -> int:
         rows = placed(on_device, len(trained))
-        arriving = arrivals(units, rows, ranks, cuda=cuda, one_pass=False, accumulates=True)
+        arriving = arrivals(units, rows, strategy, cuda=cuda, one_pass=False, accumulates=True)
         in_flight = max((unit.done.buffers for unit in arriving), default=0) + lent_bytes(units, rows)
         return state_bytes(units, rows, ADAM).total + in_flight
 
@@ -130,14 +131,14 @@ def room_for_activations(
     frozen: frozenset[str],
     choice: Choice,
     *,
-    ranks: int,
+    strategy: Strategy,
     replicas: int,
     bucket_bytes: int,
     shared_bytes: int,
     machine: Hardware,
 ) -> int:
     """Bytes of a device that states, buffers and unsharded units leave for activations; 0 if they do not fit."""
-    question = _question(infos, widths, frozen, ranks, replicas, bucket_bytes, shared_bytes, machine)
+    question = _question(infos, widths, frozen, strategy, replicas, bucket_bytes, shared_bytes, machine)
     estimate = question.price(choice, question.grid(), 1)
     return max(0, usable_bytes(machine) - estimate.peak_bytes)
 
@@ -146,7 +147,7 @@ def _question(
     infos: Sequence[ParamInfo],
     widths: dict[str, Widths],
     frozen: frozenset[str],
-    ranks: int,
+    strategy: Strategy,
     replicas: int,
     bucket_bytes: int,
     shared_bytes: int,
@@ -159,5 +160,5 @@ def _question(
             widths=(trained or list(widths.values()))[0], module=unknown, bucket_bytes=bucket_bytes,
             shared_bytes=shared_bytes,
         ),
-        ranks=ranks * replicas, replica=replicas, hardware=machine, cost=ADAM,
+        ranks=strategy.ranks * replicas, replica=replicas, hardware=machine, cost=ADAM, strategy=strategy,
     )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from onefold.comm.strategy import Strategy, over_nccl, pairwise
 from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import arrivals
 from onefold.cost.hardware import Hardware
@@ -73,12 +74,34 @@ class Estimate:
     reshard_after_forward: bool = True
     reduce: str | None = None
     in_backward: bool = False  # updates run in backward; nothing is clipped or accumulated
+    known_strategy: Strategy | None = None  # how gradients are summed; None: as on the hardware
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """How the ranks that share the states sum gradients: over NCCL between GPUs, over gloo between CPUs."""
+        known, shard = self.known_strategy, self.grid.shard
+        if known is not None and known.ranks == shard:
+            return known
+        return over_nccl(shard, self.grid.shards_per_node(self.hardware.node_ranks)) if self._cuda else pairwise(shard)
+
+    @property
+    def sums(self) -> str:
+        """How gradients are summed, over which backend and nodes, in one line; empty where each rank has its own."""
+        if self.grid.data == 1 or not self.sizes.trained:
+            return ""
+        if self.grid.shard == 1:
+            return "replicas alone: fp32 travels"
+        found = self.strategy.text(min(unit.widths.wire for unit in self.sizes.trained))
+        if not self._cuda:
+            return f"{found} (gloo, {self.grid.shard} ranks)"
+        return f"{found} (NCCL, {self.grid.shard} ranks, {self.strategy.per_node} on each node)"
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def sizes(self) -> Sizes:
-        return self.work.remember(("sizes", self.grid), lambda: self.work.sizes(self.grid))
+        own_sum = self.strategy.own_sum
+        return self.work.remember(("sizes", self.grid, own_sum), lambda: self.work.sizes(self.grid, own_sum=own_sum))
 
     @cached_property
     def placements(self) -> list[Placement]:
@@ -172,7 +195,7 @@ class Estimate:
     def fullest(self) -> Instant:
         """The instant of a step at which most bytes are in memory."""
         flags = (self._cuda, self.cost.one_pass, self.in_backward, self._accumulates)
-        key = ("segments", self._placement_key, self.prefetch, self.reshard_after_forward, flags)
+        key = ("segments", self._placement_key, self.prefetch, self.reshard_after_forward, flags, self.strategy)
         found = instants(self.work.remember(key, self._segments), self.activations, self.in_flight)
         return max(found, key=lambda instant: instant.total, default=Instant(""))
 
@@ -180,7 +203,7 @@ class Estimate:
         units, placements = self._simulated_units
         others = self.device_states.gradients - state_bytes(units, placements, self.cost).gradients
         arriving = arrivals(
-            units, placements, self.grid.shard, cuda=self._cuda, one_pass=self.cost.one_pass,
+            units, placements, self.strategy, cuda=self._cuda, one_pass=self.cost.one_pass,
             in_backward=self.in_backward, accumulates=self._accumulates,
             others=0 if self.in_backward or self._accumulates else others,
             room=lent_bytes(self.sizes.units, self.placements) if self.in_backward else 0,
@@ -269,8 +292,8 @@ class Estimate:
         forward, backward = self.work.passes(self.sizes, self.placements)
         again = backward if self.reshard_after_forward else []
         sent = step_traffic(
-            self.sizes, self.placements, forward=forward, backward=again, micro_batches=self.micro_batches,
-            reduce=self.reduce, replicas=self.grid.replica,
+            self.sizes, self.placements, strategy=self.strategy, forward=forward, backward=again,
+            micro_batches=self.micro_batches, reduce=self.reduce, replicas=self.grid.replica,
         )  # fmt: skip
         if self.grid.tp > 1:
             elements = self.work.tensor_elements(self.batch, self.choice.activations, self.grid) * self.micro_batches
@@ -305,7 +328,15 @@ class Estimate:
     def _message_s(self, sent: Sent) -> float:
         if not sent.bytes or (self.grid.data == 1 and sent.axis != "tp"):
             return 0.0
-        return sent.calls * self.hardware.latency_s + sent.bytes / self.link(sent.axis)
+        return sent.calls * self.hardware.latency_s + self.moving_s(sent)
+
+    def moving_s(self, sent: Sent) -> float:
+        """Seconds that bytes take over links. Of an all-to-all some stay inside the node; for the others each rank has
+        its share of the node's network."""
+        if not sent.near_bytes or not self._cuda:
+            return sent.bytes / self.link(sent.axis)
+        far = self.hardware.link(self.grid.shard, 1)
+        return sent.near_bytes / self.hardware.node_link + (sent.bytes - sent.near_bytes) / far
 
     @cached_property
     def gather_s(self) -> list[float]:

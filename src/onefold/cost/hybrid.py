@@ -4,10 +4,14 @@ A reduce-scatter or all-gather over N ranks is a ring: N - 1 messages, one after
 It takes N - 1 latencies, and (N-1)/N of the unit's bytes at the rate of the link. The bytes hardly grow with N; the
 latencies do, while each message shrinks: of a unit of 32 MiB, 511 messages of 64 KiB at 512 ranks.
 
-Sharded over S of N = R × S ranks, each collective of a unit is S - 1 messages, and gradients are then summed over the R
-replicas in 2(R-1) more. At stage 3 that is 3(S-1) + 2(R-1) latencies for a unit in a step, not 3(N-1): 315 and not
-12285 at 64 × 64 ranks. The price is memory: 1/S of the states on each rank, not 1/N. So the largest shard axis is
-proposed among those whose messages take about the least time, and only where the states fit.
+Where 16-bit gradients are summed by node (comm/strategy.py), a reduce-scatter is L - 1 messages inside a node of L
+ranks and F - 1 between F nodes.
+
+Sharded over S of N = R × S ranks, each all-gather of a unit is S - 1 messages, and gradients are then summed over the R
+replicas in 2(R-1) more. At stage 3 fp32 takes 3(S-1) + 2(R-1) latencies for a unit in a step, not 3(N-1): 315 and not
+12285 at 64 × 64 ranks; 16 bits on nodes of 8 take 266 and not 8708. The price is memory: 1/S of the states on each
+rank, not 1/N. So the largest shard axis is proposed among those whose messages take about the least time, and only
+where the states fit.
 
 Latency and rates are those of the hardware the plan is for. The seconds are an upper bound: a message between two ranks
 of one node may be faster, and a library may use trees. The plan's own seconds of a step have one latency for each
@@ -48,10 +52,9 @@ class HybridMesh:
 
 def ring_seconds(estimate: Estimate) -> tuple[float, float]:
     """Seconds that a step's messages of training state take, hidden or not: latencies, and bytes over links."""
-    sizes = {"shard": estimate.grid.shard, "replica": estimate.grid.replica}
-    state = [sent for sent in estimate.traffic.values() if sent.axis in sizes and sent.elements]
-    latency = sum(sent.calls * (sizes[sent.axis] - 1) for sent in state) * estimate.hardware.latency_s
-    return latency, sum(sent.bytes / estimate.link(sent.axis) for sent in state)
+    state = [sent for sent in estimate.traffic.values() if sent.axis in ("shard", "replica") and sent.elements]
+    latency = sum(sent.messages for sent in state) * estimate.hardware.latency_s
+    return latency, sum(map(estimate.moving_s, state))
 
 
 def propose(question: Question, flat: Estimate) -> HybridMesh | None:

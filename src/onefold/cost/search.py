@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from onefold.comm.strategy import Strategy
 from onefold.cost.activations import check_policy
 from onefold.cost.estimate import Choice, Estimate
 from onefold.cost.hardware import Hardware
@@ -37,6 +38,7 @@ class Question:
     prefetch: int = 1
     reshard_after_forward: bool = True
     in_backward: bool = False  # updates run in backward
+    strategy: Strategy | None = None  # how gradients are summed; None: as on the hardware
 
     def grid(self, tp: int | None = None) -> Grid:
         return grid_of(self.ranks, tp=tp or self.tp or 1, pp=self.pp, replica=self.replica)
@@ -45,7 +47,7 @@ class Question:
         return Estimate(
             work=self.work, choice=choice, grid=grid, hardware=self.hardware, cost=self.cost, batch=batch,
             micro_batches=self.micro_batches, prefetch=self.prefetch, in_backward=self.in_backward,
-            reshard_after_forward=self.reshard_after_forward,
+            reshard_after_forward=self.reshard_after_forward, known_strategy=self.strategy,
         )  # fmt: skip
 
 

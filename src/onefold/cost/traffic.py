@@ -1,6 +1,7 @@
 """What one rank sends in a step, by purpose: elements, bytes and calls. The runtime's own reports use this too.
 
-A rank sends (N-1)/N of a unit each time the unit is reduce-scattered or all-gathered. Replicated gradients are reduced
+A rank sends (N-1)/N of a unit's elements each time the unit is reduce-scattered or all-gathered; how many bytes an
+element of a reduce-scatter has depends on how ranks sum (comm/strategy.py). Replicated gradients are reduced
 once per step, however many micro-batches it has; sharded ones once per micro-batch. Sharded parameters are all-gathered
 for every forward and every backward; the last unit of forward stays unsharded for backward. What ranks agree on beside
 that does not grow with ranks times parameters: the flags of used parameters are one all-reduce, the norm one number of
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from onefold.comm.maximum import max_rounds
+from onefold.comm.strategy import Strategy
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.settings.placement import Placement, Scope
 
@@ -28,18 +30,38 @@ class Sent(NamedTuple):
     calls: int
     collective: str
     axis: str = "shard"
+    messages: int = 0  # to single peers, as many as latencies of rings
+    near_bytes: int = 0  # of the bytes, those that an all-to-all sends inside a node
 
 
-def once(units: Iterable[UnitSize], width: str, ranks: int, collective: str) -> Sent:
-    """What one rank sends to reduce-scatter or all-gather every unit once."""
+def gathered_once(units: Iterable[UnitSize], width: str, ranks: int) -> Sent:
+    """What one rank sends to all-gather every unit once."""
     units = list(units)
     elements = sum(unit.shard for unit in units) * (ranks - 1)
     sent_bytes = sum(unit.shard * getattr(unit.widths, width) for unit in units) * (ranks - 1)
-    return Sent(elements, sent_bytes, len(units), collective)
+    return Sent(elements, sent_bytes, len(units), "all-gather", messages=len(units) * (ranks - 1))
+
+
+def reduced_once(units: Sequence[UnitSize], strategy: Strategy) -> Sent:
+    """What one rank sends to reduce-scatter every unit once."""
+    return Sent(
+        elements=sum(unit.shard for unit in units) * (strategy.ranks - 1),
+        bytes=sum(strategy.sent_bytes(unit.shard, unit.widths.wire) for unit in units),
+        calls=len(units),
+        collective="reduce-scatter",
+        messages=sum(strategy.messages(unit.widths.wire) for unit in units),
+        near_bytes=sum(strategy.near_bytes(unit.shard, unit.widths.wire) for unit in units),
+    )
 
 
 def times(sent: Sent, count: int) -> Sent:
-    return sent._replace(elements=sent.elements * count, bytes=sent.bytes * count, calls=sent.calls * count)
+    return sent._replace(
+        elements=sent.elements * count,
+        bytes=sent.bytes * count,
+        calls=sent.calls * count,
+        messages=sent.messages * count,
+        near_bytes=sent.near_bytes * count,
+    )
 
 
 def reduce_default(placement: Placement) -> str:
@@ -51,6 +73,7 @@ def step_traffic(
     sizes: Sizes,
     placements: Sequence[Placement],
     *,
+    strategy: Strategy,
     forward: Sequence[int],
     backward: Sequence[int],
     micro_batches: int = 1,
@@ -58,25 +81,26 @@ def step_traffic(
     replicas: int = 1,
     clip: bool = False,
 ) -> dict[str, Sent]:
-    """What one rank sends in a step, by purpose; `forward` and `backward` list the units that are unsharded in each."""
+    """What one rank sends in a step, by purpose; `forward` and `backward` list the units that are unsharded in each,
+    `strategy` is how the ranks that share the states sum gradients."""
     n, units = sizes.ranks, sizes.units
     trained = [(unit, placement) for unit, placement in zip(units, placements, strict=True) if unit.trained]
     rounds = micro_batches if (reduce or (placements and reduce_default(placements[0]))) == "each" else 1
-    sent = {"reduce": times(once((u for u, _ in trained), "wire", n, "reduce-scatter"), rounds)}
+    sent = {"reduce": times(reduced_once([unit for unit, _ in trained], strategy), rounds)}
     kept = [unit for unit, placement in trained if placement.parameters is Scope.REPLICATED]
     if kept and trained[0][1].optimizer is Scope.SHARDED:
-        sent["gather-updated"] = once(kept, "compute", n, "all-gather")
+        sent["gather-updated"] = gathered_once(kept, "compute", n)
     elif kept:
-        sent["gather-gradient"] = once(kept, "grad", n, "all-gather")
+        sent["gather-gradient"] = gathered_once(kept, "grad", n)
     for purpose, order in (("gather-forward", forward), ("gather-backward", backward)):
         if order:
-            sent[purpose] = times(once((units[i] for i in order), "compute", n, "all-gather"), micro_batches)
+            sent[purpose] = times(gathered_once((units[i] for i in order), "compute", n), micro_batches)
     if replicas > 1:
-        moved = sum(2 * (unit.shard // replicas) * (replicas - 1) for unit, _ in trained)
-        moved_bytes = sum(
-            2 * unit.shard * max(4, unit.widths.compute) // replicas * (replicas - 1) for unit, _ in trained
-        )
-        sent["reduce-replica"] = times(Sent(moved, moved_bytes, 2 * len(trained), "all-reduce", "replica"), rounds)
+        others, calls = replicas - 1, 2 * len(trained)
+        moved = sum(2 * (unit.shard // replicas) * others for unit, _ in trained)
+        moved_bytes = sum(2 * unit.shard * max(4, unit.widths.compute) // replicas * others for unit, _ in trained)
+        across = Sent(moved, moved_bytes, calls, "all-reduce", "replica", calls * others)
+        sent["reduce-replica"] = times(across, rounds)
     if not trained:  # nothing is reduced, agreed on or clipped
         return {purpose: row for purpose, row in sent.items() if purpose.startswith("gather-")}
     flags = (sizes.flags + len(trained) + DIGEST_BYTES) * max_rounds(n * replicas)

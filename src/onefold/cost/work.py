@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
+from onefold.comm.strategy import WIDE, equal_per_node
 from onefold.cost.activations import (
     NOTHING,
     ActivationBytes,
@@ -40,9 +42,18 @@ class Grid(NamedTuple):
     def data(self) -> int:
         return self.shard * self.replica
 
+    def shards_per_node(self, node_ranks: int) -> int:
+        """How many ranks of the shard axis of rank 0 each node has; 1 if not all nodes have as many."""
+        return _shards_per_node(self.shard, self.tp, node_ranks)
+
     def __str__(self) -> str:
         axes = zip(("shard", "tp", "pp", "replica"), self, strict=True)
         return " × ".join(f"{size} {name}" for name, size in axes if size > 1 or name == "shard")
+
+
+@lru_cache(maxsize=1024)
+def _shards_per_node(shard: int, tp: int, node_ranks: int) -> int:
+    return equal_per_node(range(0, shard * tp, tp), node_ranks)  # neighbouring ranks share "tp"
 
 
 def grid_of(ranks: int, tp: int = 1, pp: int = 1, replica: int = 1) -> Grid:
@@ -87,6 +98,7 @@ class Work:
     module: Module | None = None
     bucket_bytes: int = 32 << 20
     shared_bytes: int | None = None  # neighbouring blocks share units up to so many bytes; None: `bucket_bytes`
+    auto_wire: bool = False  # where NCCL sums, 16-bit gradients travel in fp32: Precision(wire=…) says nothing
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def remember(self, key: Any, make: Callable[[], T]) -> T:
@@ -117,7 +129,15 @@ class Work:
     def knows_activations(self) -> bool:
         return self.numel is None and not (self.module and not self.module.activations)
 
-    def sizes(self, grid: Grid, rank: int = 0) -> Sizes:
+    def sizes(self, grid: Grid, rank: int = 0, *, own_sum: bool = True) -> Sizes:
+        """The units over a grid of ranks, which sum 16-bit gradients themselves (`own_sum`) or let NCCL sum."""
+        found = self._sizes(grid, rank)
+        if own_sum or not self.auto_wire:
+            return found
+        wide = (unit._replace(widths=unit.widths._replace(wire=WIDE)) for unit in found.units)
+        return replace(found, units=tuple(new if new.widths.narrow else old for new, old in zip(wide, found.units)))
+
+    def _sizes(self, grid: Grid, rank: int) -> Sizes:
         if self.module:
             return self._module_sizes(self.module, grid, rank)
         if self.shape is None:

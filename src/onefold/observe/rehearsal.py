@@ -94,6 +94,7 @@ def rehearse(
     ranks: int,
     rank: int = 0,
     plays: str = "gloo",
+    node_ranks: int | None = None,
     loss: Loss | None = None,
     tp: int = 1,
     values: bool = False,
@@ -101,7 +102,8 @@ def rehearse(
     micro_batches: int = 1,
 ) -> Rehearsal:
     """Rehearses a step of one rank of `ranks`. `sample` is the model's input: a tensor, a tuple of arguments, or a dict
-    of keywords. With `tp`, the model must be this rank's part already."""
+    of keywords. `plays` is the backend, `node_ranks` the number of ranks on each node. With `tp`, the model must be
+    this rank's part already."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
     assert zero.stage != "auto"
     asked, offload = zero, Offload.of(zero.offload)
@@ -115,7 +117,7 @@ def rehearse(
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         try:
             twin = _twin(model, values)
-            axes = simulated_axes(ranks, rank, plays=plays, tp=tp, values=values)
+            axes = simulated_axes(ranks, rank, plays=plays, tp=tp, values=values, node_ranks=node_ranks)
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
             inputs = sample if values else tree_map_only(Tensor, _blank, sample)
             whole = _whole_step(loss or default_loss, micro_batches)

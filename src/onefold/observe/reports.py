@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from onefold.comm.meter import Flow
-from onefold.comm.nodes import Sums
-from onefold.comm.wires import NARROW
+from onefold.comm.strategy import WIDE
 from onefold.cost.states import parameter_bytes
 from onefold.cost.traffic import NORM_BYTES, step_traffic
 from onefold.model.storage import storage_bytes
@@ -218,9 +217,7 @@ def _sums(engine: Engine) -> str:
     """How gradients are summed over the ranks that share the states."""
     if engine.everyone.size == 1:
         return ""
-    wires = {unit.dtypes.wire.itemsize for unit in engine.units}
-    wide = "fp32 travels, summed in rank order" if engine.comm.any_order else Sums.BY_NCCL.value
-    return engine.comm.sums.value if NARROW in wires else wide
+    return engine.comm.strategy.text(min((unit.dtypes.wire.itemsize for unit in engine.units), default=WIDE))
 
 
 def _text(scope: Scope, tier: Tier) -> str:
@@ -317,6 +314,7 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         backward=backward,
         replicas=engine.everyone.size // engine.comm.size,
         clip=True,
+        strategy=engine.comm.strategy,
     )
     planned = {purpose: row.bytes for purpose, row in sent.items()}
     if engine.units:

@@ -1,21 +1,23 @@
 """Whether gradients are finite; if not, every rank skips the step, or every rank raises.
 
 Norms from clipping say so at no cost. With fp16 gradients are always checked, and an overflow lowers the loss scale.
-Where every update is one CUDA kernel, a flag on the device makes the kernels write nothing, and the host reads the
-flag in the next step, so that no step waits for the device.
+Where all units are updated on a CUDA device, the flag stays there: kernels that see it set write nothing, and what a
+class of torch wrote is taken back (guarded_step.py). The host reads the flag in the next step, so that no step waits
+for the device. The host does wait in fp16, whose next backward needs the loss scale, and where it updates units itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.errors import PrecisionError
+from onefold.optim.guarded_step import can_be_guarded
 from onefold.optim.loss_scale import Scaler
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.runtime.engine import Engine
@@ -34,21 +36,21 @@ class Norms(NamedTuple):
 class FiniteCheck:
     def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str) -> None:
         self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
-        self._on_device = not any(one.unit.updated_on_host for one in by_unit)
+        self._on_device = not any(one.unit.updated_on_host for one in by_unit) and _guardable(engine, by_unit)
         self.norms: Norms | None = None  # if clipping has computed them
         self.skipped = 0
+        self.taken_back = False  # the last step, by the device
         self._device_flags: tuple[Tensor, torch.cuda.Event] | None = None  # copied from the device in the last step
 
     def reset(self, skipped: int) -> None:
         """Forgets the last step, after a load; `skipped` steps were counted before."""
-        self._device_flags, self.skipped = None, skipped
+        self._device_flags, self.skipped, self.taken_back = None, skipped, False
 
-    def flag_on_device(self, groups: list[dict[str, Any]]) -> Tensor | None:
-        """A flag on the device, not 0 if gradients are not finite, at which update kernels write nothing. None where
-        some update is not one kernel, or no norms are known: then `bad_unit` must decide."""
+    def flag_on_device(self) -> Tensor | None:
+        """A flag on the device, 1 if gradients are not finite, else 0: updates that see it set change nothing. None
+        where some update cannot see it, or no norms are known: then `bad_unit` must decide."""
+        self.taken_back = False
         if self.norms is None or not self.norms.total.is_cuda or self._scaler or not self._on_device:
-            return None
-        if not all(unit.fused(group) for unit in self._by_unit for group in groups):
             return None
         finite = torch.isfinite(torch.cat([self.norms.units, self.norms.total.view(1)]))
         self._device_flags = finite.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -63,6 +65,7 @@ class FiniteCheck:
         event.synchronize()  # does not wait: it was recorded a step ago
         *units, total = finite.tolist()
         if not total:
+            self.taken_back = True
             for unit in self._by_unit:
                 unit.undo_step()
             # Nothing is exchanged: a property of the optimizer may come here on one rank alone.
@@ -110,3 +113,11 @@ class FiniteCheck:
                 f"gradients are infinite or NaN, first in unit {bad}; nothing was updated. Look there, or skip such "
                 f"steps with Optimizer(on_nonfinite='skip')"
             )
+
+
+def _guardable(engine: Engine, by_unit: Sequence[UnitOptimizer]) -> bool:
+    """Whether a step of the wrapped class can be taken back; found by making one, so that all ranks answer alike."""
+    if engine.device.type != "cuda" or not by_unit:
+        return False
+    param = nn.Parameter(torch.empty(1, device=engine.device))
+    return can_be_guarded(by_unit[0].cls([param], **by_unit[0].kwargs))

@@ -50,7 +50,7 @@ class Optimizer(torch.optim.Optimizer):
     Making an Optimizer is collective. A model may have several, each for parameters of its own (`groups`); a new one
     replaces older ones that have any of its parameters, and the state of those is freed. Where there are several,
     `clip_grad_norm` and `zero_grad` leave out the parameters of the others. `stepped` says whether the last `step`
-    updated the parameters or was skipped; where CUDA kernels themselves skip, `skipped` says so after the next step.
+    updated the parameters or was skipped. A CUDA device skips by itself: `skipped` counts that after the next step.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -81,7 +81,7 @@ class Optimizer(torch.optim.Optimizer):
         groups = None if groups is None else [_listed(group) for group in groups]
         engine.follow_unfreezing(_ids_of(groups or []))
         engine.freezing.train_again()
-        self.stepped = False  # whether the last step() updated anything
+        self._stepped = False  # the last step() was not skipped by the host
         self._tried = 0  # steps, taken or skipped
         self._clip: float | Tensor = 1.0  # clipping factor of 16-bit gradients, applied when the update reads them
         self._agreed = False
@@ -135,6 +135,14 @@ class Optimizer(torch.optim.Optimizer):
     def precision(self) -> Precision:
         """The dtypes that were decided for this model; print it for a table."""
         return self._engine.resolved.precision
+
+    @property
+    def stepped(self) -> bool:
+        """True if the last `step` updated the parameters, False if it was skipped. Waits for a CUDA device that was to
+        skip by itself."""
+        if self._stepped:
+            self._finite.read_last_step()
+        return self._stepped and not self._finite.taken_back
 
     @property
     def skipped(self) -> int:
@@ -294,9 +302,9 @@ class Optimizer(torch.optim.Optimizer):
         engine.step_begins()
         engine.unsharding.reshard_all()
         self._finite.read_last_step()
-        flag = self._finite.flag_on_device(self.param_groups)
+        flag = self._finite.flag_on_device()
         bad = self._finite.bad_unit() if flag is None else None
-        self.stepped = bad is None
+        self._stepped = bad is None
         self._tried += 1
         if bad is not None:
             self.forget_clipping()

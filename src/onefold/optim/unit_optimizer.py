@@ -22,6 +22,7 @@ from onefold.cost.states import StateCost
 from onefold.errors import StateError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.elementwise import bare_step
+from onefold.optim.guarded_step import GuardedStep
 from onefold.optim.kernels.fused import fits, update
 from onefold.optim.kernels.rule import KNOWN, next_step, undo_count
 from onefold.optim.kernels.update import fits as fits_cpu
@@ -51,6 +52,7 @@ class UnitOptimizer:
         self.native = True  # whether the CPU's update kernel may be used: not if another rank has none
         self._transfer: GradientTransfer | None = None
         self._fused_params: list[OptimizerParam] = []  # updated by one kernel each in the last update
+        self._guarded: GuardedStep | None = None  # the step of the wrapped class in the last update, under a flag
         # the data of an optimizer parameter outside an update, where it is a vector of the master
         self._empty = torch.empty(0, dtype=unit.master.dtype, device=unit.pool.device)
         self.slots: set[int] = set()  # of the parameters that it updates, on whatever rank
@@ -61,7 +63,7 @@ class UnitOptimizer:
     def detach(self) -> None:
         """Frees the state. Nothing is in flight."""
         self.unit.detach_state(self.state_tensors)
-        self.inner, self.by_group, self.group_numbers = None, {}, []
+        self.inner, self._guarded, self.by_group, self.group_numbers = None, None, {}, []
 
     def kept(self, flags: Sequence[int]) -> bytes:
         """Of flags that say which parameters of the unit are to be updated, those of parameters it updates."""
@@ -106,13 +108,14 @@ class UnitOptimizer:
         transfer: GradientTransfer | None = None,
     ) -> None:
         """Updates the parameters that are `kept` (a flag for each parameter of the unit) with the settings of the
-        Optimizer's param groups; gradients are multiplied by `factor`. Fused kernels write nothing if the device flag
-        `bad` is set. The gradient is the unit's reduced one, or its `transfer` to the host."""
+        Optimizer's param groups; gradients are multiplied by `factor`. Nothing changes if the device flag `bad` is set:
+        fused kernels write nothing, and what the wrapped class writes is taken back on the device. The gradient is the
+        unit's reduced one, or its `transfer` to the host."""
         if self.inner is None:
             return
         self._transfer = transfer
         used: list[OptimizerParam] = []
-        self._fused_params = []
+        self._fused_params, self._guarded = [], None
         for inner_group, group in zip(self.inner.param_groups, self.group_numbers, strict=True):
             self._split_unused(group, inner_group, kept)
             inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
@@ -123,8 +126,10 @@ class UnitOptimizer:
                 elif kept[piece.slots[0]]:
                     used.append(piece)
                     self._attach(piece, factor)
-        if used:
+        if used and bad is None:
             bare_step(self.inner)
+        elif used and bad is not None:
+            self._guarded = GuardedStep(self.inner, [piece.tensor for piece in used], bad)
         for piece in used:
             self._detach(piece)
         while self._borrowed:
@@ -171,9 +176,13 @@ class UnitOptimizer:
 
     def undo_step(self) -> None:
         """Takes back the step counts of the last update, in which the device wrote nothing."""
-        assert self.inner is not None
+        if self.inner is None:
+            return
         for piece in self._fused_params:
             undo_count(self.inner.state[piece.tensor])
+        if self._guarded is not None:
+            self._guarded.undo()
+            self._guarded = None
 
     def _attach(self, piece: OptimizerParam, factor: float | Tensor) -> None:
         """Gives an optimizer parameter its data and gradient, in the dtype of the update."""

@@ -54,6 +54,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # what the figures leave out
     hybrid: HybridMesh | None = None  # replicas of a sharded model, where that takes less time for messages
     pp: int = 1  # pipeline stages
+    sums: str = ""  # how gradients are summed over ranks, by backend and ranks per node; empty for one rank
 
     @property
     def recommendation(self) -> Recommendation:
@@ -80,6 +81,7 @@ class Plan:
             cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.peak_bytes)
             numbers = "".join(f"{format_bytes(cell):>10}" for cell in cells)
             lines.append(f"{row.label:<10}{numbers}{row.step_s:>9.3g}s  {'yes' if row.fits else 'no'}")
+        lines += [f"gradients: {self.sums}"] * bool(self.sums)
         chosen = self.recommendation
         lines.append(f"choose {chosen.label}, batch {chosen.batch}: {chosen.reason}")
         lines += [f"over {self.proposed_mesh}"] * (self.hybrid is not None)
@@ -128,6 +130,7 @@ def answer(question: Question, model: str, precision: str, tokens: float | None 
         notes=tuple(notes),
         hybrid=propose(question, ranked[0].estimate) if ranked[0].fits else None,
         pp=grid.pp,
+        sums=priced[0].sums,
     )
 
 
@@ -177,19 +180,20 @@ def plan(
     zero = Zero.of(None, {**fields, "stage": 2})
     cost = cost_of(optimizer, optimizer_settings)
     backend = "nccl" if machine.device == "cuda" else "gloo"
-    policy = Precision.of(zero.precision).decided(own_sum=backend == "gloo", cuda=backend == "nccl")
+    policy = Precision.of(zero.precision).decided(own_sum=True, cuda=backend == "nccl")
 
     def rehearsed(stage: int, policy: str, at: int, *, count: bool = False) -> Rehearsal:
         asked = dataclasses.replace(zero, stage=stage, activations=policy, offload=_at_stage(offload, stage))
         return rehearse(
-            model, sample, asked, cost, ranks=at, plays=backend,
+            model, sample, asked, cost, ranks=at, plays=backend, node_ranks=machine.node_ranks,
             loss=loss, values=values, count_flops=count, micro_batches=1 if count else micro_batches,
         )  # fmt: skip
 
     keep = rehearsed(0, "keep", 1, count=True)
     seen = survey(model, dataclasses.replace(zero, init=None), 1)
     checkpoint = rehearsed(0, "checkpoint", 1, count=True) if seen.blocks else keep
-    work = _module_work(seen, sample, policy, keep, checkpoint, accumulates=micro_batches > 1)
+    auto_wire = Precision.of(zero.precision).wire is None
+    work = _module_work(seen, sample, policy, keep, checkpoint, accumulates=micro_batches > 1, auto_wire=auto_wire)
     question = Question(
         work=work, ranks=ranks, hardware=machine, cost=cost, batch=work.module.batch if work.module else 1,
         max_global_batch=max_global_batch, activations=activations, micro_batches=micro_batches,
@@ -257,6 +261,7 @@ def _module_work(
     checkpoint: Rehearsal,
     *,
     accumulates: bool,
+    auto_wire: bool,
 ) -> Work:
     widths = widths_by_kind(seen.units, policy)
     if accumulates:  # sums are kept in fp32
@@ -280,7 +285,10 @@ def _module_work(
     )
     compute = policy.dtypes(policy.compute if isinstance(policy.compute, torch.dtype) else torch.float32)
     asked = seen.settings
-    return Work(widths=compute.widths, module=module, bucket_bytes=asked.bucket_bytes, shared_bytes=asked.shared_bytes)
+    return Work(
+        widths=compute.widths, module=module, bucket_bytes=asked.bucket_bytes, shared_bytes=asked.shared_bytes,
+        auto_wire=auto_wire,
+    )  # fmt: skip
 
 
 def _precision_name(policy: Precision) -> str:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from onefold.comm.agreement import digest
-from onefold.comm.communicator import Comm, Comms
+from onefold.comm.communicator import Comms
 from onefold.comm.meter import Label
+from onefold.comm.strategy import Strategy
 from onefold.cost.automatic import choose_stage, choose_tiers, room_for_activations
 from onefold.cost.estimate import Choice
 from onefold.cost.machine import here
@@ -31,7 +32,9 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
     """What shard() will build, with stage="auto" and Offload(optimizer="auto") decided. Collective where there is
     something to decide."""
     ranks, replicas, settings, units = comms.shard.size, comms.replica.size, found.settings, found.units
-    precision = Precision.of(settings.precision).decided(own_sum=comms.shard.sums_here, cuda=device.type == "cuda")
+    precision = Precision.of(settings.precision).decided(
+        own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
+    )
     reasons = []
     if settings.stage == AUTO:
         stage, why = _automatic_stage(found, precision, device, comms)
@@ -39,7 +42,7 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
         units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings)) for unit in units)
         reasons.append(f"stage {stage}: {why}")
     if Offload.of(settings.offload).optimizer == AUTO:
-        tiers, why = _automatic_tiers(units, settings, precision, device, comms.world)
+        tiers, why = _automatic_tiers(units, settings, precision, device, comms)
         units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers)) for unit in units)
         reasons.append(why)
     return Resolved(
@@ -69,7 +72,7 @@ def _automatic_stage(found: Survey, precision: Precision, device: torch.device, 
         found.params,
         widths_by_kind(found.units, precision),
         frozen_kinds(found.units),
-        ranks=comms.shard.size,
+        strategy=comms.shard.strategy,
         replicas=comms.replica.size,
         bucket_bytes=settings.bucket_bytes,
         shared_bytes=settings.shared_bytes,
@@ -82,18 +85,18 @@ def _automatic_stage(found: Survey, precision: Precision, device: torch.device, 
 
 
 def _automatic_tiers(
-    units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device, world: Comm
+    units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device, comms: Comms
 ) -> tuple[dict[str, Tier], str]:
     """Offload(optimizer="auto"): by the names of trained units, where their optimizer state is, by the smallest budgets
     of all ranks; and the reason."""
-    offload, machine = Offload.of(settings.offload), here(device)
+    offload, machine, world = Offload.of(settings.offload), here(device), comms.world
     mine = f"{offload.device_bytes or machine.memory_bytes} {offload.host_bytes or host_share()}"
     rows = [row.split() for row in world.exchange(mine.encode(), Label("agree", "memory"))]
     smallest, host_bytes = (min(map(int, column)) for column in zip(*rows, strict=True))
     chosen = choose_tiers(
         [unit.size(0, precision) for unit in units],  # as rank 0 has them, which owns the most
         [unit.placement for unit in units],
-        ranks=units[0].layout.ranks,
+        strategy=comms.shard.strategy,
         machine=dataclasses.replace(machine, memory_bytes=smallest),
         prefetch=settings.prefetch if isinstance(settings.prefetch, int) else 1,
         device_bytes=None if offload.device_bytes is None else smallest,
@@ -105,8 +108,8 @@ def _automatic_tiers(
     return dict(zip(names, chosen.tiers, strict=True)), chosen.why
 
 
-def room_left(resolved: Resolved) -> int:
-    """Bytes that states leave on this device."""
+def room_left(resolved: Resolved, strategy: Strategy) -> int:
+    """Bytes that states leave on this device, where gradients are summed so."""
     settings, units = resolved.settings, resolved.units
     offload = Offload.of(settings.offload)
     assert isinstance(settings.stage, int)
@@ -119,6 +122,6 @@ def room_left(resolved: Resolved) -> int:
     )
     return room_for_activations(
         resolved.params, widths_by_kind(units, resolved.precision), frozen_kinds(units), choice,
-        ranks=resolved.ranks, replicas=resolved.replicas, bucket_bytes=settings.bucket_bytes,
+        strategy=strategy, replicas=resolved.replicas, bucket_bytes=settings.bucket_bytes,
         shared_bytes=settings.shared_bytes, machine=here(resolved.device),
     )  # fmt: skip
