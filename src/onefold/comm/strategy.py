@@ -70,14 +70,12 @@ class Strategy(NamedTuple):
 
     def scratch_numel(self, shard_numel: int, itemsize: int) -> int:
         """Elements of scratch that a reduce-scatter needs beside its flat buffer, of the buffer's dtype."""
-        return (
-            shard_numel
-            * {
-                Sums.IN_RANK_ORDER: self.ranks - 1,
-                Sums.BY_NODE: self.ranks,
-                Sums.BY_NCCL: min(self.ranks - 1, 1),
-            }[self.sums(itemsize)]
-        )
+        slots = {
+            Sums.IN_RANK_ORDER: self.ranks - 1,
+            Sums.BY_NODE: self.ranks,
+            Sums.BY_NCCL: min(self.ranks - 1, 1),
+        }[self.sums(itemsize)]
+        return shard_numel * slots
 
     def sent_bytes(self, shard_numel: int, itemsize: int) -> int:
         """Bytes that one rank sends in a reduce-scatter."""

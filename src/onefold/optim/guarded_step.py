@@ -11,6 +11,7 @@ the class makes in this very step cannot be selected: there the host waits for t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +109,7 @@ def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 def can_be_guarded(optimizer: torch.optim.Optimizer) -> bool:
     """Whether all that a step of the class writes is known: parameters, its state of them, and plain numbers. A class
     that keeps other things of its own in the optimizer must not run in a step that is to be skipped."""
-    own = vars(optimizer).keys() - _PLAIN_OPTIMIZER
+    own = vars(optimizer).keys() - _attributes_of_all()
     return all(isinstance(getattr(optimizer, name), PLAIN) or callable(getattr(optimizer, name)) for name in own)
 
 
@@ -119,4 +120,7 @@ def _alike(old: Any, new: Any) -> bool:
     return not isinstance(old, Tensor) and not isinstance(new, Tensor)
 
 
-_PLAIN_OPTIMIZER = vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)).keys()
+@cache
+def _attributes_of_all() -> frozenset[str]:
+    """The attributes that every torch optimizer has. Found at need: the first optimizer loads torch's compiler."""
+    return frozenset(vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)))
