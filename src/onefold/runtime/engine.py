@@ -51,6 +51,7 @@ from onefold.runtime.update_policy import UpdatePolicy
 from onefold.runtime.used_parameters import Heard, UsedParameters
 from onefold.settings.placement import Scope
 from onefold.settings.zero import check_reduce
+from onefold.state.edits import Edits
 from onefold.state.unit import Unit
 from onefold.state.visible_gradients import VisibleGradients
 
@@ -101,6 +102,7 @@ class Engine:
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         replicated = resolved.replicated_frozen
         self.frozen = [(name, param) for name, param in model.named_parameters() if name in replicated]
+        self.frozen_edits = Edits([param for _, param in self.frozen])
         self._dropped: set[int] = set()  # parameters whose gradients zero_grad() of one of several Optimizers dropped
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]

@@ -108,6 +108,7 @@ def _record_load(engine: Engine, name: str, units: Sequence[Unit], module: nn.Mo
     engine.alike.loaded(name)
     for unit in units:
         unit.edits.accept()
+    engine.frozen_edits.accept()
 
 
 def _surround_module(
