@@ -81,7 +81,7 @@ class Engine:
         self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.device = pool.device
         self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
-        self.alike = DoneAlike(self.everyone, self.optimizers.groups)
+        self.alike = DoneAlike(self.everyone, self.optimizers.groups, lambda: self.accumulating.wide_sums)
         self._gradients_used = False  # by a step(), since a backward brought them
         self._still_frozen: list[nn.Parameter] = []  # beside others of their unit that have been unfrozen
         self._unfreeze: Callable[[], None] | None = None  # what makes trained units of parameters that were unfrozen
@@ -116,15 +116,14 @@ class Engine:
             reshard_after_forward=settings.reshard_after_forward,
         )  # fmt: skip
         self.visible = VisibleGradients(self.params, self.names)
-        self._replicated = ReplicatedGradients(
-            self.units, wanted=placement.optimizer is Scope.REPLICATED and not placement.updated_on_host
-        )
+        self.accumulating = Accumulating(self.units, placement.gradients)
+        replicated_gradients = placement.optimizer is Scope.REPLICATED and not placement.updated_on_host
+        self._replicated = ReplicatedGradients(self.units, self.accumulating, wanted=replicated_gradients)
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self.progress = Progress()
         self.freezing = Freezing(self.units, self.params, self.optimizers)
         self.used = UsedParameters([len(unit.params) for unit in self.units])
         self.scale = GradientScale(needed=resolved.precision.compute is torch.float16)
-        self.accumulating = Accumulating(self.units, placement.gradients)
         self.contexts = FullParameterContexts(self.unsharding)
         self.arriving = ArrivingGradients(
             self.units, self.params, self.places, self.used,
@@ -222,9 +221,11 @@ class Engine:
         """The model has other units from now on; Optimizers and EMAs follow. Detaches the engine from the model."""
         known = {id(param) for param in self.params}
         self._still_frozen += [p for u in units if u.trained for p in u.params if id(p) not in known]
+        accumulating = self.accumulating
         self.unsharding.retire()
         self.attachments.remove()
         self.assemble(resolved, units)
+        self.accumulating.follow(accumulating)
         self.pipeline = self.pipeline._replace(most_units=len(self.units))  # pipelines are refused
         self.optimizers.follow_units()
         self.averages.follow_units()
@@ -275,6 +276,8 @@ class Engine:
             self.optimizers.gradients_change()
         self._dropped.clear()
         self.scale.take()
+        if self.accumulating.wide_everywhere:
+            self.accumulating.keep_wide_sums()  # of units that held gradients when this rank heard of it
         self._begin_reductions()
         self.progress.move(Event.OPENED)
         self.visible.hide()
@@ -296,11 +299,21 @@ class Engine:
             refuse(call, Situation.UNEVEN_BACKWARDS)
         if not heard.used:
             refuse(call, Situation.NO_RANK_HAS_GRADIENTS)
-        if not heard.more:
-            self.alike.compare(heard.others[units:])
+        accumulated = not heard.more and self.alike.compare(heard.others[units:])
         self._agree_on_order()
         self.schedule.reduce_late(heard.others[:units])
+        if accumulated and not self.accumulating.wide_everywhere:
+            self._keep_wide_sums_everywhere()
         return heard
+
+    def _keep_wide_sums_everywhere(self) -> None:
+        """Gradients have accumulated on some rank, as all ranks have heard."""
+        if self._replicated.wanted and self.everyone.size > 1:
+            self.schedule.drain()
+            self.accumulating.keep_wide_sums_everywhere()
+            self._replicated.gather_again()
+        else:
+            self.accumulating.keep_wide_sums_everywhere()
 
     def _open_reductions(self) -> None:
         self.comms.shard.reductions_wait()  # their memory was read by the last step

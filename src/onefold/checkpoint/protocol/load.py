@@ -289,7 +289,7 @@ def _fill(engine: Engine, plan: Plan) -> None:
     if plan.optimizers:
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
-            engine.accumulating.keep_wide_sums()
+            engine.accumulating.keep_wide_sums_everywhere()
 
 
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:
