@@ -200,6 +200,13 @@ class Engine:
         """Names of parameters that were frozen, and are not now."""
         return self._checks.unfrozen()
 
+    @property
+    def never_trained(self) -> set[str]:
+        """Names of parameters that were frozen in shard() and are still, in units that train since others of theirs were
+        unfrozen."""
+        frozen = {id(param) for param in self._still_frozen if not param.requires_grad}
+        return {name for name, param in zip(self.names, self.params, strict=True) if id(param) in frozen}
+
     def follow_unfreezing(self, taken: frozenset[int] = frozenset()) -> None:
         """Lets parameters train that have been unfrozen. Those whose ids are `taken` are about to join a param group;
         the others join the Optimizer that was made for all that train. Collective if there are any."""
