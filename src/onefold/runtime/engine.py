@@ -84,6 +84,7 @@ class Engine:
         self.alike = DoneAlike(self.everyone, self.optimizers.groups, lambda: self.accumulating.wide_sums)
         self._gradients_used = False  # by a step(), since a backward brought them
         self._still_frozen: list[nn.Parameter] = []  # beside others of their unit that have been unfrozen
+        self.loaded_unfrozen: dict[int, Tensor] = {}  # see `keep_loaded`
         self._unfreeze: Callable[[], None] | None = None  # what makes trained units of parameters that were unfrozen
         self.ended = False  # by unshard()
         self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
@@ -202,10 +203,14 @@ class Engine:
 
     @property
     def never_trained(self) -> set[str]:
-        """Names of parameters that were frozen in shard() and are still, in units that train since others of theirs were
+        """Names of parameters that have been frozen since shard(), in units that train because others of theirs were
         unfrozen."""
         frozen = {id(param) for param in self._still_frozen if not param.requires_grad}
         return {name for name, param in zip(self.names, self.params, strict=True) if id(param) in frozen}
+
+    def keep_loaded(self, param: nn.Parameter, value: Tensor) -> None:
+        """A state dict has fp32 values of a parameter that has been unfrozen and has no master yet."""
+        self.loaded_unfrozen[id(param)] = value
 
     def follow_unfreezing(self, taken: frozenset[int] = frozenset()) -> None:
         """Lets parameters train that have been unfrozen. Those whose ids are `taken` are about to join a param group;
@@ -216,6 +221,7 @@ class Engine:
         if changed or any(param.requires_grad for param in self._still_frozen):
             self._still_frozen = [param for param in self._still_frozen if not param.requires_grad]
             self.optimizers.adopt(taken)
+        self.loaded_unfrozen.clear()
 
     def prepare_units_change(self) -> None:
         """Waits for all that is in flight, and drops gradients: the units of the model are about to change."""

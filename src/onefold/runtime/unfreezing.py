@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from onefold.comm.agreement import agree, digest, together
+from onefold.model.dtensor_shards import local_tensor, set_local_tensor
 from onefold.model.resolved import Resolved
 from onefold.model.survey import check_trainable
 from onefold.model.unit_spec import UnitSpec
@@ -19,6 +20,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.refusals import Call
 from onefold.runtime.unshard import part
 from onefold.state.build import build_unit
+from onefold.state.rounding import narrowed
 from onefold.state.unit import Unit
 
 
@@ -74,4 +76,8 @@ def _trained(engine: Engine, spec: UnitSpec) -> Unit:
     """A trained unit of parameters that were frozen, which have all their values now."""
     params = dict(engine.model.named_parameters())
     members = [params[slot.name] for slot in spec.layout.slots]
+    for param in members:
+        wide, now = engine.loaded_unfrozen.get(id(param)), local_tensor(param).detach()
+        if wide is not None:  # elements that were written since it was loaded do not round to these
+            set_local_tensor(param, torch.where(narrowed(wide, now.dtype) == now, wide, now.float()))
     return build_unit(spec, members, engine.resolved.precision, engine.comms, engine.pool, engine.tiers)
