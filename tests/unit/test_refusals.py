@@ -42,7 +42,7 @@ ABOUT_CONTENT = {
     "state/flat_parameters.py": 2,  # a parameter left its buffer, or was written
     "state/guarded_parameters.py": 1,  # the model is gone
     "state/transitions.py": 1,  # a fault of ours
-    "state/visible_gradients.py": 2,  # .grad was replaced, or used
+    "state/visible_gradients.py": 3,  # .grad was replaced, or used; a plain torch optimizer
 }
 
 
