@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,42 @@ def loaded_between(stage: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_a_load_between_unfreezing_and_a_forward_reaches_the_masters_unrounded(stage: int) -> None:
     run_ranks(RANKS, loaded_between, stage)
+
+
+def alone(stage: int, where: str) -> str:
+    """One rank alone unfreezes a parameter; what every rank is told. Once it is frozen again, all train."""
+    model = onefold.shard(built(), stage=stage, precision="bf16", timeout_s=20)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=0.02)
+    rank, param = torch.distributed.get_rank(), later(model)[0]
+
+    def step(number: int, micro_batches: int = 1) -> None:
+        for micro in range(micro_batches):
+            with onefold.accumulate(model) if micro + 1 < micro_batches else nullcontext():
+                model(batch(number, rank)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if where != "first step":
+        step(0)
+    param.requires_grad_(rank == 1)
+    with pytest.raises(onefold.MismatchError) as caught:
+        if where == "Optimizer()":
+            onefold.Optimizer(model, torch.optim.AdamW, lr=0.02)
+        else:
+            step(1, 3 if where == "accumulate()" and rank == 0 else 1)
+    param.requires_grad_(False)
+    model.zero_grad()
+    before = onefold.full_state_dict(model, every_rank=True)
+    step(2)
+    after = onefold.full_state_dict(model, every_rank=True)
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+    assert torch.equal(before["layers.0.up.weight"], after["layers.0.up.weight"])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["step", "first step", "accumulate()", "Optimizer()"])
+def test_every_rank_raises_where_one_alone_unfreezes(where: str) -> None:
+    for stage in range(3 if where == "accumulate()" else 4):
+        for said in run_ranks(RANKS, alone, stage, where):
+            assert "rank 1 has [unfrozen since shard(): layers.0.up.weight], rank 0 has [nothing more]" in said, said
+            assert "on every rank" in said

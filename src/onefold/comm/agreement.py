@@ -52,7 +52,7 @@ def agree(
         row = next(i for i, text in enumerate(errors) if text)
         raise MismatchError(f"rank {comm.world_rank(row)} failed in {where}, so no rank goes on: {errors[row]}")
     if any(high + low != 255 for high, low in zip(heard[1 : 1 + DIGEST], heard[1 + DIGEST :], strict=True)):
-        everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
+        everyone = [row.decode().split("\n") if row else [] for row in comm.exchange("\n".join(lines).encode(), AGREE)]
         raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)], remedy))
 
 

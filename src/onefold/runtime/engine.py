@@ -212,16 +212,43 @@ class Engine:
         """A state dict has fp32 values of a parameter that has been unfrozen and has no master yet."""
         self.loaded_unfrozen[id(param)] = value
 
-    def follow_unfreezing(self, taken: frozenset[int] = frozenset()) -> None:
+    def follow_unfreezing(self, taken: frozenset[int] = frozenset(), *, in_forward: bool = False) -> None:
         """Lets parameters train that have been unfrozen. Those whose ids are `taken` are about to join a param group;
-        the others join the Optimizer that was made for all that train. Collective if there are any."""
-        changed = self._unfreeze is not None and bool(self.unfrozen_names())
-        if changed and self._unfreeze is not None:
+        the others join the Optimizer that was made for all that train. Collective; with `in_forward` if there are any,
+        and then a rank that sees none hears of it when it steps."""
+        names = self.unfrozen_names() if self._unfreeze is not None else []
+        if names and in_forward:
+            self.check(Call.UNFREEZE)
+            self._tell_unfreezing(names)
+        if self._unfreeze is not None and (names or not in_forward):
             self._unfreeze()
+        changed = bool(names)
         if changed or any(param.requires_grad for param in self._still_frozen):
             self._still_frozen = [param for param in self._still_frozen if not param.requires_grad]
             self.optimizers.adopt(taken)
         self.loaded_unfrozen.clear()
+
+    def _tell_unfreezing(self, names: Sequence[str]) -> None:
+        """Raises on every rank unless all see these parameters unfrozen. A rank that sees none runs its step: this rank
+        takes part in its messages, with zeros, until the flags that ranks exchange. Collective."""
+        if self.everyone.size == 1 or not self.updates.keeps_gradients or self.unsharding.gathers.negotiate:
+            return
+        with torch.no_grad(), self.alike.unfreezing(names):
+            self.drop_gradients()
+            if self.unsharding.units:
+                self.unsharding.skip_forward_and_backward()
+            units = len(self.units)
+            try:
+                while True:
+                    self._open_reductions()
+                    self.schedule.flush(start=True)
+                    heard = self.used.agree(self.everyone, (), bytes(units) + self.alike.said(), more=False)
+                    if not heard.more:
+                        break
+                    self.schedule.reduce_late(heard.others[:units])
+                self.alike.compare(heard.others[units:])
+            finally:
+                self.drop_gradients()
 
     def prepare_units_change(self) -> None:
         """Waits for all that is in flight, and drops gradients: the units of the model are about to change."""
@@ -264,7 +291,7 @@ class Engine:
         self.optimizers.forget_freed()
         self.freezing.follow()
         if torch.is_grad_enabled():
-            self.follow_unfreezing()
+            self.follow_unfreezing(in_forward=True)
             self._dropped.clear()
             swapped = set() if self.unsharding.units else self._checks.swapped()
             self.trains = not swapped or not swapped.issuperset(map(id, self.params))
