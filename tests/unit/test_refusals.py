@@ -34,13 +34,15 @@ ABOUT_CONTENT = {
     "parallel/pipeline.py": 1,  # a schedule that divides .grad
     "runtime/casts.py": 1,  # a state dict cut in another way
     "runtime/engine.py": 1,  # copies
-    "runtime/full_parameters.py": 2,  # a parameter split along an unknown dim; a write inside a context for reading
-    "runtime/hooks.py": 2,  # assign=True; .to() and .half()
+    "runtime/full_parameters.py": 1,  # a parameter split along an unknown dim
+    "runtime/hooks.py": 1,  # assign=True
+    "runtime/moves.py": 1,  # .to() and .half()
     "runtime/refusals.py": 1,  # the table's own
+    "runtime/user_writes.py": 1,  # a write inside a context for reading
     "state/flat_parameters.py": 2,  # a parameter left its buffer, or was written
     "state/guarded_parameters.py": 1,  # the model is gone
     "state/transitions.py": 1,  # a fault of ours
-    "state/visible_gradients.py": 2,  # .grad was replaced, or used
+    "state/visible_gradients.py": 3,  # .grad was replaced, or used; a plain torch optimizer
 }
 
 

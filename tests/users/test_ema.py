@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onefold
 from tests.harness import run_ranks
@@ -177,3 +179,48 @@ def of_one_rank(stage: int, precision: str) -> None:
 @pytest.mark.parametrize("stage, precision", [(0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
 def test_ranks_that_have_nothing_of_a_unit_take_part(stage: int, precision: str) -> None:
     run_ranks(RANKS, of_one_rank, stage, precision)
+
+
+class Interrupted(TorchDispatchMode):
+    """Raises once, at the n-th copy of values that torch makes."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.clone):
+            self.left -= 1
+            if self.left == -1:
+                raise KeyboardInterrupt
+        return func(*args, **kwargs or {})
+
+
+def interrupted(stage: int, precision: str) -> int:
+    """Where a swap ends by an exception, at any of its copies, parameters are as before it, and training goes on."""
+    training = model, _, ema = sharded(stage, precision)
+    for number in range(2):
+        step(training, number)
+    with onefold.full_parameters(model):
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    masters, copies, ended = onefold.full_state_dict(model, every_rank=True), 0, True
+    while ended:
+        with ExitStack() as stack:
+            try:
+                with Interrupted(copies):
+                    stack.enter_context(ema.applied())
+                ended = False
+            except KeyboardInterrupt:
+                copies += 1
+        with onefold.full_parameters(model):
+            assert all(torch.equal(param, before[name]) for name, param in model.named_parameters()), copies
+        now = onefold.full_state_dict(model, every_rank=True)
+        assert all(torch.equal(value, masters[name]) for name, value in now.items()), copies
+    step(training, 2)
+    return copies
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_swap_that_is_interrupted_leaves_the_parameters_as_they_were(precision: str) -> None:
+    for stage in range(4):
+        assert min(run_ranks(RANKS, interrupted, stage, precision)) > 3

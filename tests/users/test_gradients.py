@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -179,3 +180,41 @@ def refused() -> None:
 
 def test_gradients_before_a_backward_are_refused() -> None:
     run_ranks(RANKS, refused)
+
+
+class Hand(torch.optim.Optimizer):
+    """A user's own optimizer."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"])
+
+
+def plain_optimizer(stage: int) -> list[str]:
+    said = []
+    model = onefold.shard(nn.Linear(4, 4), stage=stage)
+    ours = onefold.Optimizer(model, torch.optim.SGD, lr=0.1)
+    ours.register_step_pre_hook(lambda *_: model.weight.grad.sum())  # an operation of the user's own, and no update
+    for make in (torch.optim.SGD, partial(torch.optim.AdamW, foreach=False), partial(Hand, defaults={"lr": 0.1})):
+        plain = make(model.parameters()) if make is not torch.optim.SGD else make(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        for optimizer in (plain, ours):
+            with pytest.raises(onefold.StateError) as caught:
+                optimizer.step()
+            said.append(str(caught.value))
+        with pytest.raises(onefold.StateError) as caught:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        said.append(str(caught.value))
+        model.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_plain_torch_optimizer_is_named_as_such(stage: int) -> None:
+    for said in run_ranks(2, plain_optimizer, stage):
+        for name, line in zip(("SGD", "AdamW", "Hand"), said[::3], strict=True):
+            found = f"a torch.optim optimizer ({name}) was built on sharded parameters"
+            assert line.startswith(found) and f"onefold.Optimizer(model, {name}, …)" in line, line
+        assert all("was called on a sharded gradient" in line for line in (*said[1::3], *said[2::3])), said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -53,16 +54,33 @@ def test_a_parameter_of_two_models_is_refused_by_the_second_shard(stage: int) ->
         assert said.startswith("ModelError: 0.weight is a parameter of another sharded model") and trains
 
 
-def move(stage: int) -> None:
-    model = onefold.shard(built(), stage=stage)
-    for device in ("cpu:0", "cpu", torch.device("cpu", 0)):
-        assert model.to(device) is model
-    step(model, onefold.Optimizer(model, torch.optim.SGD, lr=0.1))
+def move(stage: int) -> list[str]:
+    """An equal device or dtype is no move, of the model or of a part of it; what another says."""
+    model = onefold.shard(nn.Sequential(built(), nn.Linear(2, 2)), stage=stage, precision="bf16")
+    optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=0.1)
+    parts = (model, model[0], model[0][0], model[1])
+    for part in parts:
+        for device in ("cpu:0", "cpu", torch.device("cpu", 0)):
+            assert part.to(device) is part
+        assert part.bfloat16() is part and part.cpu() is part and part.to(torch.bfloat16) is part
+        step(model, optimizer)
+    said = [refused(part.to, form) for part in parts for form in (torch.float32, torch.float64, "meta")]
+    step(model, optimizer)
+    if stage < 3:
+        copied = copy.deepcopy(model[0])  # is a plain module
+        assert copied.float()[0].weight.dtype is torch.float32 and copied.double()[2].bias.dtype is torch.float64
+        assert copy.deepcopy(copied).half()[0].weight.dtype is torch.float16 and copied[0].weight.is_leaf
+    onefold.unshard(model)
+    assert model[0].float()[0].weight.dtype is torch.float32
+    return said
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_an_equal_device_is_no_move(stage: int) -> None:
-    run_ranks(2, move, stage)
+def test_an_equal_device_is_no_move_and_another_is_refused_for_every_part(stage: int) -> None:
+    for said in run_ranks(2, move, stage):
+        for number, found in enumerate(("torch.float32 on cpu", "torch.float64 on cpu", "torch.bfloat16 on meta")):
+            text = f"StateError: a sharded model's parameters are views of flat buffers and cannot become {found} (they"
+            assert all(line.startswith(text) for line in said[number::3]), said
 
 
 def use_dcp(stage: int) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.protocol.save import save_on
 from tests.harness import fresh_ranks, run_ranks
@@ -183,3 +184,41 @@ def adapters(stage: int, folder: str) -> None:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_only_what_trains_is_saved_and_loads_into_the_same_frozen_model(stage: int, tmp_path: Path) -> None:
     run_ranks(RANKS, adapters, stage, str(tmp_path / "run"))
+
+
+def partly_unfrozen(stage: int, folder: str) -> None:
+    """One matrix of a frozen block is unfrozen: the rest of its unit is not saved."""
+
+    def start() -> tuple[Stack, onefold.Optimizer, onefold.EMA]:
+        torch.manual_seed(5)
+        model = Stack(blocks(2, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)).requires_grad_(False)
+        model.head.requires_grad_(True)
+        onefold.shard(model, stage=stage, precision="bf16")
+        optimizer, ema = onefold.Optimizer(model, torch.optim.AdamW, lr=0.1), onefold.EMA(model, 0.5)
+        model.layers[0].up.weight.requires_grad_(True)
+        return model, optimizer, ema
+
+    def run(model: Stack, optimizer: onefold.Optimizer, ema: onefold.EMA) -> None:
+        model(torch.ones(2, DIM)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+
+    ours, theirs = start(), start()
+    run(*ours)
+    path = onefold.save(folder, *ours[:2], only="trainable")
+    torch.distributed.barrier()
+    names = {record.name for record in Checkpoint(Storage(), path).manifest.records if record.kind == "trained"}
+    assert names == {"head.weight", "head.bias", "layers.0.up.weight"}, names
+    onefold.load(folder, *theirs[:2])
+    for each in (ours, theirs):
+        run(*each)
+    mine, other = (onefold.full_state_dict(model) for model, *_ in (ours, theirs))
+    assert all(torch.equal(value, other[name]) for name, value in mine.items())
+    mine, other = (ema.full_state_dict() for *_, ema in (ours, theirs))
+    assert all(torch.equal(value, other[name]) for name, value in mine.items())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_frozen_rest_of_a_unit_is_not_saved_with_what_trains(stage: int, tmp_path: Path) -> None:
+    run_ranks(RANKS, partly_unfrozen, stage, str(tmp_path / "run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -246,3 +247,73 @@ def test_every_rank_raises_where_gradients_would_be_lost_or_ranks_differ(stage: 
     for said in run_ranks(RANKS, refused, stage):
         assert "no step() has used" in said[0]
         assert "unfrozen since shard()" in said[1] and "layers.1" in said[1]
+
+
+def loaded_between(stage: int) -> None:
+    """A state dict that is loaded after parameters were unfrozen, and before a forward, reaches their masters in fp32;
+    what is written after it counts too."""
+    torch.manual_seed(7)
+    state = {name: torch.randn_like(param) for name, param in built().named_parameters()}
+    for part in ("", "layers.1"):
+        model = onefold.shard(built(), stage=stage, precision="bf16")
+        for param in later(model):
+            param.requires_grad_(True)
+        given = {name.removeprefix(f"{part}."): value for name, value in state.items() if name.startswith(part)}
+        model.get_submodule(part).load_state_dict(given)
+        if stage < 3:
+            model.layers[1].up.bias.data[:3] = 0.5
+        model(batch(0, 0))
+        masters = onefold.full_state_dict(model, every_rank=True)
+        names = [name for name, param in model.named_parameters() if param.requires_grad and name.startswith(part)]
+        assert "layers.1.down.weight" in names
+        for name in names:
+            if name == "layers.1.up.bias" and stage < 3:
+                assert masters[name][:3].tolist() == [0.5] * 3
+                assert torch.equal(masters[name][3:], state[name][3:])
+            else:
+                assert torch.equal(masters[name], state[name]), name
+        model(batch(0, 0)).float().sum().backward()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_load_between_unfreezing_and_a_forward_reaches_the_masters_unrounded(stage: int) -> None:
+    run_ranks(RANKS, loaded_between, stage)
+
+
+def alone(stage: int, where: str) -> str:
+    """One rank alone unfreezes a parameter; what every rank is told. Once it is frozen again, all train."""
+    model = onefold.shard(built(), stage=stage, precision="bf16", timeout_s=20)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=0.02)
+    rank, param = torch.distributed.get_rank(), later(model)[0]
+
+    def step(number: int, micro_batches: int = 1) -> None:
+        for micro in range(micro_batches):
+            with onefold.accumulate(model) if micro + 1 < micro_batches else nullcontext():
+                model(batch(number, rank)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if where != "first step":
+        step(0)
+    param.requires_grad_(rank == 1)
+    with pytest.raises(onefold.MismatchError) as caught:
+        if where == "Optimizer()":
+            onefold.Optimizer(model, torch.optim.AdamW, lr=0.02)
+        else:
+            step(1, 3 if where == "accumulate()" and rank == 0 else 1)
+    param.requires_grad_(False)
+    model.zero_grad()
+    before = onefold.full_state_dict(model, every_rank=True)
+    step(2)
+    after = onefold.full_state_dict(model, every_rank=True)
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+    assert torch.equal(before["layers.0.up.weight"], after["layers.0.up.weight"])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["step", "first step", "accumulate()", "Optimizer()"])
+def test_every_rank_raises_where_one_alone_unfreezes(where: str) -> None:
+    for stage in range(3 if where == "accumulate()" else 4):
+        for said in run_ranks(RANKS, alone, stage, where):
+            assert "rank 1 has [unfrozen since shard(): layers.0.up.weight], rank 0 has [nothing more]" in said, said
+            assert "on every rank" in said

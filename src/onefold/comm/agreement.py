@@ -29,7 +29,17 @@ def digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, where: str = "shard()") -> None:
+SAME_MODEL = "build the same model with the same settings on every rank"
+
+
+def agree(
+    comm: Comm,
+    lines: Sequence[str],
+    error: Exception | None = None,
+    *,
+    where: str = "shard()",
+    remedy: str = SAME_MODEL,
+) -> None:
     """Raises on every rank if one rank has an `error`, or if the lines differ between ranks. Collective."""
     mine = b"" if error else hashlib.sha256("\n".join(lines).encode()).digest()
     said = bytes([error is not None]) + (mine + bytes(255 - byte for byte in mine)).ljust(2 * DIGEST, b"\0")
@@ -42,8 +52,8 @@ def agree(comm: Comm, lines: Sequence[str], error: Exception | None = None, *, w
         row = next(i for i, text in enumerate(errors) if text)
         raise MismatchError(f"rank {comm.world_rank(row)} failed in {where}, so no rank goes on: {errors[row]}")
     if any(high + low != 255 for high, low in zip(heard[1 : 1 + DIGEST], heard[1 + DIGEST :], strict=True)):
-        everyone = [row.decode().split("\n") for row in comm.exchange("\n".join(lines).encode(), AGREE)]
-        raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)]))
+        everyone = [row.decode().split("\n") if row else [] for row in comm.exchange("\n".join(lines).encode(), AGREE)]
+        raise MismatchError(first_difference(everyone, [comm.world_rank(row) for row in range(comm.size)], remedy))
 
 
 def on_all(comm: Comm, work: Callable[[], T], where: str = "shard()") -> T:
@@ -79,9 +89,6 @@ def number_messages(comms: Comms) -> None:
     left_over = Label("agree", "what is left over")
     if comms.world.all_reduce_max(bytes([has_orphans()]), left_over)[0]:
         adopt_orphans(lambda blob: comms.world.exchange(blob, left_over), comms.world.timeout)
-
-
-SAME_MODEL = "build the same model with the same settings on every rank"
 
 
 def first_difference(everyone: Sequence[Sequence[str]], ranks: Sequence[int], remedy: str = SAME_MODEL) -> str:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from onefold.comm.endpoint import Pending
 from onefold.errors import ConfigError
 from onefold.runtime.engine import Engine, engine_of
 from onefold.runtime.refusals import Call, Situation, refuse
@@ -107,25 +108,35 @@ class EMA:
         _reshard(engine)
         with torch.no_grad():
             before = [_shown(unit).clone() for unit in engine.units]
-            for unit, vector in zip(engine.units, self._vectors, strict=True):
-                unit.show_average(True)
-                with unit.state_in_memory():
-                    rounded = torch.empty(vector.numel(), dtype=unit.flat_params.dtype, device=vector.device)
-                    narrow(vector, rounded)
-                _written(unit, rounded, whole=False)
-            gathers = [u.flat_params.gather_updated() for u in engine.units if u.flat_params.scope is Scope.REPLICATED]
-            for pending in gathers:
-                pending.wait()
-        engine.averages.apply(True)
         try:
+            self._show()
+            engine.averages.apply(True)
             yield
-        finally:
+        finally:  # also after a swap that failed half way
             engine.averages.apply(False)
             _reshard(engine)
             with torch.no_grad():
                 for unit, values in zip(engine.units, before, strict=True):
                     _written(unit, values, whole=True)
                     unit.show_average(False)
+
+    @torch.no_grad()
+    def _show(self) -> None:
+        """Replaces what compute reads by the averages."""
+        gathers: list[Pending] = []
+        try:
+            for unit, vector in zip(self._engine.units, self._vectors, strict=True):
+                unit.show_average(True)
+                with unit.state_in_memory():
+                    rounded = torch.empty(vector.numel(), dtype=unit.flat_params.dtype, device=vector.device)
+                    narrow(vector, rounded)
+                _written(unit, rounded, whole=False)
+            replicated = [u for u in self._engine.units if u.flat_params.scope is Scope.REPLICATED]
+            for unit in replicated:
+                gathers.append(unit.flat_params.gather_updated())
+        finally:
+            for pending in gathers:
+                pending.wait()
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ class Accumulating:
         self._usual = Accumulation.ONCE if scope is Scope.REPLICATED else Accumulation.EACH
         self.now = Accumulation.OFF
         self.wide_sums = False  # gradients have accumulated: sums are fp32, and buffers of local sums stay
+        self.wide_everywhere = False  # all ranks know that gradients have accumulated on some
 
     @property
     def final(self) -> bool:
@@ -52,3 +53,14 @@ class Accumulating:
         self.wide_sums = True
         for unit in self._units:
             unit.gradients.widen()
+
+    def keep_wide_sums_everywhere(self) -> None:
+        """Gradients have accumulated on some rank, as all ranks know: sums are fp32 on all of them."""
+        self.wide_everywhere = True
+        self.keep_wide_sums()
+
+    def follow(self, older: Accumulating) -> None:
+        """The model has other units than when `older` was made."""
+        self.wide_everywhere = older.wide_everywhere
+        if older.wide_sums:
+            self.keep_wide_sums()

@@ -85,12 +85,19 @@ def _load_masters(
     engine: Engine, places: dict[int, Any], module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any
 ) -> None:
     """Before a load: sets the masters from the unsharded tensors of a state dict, and rounds these in the state dict as
-    the masters round, so that the parameters get the same values."""
+    the masters round, so that the parameters get the same values. Values of parameters that were unfrozen are kept for
+    the next forward, which makes their masters."""
     for index in _units(places, module):
         engine.units[index].take_edits()
     for name, param in module._parameters.items():
         value, place = state.get(prefix + name), places.get(id(param))
-        if param is None or value is None or place is None or value.shape != param.shape:
+        if param is None or value is None or value.shape != param.shape:
+            continue
+        if place is None:
+            if param.requires_grad and param.dtype is engine.resolved.precision.compute and value.dtype != param.dtype:
+                value = _local(prefix + name, value, param).detach().to(param.device, torch.float32, copy=True)
+                engine.keep_loaded(param, value)
+                state[prefix + name] = wrapped(param, narrowed(value, param.dtype))
             continue
         unit = engine.units[place.unit]
         if unit.dtypes.narrow:

@@ -3,6 +3,9 @@
 Ranks that did not would train shards at different rates, or shards of two models. A digest of both travels with the
 flags that ranks exchange in every step, as itself and as its complement: where the largest bytes of all ranks are no
 complements of each other, ranks differ. Only then do they exchange what they have, and every rank raises.
+
+Whether gradients have accumulated may differ between ranks, and all need to know: it is in the digest too. A rank that
+sees parameters unfrozen tells its peers in the same way, before its units change.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -22,24 +26,39 @@ from onefold.cost.traffic import DIGEST_BYTES
 from onefold.errors import MismatchError
 
 HALF = DIGEST_BYTES // 2
+ACCUMULATED = "accumulate()"
+UNFROZEN = "unfrozen since shard(): {}"
 REMEDY = (
-    "do the same on every rank: load_state_dict() without 'if rank == 0', and a schedule that follows a loss "
-    "(ReduceLROnPlateau) with the mean of all ranks' losses"
+    "do the same on every rank: load_state_dict() and requires_grad_() without 'if rank == 0', and a schedule that "
+    "follows a loss (ReduceLROnPlateau) with the mean of all ranks' losses"
 )
 
 
 class DoneAlike:
-    """`groups` returns the param groups of all Optimizers of the model."""
+    """`groups` returns the param groups of all Optimizers of the model; `accumulated`, whether gradients have
+    accumulated on this rank."""
 
-    def __init__(self, everyone: Comm, groups: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        self._everyone, self._groups = everyone, groups
+    def __init__(
+        self, everyone: Comm, groups: Callable[[], Sequence[Mapping[str, Any]]], accumulated: Callable[[], bool]
+    ) -> None:
+        self._everyone, self._groups, self._accumulated = everyone, groups, accumulated
         self._loads = Counter[str]()  # by module, since the model was sharded or a checkpoint replaced everything
-        self._known: object = None  # what the digest is of: numbers of the groups, and number of loads
+        self._unfrozen: Sequence[str] = ()  # see `unfreezing`
+        self._known: object = None  # what the digest is of
         self._digest = b""
 
     def loaded(self, module: str) -> None:
         """load_state_dict() has set the parameters of this module."""
         self._loads[module] += 1
+
+    @contextmanager
+    def unfreezing(self, names: Sequence[str]) -> Iterator[None]:
+        """Inside, this rank says that it sees these parameters unfrozen."""
+        self._unfrozen = names
+        try:
+            yield
+        finally:
+            self._unfrozen = ()
 
     def forget_loads(self) -> None:
         """All ranks have replaced all parameters together."""
@@ -50,18 +69,24 @@ class DoneAlike:
         """What this rank says of itself: `DIGEST_BYTES` bytes, or none if it is alone."""
         if self._everyone.size == 1:
             return b""
-        now = [list(_numbers(group)) for group in self._groups()], sum(self._loads.values())
+        numbers = [list(_numbers(group)) for group in self._groups()]
+        now = numbers, sum(self._loads.values()), self._accumulated(), self._unfrozen
         if now != self._known:
             mine = hashlib.blake2b("\n".join(self._lines()).encode(), digest_size=HALF).digest()
             self._known, self._digest = now, mine + bytes(255 - byte for byte in mine)
         return self._digest
 
-    def compare(self, heard: bytes) -> None:
-        """Raises on every rank unless all ranks `said` the same; `heard` has the largest byte at every place."""
+    def compare(self, heard: bytes) -> bool:
+        """Raises on every rank unless all ranks `said` the same; `heard` has the largest byte at every place. True if
+        gradients have accumulated on some rank."""
         if any(high + low != 255 for high, low in zip(heard[:HALF], heard[HALF:], strict=True)):
             rows = self._everyone.exchange("\n".join(self._lines()).encode(), Label("agree", "what ranks did"))
-            ranks = [self._everyone.world_rank(row) for row in range(self._everyone.size)]
-            raise MismatchError(first_difference([row.decode().split("\n") for row in rows], ranks, REMEDY))
+            said = [[line for line in row.decode().split("\n") if line not in ("", ACCUMULATED)] for row in rows]
+            if any(lines != said[0] for lines in said):
+                ranks = [self._everyone.world_rank(row) for row in range(self._everyone.size)]
+                raise MismatchError(first_difference(said, ranks, REMEDY))
+            return True
+        return self._accumulated()
 
     def _lines(self) -> list[str]:
         groups = [
@@ -70,7 +95,8 @@ class DoneAlike:
             for key, value in _numbers(group)
         ]
         loads = [f"{count} x load_state_dict() of {name or 'the root'}" for name, count in sorted(self._loads.items())]
-        return [*groups, *loads]
+        unfrozen = [UNFROZEN.format(name) for name in self._unfrozen]
+        return [*groups, *loads, *unfrozen, *[ACCUMULATED] * self._accumulated()]
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

@@ -51,6 +51,7 @@ from onefold.runtime.update_policy import UpdatePolicy
 from onefold.runtime.used_parameters import Heard, UsedParameters
 from onefold.settings.placement import Scope
 from onefold.settings.zero import check_reduce
+from onefold.state.edits import Edits
 from onefold.state.unit import Unit
 from onefold.state.visible_gradients import VisibleGradients
 
@@ -80,9 +81,10 @@ class Engine:
         self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.device = pool.device
         self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
-        self.alike = DoneAlike(self.everyone, self.optimizers.groups)
+        self.alike = DoneAlike(self.everyone, self.optimizers.groups, lambda: self.accumulating.wide_sums)
         self._gradients_used = False  # by a step(), since a backward brought them
         self._still_frozen: list[nn.Parameter] = []  # beside others of their unit that have been unfrozen
+        self.loaded_unfrozen: dict[int, Tensor] = {}  # see `keep_loaded`
         self._unfreeze: Callable[[], None] | None = None  # what makes trained units of parameters that were unfrozen
         self.ended = False  # by unshard()
         self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
@@ -101,6 +103,7 @@ class Engine:
         self.all_units = self.units + [unit for unit in sharded if unit not in self.units]  # frozen sharded ones too
         replicated = resolved.replicated_frozen
         self.frozen = [(name, param) for name, param in model.named_parameters() if name in replicated]
+        self.frozen_edits = Edits([param for _, param in self.frozen])
         self._dropped: set[int] = set()  # parameters whose gradients zero_grad() of one of several Optimizers dropped
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
@@ -114,15 +117,14 @@ class Engine:
             reshard_after_forward=settings.reshard_after_forward,
         )  # fmt: skip
         self.visible = VisibleGradients(self.params, self.names)
-        self._replicated = ReplicatedGradients(
-            self.units, wanted=placement.optimizer is Scope.REPLICATED and not placement.updated_on_host
-        )
+        self.accumulating = Accumulating(self.units, placement.gradients)
+        replicated_gradients = placement.optimizer is Scope.REPLICATED and not placement.updated_on_host
+        self._replicated = ReplicatedGradients(self.units, self.accumulating, wanted=replicated_gradients)
         self._accumulators: list[Node] = []  # autograd's nodes that carry our hooks
         self.progress = Progress()
         self.freezing = Freezing(self.units, self.params, self.optimizers)
         self.used = UsedParameters([len(unit.params) for unit in self.units])
         self.scale = GradientScale(needed=resolved.precision.compute is torch.float16)
-        self.accumulating = Accumulating(self.units, placement.gradients)
         self.contexts = FullParameterContexts(self.unsharding)
         self.arriving = ArrivingGradients(
             self.units, self.params, self.places, self.used,
@@ -199,15 +201,54 @@ class Engine:
         """Names of parameters that were frozen, and are not now."""
         return self._checks.unfrozen()
 
-    def follow_unfreezing(self, taken: frozenset[int] = frozenset()) -> None:
+    @property
+    def never_trained(self) -> set[str]:
+        """Names of parameters that have been frozen since shard(), in units that train because others of theirs were
+        unfrozen."""
+        frozen = {id(param) for param in self._still_frozen if not param.requires_grad}
+        return {name for name, param in zip(self.names, self.params, strict=True) if id(param) in frozen}
+
+    def keep_loaded(self, param: nn.Parameter, value: Tensor) -> None:
+        """A state dict has fp32 values of a parameter that has been unfrozen and has no master yet."""
+        self.loaded_unfrozen[id(param)] = value
+
+    def follow_unfreezing(self, taken: frozenset[int] = frozenset(), *, in_forward: bool = False) -> None:
         """Lets parameters train that have been unfrozen. Those whose ids are `taken` are about to join a param group;
-        the others join the Optimizer that was made for all that train. Collective if there are any."""
-        changed = self._unfreeze is not None and bool(self.unfrozen_names())
-        if changed and self._unfreeze is not None:
+        the others join the Optimizer that was made for all that train. Collective; with `in_forward` if there are any,
+        and then a rank that sees none hears of it when it steps."""
+        names = self.unfrozen_names() if self._unfreeze is not None else []
+        if names and in_forward:
+            self.check(Call.UNFREEZE)
+            self._tell_unfreezing(names)
+        if self._unfreeze is not None and (names or not in_forward):
             self._unfreeze()
+        changed = bool(names)
         if changed or any(param.requires_grad for param in self._still_frozen):
             self._still_frozen = [param for param in self._still_frozen if not param.requires_grad]
             self.optimizers.adopt(taken)
+        self.loaded_unfrozen.clear()
+
+    def _tell_unfreezing(self, names: Sequence[str]) -> None:
+        """Raises on every rank unless all see these parameters unfrozen. A rank that sees none runs its step: this rank
+        takes part in its messages, with zeros, until the flags that ranks exchange. Collective."""
+        if self.everyone.size == 1 or not self.updates.keeps_gradients or self.unsharding.gathers.negotiate:
+            return
+        with torch.no_grad(), self.alike.unfreezing(names):
+            self.drop_gradients()
+            if self.unsharding.units:
+                self.unsharding.skip_forward_and_backward()
+            units = len(self.units)
+            try:
+                while True:
+                    self._open_reductions()
+                    self.schedule.flush(start=True)
+                    heard = self.used.agree(self.everyone, (), bytes(units) + self.alike.said(), more=False)
+                    if not heard.more:
+                        break
+                    self.schedule.reduce_late(heard.others[:units])
+                self.alike.compare(heard.others[units:])
+            finally:
+                self.drop_gradients()
 
     def prepare_units_change(self) -> None:
         """Waits for all that is in flight, and drops gradients: the units of the model are about to change."""
@@ -220,9 +261,11 @@ class Engine:
         """The model has other units from now on; Optimizers and EMAs follow. Detaches the engine from the model."""
         known = {id(param) for param in self.params}
         self._still_frozen += [p for u in units if u.trained for p in u.params if id(p) not in known]
+        accumulating = self.accumulating
         self.unsharding.retire()
         self.attachments.remove()
         self.assemble(resolved, units)
+        self.accumulating.follow(accumulating)
         self.pipeline = self.pipeline._replace(most_units=len(self.units))  # pipelines are refused
         self.optimizers.follow_units()
         self.averages.follow_units()
@@ -248,7 +291,7 @@ class Engine:
         self.optimizers.forget_freed()
         self.freezing.follow()
         if torch.is_grad_enabled():
-            self.follow_unfreezing()
+            self.follow_unfreezing(in_forward=True)
             self._dropped.clear()
             swapped = set() if self.unsharding.units else self._checks.swapped()
             self.trains = not swapped or not swapped.issuperset(map(id, self.params))
@@ -273,6 +316,8 @@ class Engine:
             self.optimizers.gradients_change()
         self._dropped.clear()
         self.scale.take()
+        if self.accumulating.wide_everywhere:
+            self.accumulating.keep_wide_sums()  # of units that held gradients when this rank heard of it
         self._begin_reductions()
         self.progress.move(Event.OPENED)
         self.visible.hide()
@@ -294,11 +339,21 @@ class Engine:
             refuse(call, Situation.UNEVEN_BACKWARDS)
         if not heard.used:
             refuse(call, Situation.NO_RANK_HAS_GRADIENTS)
-        if not heard.more:
-            self.alike.compare(heard.others[units:])
+        accumulated = not heard.more and self.alike.compare(heard.others[units:])
         self._agree_on_order()
         self.schedule.reduce_late(heard.others[:units])
+        if accumulated and not self.accumulating.wide_everywhere:
+            self._keep_wide_sums_everywhere()
         return heard
+
+    def _keep_wide_sums_everywhere(self) -> None:
+        """Gradients have accumulated on some rank, as all ranks have heard."""
+        if self._replicated.wanted and self.everyone.size > 1:
+            self.schedule.drain()
+            self.accumulating.keep_wide_sums_everywhere()
+            self._replicated.gather_again()
+        else:
+            self.accumulating.keep_wide_sums_everywhere()
 
     def _open_reductions(self) -> None:
         self.comms.shard.reductions_wait()  # their memory was read by the last step

@@ -17,6 +17,7 @@ from onefold.errors import StateError
 from onefold.model.dtensor_shards import local_tensor
 from onefold.runtime.engine import Engine, engine_of
 from onefold.runtime.refusals import Call
+from onefold.runtime.user_writes import begin_writes, keep_writes, refuse_writes, take_writes
 
 NOTHING = torch.empty(0)
 
@@ -25,10 +26,11 @@ NOTHING = torch.empty(0)
 def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     """Unshard every parameter of the model on every rank while this context lasts.
 
-    With write=True what the parameters hold at the end is kept: write the same values on every rank. Without it, a
-    write to a trained parameter raises at the end of the context, at every stage. Also the fast way
-    to many forwards without training, such as generation, because parameters are all-gathered once instead of once per
-    forward. Needs memory for the whole model. Collective.
+    With write=True what the parameters hold at the end is kept: write the same values on every rank. Where ranks wrote
+    different ones, rank 0's are kept, and every rank raises a MismatchError that names a parameter. Without it, a
+    write to a parameter raises on every rank at the end of the context, at every stage. Also the fast way to many
+    forwards without training, such as generation, because parameters are all-gathered once instead of once per forward.
+    Needs memory for the whole model. Collective, at its beginning and at its end.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -43,40 +45,13 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     engine.quiesce()
     with engine.contexts.enter(write=write) as outermost:
         if engine.contexts.reading:
-            yield from _unwritten(engine)
-            return
-        if not outermost:
+            with refuse_writes(engine):
+                yield
+        elif outermost:
+            with keep_writes(engine):
+                yield
+        else:
             yield
-            return
-        for unit in engine.units:
-            unit.begin_user_writes()
-        try:
-            yield
-            _take_user_writes(engine)
-        except BaseException:
-            for unit in engine.all_units:  # without an error of its own, which would hide this one
-                unit.drop_user_writes()
-            raise
-
-
-def _unwritten(engine: Engine) -> Iterator[None]:
-    """Raises if a user writes parameters meanwhile: sharded ones would lose it, and replicated ones keep it."""
-    for unit in engine.all_units:
-        unit.edits.accept()
-    yield
-    if names := [name for unit in engine.all_units for name in unit.written_names()]:
-        for unit in engine.all_units:
-            unit.drop_user_writes()
-        raise StateError(
-            f"{', '.join(names)} was written inside full_parameters() without write=True; write inside "
-            f"onefold.full_parameters(model, write=True)"
-        )
-
-
-def _take_user_writes(engine: Engine) -> None:
-    """Keeps what users have written, in the shards and in the masters."""
-    for unit in engine.all_units:
-        unit.take_user_writes()
 
 
 @torch.no_grad()
@@ -109,9 +84,8 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
     for name in engine.resolved.tensor_shards:
         check_split_dim(engine, name, "full_state_dict()")
     if engine.contexts.writable:
-        _take_user_writes(engine)
-        for unit in engine.units:
-            unit.begin_user_writes()
+        take_writes(engine)
+        begin_writes(engine)
     narrow = [unit for unit in engine.units if unit.dtypes.narrow]
     for unit in narrow:
         for slot, param, view in zip(unit.layout.slots, unit.params, unit.unsharded_master(), strict=True):

@@ -25,6 +25,7 @@ from onefold.runtime.calls import Around, skip_frames, surround
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
 from onefold.runtime.methods import attach_methods
+from onefold.runtime.moves import guard_moves
 from onefold.runtime.phases import Phase
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.saved_views import copy_for_safetensors
@@ -55,7 +56,7 @@ def attach(engine: Engine) -> None:
     added.hook(model.register_load_state_dict_pre_hook(Uncopied(partial(_check_load, engine))))
     added.attribute(model, ATTRIBUTE, engine)
     added.attribute(model, "__deepcopy__", engine.refuse_copy)
-    added.attribute(model, "_apply", partial(_guarded_apply, engine, model._apply))
+    guard_moves(engine)
     added.attribute(model, "zero_grad", partial(_zero_grad, engine, model.zero_grad))
 
 
@@ -108,6 +109,7 @@ def _record_load(engine: Engine, name: str, units: Sequence[Unit], module: nn.Mo
     engine.alike.loaded(name)
     for unit in units:
         unit.edits.accept()
+    engine.frozen_edits.accept()
 
 
 def _surround_module(
@@ -284,29 +286,6 @@ def _hook_output(engine: Engine, output: Any) -> None:
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: engine.enter_backward())
-
-
-def _unmoved(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """What `fn` makes of a tensor, or the tensor itself if that is a copy on the same device: torch copies from "cpu"
-    to "cpu:0"."""
-    found = fn(tensor)
-    alike = (found.dtype, found.device, found.shape) == (tensor.dtype, tensor.device, tensor.shape)
-    return tensor if alike and (found.stride() == tensor.stride() or 0 in tensor.stride()) else found  # a placeholder
-
-
-def _guarded_apply(engine: Engine, apply: Callable[..., nn.Module], fn: Any, recurse: bool = True) -> nn.Module:
-    """nn.Module._apply, behind .to(), .half() and .cuda(): raises before a parameter would be moved or cast."""
-    for unit in engine.all_units:
-        sample = torch.empty(0, dtype=unit.flat_params.buffer.dtype, device=unit.flat_params.buffer.device)
-        result = fn(sample)
-        if result.dtype != sample.dtype or result.device != sample.device:
-            raise StateError(
-                f"a sharded model's parameters are views of flat buffers and cannot become {result.dtype} on "
-                f"{result.device} (they are {sample.dtype} on {sample.device}); call .to(), .half() or .cuda() before "
-                f"onefold.shard()"
-            )
-    with no_guard():
-        return apply(partial(_unmoved, fn), recurse)
 
 
 def _zero_grad(engine: Engine, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from onefold.comm.agreement import agree, digest, together
+from onefold.errors import CommError
+from onefold.model.dtensor_shards import local_tensor, set_local_tensor
 from onefold.model.resolved import Resolved
 from onefold.model.survey import check_trainable
 from onefold.model.unit_spec import UnitSpec
+from onefold.runtime.done_alike import REMEDY, UNFROZEN
 from onefold.runtime.engine import Engine
 from onefold.runtime.refusals import Call
 from onefold.runtime.unshard import part
 from onefold.state.build import build_unit
+from onefold.state.rounding import narrowed
 from onefold.state.unit import Unit
+
+WHERE = "unfreezing"
 
 
 @torch.inference_mode(False)
@@ -28,6 +35,8 @@ def unfreeze(engine: Engine, attach: Callable[[], None]) -> None:
     """Lets parameters that have been unfrozen train. `attach` attaches the engine to its model again. Collective."""
     names = set(engine.unfrozen_names())
     _agree(engine, sorted(names))
+    if not names:
+        return
     engine.prepare_units_change()
     engine.freezing.train_again()
     before = {unit.name: unit for unit in engine.all_units}
@@ -41,18 +50,23 @@ def unfreeze(engine: Engine, attach: Callable[[], None]) -> None:
 
 
 def _agree(engine: Engine, names: Sequence[str]) -> None:
-    """Raises on every rank if ranks unfroze different parameters, or if they cannot be trained now. A rank that unfroze
-    none does not come here, and its peers time out."""
+    """Raises on every rank if ranks unfroze different parameters, or if they cannot be trained now."""
     error: Exception | None = None
     try:
-        engine.check(Call.UNFREEZE)
+        if names:
+            engine.check(Call.UNFREEZE)
         params = dict(engine.model.named_parameters())
         for name in names:
             check_trainable(name, params[name], engine.resolved.precision)
     except Exception as mistake:
         error = mistake
-    lines = [f"unfrozen since shard(): {name}" for name in names]
-    together(engine.comms, lambda: agree(engine.everyone, lines, error, where="unfreezing"), where="unfreezing")
+    said = partial(agree, engine.everyone, [UNFROZEN.format(name) for name in names], error, where=WHERE, remedy=REMEDY)
+    try:
+        together(engine.comms, said, where=WHERE)
+    except CommError as error:
+        if names:
+            raise CommError(f"{error} {names[0]} was unfrozen here: {REMEDY}") from error
+        raise
 
 
 def _resolved(before: Resolved, names: set[str]) -> Resolved:
@@ -74,4 +88,8 @@ def _trained(engine: Engine, spec: UnitSpec) -> Unit:
     """A trained unit of parameters that were frozen, which have all their values now."""
     params = dict(engine.model.named_parameters())
     members = [params[slot.name] for slot in spec.layout.slots]
+    for param in members:
+        wide, now = engine.loaded_unfrozen.get(id(param)), local_tensor(param).detach()
+        if wide is not None:  # elements that were written since it was loaded do not round to these
+            set_local_tensor(param, torch.where(narrowed(wide, now.dtype) == now, wide, now.float()))
     return build_unit(spec, members, engine.resolved.precision, engine.comms, engine.pool, engine.tiers)

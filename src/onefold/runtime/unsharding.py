@@ -278,6 +278,13 @@ class Unsharding:
         """The functions that run where autograd saves a tensor, also inside compiled code."""
         return [Unsharding.pack, Unsharding._unit_of, SavedParameter.__init__, SavedParameter.__del__, local_tensor]
 
+    def skip_forward_and_backward(self) -> None:
+        """Takes part in the all-gathers of a forward of the model and of its backward, which peers run."""
+        self._begin(FORWARD, self.gathers.forward, reshard_when_idle=True)
+        self.gathers.end()
+        self.open_backward()
+        self.close_backward()
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     @property

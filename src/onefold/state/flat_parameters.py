@@ -332,21 +332,6 @@ class FlatParameters:
             self._shard.copy_(self._own_slice)
             self.unload_shard(changed=True)
 
-    def differing_from_shard(self) -> list[int]:
-        """Indices of unsharded parameters of which this rank's shard holds other values."""
-        if self._shard is None or self.state is not ParameterState.UNSHARDED:
-            return []
-        shard, slots = self._shard.to(self.buffer.device), self._views.layout.slots
-        parts = [(index, slot.span.clip(self._mine)) for index, slot in enumerate(slots)]
-        return [
-            index
-            for index, part in parts
-            if part.numel
-            and not _same_bits(
-                self.buffer[part.start : part.stop], shard[part.start - self._mine.start : part.stop - self._mine.start]
-            )
-        ]
-
     def forget_writes(self) -> None:
         """Drops what users wrote into the flat buffer: sharded parameters lose it at `reshard`, without an error."""
         if self.state is ParameterState.UNSHARDED:
@@ -424,10 +409,6 @@ class FlatParameters:
         """Every tensor that holds parameters, or stands for them, now."""
         nans = [self._nans] if self.scope is Scope.SHARDED or self._hidden_between_passes else []
         return [self.buffer, *nans] if self._shard is None else [self._shard, self.buffer, *nans]
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _elsewhere(here: Tensor, ours: Tensor) -> bool:

@@ -39,6 +39,16 @@ class GradientBuffer:
         self.dtype = torch.float32
         self._whole = self._shard = None
 
+    def widen_held(self) -> None:
+        """Hold fp32 from now on, also what is held. Gradients are replicated, and flat."""
+        assert not self.unflattened
+        held, self.dtype = self._whole, torch.float32
+        if held is not None and held.dtype is not torch.float32:
+            self._whole = None
+            self.whole().copy_(held)
+            if self.transient:
+                self._pool.give(held)
+
     def make_transient(self, transient: bool) -> None:
         """Nothing is held that counts."""
         self.transient, self._whole, self._shard = transient, None, None

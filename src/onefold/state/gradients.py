@@ -57,7 +57,8 @@ class Gradients:
         transient = host is not None or not pool.keeps
         self._buffer = GradientBuffer(views, scope, self._mine, dtypes.grad, self._homes, transient=transient)
         self._reducer = Reducer(views.layout, comm, replicas, pool, dtypes)
-        self._narrow, self._local_dtype = dtypes.narrow, dtypes.wire
+        self._narrow, self._local_dtype, self._unwidened = dtypes.narrow, dtypes.wire, dtypes.grad
+        self._stand_in: Tensor | None = None  # in a message of the unwidened dtype
         self._scale = Scale.of(self._reducer.scale_before, _wide(dtypes.compute))
         self._may_stay_unflattened = self._narrow and self._reducer.trivial and host is None
         # recorded after each gradient, where reductions run beside compute
@@ -108,6 +109,16 @@ class Gradients:
         if empty and self._narrow and not (self.dtype is self._local_dtype is torch.float32):
             self._local_dtype = torch.float32
             self._buffer.widen()
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients are fp32 once they accumulate, and not before; the same on all ranks."""
+        return self._narrow and self._unwidened is not torch.float32
+
+    def widen_reduced(self) -> None:
+        """Keeps sums in fp32 from now on, and the reduced gradient too. No reduction is in flight."""
+        self._stand_in, self._local_dtype = None, torch.float32
+        self._buffer.widen_held()
 
     def make_transient(self, transient: bool = True) -> None:
         """From now on gradients are used as soon as they are complete: their buffers are the pool's; or no longer."""
@@ -234,6 +245,14 @@ class Gradients:
         if self._buffer.unflattened:
             return Pending(self._comm, label, ())
         return self._comm.all_gather(self._buffer.whole(), label)
+
+    def gather_unwidened(self) -> Pending:
+        """`gather` in the dtype that gradients have before they accumulate. Where they are fp32 here, what it sends is
+        of no use, and it brings nothing."""
+        if self.dtype is self._unwidened:
+            return self.gather()
+        self._stand_in = torch.zeros(self._layout.numel, dtype=self._unwidened, device=self._views.device)
+        return self._comm.all_gather(self._stand_in, Label("gather-gradient", self._layout.name))
 
     def part(self, span: Span) -> Tensor:
         """The reduced gradient of these elements of the unit, which this rank holds."""

@@ -23,6 +23,7 @@ from onefold.offload.image import Image
 from onefold.offload.tiers import Tiers
 from onefold.settings.placement import Placement, Scope, Tier
 from onefold.settings.precision import Dtypes
+from onefold.state.digests import digests
 from onefold.state.edits import Edits
 from onefold.state.flat_parameters import FlatParameters
 from onefold.state.gradients import Gradients
@@ -183,14 +184,10 @@ class Unit:
             self.flat_params.forget_writes()
         self.master.drop_user_writes()
 
-    def written_names(self) -> list[str]:
-        """Names of unsharded parameters that a user has written since the last known write; of sharded ones also those
-        written through .data, as far as this rank's shard shows them."""
-        written = set(self.edits.written())
-        if self._hidden_between_passes:
-            with self.state_in_memory():
-                written.update(self.flat_params.differing_from_shard())
-        return [self.layout.slots[index].name for index in sorted(written)]
+    def digests(self) -> Tensor:
+        """A digest of what each parameter holds, all of which are unsharded."""
+        buffer = self.flat_params.buffer
+        return digests(buffer[slot.start : slot.start + slot.span.numel] for slot in self.layout.slots)
 
     # -- state on the host and on disk -------------------------------------------------------------------------------
 

@@ -7,9 +7,11 @@ gradient, as in plain PyTorch; assigning another tensor raises.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from onefold.errors import StateError
@@ -85,8 +87,24 @@ class ShardedGradient(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
+        if name := _running_optimizer():
+            raise StateError(
+                f"a torch.optim optimizer ({name}) was built on sharded parameters, whose gradients are spread over "
+                f"ranks: use onefold.Optimizer(model, {name}, …) in its place"
+            )
         raise StateError(
             f"{func} was called on a sharded gradient, which is spread over ranks: use optimizer.clip_grad_norm() "
             f"instead of torch's clip_grad_norm_, step onefold.Optimizer instead of a plain torch optimizer, and no "
             f"GradScaler; stage=0 keeps gradients replicated"
         )
+
+
+def _running_optimizer() -> str:
+    """The class of the torch optimizer, not ours, whose step() is running; empty if none is."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, torch.optim.Optimizer) and not type(found).__module__.startswith("onefold."):
+            return type(found).__name__
+        frame = frame.f_back
+    return ""

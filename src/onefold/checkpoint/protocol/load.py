@@ -36,7 +36,7 @@ from onefold.checkpoint.protocol.restore import (
     fill_parameters,
 )
 from onefold.checkpoint.protocol.stages import StageContents, names_elsewhere, stage_contents
-from onefold.checkpoint.protocol.state import TRAINABLE, params_of, stored_dtypes
+from onefold.checkpoint.protocol.state import TRAINABLE, frozen_names, params_of, stored_dtypes
 from onefold.checkpoint.protocol.together import attempt, check_same
 from onefold.comm.agreement import digest
 from onefold.comm.communicator import Comm
@@ -210,8 +210,7 @@ def _plan(engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, sourc
     records = {record.name: record for record in source.records.values() if record.kind != "extra"}
     every = params_of(engine)
     if isinstance(source, Checkpoint) and source.manifest.about.get("only") == TRAINABLE:
-        frozen = tuple(param.name for param in every if param.kind == "frozen")
-        choice = replace(choice, allow_missing=choice.allow_missing + frozen)
+        choice = replace(choice, allow_missing=choice.allow_missing + tuple(sorted(frozen_names(engine))))
     found = match(every, records.values(), choice)
     check_kinds(source, found, stored_dtypes(engine))
     if not isinstance(source, Checkpoint):
@@ -289,7 +288,7 @@ def _fill(engine: Engine, plan: Plan) -> None:
     if plan.optimizers:
         assert isinstance(plan.source, Checkpoint)
         if plan.source.manifest.about.get("accumulated") is True:
-            engine.accumulating.keep_wide_sums()
+            engine.accumulating.keep_wide_sums_everywhere()
 
 
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:

@@ -19,7 +19,7 @@ from onefold.checkpoint.format.manifest import VALUE, Entry, ParamRecord
 from onefold.checkpoint.format.notes import encode_single
 from onefold.checkpoint.format.order import Order, contiguous_order, nested_stride
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES
-from onefold.cost.layout import Span, UnitLayout
+from onefold.cost.layout import Piece, Span, UnitLayout
 from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import local_tensor as local
 from onefold.model.storage import dense_stride
@@ -95,14 +95,15 @@ def rank_contents(engine: Engine, optimizers: Sequence[Optimizer], *, frozen: bo
     """What this rank saves, with or without `frozen` parameters; nothing is copied yet."""
     owned: list[OwnedElements] = []
     scalars: dict[str, dict[str, Any]] = {}
-    every = [param for param in params_of(engine) if frozen or param.kind != "frozen"]
+    left_out = set() if frozen else frozen_names(engine)
+    every = [param for param in params_of(engine) if param.name not in left_out]
     base = {param.name: param.base for param in every}
     if engine.comms.replica.rank == 0:
         owned += (one for one in _values(engine, base) if _saves(engine, one.name))
         for by_unit in (one for optimizer in optimizers for one in optimizer.by_unit):
             for state in states_of(by_unit, by_unit.unit.mine):
                 name = by_unit.unit.layout.slots[state.slot].name
-                if not _saves(engine, name):
+                if name not in base or not _saves(engine, name):
                     continue
                 scalars[name] = {key: encode_single(value, f"{name}: {key}") for key, value in state.singles.items()}
                 elements = state.elements.shift(base[name])
@@ -126,7 +127,7 @@ def _averages(engine: Engine, base: Mapping[str, int]) -> Iterator[OwnedElements
     """This rank's elements of the model's EMAs."""
     for average in engine.averages:
         for unit, flat in zip(engine.units, average.vectors, strict=True):
-            for slot in unit.layout.slots:
+            for slot in (slot for slot in unit.layout.slots if slot.name in base):
                 part, start = slot.span.clip(unit.owned_shard), slot.start - base[slot.name]
                 if part.numel:
 
@@ -161,6 +162,11 @@ def stored_dtypes(engine: Engine) -> dict[str, torch.dtype]:
     return found | {slot.name: unit.master.dtype for unit in engine.all_units for slot in unit.layout.slots}
 
 
+def frozen_names(engine: Engine) -> set[str]:
+    """Names of parameters that have been frozen since shard()."""
+    return {param.name for param in params_of(engine) if param.kind == "frozen"} | engine.never_trained
+
+
 def params_of(engine: Engine) -> list[Param]:
     """Every parameter by its first name, then every buffer; in the same order on all ranks."""
     names: dict[int, list[str]] = {}
@@ -190,20 +196,19 @@ def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int,
 
 
 def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[OwnedElements]:
-    """Of the parameters in `base`; a unit's are all trained or all frozen."""
+    """Of the parameters in `base`."""
     units = {unit.name: unit for unit in engine.all_units}
     frozen = dict(engine.frozen)
     for layout in (spec.layout for spec in engine.resolved.units):
-        if layout.slots[0].name not in base:
-            continue
+        mine = [piece for piece in layout.pieces(engine.comm.rank) if piece.name in base]
         if layout.name in units:
-            yield from _in_unit(units[layout.name], layout, engine.comm.rank, base)
+            yield from _in_unit(units[layout.name], mine, base)
         else:
-            yield from _whole(layout, engine.comm.rank, frozen, base)
+            yield from _whole(layout, mine, frozen, base)
 
 
-def _in_unit(unit: Unit, layout: UnitLayout, rank: int, base: Mapping[str, int]) -> Iterator[OwnedElements]:
-    for piece in layout.pieces(rank):
+def _in_unit(unit: Unit, mine: Sequence[Piece], base: Mapping[str, int]) -> Iterator[OwnedElements]:
+    for piece in mine:
         elements = piece.elements.shift(base[piece.name])
         start = unit.mine.start + piece.offset - elements.start  # of element 0, in the unit
 
@@ -215,12 +220,12 @@ def _in_unit(unit: Unit, layout: UnitLayout, rank: int, base: Mapping[str, int])
 
 
 def _whole(
-    layout: UnitLayout, rank: int, params: dict[str, nn.Parameter], base: Mapping[str, int]
+    layout: UnitLayout, mine: Sequence[Piece], params: dict[str, nn.Parameter], base: Mapping[str, int]
 ) -> Iterator[OwnedElements]:
     """Elements of frozen parameters that are replicated."""
     members = [params[slot.name] for slot in layout.slots]
     index = {slot.name: i for i, slot in enumerate(layout.slots)}
-    for piece in layout.pieces(rank):
+    for piece in mine:
         param = local(params[piece.name]).detach()
         flat = FlatViews(layout, members, param.dtype).in_memory_order(param, index[piece.name])
         here = flat[piece.elements.start : piece.elements.stop]
