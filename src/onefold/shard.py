@@ -67,7 +67,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     sync_parameters(model, resolved, comms)
 
     # 5 Move the parameters into the flat buffers of their units.
-    pool, tiers = Pool(device, keeps=comms.shard.any_order), Tiers(device, keeps=comms.shard.any_order)
+    pool, tiers = Pool(device, keeps=comms.shard.on_host), Tiers(device, keeps=comms.shard.on_host)
     units = on_all(comms.world, lambda: build_units(model, resolved, comms, pool, tiers))
 
     # 6 Attach the engine, its hooks and the activation policy.

@@ -24,7 +24,7 @@ FORBIDDEN = [
     if (state, event) not in table
 ]
 
-STEP = [Event.OPENED, Event.REDUCED, Event.AGREED, Event.DROPPED]
+STEP = [Event.OPENED, Event.REDUCTIONS_STARTED, Event.AGREED, Event.DROPPED]
 
 
 def test_a_step_goes_through_every_phase_and_ends_where_it_began():
@@ -32,7 +32,7 @@ def test_a_step_goes_through_every_phase_and_ends_where_it_began():
     for event in STEP:
         phase = after_phase(phase, event)
         seen.append(phase)
-    assert seen == [Phase.BACKWARD, Phase.REDUCED, Phase.AGREED, Phase.IDLE]
+    assert seen == [Phase.BACKWARD, Phase.REDUCTIONS_STARTED, Phase.AGREED, Phase.IDLE]
 
 
 @pytest.mark.parametrize("phase", Phase)

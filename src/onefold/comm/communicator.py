@@ -82,6 +82,11 @@ class Comm(Endpoint):
         return self._wire.reduce_stream(after) if self.size > 1 else nullcontext()
 
     @property
+    def on_host(self) -> bool:
+        """Whether it moves tensors in host memory; else on a GPU, be it a simulated one."""
+        return self._wire.on_host
+
+    @property
     def any_order(self) -> bool:
         """Whether ranks may receive posted shards in different orders: for point-to-point messages
         of CPU tensors over gloo, not for NCCL, and not for CUDA tensors staged over gloo."""

@@ -4,7 +4,8 @@ On gloo every rank sends each peer just the slot it needs and receives straight 
 way, half of what gloo's own reduce-scatter sends, and no copy of the own slot. The sum runs here, in rank order, so
 every stage adds the same numbers in the same order. On NCCL messages run on streams beside compute.
 
-A new backend is a class with the methods of `Wire`, and a line in `wire_for`.
+A new backend is a class with the methods of `Wire`, and a line in `wire_for`. `Comm` asks torch's group itself for
+broadcasts, and for a few bytes between hosts, which gloo moves (`_host_wire`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Wire(Protocol):
     @property
     def any_order(self) -> bool:
         """Whether ranks may receive posted shards in different orders."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it moves tensors in host memory; else on a GPU."""
 
     @property
     def strategy(self) -> Strategy:
@@ -94,7 +99,7 @@ def wire_for(endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_
 class PairwiseWire:
     """CPU tensors over gloo: each slot is sent by its owner straight to where it is needed, point to point."""
 
-    any_order, on_stream = True, False
+    any_order, on_host, on_stream = True, True, False
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self.strategy = endpoint, pairwise(endpoint.size)
@@ -159,7 +164,7 @@ class NcclWire:
     the host never waits for them. How gradients are summed is decided by strategy.py.
     """
 
-    any_order = False
+    any_order = on_host = False
     on_stream = True
 
     def __init__(self, endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: bool) -> None:
@@ -244,7 +249,7 @@ class NcclWire:
 class StagedWire:
     """CUDA tensors over gloo, through host memory: for ranks that share a GPU, which NCCL refuses. Slow, and exact."""
 
-    any_order = on_stream = False
+    any_order = on_host = on_stream = False
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self._host = endpoint, PairwiseWire(endpoint)

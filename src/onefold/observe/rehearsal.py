@@ -134,7 +134,7 @@ def _some_steps(
 ) -> Rehearsal:
     engine = engine_of(model)
     engine.optimizers.rehearse(GradientsToHost(engine))
-    one_pass = engine.resolved.precision.narrow and cost.one_pass and (not engine.comm.any_order or available())
+    one_pass = engine.resolved.precision.narrow and cost.one_pass and (not engine.comm.on_host or available())
     _step(engine, inputs, loss, one_pass)  # the first step learns the order of units and allocates buffers
     flops = 0
     if count_flops:
@@ -195,7 +195,7 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
             if engine.updates.reduced(index, final=True):
                 continue
             # Scratch of an update by torch's class: see unit_optimizer.py.
-            if unit.dtypes.narrow and not one_pass and engine.comm.any_order:
+            if unit.dtypes.narrow and not one_pass and engine.comm.on_host:
                 vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
                 scratch = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
                 for wide in scratch:
@@ -226,7 +226,7 @@ def _whole_step(loss: Loss, micro_batches: int) -> Loss:
 def _update_temporaries(engine: Engine, one_pass: bool) -> int:
     """Bytes of temporaries in an update: torch's Adam on a CPU makes two vectors per vector it updates; Onefold's
     kernels, and those on CUDA, none. The overflow check of fp16 makes the absolute values and three masks."""
-    if not engine.comm.any_order:
+    if not engine.comm.on_host:
         return 0
     here = [unit for unit in engine.units if not unit.updated_on_host]
     looked = here if engine.resolved.precision.compute is torch.float16 else []

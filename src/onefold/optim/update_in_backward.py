@@ -52,7 +52,7 @@ class UpdateInBackward(NoUpdates):
 
     @property
     def awaits_step(self) -> bool:
-        return self._engine.progress.phase is Phase.REDUCED
+        return self._engine.progress.phase is Phase.REDUCTIONS_STARTED
 
     @property
     def lent_bytes(self) -> int:

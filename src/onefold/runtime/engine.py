@@ -325,7 +325,7 @@ class Engine:
     def _begin_reductions(self) -> None:
         """Before a new backward, reduces gradients that arrived after the reductions of an earlier one. Runs at every
         stage, so that sums have the same order."""
-        if self.progress.phase is Phase.REDUCED:
+        if self.progress.phase is Phase.REDUCTIONS_STARTED:
             self._hear(Call.BACKWARD)
             self.progress.move(Event.LATE_REDUCED)
         self._open_reductions()
@@ -515,7 +515,7 @@ class Engine:
     # -- what users see --------------------------------------------------------------------------------------------
 
     def show_gradients(self) -> None:
-        """Fills .grad: with gradients where they are replicated, else with placeholders that raise."""
+        """Fills .grad: with gradients where every rank updates everything, else with placeholders that raise."""
         if self._replicated.wanted:
             self.complete_gradients(Call.STEP)
             self.visible.show(self.used.kept(), self._replicated_gradient)

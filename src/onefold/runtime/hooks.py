@@ -1,8 +1,10 @@
 """The hooks that connect an engine to the forward and backward of its model.
 
-Before the root's forward, parameters are checked and buffers broadcast; after it, its outputs get a hook that opens
-backward. In backward, each parameter's gradient is added to its unit as soon as autograd has computed it. Where
-parameters are sharded, hooks unshard and reshard units around modules, and guard state_dict() and load_state_dict().
+Before the root's forward, parameters are checked and buffers broadcast; after it, its outputs get a hook that enters
+backward (where parameters are sharded, units are unsharded from then on). In backward, the first gradient of a
+parameter, on its way to .grad, opens the reductions, and each gradient is added to its unit as soon as autograd has
+computed it. Where parameters are sharded, hooks unshard and reshard units around modules, and guard state_dict() and
+load_state_dict().
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Where a model is between two optimizer steps: two small machines, each with one table of transitions.
 
-`Phase` says how far the gradients of the step are; IDLE → BACKWARD → REDUCED → AGREED, and back to IDLE by zero_grad().
-There is no phase FORWARD or STEPPED: forwards run in every phase (evaluation between backward and step, micro-batches,
-pipelines that run several forwards before the first backward), and step() leaves gradients as they are, so that
-calling it again uses them again. A model whose values are of no use (a failed load, a failed host update) is in no
+`Phase` says how far the gradients of the step are: IDLE → BACKWARD → REDUCTIONS_STARTED → AGREED, and back to IDLE by
+zero_grad(). There is no phase FORWARD or STEPPED: forwards run in every phase (evaluation between backward and step,
+micro-batches, pipelines that run several forwards before the first backward), and step() leaves gradients as they are,
+so that calling it again uses them again. A model whose values are of no use (a failed load, a failed host update) is in no
 phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a situation beside the phase.
 
 `Due` says which reductions this rank must still join, with zeros if need be, because its peers will start them.
@@ -21,13 +21,13 @@ class Phase(Enum):
 
     IDLE = "nothing is reduced: no gradients, local sums only, or zeros"
     BACKWARD = "a backward is bringing gradients"
-    REDUCED = "a backward has ended and started all its reductions; ranks have not agreed on who used what"
+    REDUCTIONS_STARTED = "a backward has ended and started all its reductions; ranks have not agreed on who used what"
     AGREED = "all ranks know which parameters anyone used, and all reductions of the step have been started"
 
 
 class Event(Enum):
     OPENED = auto()  # the first gradient of a backward is coming
-    REDUCED = auto()  # a backward has ended, and its reductions are started
+    REDUCTIONS_STARTED = auto()  # a backward has ended, and its reductions are started
     SUMMED = auto()  # a backward has ended, and its gradients are kept as local sums
     LATE_REDUCED = auto()  # what came too late for the last reductions is reduced
     AGREED = auto()  # the ranks know which parameters anyone used
@@ -38,14 +38,14 @@ PHASES: dict[tuple[Phase, Event], Phase] = {
     (Phase.IDLE, Event.OPENED): Phase.BACKWARD,
     (Phase.IDLE, Event.AGREED): Phase.AGREED,  # local sums, reduced by step() alone
     (Phase.IDLE, Event.DROPPED): Phase.IDLE,
-    (Phase.BACKWARD, Event.REDUCED): Phase.REDUCED,
+    (Phase.BACKWARD, Event.REDUCTIONS_STARTED): Phase.REDUCTIONS_STARTED,
     (Phase.BACKWARD, Event.SUMMED): Phase.IDLE,
     (Phase.BACKWARD, Event.AGREED): Phase.BACKWARD,  # step() or zero_grad() in a hook: backward goes on
     (Phase.BACKWARD, Event.DROPPED): Phase.BACKWARD,
-    (Phase.REDUCED, Event.OPENED): Phase.BACKWARD,
-    (Phase.REDUCED, Event.LATE_REDUCED): Phase.IDLE,
-    (Phase.REDUCED, Event.AGREED): Phase.AGREED,
-    (Phase.REDUCED, Event.DROPPED): Phase.IDLE,
+    (Phase.REDUCTIONS_STARTED, Event.OPENED): Phase.BACKWARD,
+    (Phase.REDUCTIONS_STARTED, Event.LATE_REDUCED): Phase.IDLE,
+    (Phase.REDUCTIONS_STARTED, Event.AGREED): Phase.AGREED,
+    (Phase.REDUCTIONS_STARTED, Event.DROPPED): Phase.IDLE,
     (Phase.AGREED, Event.OPENED): Phase.BACKWARD,
     (Phase.AGREED, Event.DROPPED): Phase.IDLE,
 }
@@ -100,7 +100,7 @@ class Progress:
         gradients = self.phase is Phase.BACKWARD
         self.due = after_backward(self.due, gradients=gradients, reducing=reducing)
         if gradients:
-            self.move(Event.REDUCED if reducing else Event.SUMMED)
+            self.move(Event.REDUCTIONS_STARTED if reducing else Event.SUMMED)
         return gradients
 
     def joined_missed_reductions(self) -> None:

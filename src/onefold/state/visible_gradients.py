@@ -1,8 +1,8 @@
 """The gradients users see: what a parameter's .grad holds after backward, and what users did with it.
 
-Where gradients are replicated, .grad is a view of the reduced gradient, which may be read and changed in place. Where
-gradients are sharded, .grad is a placeholder of the right shape that raises when used. Setting .grad to None drops that
-gradient, as in plain PyTorch; assigning another tensor raises.
+At stage 0, where every rank updates everything, .grad is a view of the reduced gradient, which may be read and changed
+in place. At stages 1 to 3 .grad is a placeholder of the right shape that raises when used. Setting .grad to None drops
+that gradient, as in plain PyTorch; assigning another tensor raises.
 """
 
 from __future__ import annotations
