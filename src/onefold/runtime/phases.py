@@ -3,8 +3,9 @@
 `Phase` says how far the gradients of the step are: IDLE → BACKWARD → REDUCTIONS_STARTED → AGREED, and back to IDLE by
 zero_grad(). There is no phase FORWARD or STEPPED: forwards run in every phase (evaluation between backward and step,
 micro-batches, pipelines that run several forwards before the first backward), and step() leaves gradients as they are,
-so that calling it again uses them again. A model whose values are of no use (a failed load, a failed host update) is in no
-phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a situation beside the phase.
+so that calling it again uses them again. A model whose values are of no use (a failed load, a failed host update) is in
+no phase of its own either: ranks may still have to answer each other, so `Engine.broken` is a situation beside the
+phase.
 
 `Due` says which reductions this rank must still join, with zeros if need be, because its peers will start them.
 """
