@@ -112,6 +112,16 @@ def refused() -> list[str]:
                 if "full_parameters" not in str(error) or "methods=" not in str(error):
                     wrong.append(f"{turn}: {name}: {error}")
         model(batch(0), batch(1)).sum().backward()
+    loss = model(batch(0), batch(1)).sum()
+    for due in (True, False):  # a loss is due, and autograd would not see this; PEFT's merge() does it
+        try:
+            model.projection.data += 1
+            wrong.append(f"a write through .data did not raise, {due=}")
+        except onefold.StateError as error:
+            if "full_parameters" not in str(error):
+                wrong.append(str(error))
+        if due:
+            loss.backward()
     with torch.no_grad(), onefold.full_parameters(model):
         for use in list(uses.values())[:4]:
             use()

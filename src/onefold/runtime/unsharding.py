@@ -40,6 +40,7 @@ from onefold.runtime.unit_order import with_missing
 from onefold.state.unit import Unit
 
 T = TypeVar("T")
+UNSEEN = ".data"  # what is read or written through it, autograd does not see
 
 
 class SavedParameter:
@@ -224,7 +225,7 @@ class Unsharding:
             self.gathers.unshard(index)
         elif self._running:
             self._hold_until_forward_ends(index)
-        elif self._loss_due and torch.is_grad_enabled():
+        elif self._loss_due and torch.is_grad_enabled() and use != UNSEEN:
             return self._run_outside(index, run)
         else:
             refuse(Call.PARAMETER, Situation.RELEASED, name=name, use=use)
