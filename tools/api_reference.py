@@ -53,6 +53,15 @@ TASKS = (
         ("Optimizer", "accumulate", "grad_norms", "EMA", "LossScale", "Scheduler"),
     ),
     Task("Use parameters at stage 3", ("stage3",), ("full_parameters", "full_state_dict", "shards", "catch_up")),
+    Task(
+        "Come from DeepSpeed",
+        ("migration",),
+        ("from_deepspeed", "DeepSpeedConfig"),
+        (
+            "onefold.integrations.deepspeed_reading:Key", "onefold.integrations.deepspeed_reading:Outcome",
+            "onefold.integrations.deepspeed_schedules:Schedule",
+        ),
+    ),
     Task("Build a pipeline", ("pipeline",), ("PipelineStage",)),
     Task(
         "Save and load",

@@ -21,6 +21,7 @@ from onefold.errors import (
     PrecisionError,
     StateError,
 )
+from onefold.integrations.deepspeed_config import DeepSpeedConfig, from_deepspeed
 from onefold.observe.profiling.profile import profile
 from onefold.observe.profiling.report import ProfileReport
 from onefold.observe.reports import (
@@ -69,6 +70,7 @@ __all__ = [
     "CheckpointError",
     "CommError",
     "ConfigError",
+    "DeepSpeedConfig",
     "LossScale",
     "MemoryReport",
     "MismatchError",
@@ -92,6 +94,7 @@ __all__ = [
     "catch_up",
     "export",
     "finish_saves",
+    "from_deepspeed",
     "full_parameters",
     "full_state_dict",
     "grad_norms",

@@ -37,6 +37,7 @@ COMMANDS = {
     "sample": Command("onefold.cli.sample", "SampleCommand", "text from a trained model"),
     "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint's weights as a Hugging Face folder"),
     "inspect": Command("onefold.cli.checkpoint", "Inspect", "what is inside a checkpoint"),
+    "import-config": Command("onefold.cli.import_config", "ImportConfig", "what becomes of a DeepSpeed configuration"),
     "run": Command("onefold.cli.run", "RunCommand", "your own script on local ranks"),
     "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "check every byte of a checkpoint"),
 }

@@ -29,7 +29,8 @@ def digests(vectors: Iterable[Tensor]) -> Tensor:
 
 
 def _digest(vector: Tensor, places: Tensor) -> Tensor:
-    bits = vector.view(BITS[vector.itemsize])
+    numbers = torch.view_as_real(vector).reshape(-1) if vector.is_complex() else vector
+    bits = numbers.view(BITS[numbers.itemsize])
     digest = torch.zeros((), dtype=torch.int64, device=vector.device)
     for start in range(0, bits.numel(), CHUNK):
         chunk = bits[start : start + CHUNK].to(torch.int64)
