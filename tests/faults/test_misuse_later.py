@@ -67,12 +67,6 @@ def other_view(t: Training) -> Callable[[], Any]:
     return lambda: setattr(t.model.last.weight, "data", old)
 
 
-def part_to_half(t: Training) -> Callable[[], Any]:
-    old = [param.data for param in t.model.last.parameters()]
-    t.model.last.half()
-    return lambda: [setattr(param, "data", data) for param, data in zip(t.model.last.parameters(), old, strict=True)]
-
-
 def from_vector(t: Training) -> Callable[[], Any]:
     params = list(t.model.parameters())
     old = [param.data for param in params]
@@ -93,7 +87,6 @@ BEFORE_FORWARD = {
     "module added": Mistake(added_module, "head.weight"),
     "other data": Mistake(other_data, "first.bias"),
     "other view of the same memory": Mistake(other_view, "last.weight"),
-    "half of a part": Mistake(part_to_half, "last.weight"),
     "vector_to_parameters": Mistake(from_vector, "first.weight"),
     "load_state_dict(assign=True)": Mistake(assigned, "first.weight"),
 }

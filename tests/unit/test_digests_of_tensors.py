@@ -8,7 +8,9 @@ import torch
 from onefold.state.digests import CHUNK, digests
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64, torch.complex128]
+)
 @pytest.mark.parametrize("numel", [1, 7, CHUNK + 5])
 def test_every_edit_changes_the_digest_and_a_copy_has_the_same(dtype: torch.dtype, numel: int) -> None:
     vector = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul(50).to(dtype)
@@ -17,7 +19,9 @@ def test_every_edit_changes_the_digest_and_a_copy_has_the_same(dtype: torch.dtyp
     edits[1][-1] = -edits[1][-1] - 1
     edits[2].zero_()
     edits[3].copy_(vector.roll(1) if numel > 1 else vector + 2)
+    untouched = vector.clone()
     found = digests([vector, vector.clone(), *edits]).tolist()
+    assert torch.equal(vector, untouched), "to look at a tensor is not to change it"
     assert found[0] == found[1] and len(set(found)) == 1 + len(edits)
 
 

@@ -31,7 +31,7 @@ OF_PYTHON = {
 }  # fmt: skip
 OF_TORCH = {
     "_C", "_current_graph_task_id", "_dynamo", "_is_profiler_enabled", "_forward_hooks", "_world", "_allgather_base",
-    "_reduce_scatter_base", "_foreach_norm", "_foreach_add_", "_parameters", "_post_accumulate_grad_hooks",
+    "_reduce_scatter_base", "_foreach_norm", "_foreach_add_", "_parameters", "_post_accumulate_grad_hooks", "_apply",
 }  # fmt: skip
 NO_FACE = {"_may_stay_unflattened"}  # the reference run of tests/parity/precision/test_loose.py
 

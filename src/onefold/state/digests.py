@@ -21,7 +21,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by byt
 @torch.no_grad()
 def digests(vectors: Iterable[Tensor]) -> Tensor:
     """A digest of each 1-D tensor, all on one device, as an int64 tensor there."""
-    given = list(vectors)
+    given = [torch.view_as_real(one).reshape(-1) if one.is_complex() else one for one in vectors]
     if not given:
         return torch.zeros(0, dtype=torch.int64, device="cpu")
     places = _places(min(CHUNK, max(vector.numel() for vector in given)), given[0].device)
@@ -29,12 +29,11 @@ def digests(vectors: Iterable[Tensor]) -> Tensor:
 
 
 def _digest(vector: Tensor, places: Tensor) -> Tensor:
-    numbers = torch.view_as_real(vector).reshape(-1) if vector.is_complex() else vector
-    bits = numbers.view(BITS[numbers.itemsize])
+    bits = vector.view(BITS[vector.itemsize])
     digest = torch.zeros((), dtype=torch.int64, device=vector.device)
     for start in range(0, bits.numel(), CHUNK):
-        chunk = bits[start : start + CHUNK].to(torch.int64)
-        digest.mul_(BASE).add_(chunk.mul_(places[: chunk.numel()]).sum())
+        chunk = bits[start : start + CHUNK].to(torch.int64)  # no copy if it is that already
+        digest.mul_(BASE).add_(chunk.mul(places[: chunk.numel()]).sum())
     return digest
 
 
