@@ -29,7 +29,13 @@ AUTO = "auto"
 @dataclass(frozen=True)
 class DeepSpeedConfig:
     """What a DeepSpeed configuration says, in settings of Onefold: `shard(model, found.zero)`, and
-    `Optimizer(model, found.optimizer, loss_scale=found.loss_scale, **found.optimizer_settings)`."""
+    `Optimizer(model, found.optimizer, loss_scale=found.loss_scale, **found.optimizer_settings)`.
+
+    >>> import onefold
+    >>> found = onefold.from_deepspeed({"gradient_clipping": 1.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    >>> found.clip_norm, found.optimizer.__name__, found.optimizer_settings
+    (1.0, 'SGD', {'lr': 0.1})
+    """
 
     zero: Zero
     optimizer: type[Optimizer] | None
