@@ -10,11 +10,9 @@ import signal
 import sys
 from types import FrameType
 
+from onefold_environment import QUIET
+
 LAUNCHING = ("train", "verify")  # commands that start ranks of Onefold's own
-QUIET = {  # read when torch is imported
-    "KINETO_LOG_LEVEL": "99",  # torch's profiler tells of its stages on the screen
-    "TORCH_CPP_LOG_LEVEL": "FATAL",  # gloo's threads tell of peers that have ended: the launcher says which was first
-}
 NUMPY_THREADS = "OPENBLAS_NUM_THREADS"  # numpy starts its threads when it is imported, and a fork does not copy them
 
 

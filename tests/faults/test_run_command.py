@@ -82,9 +82,8 @@ def test_a_script_gets_its_flags_starts_again_after_a_lost_rank_and_may_leave_da
 
 def test_a_rank_that_raises_is_named(tmp_path, script):
     code, err = ran(tmp_path, script, "raise")
-    said = ("onefold: rank 1 ended with exit code 1; see its output above", "onefold: rank 1 was killed by SIGABRT")
-    assert code == 1 and err.splitlines()[-1].startswith(said), err  # torch aborts at exit if gloo's threads still run
-    assert "KeyError: 'mine'" in err
+    said = "onefold: rank 1 ended with exit code 1; see its output above"
+    assert code == 1 and err.splitlines()[-1].startswith(said), err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from onefold.cli.forked import forks
 from onefold.errors import ConfigError
-from onefold_command import QUIET
+from onefold_environment import QUIET
 from tests.harness.patience import PATIENCE_S
 from tests.train import probe
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from onefold.cli.forked import Forked, fork, forks
 from onefold.cli.lifeline import LINE, STOP, die_with
 from onefold.comm.rendezvous import GLOO, LOOPBACK, NCCL, NCCL_LOOPBACK, STORE
-from onefold_command import QUIET
+from onefold_environment import QUIET
 
 REAP_S = 0.5
 LONGEST = 1 << 24  # bytes of one line that a rank says
