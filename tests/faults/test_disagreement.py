@@ -70,7 +70,7 @@ DIFFERENT = {
     "buffer dtype": Case(lambda m: m.norm.running_var.__setattr__("data", torch.ones(8).double()), named=("norm",)),
     "all frozen": Case(lambda m: m.requires_grad_(False), named=("requires_grad=True", "requires_grad=False")),
     "stage": Case(fields={"stage": 1}, named=("[stage=1]", "[stage=2]")),
-    "bucket_bytes": Case(fields={"bucket_bytes": 64}, named=("[bucket_bytes=64]", "[bucket_bytes=33554432]")),
+    "bucket_bytes": Case(fields={"bucket_bytes": 64}, named=("[bucket_bytes=64]", "[bucket_bytes=134217728]")),
     "buffers": Case(fields={"buffers": "rank0"}, named=("[buffers='rank0']", "[buffers='local']")),
     "sync": Case(fields={"sync": "check"}, named=("[sync='check']", "[sync='rank0']")),
     "units": Case(everywhere={"units": cut_by_rank}, named=("unit ",)),

@@ -84,12 +84,19 @@ def end(mps: Mps) -> None:
     pids += [pid for pid in [mps.daemon()] if pid]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         mps.ask("quit")
-    deadline_s = time.monotonic() + END_S
-    while any(map(running, pids)) and time.monotonic() < deadline_s:
+    if _outlived(pids, END_S):
+        for pid in filter(running, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _outlived(pids, ANSWER_S)
+
+
+def _outlived(pids: list[int], patience_s: float) -> bool:
+    """Waits until none of these processes runs; True if one still does then."""
+    deadline_s = time.monotonic() + patience_s
+    while (left := any(map(running, pids))) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    for pid in filter(running, pids):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def running(pid: int) -> bool:

@@ -41,7 +41,7 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Stands for `torch.cuda`, as far as streams.py uses it."""
+    """Stands for `TorchStreams` of streams.py."""
 
     def __init__(self) -> None:
         self.program: dict[str, list[Op]] = defaultdict(list)
@@ -57,22 +57,20 @@ class Recorder:
         self._made += 1
         return self._made
 
-    def Event(self) -> RecordedEvent:
+    def Event(self, device: torch.device) -> RecordedEvent:
         return RecordedEvent(self)
 
     def Stream(self, device: torch.device, priority: int = 0) -> RecordedStream:
         return RecordedStream(self, f"stream {self.number()}")
 
-    def current_stream(self, device: torch.device | None = None) -> RecordedStream:
+    def index(self, device: torch.device) -> int:
+        return 0
+
+    def current_stream(self, index: int) -> RecordedStream:
         return self.current
 
-    @contextmanager
-    def stream(self, stream: RecordedStream) -> Iterator[None]:
-        outer, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = outer
+    def set_stream(self, stream: RecordedStream) -> None:
+        self.current = stream
 
 
 class RecordedStream:
@@ -82,9 +80,7 @@ class RecordedStream:
     def enqueue(self, op: Op) -> None:
         self._recorder.program[self.name].append(op)
 
-    def wait_stream(self, other: RecordedStream) -> None:
-        event = RecordedEvent(self._recorder)
-        event.record(other)
+    def wait_event(self, event: RecordedEvent) -> None:
         event.wait(self)
 
 

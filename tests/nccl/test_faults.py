@@ -94,7 +94,7 @@ def train(case: Case, folder: str) -> None:
                 torch.cuda.synchronize()  # as a script that prints its loss
     except CommError as error:
         tell(str(error))
-        raise
+        end_as_a_script(error, 1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", "_"))

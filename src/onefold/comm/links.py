@@ -9,7 +9,7 @@ by all models, and connected before the first step, because connecting waits for
 from __future__ import annotations
 
 import atexit
-import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,9 +23,11 @@ from onefold.comm.endpoint import Endpoint, StreamPending
 from onefold.comm.mesh import Axis, link_name
 from onefold.comm.meter import Label
 from onefold.comm.streams import FIRST, SideStream
+from onefold.comm.watcher import end_process
 from onefold.comm.watching import current_watcher, ensure_watcher
 
 GATHER, REDUCE, BOTH = "gather", "reduce", "replica"
+ABORTED_WITHIN_S = 1.0
 PATIENCE = 10  # times a time limit: NCCL's own watchdog ends the process, ours names the culprit before
 
 _links: dict[tuple[tuple[int, ...], str], Link] = {}
@@ -114,6 +116,20 @@ def _nccl(link: Link) -> Any:
 @atexit.register
 def _end_at_exit() -> None:
     """NCCL waits for ever in its destructors for a communicator that nobody has ended."""
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.end_if_failed()
     with suppress(Exception):
-        failed = hasattr(sys, "last_value") or (watcher := current_watcher()) is None or watcher.finding is not None
-        abort_links() if failed else end_links()
+        if watcher is not None and watcher.finding is None:
+            end_links()
+        else:
+            _abort_or_end_process()
+
+
+def _abort_or_end_process() -> None:
+    """Aborts all links. NCCL may wait for ever there, too: then the process ends here."""
+    aborting = threading.Thread(target=abort_links, daemon=True)
+    aborting.start()
+    aborting.join(ABORTED_WITHIN_S)
+    if aborting.is_alive():
+        end_process()

@@ -177,15 +177,21 @@ class Watcher:
                 sys.excepthook = self._hook_before
 
     def end_at_exit(self) -> None:
-        """At the end of the process: one that failed must not hang in the destructors of groups that were aborted."""
+        """At the end of the process: one that an exception ends must not hang while it aborts its groups, or in their
+        destructors."""
         if self._is_own_process():
             self.end(EXIT)
-            if self.finding is not None and self._uncaught:
-                _end_process()
+            if self._uncaught:
+                end_process()
+
+    def end_if_failed(self) -> None:
+        """The same, if an exception ends the process; otherwise it goes on."""
+        if self._uncaught:
+            self.end_at_exit()
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         if self._is_own_process():
-            self._uncaught = self._raised = True
+            self._uncaught, self._raised = issubclass(kind, Exception), True
             with suppress(Exception):
                 self.announce(error)
         self._hook_before(kind, error, traceback)
@@ -313,7 +319,7 @@ class Watcher:
         else:
             return
         sys.stderr.write(f"onefold: {visible(self.finding)}\n")
-        _end_process()
+        end_process()
 
     def _describe(self, question: int, left: str) -> Beat:
         """What this rank says of itself."""
@@ -328,7 +334,7 @@ def _suspect_s(timeout_s: float) -> float:
     return timeout_s - min(LONGEST_ANSWER_S, timeout_s / 2)
 
 
-def _end_process() -> None:
+def end_process() -> None:
     """Ends this process at once with code 1, whatever its threads do."""
     with suppress(Exception):
         sys.stdout.flush()

@@ -29,7 +29,7 @@ from onefold.comm.nodes import node_axes
 from onefold.comm.strategy import Strategy, Sums, over_nccl, pairwise
 from onefold.comm.streams import StreamEvent
 from onefold.comm.sums import sum_wide
-from onefold.comm.watching import check_watcher
+from onefold.comm.watching import check_watcher, current_watcher
 from onefold.errors import CommError, ConfigError
 
 _GATHERING, _EXCHANGING, _REDUCING = AllgatherOptions(), AllToAllOptions(), ReduceScatterOptions()
@@ -148,7 +148,10 @@ class PairwiseWire:
             except RuntimeError as error:
                 gone[peer] = error
         if gone:
-            who = ", ".join(f"rank {self._endpoint.world_rank(peer)}" for peer in gone)
+            lost = [self._endpoint.world_rank(peer) for peer in gone]
+            if (watcher := current_watcher()) is not None:
+                watcher.explain(lost[0])
+            who = ", ".join(f"rank {rank}" for rank in lost)
             first = next(iter(gone.values()))
             raise CommError(
                 f"rank {self._endpoint.world_rank(self._endpoint.rank)}: {label} could not start, {who} has ended; "
@@ -170,7 +173,7 @@ class NcclWire:
     def __init__(self, endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: bool) -> None:
         self._endpoint, self._device, self._timeout_s = endpoint, device, timeout_s
         self._gather, self._reduce = (BOTH, BOTH) if one_link else (GATHER, REDUCE)
-        self._links: dict[tuple[Axis, str], Link] = {}
+        self._links: dict[tuple[Axis | None, str], Link] = {}  # None: of this endpoint's own axis
         self.strategy = over_nccl(endpoint.size, 1)
         self._near = self._far = endpoint.axis
 
@@ -185,10 +188,11 @@ class NcclWire:
 
     def _link(self, kind: str, axis: Axis | None = None) -> Link:
         check_watcher()
-        axis = axis or self._endpoint.axis
-        if (axis, kind) not in self._links:
-            self._links[axis, kind] = link_of(axis, kind, self._device, self._timeout_s)
-        return self._links[axis, kind]
+        link = self._links.get((axis, kind))
+        if link is None:
+            link = link_of(axis or self._endpoint.axis, kind, self._device, self._timeout_s)
+            self._links[axis, kind] = link
+        return link
 
     def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
         return self.strategy.scratch_numel(shard_numel, dtype.itemsize)

@@ -17,6 +17,8 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
+from onefold.settings.zero import SHARED_BYTES
+
 ALIGN = 64  # elements: every element goes through the same vector code at every stage and at every N
 
 
@@ -143,16 +145,19 @@ def plan_units(
     """Groups parameters, given in registration order, into units.
 
     A run of neighbours of one block (or outside every block) is first parted by kind, then filled up to
-    `bucket_bytes`; a parameter that large stands alone. Inside a block, whose units are used together, the small ones
-    on either side of it share a unit. Neighbouring blocks of one container are one run while they are at most
-    `shared_bytes` together (`bucket_bytes` where that is None or more; 0: each block has units of its own).
+    `bucket_bytes` (outside blocks 32 MiB at most); a parameter that large stands alone. Inside a block, whose units are
+    used together, the small ones on either side of it share a unit. Neighbouring blocks of one container are one run
+    while they are at most `shared_bytes` together (`bucket_bytes` where that is None or more; 0: each block has units
+    of its own).
     """
     share = bucket_bytes if shared_bytes is None else min(shared_bytes, bucket_bytes)
     fills: list[tuple[list[str], str, list[ParamInfo]]] = []
     for blocks, members in _runs(params, share):
         for kind in dict.fromkeys(p.kind for p in members):
             alike = [p for p in members if p.kind == kind]
-            fills += [(blocks, kind, fill) for fill in _fill(alike, bucket_bytes, across=blocks != [""])]
+            inside = blocks != [""]
+            limit = bucket_bytes if inside else min(bucket_bytes, SHARED_BYTES)
+            fills += [(blocks, kind, fill) for fill in _fill(alike, limit, across=inside)]
     per_block = Counter(blocks[0] for blocks, _, _ in fills)
     units = []
     for blocks, kind, fill in fills:

@@ -28,6 +28,7 @@ REDUCE = ("once", "each")
 SCHEDULES = ("agreed", "negotiate")
 ACTIVATIONS = ("keep", "checkpoint", "checkpoint+host", "partition", "partition+host")
 AUTO = "auto"
+SHARED_BYTES = 32 << 20  # of small blocks in one unit, and of units outside blocks: a small model has several then
 LONGEST_S = 30 * 24 * 3600
 
 
@@ -51,9 +52,9 @@ class Zero:
     """"fp32"; "bf16": forward and backward run in 16 bits, and the optimizer updates an fp32 master copy; "fp16": as
     bf16, with a loss scale; or a `Precision`."""
 
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = 128 << 20
     """The largest unit, in bytes of parameters. A parameter larger than this is a unit of its own; smaller parameters
-    of a block share units, and so do neighbouring blocks that are smaller together."""
+    of a block share units, and so do neighbouring blocks, and parameters outside blocks, of at most 32 MiB."""
 
     prefetch: int | Literal["auto"] = 1
     """Stage 3: how many units are all-gathered ahead of their use, in forward and in backward. "auto" (on a CPU) times
@@ -134,7 +135,7 @@ class Zero:
             raise ConfigError(f"stage={self.stage!r} is unknown; use one of {', '.join(map(str, STAGES))} or 'auto'")
         Precision.of(self.precision)
         if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int) or self.bucket_bytes <= 0:
-            raise ConfigError(f"bucket_bytes={self.bucket_bytes!r} is not a positive number of bytes; try 32 << 20")
+            raise ConfigError(f"bucket_bytes={self.bucket_bytes!r} is not a positive number of bytes; try 128 << 20")
         if self.prefetch != "auto" and (type(self.prefetch) is not int or self.prefetch < 0):
             raise ConfigError(f"prefetch={self.prefetch!r} is not a number of units; use 0, 1, 2 … or 'auto'")
         if self.live_bytes is not None and (type(self.live_bytes) is not int or self.live_bytes <= 0):
@@ -205,7 +206,8 @@ class Zero:
         """Neighbouring blocks share a unit up to so many bytes: never where the caller names units or blocks."""
         if self.units is not None or callable(self.keep_whole):
             return 0
-        return self.bucket_bytes if self.live_bytes is None else min(self.bucket_bytes, self.live_bytes // 2)
+        most = min(self.bucket_bytes, SHARED_BYTES)
+        return most if self.live_bytes is None else min(most, self.live_bytes // 2)
 
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
