@@ -19,33 +19,37 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from onefold.checkpoint.format.export import SHARD_BYTES, export
+from onefold.checkpoint.format.export import SHARD_BYTES
 from onefold.checkpoint.format.folder import committed, read_manifest
 from onefold.checkpoint.format.manifest import Manifest, ParamRecord
 from onefold.checkpoint.format.reading import removal_noticed, with_checkpoints, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import Damage, verify
 from onefold.errors import CheckpointRemoved, visible
+from onefold.integrations.checkpoints.exporting import export
 from onefold.train.run.folder import RunFolder
 
 
 @dataclass(frozen=True)
 class Export:
-    """Write a checkpoint's weights as a Hugging Face folder: safetensors shards and their index."""
+    """Write a checkpoint for other programs: its weights as a Hugging Face folder, or model and optimizer for torch."""
 
     folder: tyro.conf.Positional[Path]
     """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it."""
     out: tyro.conf.Positional[Path]
-    """The folder to write; it must not exist."""
+    """The folder to write, with --format torch the file; it must not exist."""
+    format: Literal["huggingface", "torch", "dcp"] = "huggingface"
+    """huggingface: weights, as safetensors shards and their index. torch: one file of torch.save with "model" and
+    "optimizer". dcp: a folder of torch.distributed.checkpoint with "model" and "optim"."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """The dtype of the parameters, by default that of the checkpoint. Buffers keep theirs."""
+    """The dtype of the parameters in a Hugging Face folder, by default that of the checkpoint. Buffers keep theirs."""
     shard_bytes: int = SHARD_BYTES
     """The most bytes in one file."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> int:
-        done = export(checkpoints_in(self.folder), self.out, self.dtype, self.shard_bytes)
+        done = export(checkpoints_in(self.folder), self.out, self.dtype, self.shard_bytes, format=self.format)
         if self.json:
             _write_json({**done._asdict(), "folder": str(done.folder)})
         else:

@@ -35,9 +35,10 @@ COMMANDS = {
     "simulate": Command("onefold.cli.simulate", "SimulateCommand", "one rank of many, with real memory and no peers"),
     "report": Command("onefold.cli.report", "ReportCommand", "a run, or several stages of it, as one page"),
     "sample": Command("onefold.cli.sample", "SampleCommand", "text from a trained model"),
-    "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint's weights as a Hugging Face folder"),
+    "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint for Hugging Face, torch or DCP"),
     "inspect": Command("onefold.cli.checkpoint", "Inspect", "what is inside a checkpoint"),
     "import-config": Command("onefold.cli.import_config", "ImportConfig", "what becomes of a DeepSpeed configuration"),
+    "import-checkpoint": Command("onefold.cli.import_checkpoint", "ImportCheckpoint", "from DeepSpeed, DCP, torch"),
     "run": Command("onefold.cli.run", "RunCommand", "your own script on local ranks"),
     "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "check every byte of a checkpoint"),
 }

@@ -71,7 +71,7 @@ class PlanCommand(ModelOptions):
     memory_gb: float | None = None
     """Memory per device in GB, if it differs from the hardware table's."""
 
-    bucket_mb: float = 32.0
+    bucket_mb: float = 128.0
     """Largest unit (flat buffer of parameters), in MiB."""
 
     prefetch: int = 1

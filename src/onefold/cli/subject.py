@@ -102,7 +102,7 @@ class TrialOptions(ModelOptions):
     optimizer: str = "adamw"
     """adamw, adam, sgd, momentum, adagrad or rmsprop."""
 
-    bucket_mb: float = 32.0
+    bucket_mb: float = 128.0
     """Largest unit (flat buffer of parameters), in MiB."""
 
     prefetch: int = 1

@@ -136,7 +136,7 @@ def schedule_setting(reading: Reading, name: str, value: Any) -> Said:
     return became(f"{name}={value!r}")
 
 
-BUFFERS = not_needed("units have 32 MiB and buffers are constant; bucket_bytes= changes that")
+BUFFERS = not_needed("units have at most 128 MiB and buffers are constant; bucket_bytes= changes that")
 SMALL = not_needed("small blocks share units; keep_whole= keeps small units replicated")
 KEPT = not_needed("units are resharded after forward; reshard_after_forward=False keeps them")
 EXPORT = not_needed("onefold.export and full_state_dict give whole weights at any stage")

@@ -43,20 +43,7 @@ class Exported(NamedTuple):
 def export(
     folder: str | Path, out: str | Path, dtype: str | torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
-    """Write the weights of a checkpoint as safetensors files, as Hugging Face reads them, to the new folder `out`.
-
-    `folder` is a folder of checkpoints, of which the newest is taken, or one `step-…` in it. Parameters are written in
-    `dtype` ("fp32", "bf16", "fp16"), by default in that of the checkpoint. A file holds at most `shard_bytes`. Tied
-    weights are written once, under their first name. Not collective: call it on one rank.
-
-    >>> import tempfile, torch, onefold
-    >>> onefold.init()
-    >>> model = onefold.shard(torch.nn.Linear(8, 8), stage=3)
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = onefold.save(folder, model, step=1)
-    ...     onefold.export(folder, folder + "/weights", dtype="bf16").files
-    ('model.safetensors',)
-    """
+    """Writes the weights of the newest checkpoint in `folder`, or of one `step-…`, to the new folder `out`."""
     storage, target = Storage(), Path(out).absolute()
     wanted = _dtype(dtype)
     if shard_bytes <= 0:

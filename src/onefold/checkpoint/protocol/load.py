@@ -36,14 +36,14 @@ from onefold.checkpoint.protocol.restore import (
     fill_parameters,
 )
 from onefold.checkpoint.protocol.stages import StageContents, names_elsewhere, stage_contents
-from onefold.checkpoint.protocol.state import TRAINABLE, frozen_names, params_of, stored_dtypes
+from onefold.checkpoint.protocol.state import frozen_names, params_of, stored_dtypes
 from onefold.checkpoint.protocol.together import attempt, check_same
 from onefold.comm.agreement import digest
 from onefold.comm.communicator import Comm
 from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
 from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine, engine_of
-from onefold.runtime.full_parameters import EXTRA, extra_states, persistent_buffers
+from onefold.runtime.full_parameters import EXTRA, TRAINABLE, extra_states, persistent_buffers
 from onefold.runtime.refusals import Call
 
 LOG = logging.getLogger("onefold")
@@ -99,7 +99,7 @@ def load(
     {'epoch': 3}
     """
     engine = engine_of(model)
-    engine.follow_unfreezing()
+    engine.unfreezing.follow()
     comm = background_comm(engine)
     WORKER.finish()
     storage, choices, optimizers = Storage(), list[Choice](), list[Optimizer]()
@@ -294,7 +294,7 @@ def _fill(engine: Engine, plan: Plan) -> None:
 def _warn_of_other_ranks(engine: Engine, own: OwnNotes) -> None:
     """Warns, on rank 0, about state that depends on the number of ranks and cannot be restored exactly."""
     ranks, first = engine.everyone.size, engine.comms.world.rank == 0
-    if ranks > own.streams and first:
+    if own.has_random_states and ranks > own.streams and first:
         warnings.warn(
             f"saved by {own.streams} ranks and loaded by {ranks}: the others get random states derived from rank 0's, "
             f"so dropout differs from any run of {own.streams} ranks",

@@ -135,6 +135,10 @@ class OwnNotes:
         return -(-self.ranks // (self._tp * self._pp))
 
     @property
+    def has_random_states(self) -> bool:
+        return RANDOM in self._saved[0]
+
+    @property
     def differing_names(self) -> list[str]:
         """The notes that were not equal on all saving ranks, without random states."""
         return sorted({name for row in self._saved[1:] for name in row if name != RANDOM})
@@ -145,7 +149,10 @@ class OwnNotes:
         return self._decode(name, mine) if name in self._saved[mine] else None
 
     def random_states(self, device: torch.device) -> dict[str, Tensor]:
-        """The states of the CPU's and this device's generators; states that were not saved are derived."""
+        """The states of the CPU's and this device's generators; states that were not saved are derived. None if no rank
+        saved any, as in an imported checkpoint."""
+        if not self.has_random_states:
+            return {}
         like = self._rank if self.same_ranks else self._place.data * self._tp
         saved = self._decode(RANDOM, like) if like < self.ranks else {}
         missing = [kind for kind in dict.fromkeys(("cpu", device.type)) if kind not in saved]

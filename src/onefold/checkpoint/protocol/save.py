@@ -38,13 +38,14 @@ from onefold.checkpoint.protocol.optimizers import Given, checked
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.protocol.quiesce import background_comm, check_and_quiesce
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, stage_contents
-from onefold.checkpoint.protocol.state import TRAINABLE, OwnedElements, on_host, rank_contents, vector
+from onefold.checkpoint.protocol.state import OwnedElements, on_host, rank_contents, vector
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
 from onefold.comm.communicator import Comm
 from onefold.errors import CheckpointError, ConfigError
 from onefold.offload.host_memory import host_share, size_text
 from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.full_parameters import TRAINABLE
 from onefold.runtime.refusals import Call
 from onefold.version import VERSION
 

@@ -31,7 +31,6 @@ from onefold.state.unit import Unit
 from onefold.state.views import FlatViews
 
 CHUNK_BYTES = 16 << 20  # of host memory at a time
-TRAINABLE = "trainable"  # save(only=): without frozen parameters
 AVERAGES = "onefold.average."  # the state of a parameter that is an EMA's begins so; its name follows
 
 Reader = Callable[[Span, Tensor], Tensor]  # (elements of a parameter, scratch) -> their values
@@ -164,7 +163,7 @@ def stored_dtypes(engine: Engine) -> dict[str, torch.dtype]:
 
 def frozen_names(engine: Engine) -> set[str]:
     """Names of parameters that have been frozen since shard()."""
-    return {param.name for param in params_of(engine) if param.kind == "frozen"} | engine.never_trained
+    return {param.name for param in params_of(engine) if param.kind == "frozen"} | engine.unfreezing.never_trained()
 
 
 def params_of(engine: Engine) -> list[Param]:

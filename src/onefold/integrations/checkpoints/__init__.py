@@ -1,0 +1,1 @@
+"""Checkpoints of other programs, optimizer state included: read into Onefold's format, and written from it."""
