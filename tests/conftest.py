@@ -19,7 +19,7 @@ LONG = (
     "bench/test_runs.py", "faults/test_run_command.py", "faults/test_watcher.py", "train/test_going_on.py",
     "offload/test_memory.py", "planner/test_plan.py", "train/test_loop.py", "activations/test_bitwise.py",
     "checkpoint/test_any_to_any.py", "checkpoint/test_resume.py", "parity/test_wire.py",
-    "train/test_bad_input.py", "train/test_data.py",
+    "train/test_bad_input.py", "train/test_data.py", "lightning/test_launches.py", "hf/test_launch.py",
 )  # fmt: skip
 settings.register_profile("onefold", deadline=None)  # a busy machine is no failure; what hangs meets other limits
 settings.load_profile("onefold")

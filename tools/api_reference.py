@@ -66,8 +66,8 @@ TASKS = (
     Task(
         "Save and load",
         ("checkpoints",),
-        ("save", "finish_saves", "load", "export"),
-        ("onefold.checkpoint.format.export:Exported",),
+        ("save", "finish_saves", "load", "export", "import_checkpoint"),
+        ("onefold.checkpoint.format.export:Exported", "onefold.integrations.checkpoints.imported:Imported"),
     ),
     Task(
         "Plan before you run",

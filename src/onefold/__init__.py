@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from onefold.checkpoint.format.export import export
 from onefold.checkpoint.protocol.background import finish_saves
 from onefold.checkpoint.protocol.load import load
 from onefold.checkpoint.protocol.save import save
@@ -21,6 +20,8 @@ from onefold.errors import (
     PrecisionError,
     StateError,
 )
+from onefold.integrations.checkpoints.exporting import export
+from onefold.integrations.checkpoints.imported import import_checkpoint
 from onefold.integrations.deepspeed_config import DeepSpeedConfig, from_deepspeed
 from onefold.observe.profiling.profile import profile
 from onefold.observe.profiling.report import ProfileReport
@@ -98,6 +99,7 @@ __all__ = [
     "full_parameters",
     "full_state_dict",
     "grad_norms",
+    "import_checkpoint",
     "init",
     "load",
     "memory",

@@ -15,6 +15,7 @@ from onefold.comm.mesh import Axes, axes_of
 from onefold.comm.meter import Meter
 from onefold.model.agreement import agree_on_model
 from onefold.model.device import device_of, move, warn_of_idle_gpu
+from onefold.model.quantized import adopt_constants, adopted_constants
 from onefold.model.survey import survey_or_mistake
 from onefold.model.sync import sync_parameters
 from onefold.offload.tiers import Tiers
@@ -22,7 +23,7 @@ from onefold.runtime.automatic import resolve
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import attach
 from onefold.runtime.pipeline_axis import Pipeline
-from onefold.runtime.unfreezing import unfreeze
+from onefold.runtime.unfreezing import Unfreezing
 from onefold.settings.zero import Zero
 from onefold.state.build import build_units
 
@@ -47,6 +48,12 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
 
 def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, Any]) -> ModelT:
     """shard(), over given axes, which may be simulated."""
+    with adopted_constants(model):
+        _shard(axes, model, zero, fields)
+    return model
+
+
+def _shard(axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, Any]) -> None:
     # 1 Survey the model. A mistake is kept until step 2, where all ranks hear of it.
     device = device_of(model, fields.get("device", getattr(zero, "device", None)), axes)
     found = survey_or_mistake(model, zero, fields, axes)
@@ -64,6 +71,7 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     # 4 Move the model to the device that was asked for, and bring parameters and buffers in line with rank 0's, or
     # compare them.
     on_all(comms.world, lambda: move(model, device))
+    adopt_constants(model)
     sync_parameters(model, resolved, comms)
 
     # 5 Move the parameters into the flat buffers of their units.
@@ -74,9 +82,8 @@ def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, A
     pipeline = Pipeline.of(comms, sum(unit.trained for unit in units))
     engine = Engine(model, resolved, comms=comms, pool=pool, tiers=tiers, units=units, pipeline=pipeline)
     _attach(engine)
-    engine.when_unfrozen(partial(unfreeze, engine, partial(_attach, engine)))
+    engine.follow_unfreezing(Unfreezing(engine, partial(_attach, engine)))
     comms.world.meter.cut()  # what was sent here belongs to no step
-    return model
 
 
 def _attach(engine: Engine) -> None:

@@ -62,6 +62,19 @@ def test_a_hugging_face_model_is_tuned_exported_read_by_transformers_and_tuned_f
         assert model(input_ids=batch, labels=batch).loss.item() == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.parametrize("four_bit", [[], ["--four-bit"]])
+def test_adapters_are_trained_over_a_sharded_base_and_read_by_peft(four_bit, tmp_path):
+    peft = pytest.importorskip("peft")
+    if four_bit:
+        pytest.importorskip("bitsandbytes")
+    out = tmp_path / "adapters"
+    losses = run_ranks(2, example, "lora", "--steps", "12", "--out", str(out), *four_bit)
+    assert all(row[-1] < row[0] - 0.2 for row in losses)
+    assert peft.PeftConfig.from_pretrained(out).r == 8
+    held = sum(tensor.numel() for tensor in peft.load_peft_weights(str(out), device="cpu").values())
+    assert held == 17_408  # of all linear layers of two blocks
+
+
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
 
@@ -233,8 +246,16 @@ def run_blocks(page: str) -> int:
 PAGES = ["README.md", *sorted(page.as_posix() for page in DOCS if "\n```python" in (ROOT / page).read_text())]
 
 
+NEEDED = {  # what a page imports, where it is no dependency
+    "docs/huggingface.md": ("accelerate", "transformers"),
+    "docs/peft.md": ("peft", "transformers", "bitsandbytes"),
+}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_on_the_page_runs_on_two_ranks(page, tmp_path):
+    for name in NEEDED.get(page, ()):
+        pytest.importorskip(name)
     assert min(run_ranks(2, run_page, page, str(tmp_path))) > 0
 
 
@@ -271,8 +292,8 @@ def test_links_in_the_documentation_lead_somewhere(page):
     assert [(path, section) for path, section in targets if section and section not in sections(path)] == []
 
 
-WITH_CONTENTS = ["checkpoints", "gradients", "migration", "optimizers", "precision", "promises", "reports", "shard",
-                 "stage3", "troubleshooting"]  # fmt: skip
+WITH_CONTENTS = ["checkpoints", "gradients", "huggingface", "migration", "optimizers", "precision", "promises",
+                 "reports", "shard", "stage3", "troubleshooting"]  # fmt: skip
 
 
 @pytest.mark.parametrize("page", WITH_CONTENTS)

@@ -70,7 +70,7 @@ def test_the_defaults_are_well():
         ({"zero": {"mesh": "tp=2", "sequence": True, "activations": "partition"}}, "splits block inputs"),
         ({"zero": {"mesh": "shard=2", "sequence": True}}, "--sequence splits along the ranks of tp"),
         ({"zero": {"mesh": "shard"}}, "is not like replica=2,shard=4"),
-        ({"zero": {"bucket_mb": 0.0}}, "try 32"),
+        ({"zero": {"bucket_mb": 0.0}}, "try 128"),
         ({"steps": {"global_batch": 20, "micro_batch": 8}}, "batches that are: 16, 32, 48; or --micro-batch 5"),
         ({"steps": {"global_batch": 32, "accumulation": 3}}, "leave one of them out"),
         ({"steps": {"steps": 0}}, "--steps 0 is out of range; use a number of at least 1"),

@@ -53,6 +53,6 @@ def test_signatures_and_examples_are_as_they_were_written() -> None:
     assert "onefold.shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT\n" in page
     assert "onefold.full_parameters(model: nn.Module, write: bool = False) -> ContextManager[None]\n" in page
     assert "    shard_bytes: int = 5000000000,\n" in page, "a constant by its value"
-    assert "- `bucket_bytes: int = 32 << 20`:\n" in page, "a default as it was written"
+    assert "- `bucket_bytes: int = 128 << 20`:\n" in page, "a default as it was written"
     assert "- `load_notes" not in page, "internal"
     assert page.count("```pycon\n>>> import ") == page.count("```pycon\n"), "each example imports what it needs"

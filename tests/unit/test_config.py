@@ -17,7 +17,7 @@ KNOWN_STAGES = ", ".join(map(str, STAGES))
 
 BAD = [
     *[("stage", value, f"use one of {KNOWN_STAGES}") for value in (-1, 7, "2", None, True, 1.0, [1])],
-    *[("bucket_bytes", value, "try 32 << 20") for value in (0, -1, 1e6, "32MB", None, True)],
+    *[("bucket_bytes", value, "try 128 << 20") for value in (0, -1, 1e6, "32MB", None, True)],
     *[("buffers", value, "use one of 'local', 'rank0'") for value in ("rank1", None, True, ["local"])],
     *[("sync", value, "use one of 'rank0', 'check'") for value in ("rank1", None, False, 0)],
     *[("timeout_s", value, "try 600") for value in (0, -1.0, NAN, INF, "600", None, True, 1e300)],

@@ -25,6 +25,7 @@ BY_THE_CALLER = {  # situations that only the code that makes the call can see
 ABOUT_CONTENT = {
     "activations/store.py": 1,  # a block writes to its input
     "comm/mesh.py": 2,  # no process group: there is no model yet
+    "hf/accelerator.py": 3,  # optimizers that were not prepared, parameters of none, a call of DDP's
     "model/tree.py": 2,  # a parameter was added, replaced or removed
     "observe/profiling/profile.py": 3,  # the profiler's own life
     "offload/disk.py": 2,  # the files' own life
@@ -37,6 +38,7 @@ ABOUT_CONTENT = {
     "runtime/full_parameters.py": 1,  # a parameter split along an unknown dim
     "runtime/hooks.py": 1,  # assign=True
     "runtime/moves.py": 1,  # .to() and .half()
+    "runtime/quantized_modules.py": 1,  # .to() of a 4-bit weight
     "runtime/refusals.py": 1,  # the table's own
     "runtime/user_writes.py": 1,  # a write inside a context for reading
     "state/flat_parameters.py": 2,  # a parameter left its buffer, or was written

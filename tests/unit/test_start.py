@@ -9,7 +9,7 @@ from onefold.cli.main import COMMANDS
 from tests.harness.patience import PATIENCE_S
 
 SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.pipelining", "sympy",
-        "matplotlib", "transformers")  # fmt: skip
+        "matplotlib", "transformers", "accelerate", "lightning", "ray")  # fmt: skip
 LOADED = """
 import importlib, json, sys, torch
 before = set(sys.modules)
@@ -37,3 +37,9 @@ def test_what_is_loaded_late_is_there_when_it_is_asked_for():
     assert all(hasattr(onefold, name) for name in onefold.__all__)
     assert onefold.PipelineStage.__module__ == "onefold.parallel.pipeline"
     assert not hasattr(onefold, "PipelineStages")
+
+
+def test_without_lightning_its_door_says_what_to_install():
+    code = "import sys; sys.modules['lightning'] = None; import onefold.lightning"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1 and "pip install 'lightning>=2.6'" in done.stderr.splitlines()[-1]

@@ -96,7 +96,7 @@ class Work:
     numel: int | None = None
     shape: Shape | None = None
     module: Module | None = None
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = 128 << 20
     shared_bytes: int | None = None  # neighbouring blocks share units up to so many bytes; None: `bucket_bytes`
     auto_wire: bool = False  # where NCCL sums, 16-bit gradients travel in fp32: Precision(wire=…) says nothing
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)

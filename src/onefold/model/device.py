@@ -63,7 +63,10 @@ def check_device(wanted: Any) -> None:
 def move(model: nn.Module, device: torch.device) -> None:
     """Moves a model that is elsewhere to the device, in place; a model on the meta device is filled there later."""
     if any(tensor.device.type != "meta" and tensor.device != device for tensor in model.parameters()):
-        model.to(device)
+        if any(tensor.is_meta for tensor in model.parameters()):
+            model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        else:
+            model.to(device)
 
 
 def warn_of_idle_gpu(device: torch.device, world: Comm, *, meta: bool) -> None:

@@ -4,7 +4,8 @@ The full model is never in memory: a module's parameters are allocated, initiali
 keeps one shard of them. They are initialised from a state dict or safetensors file, one tensor at a time, or by the
 module's own `reset_parameters`, or by a function of the user. Random numbers are seeded by (seed, module name), and a
 DTensor is initialised as a full tensor before it is split, so the values are the same on every rank, at every number of
-ranks, every stage and every "tp". A parameter that stays uninitialised raises an error that names it.
+ranks, every stage and every "tp". A parameter that stays uninitialised raises an error that names it. Of values that
+can be read by ranges a rank reads only the elements that it will keep.
 """
 
 from __future__ import annotations
@@ -14,22 +15,34 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from onefold.cost.layout import Span
 from onefold.errors import ConfigError, ModelError
 from onefold.model.dtensor_shards import distribute_like, is_dtensor, replace_in_place
 from onefold.settings.zero import Source
 
 
-class Builder:
-    """Allocates and initialises parameters, module by module, when they are needed."""
+@runtime_checkable
+class ReadsRanges(Protocol):
+    """Values by name, of which a part can be read."""
 
-    def __init__(self, model: nn.Module, device: torch.device, source: Source, seed: int) -> None:
-        self._device, self._seed = device, seed
+    def read_range(self, name: str, shape: torch.Size, span: Span) -> Tensor | None:
+        """These elements of a tensor of this shape, in row-major order; None if they cannot be read on their own."""
+
+
+class Builder:
+    """Allocates and initialises parameters, module by module, when they are needed. `kept` has, by the names of
+    parameters, the elements that this rank will keep; it keeps all of the others."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, source: Source, seed: int, kept: Mapping[str, Span]
+    ) -> None:
+        self._device, self._seed, self._kept = device, seed, kept
         self._init = source if callable(source) else None
         self._values: Mapping[str, Tensor] | None = source if isinstance(source, Mapping) else None
         if isinstance(source, str | Path):
@@ -113,6 +126,8 @@ class Builder:
                     f"{full} is not in the state dict of shard(init=…), which has {len(self._values)} other tensors; "
                     f"give one of this model"
                 )
+            if self._fill_range(known[0], own[name]):
+                continue
             value = self._values[known[0]]
             if value.shape != own[name].shape:
                 raise ModelError(
@@ -121,6 +136,19 @@ class Builder:
                 )
             with torch.no_grad():
                 own[name].copy_(value)
+
+    def _fill_range(self, name: str, param: Tensor) -> bool:
+        """Reads what this rank keeps of a parameter, and sets the rest to zero. False if all of it must be read."""
+        span = next((self._kept[alias] for alias in self._aliases.get(id(param), []) if alias in self._kept), None)
+        values: object = self._values
+        if span is None or not isinstance(values, ReadsRanges) or not param.is_contiguous():
+            return False
+        part = values.read_range(name, param.shape, span)
+        if part is None:
+            return False
+        with torch.no_grad():
+            param.zero_().view(-1)[span.start : span.stop] = part.to(param.device)
+        return True
 
 
 class Safetensors(Mapping[str, Tensor]):

@@ -16,6 +16,7 @@ from onefold.model.blocks import block_of, find_blocks
 from onefold.model.device import check_device
 from onefold.model.dtensor_shards import check, local_tensor, split_info
 from onefold.model.inputs import chosen_inputs
+from onefold.model.quantized import check_quantized, keep_dtype
 from onefold.model.storage import dense_stride
 from onefold.model.unit_spec import UnitSpec, place
 from onefold.settings.precision import Precision
@@ -57,8 +58,7 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     named = list(model.named_parameters())
     if not named:
         raise ModelError(f"{type(model).__name__} has no parameters: nothing to shard")
-    device = next((param for _, param in named if param.requires_grad), named[0][1]).device
-    meta = device.type == "meta"
+    device, meta = _device(named, settings)
     for name, tensor in [*named, *model.named_buffers()]:
         _check_values(name, tensor, meta)
         check(name, tensor, tp_ranks)
@@ -67,10 +67,10 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     if isinstance(policy.cast_inputs, tuple):
         chosen_inputs(model.forward, policy.cast_inputs)  # raises if there is no such input
     kept_fp32, modules = policy.kept(model), dict(model.named_modules())
-    kept = {id(param) for name in kept_fp32 for param in modules[name].parameters()}
+    kept = {id(param) for name in kept_fp32 for param in modules[name].parameters()} | keep_dtype(model)
     dtypes = {name: _target(param, policy, id(param) in kept) for name, param in named}
     for name, param in named:
-        _check_parameter(name, param, device, policy)
+        _check_parameter(name, param, param.device if meta and param.is_meta else device, policy)
     if not meta:
         _check_overlap([*named, *model.named_buffers()])
     if settings.init is not None and not meta:
@@ -84,6 +84,9 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     ]
     layouts = plan_units(params, ranks, settings.bucket_bytes, replicas, shared_bytes=settings.shared_bytes)
     units = _units(layouts, params, dict(named), dtypes, settings)
+    flat = {slot.name for unit in units if unit.flat for slot in unit.layout.slots}
+    for name, param in named:
+        check_quantized(name, param, flat=name in flat)
     lines = settings.describe() + [
         f"parameter {split_info(name, param)}, strides {dense_stride(param)}, {dtypes[name]}" for name, param in named
     ]
@@ -98,6 +101,16 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
         kept_fp32=tuple(kept_fp32), dtypes={name: param.dtype for name, param in named},
         lines=tuple(lines),
     )  # fmt: skip
+
+
+def _device(named: Sequence[tuple[str, nn.Parameter]], settings: Zero) -> tuple[torch.device, bool]:
+    """The device that parameters are on, and whether some are to be filled. Where `init` has values by name, a model
+    may be partly on the meta device: what is real keeps its values."""
+    first = next((param for _, param in named if param.requires_grad), named[0][1]).device
+    if not isinstance(settings.init, Mapping):
+        return first, first.type == "meta"
+    real = (param.device for _, param in named if param.device.type != "meta")
+    return next(real, first), any(param.device.type == "meta" for _, param in named)
 
 
 def _units(
@@ -190,6 +203,7 @@ def _check_parameter(name: str, param: nn.Parameter, device: torch.device, polic
 
 def check_trainable(name: str, param: nn.Parameter, policy: Precision) -> None:
     """Raises if a parameter has a dtype that cannot be trained."""
+    check_quantized(name, param)
     if param.dtype not in TRAINED_DTYPES and param.dtype is not policy.compute:
         remedy = "keep it as two real ones (torch.view_as_real)" if param.is_complex() else "call model.float() first"
         raise ModelError(

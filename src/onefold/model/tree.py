@@ -64,7 +64,8 @@ class ParameterTree:
         raise StateError(
             f"{', '.join(changed[:5]) or 'a parameter'} was added, replaced or removed after shard() (or swapped by "
             f"torch.func.functional_call, which trains plain tensors, at stages 0 to 2); change values in place "
-            f"(param.copy_ under no_grad), or change the model before shard()"
+            f"(param.copy_ under no_grad), or change the model (add adapters, merge them) before shard() or after "
+            f"onefold.unshard(model)"
         )
 
 

@@ -79,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._engine = engine_of(model)
         engine.check(Call.OPTIMIZER)
         groups = None if groups is None else [_listed(group) for group in groups]
-        engine.follow_unfreezing(_ids_of(groups or []))
+        engine.unfreezing.follow(_ids_of(groups or []))
         engine.freezing.train_again()
         self._stepped = False  # the last step() was not skipped by the host
         self._tried = 0  # steps, taken or skipped
@@ -224,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
         param_group = _listed(param_group)
         if self._agreed:
             self._check_state()
-            self._engine.follow_unfreezing(_ids_of([param_group]))
+            self._engine.unfreezing.follow(_ids_of([param_group]))
         try:
             self._add_group(param_group)
         except Exception as mistake:

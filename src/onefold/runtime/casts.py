@@ -96,7 +96,7 @@ def _load_masters(
         if place is None:
             if param.requires_grad and param.dtype is engine.resolved.precision.compute and value.dtype != param.dtype:
                 value = _local(prefix + name, value, param).detach().to(param.device, torch.float32, copy=True)
-                engine.keep_loaded(param, value)
+                engine.unfreezing.keep_loaded(param, value)
                 state[prefix + name] = wrapped(param, narrowed(value, param.dtype))
             continue
         unit = engine.units[place.unit]

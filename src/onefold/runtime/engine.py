@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ from onefold.runtime.attachments import Attachments
 from onefold.runtime.backward import Backward
 from onefold.runtime.done_alike import DoneAlike
 from onefold.runtime.freezing import Freezing
+from onefold.runtime.no_unfreezing import NoUnfreezing
 from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.order_agreement import agree_on_order
 from onefold.runtime.parameter_checks import ParameterChecks
@@ -83,9 +84,7 @@ class Engine:
         self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
         self.alike = DoneAlike(self.everyone, self.optimizers.groups, lambda: self.accumulating.wide_sums)
         self._gradients_used = False  # by a step(), since a backward brought them
-        self._still_frozen: list[nn.Parameter] = []  # beside others of their unit that have been unfrozen
-        self.loaded_unfrozen: dict[int, Tensor] = {}  # see `keep_loaded`
-        self._unfreeze: Callable[[], None] | None = None  # what makes trained units of parameters that were unfrozen
+        self.unfreezing = NoUnfreezing()
         self.ended = False  # by unshard()
         self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
         self.broken: Situation | None = None  # why the values are of no use
@@ -193,62 +192,13 @@ class Engine:
 
     # -- units that change ------------------------------------------------------------------------------------------
 
-    def when_unfrozen(self, unfreeze: Callable[[], None]) -> None:
+    def follow_unfreezing(self, unfreezing: NoUnfreezing) -> None:
         """What to do when parameters that were frozen in shard() train."""
-        self._unfreeze = unfreeze
+        self.unfreezing = unfreezing
 
     def unfrozen_names(self) -> list[str]:
         """Names of parameters that were frozen, and are not now."""
         return self._checks.unfrozen()
-
-    @property
-    def never_trained(self) -> set[str]:
-        """Names of parameters that have been frozen since shard(), in units that train because others of theirs were
-        unfrozen."""
-        frozen = {id(param) for param in self._still_frozen if not param.requires_grad}
-        return {name for name, param in zip(self.names, self.params, strict=True) if id(param) in frozen}
-
-    def keep_loaded(self, param: nn.Parameter, value: Tensor) -> None:
-        """A state dict has fp32 values of a parameter that has been unfrozen and has no master yet."""
-        self.loaded_unfrozen[id(param)] = value
-
-    def follow_unfreezing(self, taken: frozenset[int] = frozenset(), *, in_forward: bool = False) -> None:
-        """Lets parameters train that have been unfrozen. Those whose ids are `taken` are about to join a param group;
-        the others join the Optimizer that was made for all that train. Collective; with `in_forward` if there are any,
-        and then a rank that sees none hears of it when it steps."""
-        names = self.unfrozen_names() if self._unfreeze is not None else []
-        if names and in_forward:
-            self.check(Call.UNFREEZE)
-            self._tell_unfreezing(names)
-        if self._unfreeze is not None and (names or not in_forward):
-            self._unfreeze()
-        changed = bool(names)
-        if changed or any(param.requires_grad for param in self._still_frozen):
-            self._still_frozen = [param for param in self._still_frozen if not param.requires_grad]
-            self.optimizers.adopt(taken)
-        self.loaded_unfrozen.clear()
-
-    def _tell_unfreezing(self, names: Sequence[str]) -> None:
-        """Raises on every rank unless all see these parameters unfrozen. A rank that sees none runs its step: this rank
-        takes part in its messages, with zeros, until the flags that ranks exchange. Collective."""
-        if self.everyone.size == 1 or not self.updates.keeps_gradients or self.unsharding.gathers.negotiate:
-            return
-        with torch.no_grad(), self.alike.unfreezing(names):
-            self.drop_gradients()
-            if self.unsharding.units:
-                self.unsharding.skip_forward_and_backward()
-            units = len(self.units)
-            try:
-                while True:
-                    self._open_reductions()
-                    self.schedule.flush(start=True)
-                    heard = self.used.agree(self.everyone, (), bytes(units) + self.alike.said(), more=False)
-                    if not heard.more:
-                        break
-                    self.schedule.reduce_late(heard.others[:units])
-                self.alike.compare(heard.others[units:])
-            finally:
-                self.drop_gradients()
 
     def prepare_units_change(self) -> None:
         """Waits for all that is in flight, and drops gradients: the units of the model are about to change."""
@@ -259,8 +209,6 @@ class Engine:
 
     def change_units(self, resolved: Resolved, units: Sequence[Unit]) -> None:
         """The model has other units from now on; Optimizers and EMAs follow. Detaches the engine from the model."""
-        known = {id(param) for param in self.params}
-        self._still_frozen += [p for u in units if u.trained for p in u.params if id(p) not in known]
         accumulating = self.accumulating
         self.unsharding.retire()
         self.attachments.remove()
@@ -291,7 +239,7 @@ class Engine:
         self.optimizers.forget_freed()
         self.freezing.follow()
         if torch.is_grad_enabled():
-            self.follow_unfreezing(in_forward=True)
+            self.unfreezing.follow(in_forward=True)
             self._dropped.clear()
             swapped = set() if self.unsharding.units else self._checks.swapped()
             self.trains = not swapped or not swapped.issuperset(map(id, self.params))
@@ -328,7 +276,7 @@ class Engine:
         if self.progress.phase is Phase.REDUCTIONS_STARTED:
             self._hear(Call.BACKWARD)
             self.progress.move(Event.LATE_REDUCED)
-        self._open_reductions()
+        self.open_reductions()
 
     def _hear(self, call: Call) -> Heard:
         """Between two backwards of a step, and at the step: hear what ranks used, and reduce what came late."""
@@ -355,7 +303,8 @@ class Engine:
         else:
             self.accumulating.keep_wide_sums_everywhere()
 
-    def _open_reductions(self) -> None:
+    def open_reductions(self) -> None:
+        """Reductions of a backward, or of one that this rank takes part in with zeros, may start from here on."""
         self.comms.shard.reductions_wait()  # their memory was read by the last step
         self.comms.replica.reductions_wait()
         self.schedule.begin(final=self.accumulating.final)
@@ -384,7 +333,7 @@ class Engine:
         self._join_missed_reductions(call)
         if self.updates.keeps_gradients:
             while self._hear(call).more:  # another rank has more micro-batches: join its reductions, with zeros
-                self._open_reductions()
+                self.open_reductions()
                 self.schedule.flush(start=True)
             self.tied.sum()
         else:  # what ranks used of a unit travelled beside its reduction, the only one
@@ -560,3 +509,8 @@ def engine_of(model: nn.Module) -> Engine:
     if engine is None:
         raise ModelError(f"{type(model).__name__} has not been sharded; call onefold.shard(model, ...) first")
     return engine
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True if shard() has the model."""
+    return ATTRIBUTE in model.__dict__

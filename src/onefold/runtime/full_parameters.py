@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA
 
 from onefold.comm.meter import Label
-from onefold.errors import StateError
+from onefold.errors import ConfigError, StateError
 from onefold.model.dtensor_shards import local_tensor
 from onefold.runtime.engine import Engine, engine_of
 from onefold.runtime.refusals import Call
 from onefold.runtime.user_writes import begin_writes, keep_writes, refuse_writes, take_writes
 
 NOTHING = torch.empty(0)
+TRAINABLE = "trainable"  # only=: without frozen parameters
 
 
 @contextmanager
@@ -55,12 +56,14 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, every_rank: bool = False, only: str | None = None) -> dict[str, Any]:
     """The unsharded state dict of the model, in rank 0's host memory; other ranks get an empty dict, or with
     `every_rank` the same one, which `model.load_state_dict` takes back.
 
-    It is collected one unit at a time. Where 16 bits compute, parameters come from the fp32 master. In a pipeline the
-    first rank of each stage gets the state of its part, or with `every_rank` all its ranks do. Collective.
+    It is collected one unit at a time. Where 16 bits compute, parameters come from the fp32 master. With
+    only="trainable" it holds the parameters that require grad, and nothing of a frozen base is gathered: adapters for
+    `model.save_pretrained(folder, state_dict=…)` of PEFT. In a pipeline the first rank of each stage gets the state of
+    its part, or with `every_rank` all its ranks do. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -70,6 +73,8 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
     """
     engine = engine_of(model)
     engine.check(Call.FULL_STATE_DICT)
+    if only not in (None, TRAINABLE):
+        raise ConfigError(f"only={only!r} is unknown; use {TRAINABLE!r}, or leave it out to have everything")
     engine.quiesce()
     near = every_rank or engine.everyone.rank == 0  # a rank of a "tp" group that needs its split tensors
     wanted = every_rank or (near and engine.comms.tp.rank == 0)
@@ -77,7 +82,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
     copies: dict[int, Tensor] = {}
 
     def copy(name: str, param: nn.Parameter, local: Tensor) -> None:
-        if near:
+        if near and (only is None or param.requires_grad):
             whole = gather_over_tp(engine, name, local)
             copies[id(param)] = whole.to("cpu", copy=True) if wanted else NOTHING
 
@@ -91,18 +96,21 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, 
         for slot, param, view in zip(unit.layout.slots, unit.params, unit.unsharded_master(), strict=True):
             copy(slot.name, param, view)
     for index, unit in enumerate(engine.unsharding.units):
-        if unit in narrow:
+        if unit in narrow or (only and not any(param.requires_grad for param in unit.params)):
             continue
         engine.unsharding.gathers.unshard(index)
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             copy(slot.name, param, local_tensor(param).detach())
         engine.unsharding.gathers.reshard(index)
     for name, param in model.named_parameters():  # frozen or replicated parameters
-        if near and id(param) not in copies:
+        if near and id(param) not in copies and (only is None or param.requires_grad):
             copy(name, param, local_tensor(param).detach())
     if not wanted:
         return {}
-    state: dict[str, Any] = {n: copies[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
+    named = model.named_parameters(remove_duplicate=False)
+    state: dict[str, Any] = {name: copies[id(param)] for name, param in named if id(param) in copies}
+    if only:
+        return state
     buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()}
     return state | buffers | extra_states(model)
 

@@ -26,13 +26,15 @@ from onefold.model.survey import ATTRIBUTE
 from onefold.runtime.calls import Around, skip_frames, surround
 from onefold.runtime.casts import attach_casts
 from onefold.runtime.engine import Engine
+from onefold.runtime.lookups import intercept_lookups
 from onefold.runtime.methods import attach_methods
 from onefold.runtime.moves import guard_moves
 from onefold.runtime.phases import Phase
+from onefold.runtime.quantized_modules import attach_quantized
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.saved_views import copy_for_safetensors
 from onefold.runtime.uncopied import Uncopied
-from onefold.runtime.unsharding import in_backward, intercept_lookups
+from onefold.runtime.unsharding import in_backward
 from onefold.state.guarded_parameters import no_guard
 from onefold.state.unit import Unit
 
@@ -59,6 +61,7 @@ def attach(engine: Engine) -> None:
     added.attribute(model, ATTRIBUTE, engine)
     added.attribute(model, "__deepcopy__", engine.refuse_copy)
     guard_moves(engine)
+    attach_quantized(engine)
     added.attribute(model, "zero_grad", partial(_zero_grad, engine, model.zero_grad))
 
 

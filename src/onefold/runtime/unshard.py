@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from onefold.comm.agreement import on_all
 from onefold.model.dtensor_shards import local_tensor, set_local_tensor
+from onefold.model.quantized import release_constants
 from onefold.runtime.engine import Engine, engine_of
 from onefold.runtime.refusals import Call
 from onefold.state.unit import Unit
@@ -54,6 +55,7 @@ def _make_plain(engine: Engine) -> None:
         if param.dtype is not dtypes[name]:
             set_local_tensor(param, local_tensor(param).detach().to(dtypes[name]))
     engine.end()
+    release_constants(engine.model)
 
 
 def part(engine: Engine, units: Mapping[Unit, Sequence[torch.dtype]]) -> None:

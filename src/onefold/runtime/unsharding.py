@@ -21,19 +21,18 @@ inputs of the module have their gradients. The rest is resharded when backward e
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onefold.comm.communicator import Comm
 from onefold.comm.inflight import finish_posted_at_exit
 from onefold.comm.meter import Label
 from onefold.model.containers import as_list
 from onefold.model.dtensor_shards import PLAIN, local_tensor
-from onefold.runtime.attachments import Attachments
 from onefold.runtime.gather_schedule import BACKWARD, FORWARD, LOAD, NONE, GatherSchedule
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.unit_order import with_missing
@@ -431,36 +430,5 @@ class Unsharding:
         self._pinned.clear()
 
 
-class GatheringDict(dict[str, "nn.Parameter | None"]):
-    """A module's `_parameters`; a look-up of a parameter unshards its unit while the model runs."""
-
-    def __init__(self, params: dict[str, nn.Parameter | None], unsharding: Unsharding, units: dict[str, int]) -> None:
-        super().__init__(params)
-        self._unsharding, self._unit_of = unsharding, units
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        if torch.compiler.is_compiling():  # no guards on units: equal blocks share a graph, and the guard sees any use
-            return dict.__getitem__(self, name)
-        index = self._unit_of.get(name)
-        if index is not None:
-            self._unsharding.look_up(index)
-        return dict.__getitem__(self, name)
-
-
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def intercept_lookups(
-    modules: Iterator[nn.Module], unit_of: dict[int, int], unsharding: Unsharding, attachments: Attachments
-) -> None:
-    """Replaces `_parameters` of every module that owns sharded parameters by a GatheringDict."""
-    for module in modules:
-        units = {name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of}
-        if units:
-            module.__dict__["_parameters"] = GatheringDict(module._parameters, unsharding, units)
-            attachments.change(partial(_restore_lookups, module))
-
-
-def _restore_lookups(module: nn.Module) -> None:
-    module.__dict__["_parameters"] = dict(module._parameters)

@@ -11,6 +11,7 @@ from torch import nn
 
 from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comms
+from onefold.cost.layout import Span
 from onefold.cost.states import updated_numel
 from onefold.model.dtensor_shards import local_tensor, set_local_tensor
 from onefold.model.meta import Builder
@@ -19,7 +20,7 @@ from onefold.model.unit_spec import UnitSpec
 from onefold.offload.host_memory import trim_heap
 from onefold.offload.tiers import Tiers
 from onefold.settings.offload import Offload
-from onefold.settings.placement import Tier
+from onefold.settings.placement import Scope, Tier
 from onefold.settings.precision import Precision
 from onefold.state.rounding import narrowed
 from onefold.state.unit import Unit
@@ -31,7 +32,9 @@ def build_units(model: nn.Module, resolved: Resolved, comms: Comms, pool: Pool, 
     """The units that have flat buffers, in registration order. Frozen parameters that stay replicated are cast to what
     they compute in, where they are."""
     settings, precision = resolved.settings, resolved.precision
-    builder = Builder(model, resolved.device, settings.init, settings.seed) if resolved.meta else None
+    builder = None
+    if resolved.meta:
+        builder = Builder(model, resolved.device, settings.init, settings.seed, _kept(resolved, comms.shard.rank))
     params, units = dict(model.named_parameters()), []
     _reserve(resolved, comms.shard.rank, tiers)
     for spec in resolved.units:
@@ -60,6 +63,14 @@ def build_unit(
     return Unit(
         spec.layout, params, spec.placement, comms.shard, comms.replica, pool, dtypes, tiers, trained=spec.trained
     )
+
+
+def _kept(resolved: Resolved, rank: int) -> dict[str, Span]:
+    """The elements that `rank` keeps of each parameter that is sharded; a DTensor is split before it is sharded."""
+    sharded = [spec.layout for spec in resolved.units if spec.placement.parameters is Scope.SHARDED]
+    kept = {slot.name: Span(0, 0) for layout in sharded for slot in layout.slots}
+    kept |= {piece.name: piece.elements for layout in sharded for piece in layout.pieces(rank)}
+    return {name: span for name, span in kept.items() if name not in resolved.tensor_shards}
 
 
 def _reserve(resolved: Resolved, rank: int, tiers: Tiers) -> None:

@@ -138,8 +138,7 @@ class Gradients:
         if not self._local.add(index, grad):
             self._local = self._flatten(self._local)
             self._local.add(index, grad)
-        if self._written.event is not None:
-            self._written.event.record()
+        self._written.record()
 
     def _open_local(self) -> FlatSum | UnflattenedSum:
         first = self.state is GradientState.EMPTY and not self._in_flight

@@ -37,9 +37,11 @@ NO_VALUES = DESCRIBE | AUTOGRAD | {f"{name}_like" for name in CREATE} | {f"new_{
 
 
 class ShardedParameter(nn.Parameter):
-    """A guarded parameter. `guard` is set in a subclass for each unit; it does not keep the unit alive."""
+    """A guarded parameter. `guard` and `plain` are set in a subclass for each unit and class of parameters; `guard`
+    does not keep the unit alive."""
 
     guard: Callable[[], ParameterGuard | None]
+    plain: type[nn.Parameter]  # its class while it is not guarded
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedParameter({tuple(self.shape)}, {self.dtype}: each rank holds its shard)"
@@ -105,8 +107,16 @@ class ParameterGuard:
 
     def __init__(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> None:
         self._params, self._names, self.is_set = list(params), list(names), False
-        self._class = type("ShardedParameter", (ShardedParameter,), {"guard": staticmethod(weakref.ref(self))})
+        self._classes = {type(param): self._guarded(type(param)) for param in params if _may_be_guarded(type(param))}
         self._on_use: OnUse | None = None
+
+    def _guarded(self, plain: type[nn.Parameter]) -> type[ShardedParameter]:
+        """The class of guarded parameters that are otherwise `plain`; a subclass of nn.Parameter keeps its name and
+        attributes, by which libraries know it."""
+        own = plain is not nn.Parameter
+        bases = (ShardedParameter, plain) if own else (ShardedParameter,)
+        members = {"guard": staticmethod(weakref.ref(self)), "plain": plain}
+        return type(plain.__name__ if own else "ShardedParameter", bases, members)
 
     def ask(self, on_use: OnUse) -> None:
         self._on_use = on_use
@@ -114,21 +124,27 @@ class ParameterGuard:
     def set(self) -> None:
         self.is_set = True
         for param in self._params:
-            if type(param) is nn.Parameter:
-                param.__class__ = self._class
+            if guarded := self._classes.get(type(param)):
+                param.__class__ = guarded
 
     def lift(self) -> None:
         if self.is_set:
             self.is_set = False
             for param in self._params:
                 if isinstance(param, ShardedParameter):
-                    param.__class__ = nn.Parameter  # type: ignore[assignment]
+                    param.__class__ = type(param).plain  # type: ignore[assignment]
 
     def run(self, param: nn.Parameter, use: str, run: Callable[[], T]) -> T:
         """An operation uses the values of a guarded parameter."""
         assert self._on_use is not None
         place = next(place for place, one in enumerate(self._params) if one is param)
         return self._on_use(self._names[place], use, run)
+
+
+def _may_be_guarded(cls: type[nn.Parameter]) -> bool:
+    """Whether a class of parameters is nn.Parameter, or made of it in Python: not a DTensor, or another tensor around
+    tensors."""
+    return issubclass(cls, nn.Parameter) and cls.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
 
 
 def no_guard() -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ them: there the sum over ranks runs in fp32, is scaled, and is rounded once.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Reducer:
         self.trivial = mean == 1.0  # a sum over one rank
         self.scale_before, self._scale_after = (1.0, mean) if self._narrow else (mean, 1.0)
 
-    @property
+    @cached_property
     def borrowed_bytes(self) -> int:
         """The most bytes that one reduction borrows."""
         numel = self._layout.numel + self._comm.scratch_numel(self._layout.shard_numel, self.wire)

@@ -161,7 +161,7 @@ class ZeroSettings:
     precision: str = "fp32"
     """fp32, bf16, or fp16 (with a loss scale); with 16 bits the optimizer updates fp32 master parameters."""
 
-    bucket_mb: float = 32.0
+    bucket_mb: float = 128.0
     """Largest unit (flat buffer of parameters), in MiB."""
 
     prefetch: int | str = 1
@@ -203,7 +203,7 @@ class ZeroSettings:
         if self.precision not in PRECISIONS:
             raise ConfigError(f"--precision {self.precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
         if not 1e-4 <= self.bucket_mb < 1e9:
-            raise ConfigError(f"--bucket-mb {self.bucket_mb:g} is not a size in MiB; try 32")
+            raise ConfigError(f"--bucket-mb {self.bucket_mb:g} is not a size in MiB; try 128")
         if self.reduce not in REDUCE:
             raise ConfigError(f"--reduce {self.reduce!r} is unknown; use one of {', '.join(REDUCE)}")
         fields: dict[str, Any] = {"stage": self.stage, "prefetch": self.prefetch, "activations": self.activations}

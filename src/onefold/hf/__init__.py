@@ -1,0 +1,27 @@
+"""Hugging Face: accelerate's Accelerator and transformers' Trainer, with Onefold in place of DDP."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onefold.hf.accelerator import Accelerator
+    from onefold.hf.loading import from_pretrained
+    from onefold.hf.trainer import Trainer, sharded
+
+__all__ = ["Accelerator", "Trainer", "from_pretrained", "sharded"]
+
+
+def __getattr__(name: str) -> Any:
+    """Each name when it is asked for: an Accelerate loop needs no transformers, and the launcher reads models first."""
+    if name == "Accelerator":
+        from onefold.hf.accelerator import Accelerator
+
+        return Accelerator
+    if name == "from_pretrained":
+        from onefold.hf.loading import from_pretrained
+
+        return from_pretrained
+    if name in ("Trainer", "sharded"):
+        from onefold.hf import trainer
+
+        return getattr(trainer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

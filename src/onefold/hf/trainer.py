@@ -1,0 +1,181 @@
+"""onefold.hf.sharded(): any transformers Trainer class, trained by Onefold in place of DDP.
+
+The new class puts one class before the Trainer's, which makes the Trainer build on onefold.hf.Accelerator. Private
+methods that it overrides were read in transformers 5.22.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import transformers
+from torch import nn
+
+from onefold import CheckpointError, Zero, full_parameters, load
+from onefold.hf.accelerator import Accelerator
+from onefold.hf.checkpoints import FOLDER, load_state, save_state
+from onefold.hf.fits import Step, check_fit
+from onefold.hf.optimizers import settings_of
+from onefold.hf.refusals import refuse_flags, refuse_instance
+from onefold.optim.elementwise import cost_of
+from onefold.runtime.engine import is_sharded
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object  # the Trainer class comes behind it
+
+PLAIN_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+
+
+class ShardedTrainer(Base):
+    """What comes before a Trainer class. `zero=` of a Trainer goes before the class's `default_zero`."""
+
+    default_zero: ClassVar[Zero | None] = None
+    model: Any  # of the Trainer: a model of transformers or of PEFT, or any module
+    optimizer: Any  # of the Trainer: a torch optimizer, and after prepare() a ShardedOptimizer
+
+    def __init__(self, *args: Any, zero: Zero | None = None, budget_bytes: int | None = None, **kwargs: Any) -> None:
+        """`budget_bytes` is what a step may take on each rank's device; train() raises at once if it takes more."""
+        refuse_instance(kwargs.get("optimizer_cls_and_kwargs"))
+        self.zero = zero or self.default_zero or Zero()
+        self._budget_bytes = budget_bytes
+        self._collected: dict[str, Any] | None = None  # the full state dict, while it is saved
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        refuse_flags(self.args)
+        super().create_accelerator_and_postprocess()
+        self.accelerator = Accelerator(zero=self.zero, **self._accelerator_settings)
+        self.gather_function = partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        self._accelerator_settings = super()._build_accelerator_args(**kwargs)
+        return self._accelerator_settings
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Any, Any]:
+        zero = self.accelerator.zero
+        if self._budget_bytes is not None and zero.stage != "auto" and not is_sharded(self.model):
+            optimizer = self.create_optimizer()
+            step = Step(
+                model=self.model, sample=self._sample(train_dataloader), ranks=self.accelerator.num_processes,
+                cost=cost_of(type(optimizer), settings_of(optimizer)), device=self.accelerator.device,
+                micro_batches=self.args.gradient_accumulation_steps,
+            )  # fmt: skip
+            check_fit(step, zero, self._budget_bytes)
+        return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _sample(self, loader: Any) -> Any:
+        """A batch of the first rows, as a step gets it. Random states stay as they are."""
+        with torch.random.fork_rng(devices=[]):
+            rows = [loader.dataset[number] for number in range(self._train_batch_size)]
+            return self._prepare_inputs(loader.collate_fn(rows))
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback. TRL's SyncRefModelCallback, which writes the reference model, does so unsharded."""
+        sync = getattr(callback, "sync_target_model", None)
+        if sync is not None:
+            callback.sync_target_model = partial(_synced, sync)
+        super().add_callback(callback)
+
+    # -- save --------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model so that from_pretrained() reads it. Collective: it collects the parameters on rank 0."""
+        self._collected = self.accelerator.get_state_dict(self.model)
+        try:
+            super().save_model(output_dir, _internal_call=_internal_call)
+        finally:
+            self._collected = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict=self._collected if state_dict is None else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_state(output_dir, [(self.model, [self.optimizer.optimizer])])
+        with self._optimizer_elsewhere():
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    # -- resume ------------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if (Path(resume_from_checkpoint) / FOLDER).is_dir():
+            return  # parameters come with the optimizer state, when the model is sharded
+        if is_sharded(self.model):
+            load(resume_from_checkpoint, self.model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (Path(checkpoint) / FOLDER).is_dir():
+            load_state(checkpoint, [(self.model, [self.optimizer.optimizer])])
+        elif checkpoint is not None and any((Path(checkpoint) / name).exists() for name in PLAIN_OPTIMIZER):
+            raise CheckpointError(
+                f"{checkpoint} holds the optimizer state of a Trainer without Onefold, and no folder {FOLDER}/; to go "
+                f"on with its weights and new moments remove {' and '.join(PLAIN_OPTIMIZER)} there"
+            )
+        with self._optimizer_elsewhere():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_best_model(self) -> None:
+        best = Path(str(self.state.best_model_checkpoint))
+        if (best / FOLDER).is_dir():
+            load(best / FOLDER, self.model)
+        else:
+            super()._load_best_model()
+
+    @contextmanager
+    def _optimizer_elsewhere(self) -> Iterator[None]:
+        """Inside, the Trainer writes and reads an optimizer file that says where the state is."""
+        optimizer, self.optimizer = self.optimizer, Elsewhere()
+        try:
+            yield
+        finally:
+            self.optimizer = optimizer
+
+
+def _synced(sync: Any, model: nn.Module, target: nn.Module, alpha: float) -> None:
+    """Runs `sync` on unsharded parameters, of which it writes the target's. Collective."""
+    with ExitStack() as unsharded:
+        for one, write in ((model, False), (target, True)):
+            if is_sharded(one):
+                unsharded.enter_context(full_parameters(one, write=write))
+        sync(model, target, alpha)
+
+
+class Elsewhere:
+    """Stands for an optimizer whose state is in the folder of a onefold checkpoint."""
+
+    def state_dict(self) -> dict[str, str]:
+        return {"onefold": f"the optimizer state is in the folder {FOLDER}/, which onefold.hf.Trainer reads"}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        pass
+
+
+def sharded(cls: type, zero: Zero | None = None) -> Any:
+    """A subclass of a transformers Trainer class that shards its model by Onefold.
+
+    `zero` are the settings of `onefold.shard`, by default Zero(); a Trainer of the class may get others as `zero=`.
+
+    >>> import transformers, onefold.hf
+    >>> trainer_class = onefold.hf.sharded(transformers.Seq2SeqTrainer, onefold.Zero(stage=3))
+    >>> issubclass(trainer_class, transformers.Seq2SeqTrainer)
+    True
+    """
+    if issubclass(cls, ShardedTrainer) and zero is None:
+        return cls
+    bases = (cls,) if issubclass(cls, ShardedTrainer) else (ShardedTrainer, cls)
+    return type(f"Sharded{cls.__name__}", bases, {"default_zero": zero, "__module__": __name__})
+
+
+Trainer = sharded(transformers.Trainer)

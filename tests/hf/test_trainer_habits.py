@@ -1,0 +1,211 @@
+"""What users of the Trainer rely on: evaluation, generation, early stopping, batch sizes that fit, compiled models."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import onefold
+import onefold.hf
+from tests.harness import run_ranks, run_ranks_raises
+from tests.hf.runs import STAGES, VOCABULARY, Run, Sentences, arguments, run, same, tiny, trained, trainer
+
+
+class Evaluated(NamedTuple):
+    before: float
+    predictions: torch.Tensor
+    after: float
+    metric: float
+
+
+def evaluated(stage: int | None, folder: str, flags: dict[str, Any]) -> Evaluated:
+    """An evaluation before training, predictions and an evaluation after it; ten sentences on two ranks, padded."""
+    one = trainer(stage, folder, {**flags, "per_device_eval_batch_size": 3}, compute_metrics=accuracy)
+    # accelerate's DDP is left out of a training that comes after an evaluation (transformers 5.22): another Trainer
+    first = one if stage is not None else trainer(stage, folder, {**flags, "per_device_eval_batch_size": 3})
+    before = first.evaluate()["eval_loss"]
+    one.train()
+    found = one.predict(Sentences(10))
+    after = one.evaluate()
+    return Evaluated(before, torch.tensor(found.predictions), after["eval_loss"], after["eval_accuracy"])
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:]).mean())}
+
+
+def of_stages(function: Any, stages: tuple[int | None, ...], *arguments: Any) -> list[Any]:
+    return [function(stage, *arguments) for stage in stages]
+
+
+def test_evaluation_before_and_after_training_and_predictions_are_those_of_ddp(tmp_path):
+    ranks = run_ranks(2, of_stages, evaluated, (None, *STAGES), str(tmp_path), {})
+    plain, *others = ranks[0]
+    assert plain.predictions.shape == (10, 16, VOCABULARY)
+    for one in [*others, *ranks[1][1:]]:
+        assert (one.before, one.after) == pytest.approx((plain.before, plain.after), abs=1e-6)
+        assert one.metric == plain.metric
+        assert torch.allclose(one.predictions, plain.predictions, atol=1e-5)
+        assert torch.equal(one.predictions, others[0].predictions)
+
+
+class Pairs(Sentences):
+    """Sentences for an encoder and a decoder, of different lengths."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = super().__getitem__(index)["input_ids"]
+        return {"input_ids": tokens, "labels": tokens[: 4 + index % 4]}
+
+
+def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad([row["input_ids"] for row in rows], batch_first=True),
+        "labels": pad([row["labels"] for row in rows], batch_first=True, padding_value=-100),
+    }
+
+
+def seq2seq(stage: int | None, folder: str) -> tuple[Run, torch.Tensor, list[int]]:
+    """A run that generates in evaluation and in a callback, there with another length on each rank."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    lengths: list[int] = []
+
+    class Generates(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **rest: Any) -> None:
+            more = 2 + 3 * args.process_index
+            tokens = model.generate(torch.ones(1, 4, dtype=torch.long), min_new_tokens=more, max_new_tokens=more)
+            lengths.append(tokens.shape[1])
+
+    cls, zero = transformers.Seq2SeqTrainer, {}
+    if stage is not None:
+        cls, zero = onefold.hf.sharded(cls), {"zero": onefold.Zero(stage=stage)}
+    flags = arguments(folder).to_dict()
+    args = transformers.Seq2SeqTrainingArguments(
+        **{name: flags[name] for name in ("output_dir", "max_steps", "learning_rate", "logging_steps", "report_to",
+           "disable_tqdm", "save_strategy", "use_cpu", "seed")}, predict_with_generate=True, generation_max_length=8,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    one = cls(model=model, args=args, train_dataset=Pairs(), data_collator=collate, callbacks=[Generates()], **zero)
+    found = trained(one)
+    return found, torch.tensor(one.predict(Pairs(6)).predictions), lengths
+
+
+def test_seq2seq_generates_in_evaluation_and_callbacks_at_every_stage(tmp_path):
+    ranks = run_ranks(2, of_stages, seq2seq, (None, *STAGES), str(tmp_path))
+    (plain, tokens, _), *others = ranks[0]
+    assert same([found for found, _, _ in others])
+    assert others[0][0].losses == pytest.approx(plain.losses, abs=1e-6)
+    assert all(torch.equal(one[1], tokens) for one in others)
+    assert [one[2] for one in others] == [[3] * 4] * 4
+    assert [one[2] for one in ranks[1][1:]] == [[6] * 4] * 4
+
+
+def stopped_early(stage: int, folder: str) -> int:
+    """Steps until evaluations got worse twice."""
+    import transformers
+
+    flags = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 20,
+        "load_best_model_at_end": True, "learning_rate": 0.05, "save_total_limit": 1, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    worse = {"train_dataset": [Sentences()[0]] * 64, "eval_dataset": Sentences(11)}
+    one = trainer(stage, folder, flags, callbacks=[transformers.EarlyStoppingCallback(2)], **worse)
+    one.train()
+    return one.state.global_step
+
+
+def test_early_stopping_stops_all_ranks_at_one_step(tmp_path):
+    found = [run_ranks(2, stopped_early, stage, str(tmp_path / str(stage))) for stage in (0, 3)]
+    assert found[0] == found[1] == [found[0][0]] * 2
+    assert found[0][0] < 20
+
+
+def out_of_memory(stage: int, folder: str) -> tuple[int, list[float]]:
+    """A model that takes two sentences at most, under auto_find_batch_size; it fails in the middle of its forward."""
+    model = tiny()
+
+    def refuse(module: Any, inputs: Any, output: Any) -> None:
+        if output.shape[0] > 2:
+            raise RuntimeError("CUDA out of memory.")
+
+    model.model.layers[0].mlp.register_forward_hook(refuse)
+    flags = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    one = trainer(stage, folder, flags, model=model)
+    one.train()
+    return one._train_batch_size, [row["loss"] for row in one.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_batch_size_that_fits_is_found(stage, tmp_path):
+    size, losses = run_ranks(2, out_of_memory, stage, str(tmp_path))[0]
+    assert size == 2
+    assert losses == run_ranks(2, run, stage, str(tmp_path))[0].losses
+
+
+def compiled(stage: int, folder: str) -> Run:
+    torch._dynamo.reset()
+    return run(stage, folder, {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2})
+
+
+def test_a_compiled_model_trains_the_same(tmp_path):
+    plain = run_ranks(2, run, 2, str(tmp_path), {"max_steps": 2})[0]
+    for stage in (0, 2, 3):
+        one = run_ranks(2, compiled, stage, str(tmp_path))[0]
+        assert one.losses == pytest.approx(plain.losses, abs=1e-5)
+
+
+def refused(what: str, folder: str) -> None:
+    """What users may ask a Trainer for that cannot be."""
+    if what == "fsdp":
+        args = arguments(folder, fsdp="full_shard")
+        onefold.hf.Trainer(model=tiny(), args=args, train_dataset=Sentences())
+    elif what == "bf16_full_eval":
+        trainer(2, folder, {"bf16_full_eval": True})
+    elif what == "adafactor":
+        run(2, folder, {"optim": "adafactor"})
+    elif what == "an instance":
+        model = tiny()
+        optimizer = torch.optim.AdamW(model.parameters())
+        trainer(2, folder, model=model, optimizer_cls_and_kwargs=(optimizer, {}))
+    elif what == "too large":
+        trainer(1, folder, budget_bytes=400_000).train()
+    elif what == "sharded":
+        onefold.init()
+        run(2, folder, build=lambda: onefold.shard(tiny(), stage=2))
+
+
+def fitting(folder: str) -> tuple[Run, Run]:
+    """A run with a budget that is enough, and one without a budget."""
+    return trained(trainer(1, folder, budget_bytes=10**9)), run(1, folder)
+
+
+def test_a_budget_that_is_enough_changes_nothing(tmp_path):
+    assert same(list(run_ranks(2, fitting, str(tmp_path))[0]))
+
+
+REFUSED = {
+    "fsdp": ("ConfigError", "TrainingArguments(fsdp=...) asks for another engine beside Onefold"),
+    "bf16_full_eval": ("ConfigError", "bf16_full_eval=True casts the model"),
+    "adafactor": ("OptimizerError", "Adafactor"),
+    "an instance": ("OptimizerError", "wants a class, found an instance of AdamW"),
+    "too large": ("ConfigError", "stage 1 will not fit: it needs "),
+    "sharded": ("ModelError", "was sharded by onefold.shard already"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_said_before_training(what, tmp_path):
+    kind, text = REFUSED[what]
+    for error in run_ranks_raises(2, refused, what, str(tmp_path)):
+        assert error.type_name == kind, error
+        assert text in error.message
+        assert "\n" not in error.message
