@@ -3,6 +3,7 @@
     python -m benchmarks.cpu                                    # both works, all systems that are installed
     python -m benchmarks.cpu --work 1x32 --systems ddp stage2   # mostly communication; 2x128 is mostly compute
     python -m benchmarks.cpu --systems stage3 stage3+prefetch0 stage3+prefetch2 --base stage3
+    python -m benchmarks.cpu --beside ../before --systems stage2 other:stage2 --base other:stage2  # two checkouts
     python -m benchmarks.cpu --quick                            # tiny, to see that it runs
 
 The processes of all systems are alive together and take turns step by step. Bytes on the wire come from a short run
@@ -19,7 +20,7 @@ from pathlib import Path
 from benchmarks.measure import Plan, at_least, folder, measure, present
 from benchmarks.results import shown_command
 from benchmarks.systems.loop import numel
-from benchmarks.systems.table import SYSTEMS
+from benchmarks.systems.table import SYSTEMS, add_other
 from benchmarks.turns import one_by_one, together
 from benchmarks.wire import wire_bytes
 from benchmarks.work import Work, two_ranks
@@ -29,11 +30,24 @@ USUAL = ("floor", "ddp", "zero1", "fsdp2", "deepspeed1", "deepspeed2", "deepspee
 PROCESS_BYTES = 250 << 20  # of Python and torch, beside the states
 
 
+def another_checkout(word: str) -> Path:
+    if not Path(word, "benchmarks", "worker.py").is_file():
+        raise argparse.ArgumentTypeError(f"{word} is no checkout of this project: it has no benchmarks/worker.py")
+    return Path(word)
+
+
 def arguments(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     works = list(two_ranks())
+    parser.add_argument(
+        "--beside", type=another_checkout, metavar="CHECKOUT",
+        help="another checkout of this project; its systems are named other:stage0, …",
+    )  # fmt: skip
+    known, _ = parser.parse_known_args([word for word in words if word not in ("-h", "--help")])
+    if known.beside:
+        add_other(known.beside)
     parser.add_argument("--work", nargs="+", choices=works, default=works, help="sequences × tokens of a rank")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="by default all but variants of ours")
     parser.add_argument(

@@ -12,8 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from benchmarks.systems.table import OTHER, SYSTEMS
 from benchmarks.work import Work
 from tests.harness.worlds import shared_gpu_environ
 
@@ -36,16 +38,18 @@ class Crew:
         environ: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.system, self._timeout_s = system, timeout_s
-        asked = json.dumps({"work": dataclasses.asdict(work), "system": system, "counts_wire": counts_wire})
+        checkout = SYSTEMS[system].checkout
+        name = system.removeprefix(OTHER)
+        asked = json.dumps({"work": dataclasses.asdict(work), "system": name, "counts_wire": counts_wire})
         command = [sys.executable, "-m", "benchmarks.worker", asked]
         self._logs = [tempfile.TemporaryFile("w+") for _ in range(work.ranks)]  # noqa: SIM115
         port = free_port()
         pipe = subprocess.PIPE
+        added = {**imports_from(checkout), **(environ or {})}
+        environs = [environment(work, rank, port) | added for rank in range(work.ranks)]
         self.processes = [
-            subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=log, env={**environment(work, rank, port), **(environ or {})}
-            )
-            for rank, log in enumerate(self._logs)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, cwd=checkout, env=found)
+            for found, log in zip(environs, self._logs)
         ]
         self._unread = [b""] * work.ranks
 
@@ -135,6 +139,11 @@ def environment(work: Work, rank: int, port: int) -> dict[str, str]:
     if work.device == "cpu":
         found |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
     return found
+
+
+def imports_from(checkout: str | None) -> dict[str, str]:
+    """What makes a process import another checkout instead of the installed package."""
+    return {"PYTHONPATH": os.pathsep.join((str(Path(checkout, "src")), checkout))} if checkout else {}
 
 
 def free_port() -> int:

@@ -26,7 +26,7 @@ from onefold.version import VERSION
 RESULTS = Path(__file__).parent / "results"
 NEAR = {"fp32": 1e-4, "bf16": 0.005}  # how far losses may lie apart; bf16 rounds in other places in every system
 FAR = {"fp32": 1e-4, "bf16": 0.05}  # from a base that need not agree: the floor keeps no fp32 values
-PATHS = ("--out", "--path")  # options whose values say nothing to others
+PATHS = ("--beside", "--out", "--path")  # options whose values say nothing to others
 
 PATH = re.compile(r"(?<![\w/])/[\w.-]+(/[\w.-]+)*")
 

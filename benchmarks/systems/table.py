@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.systems.loop import Ready
@@ -20,6 +21,7 @@ class System(NamedTuple):
     moves: float  # what a rank sends in a step by theory, in Ψ(N-1)/N elements
     agrees: Agrees = "every step"  # which of its losses are to be those of the base
     needs: str | None = None  # a library that is not always there
+    checkout: str | None = None  # another checkout of this project whose code runs it; else this one's
 
     def build(self, work: Work) -> Ready:
         module, _, name = self.where.partition(":")
@@ -65,6 +67,18 @@ SYSTEMS = {
     "onefold+compile": ours("Onefold, compiled", 3, compiled=True),
     "onefold+inside+compile": ours("Onefold, updated in backward, compiled", 3, inside=True, compiled=True),
 }
+
+
+OTHER = "other:"  # before the name of a system that another checkout runs
+
+
+def add_other(checkout: Path) -> list[str]:
+    """Systems of ours a second time, as another checkout of this project runs them; their names."""
+    names = [name for name, system in SYSTEMS.items() if system.where == "ours:ours"]
+    for name in names:
+        found = SYSTEMS[name]
+        SYSTEMS[OTHER + name] = found._replace(label=f"{found.label}, other checkout", checkout=str(checkout.resolve()))
+    return [OTHER + name for name in names]
 
 
 def missing(name: str) -> str | None:

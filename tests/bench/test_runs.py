@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -97,6 +98,28 @@ def test_ranks_that_share_a_device_take_turns_and_rest(tmp_path: Path, capfd: py
     assert "x fsdp2" in told[-2] and told[-1].startswith("written: ")
 
 
+@pytest.fixture
+def other_checkout(tmp_path: Path) -> Iterator[Path]:
+    """A checkout whose ranks leave a file; its systems are known during the test only."""
+    here, known = Path(__file__).parents[2], dict(SYSTEMS)
+    shutil.copytree(here / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("results"))
+    for name in ("src", "tests"):
+        (tmp_path / name).symlink_to(here / name)
+    (tmp_path / "benchmarks" / "__init__.py").write_text("import pathlib\n\npathlib.Path('ran').touch()\n")
+    yield tmp_path
+    SYSTEMS.clear()
+    SYSTEMS.update(known)
+
+
+def test_systems_of_another_checkout_run_its_code(other_checkout: Path) -> None:
+    out = other_checkout / "out"
+    words = ["--beside", str(other_checkout), "--systems", "stage2", "other:stage2", "--base", "other:stage2"]
+    assert cpu.main([*SHORT, "--work", "1x32", *words, "--no-wire", "--out", str(out)]) == 0
+    found = written(out)
+    assert (other_checkout / "ran").is_file() and str(other_checkout) not in json.dumps(found)
+    assert found["systems"]["stage2"]["losses"] == found["systems"]["other:stage2"]["losses"]
+
+
 def test_several_ranks_are_refused_for_work_of_one() -> None:
     with pytest.raises(SystemExit, match=r"--nccl: --work 1.64b is for one rank; use one of nccl-0.37b, nccl-0.74b"):
         gpu.main(["--quick", "--nccl", "2", "--work", "1.64b"])
@@ -179,6 +202,7 @@ def test_a_system_that_is_not_installed_is_one_line_with_the_remedy(
         (["--steps", "0"], "argument --steps: 0 is less than 1"),
         (["--one-by-one", "0"], "argument --one-by-one: 0 is less than 1"),
         (["--systems", "stage2", "--base", "ddp"], "--base ddp takes no part; found stage2; name it in --systems too"),
+        (["--beside", __file__], "is no checkout of this project: it has no benchmarks/worker.py"),
         (["--out", __file__], "cannot be written: File exists; give another folder with --out"),
     ],
 )
