@@ -2,8 +2,9 @@
 
 Norms from clipping say so at no cost. With fp16 gradients are always checked, and an overflow lowers the loss scale.
 Where all units are updated on a CUDA device, the flag stays there: kernels that see it set write nothing, and what a
-class of torch wrote is taken back (guarded_step.py). The host reads the flag in the next step, so that no step waits
-for the device. The host does wait in fp16, whose next backward needs the loss scale, and where it updates units itself.
+class of torch wrote is taken back (guarded_step.py). The host reads the flag in the next step; in fp16 in the next
+backward, which needs the loss scale. By then the device has the update and a whole forward to run, so it does not wait
+for the host. Where the host updates units itself, it must know the flag first, and waits for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
+from onefold.comm.streams import StreamEvent, event_now
 from onefold.errors import PrecisionError
 from onefold.optim.guarded_step import can_be_guarded
 from onefold.optim.loss_scale import Scaler
@@ -23,6 +25,7 @@ from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.runtime.engine import Engine
 
 NOT_HERE = "(unknown here: its shards on this rank are finite)"
+FLAG_STAYS_ON = {"cuda"}  # types of devices
 TOO_LARGE = "(none: each is finite, and the norm of all together overflows)"
 
 
@@ -40,30 +43,51 @@ class FiniteCheck:
         self.norms: Norms | None = None  # if clipping has computed them
         self.skipped = 0
         self.taken_back = False  # the last step, by the device
-        self._device_flags: tuple[Tensor, torch.cuda.Event] | None = None  # copied from the device in the last step
+        self._device_flags: tuple[Tensor, StreamEvent] | None = None  # copied from the device in the last step
 
     def reset(self, skipped: int) -> None:
         """Forgets the last step, after a load; `skipped` steps were counted before."""
         self._device_flags, self.skipped, self.taken_back = None, skipped, False
 
     def flag_on_device(self) -> Tensor | None:
-        """A flag on the device, 1 if gradients are not finite, else 0: updates that see it set change nothing. None
-        where some update cannot see it, or no norms are known: then `bad_unit` must decide."""
+        """A flag on the device, 1 if gradients are not finite on some rank, else 0: updates that see it set change
+        nothing. None where some update cannot see it, or where gradients are not checked: then `bad_unit` decides.
+        Collective with fp16."""
         self.taken_back = False
-        if self.norms is None or not self.norms.total.is_cuda or self._scaler or not self._on_device:
+        if not self._on_device or (self.norms is None and self._scaler is None):
             return None
-        finite = torch.isfinite(torch.cat([self.norms.units, self.norms.total.view(1)]))
-        self._device_flags = finite.to("cpu", non_blocking=True), torch.cuda.Event()
-        self._device_flags[1].record()
-        return 1.0 - finite[-1].float()
+        if self.norms is None:
+            units = self._finite_units()
+            total = self._on_all_ranks(units.all())
+        else:
+            units, total = torch.isfinite(self.norms.units), torch.isfinite(self.norms.total)
+        self._device_flags = torch.cat([units, total.view(1)]).to("cpu", non_blocking=True), event_now(total.device)
+        return 1.0 - total.float()
+
+    def _finite_units(self) -> Tensor:
+        """For each unit whether the gradients that this rank holds of it are finite."""
+        self._engine.schedule.drain()
+        norms = [unit.gradients.norms(2.0) if unit.gradients.reduced else [] for unit in self._engine.units]
+        none = torch.zeros((), device=self._engine.device)
+        return torch.stack([torch.stack(found).isfinite().all() if found else none == 0 for found in norms])
+
+    def _on_all_ranks(self, mine: Tensor) -> Tensor:
+        """Whether `mine` is true on every rank, as a tensor on the device. Collective."""
+        comm = self._engine.comms.holders
+        by_rank = torch.zeros(comm.size, device=mine.device)
+        by_rank[comm.rank] = mine
+        comm.all_gather(by_rank, Label("overflow", "step")).wait()
+        return by_rank.all()
 
     def read_last_step(self) -> None:
-        """Reads the flags that the last step left on the device; if its kernels wrote nothing, counts it as skipped."""
+        """Reads the flags that the last step left on the device, and counts that step as good or as skipped."""
         if self._device_flags is None:
             return
         (finite, event), self._device_flags = self._device_flags, None
-        event.synchronize()  # does not wait: it was recorded a step ago
+        event.wait()  # recorded before the update of the last step
         *units, total = finite.tolist()
+        if total and self._scaler:
+            self._scaler.good()
         if not total:
             self.taken_back = True
             for unit in self._by_unit:
@@ -86,11 +110,7 @@ class FiniteCheck:
             label = Label("norm", "units that are not finite")
             return self._first_bad(engine.comms.holders, finite, label) or TOO_LARGE
         if self._scaler:
-            engine.schedule.drain()
-            norms = [unit.gradients.norms(2.0) if unit.gradients.reduced else [] for unit in engine.units]
-            none = torch.zeros((), device=engine.device)
-            finite = torch.stack([torch.stack(found).isfinite().all() if found else none == 0 for found in norms])
-            return self._first_bad(engine.comms.world, finite, Label("overflow", "step"))
+            return self._first_bad(engine.comms.world, self._finite_units(), Label("overflow", "step"))
         return None
 
     def _first_bad(self, comm: Comm, finite: Tensor, label: Label) -> str | None:
@@ -117,7 +137,7 @@ class FiniteCheck:
 
 def _guardable(engine: Engine, by_unit: Sequence[UnitOptimizer]) -> bool:
     """Whether a step of the wrapped class can be taken back; found by making one, so that all ranks answer alike."""
-    if engine.device.type != "cuda" or not by_unit:
+    if engine.device.type not in FLAG_STAYS_ON or not by_unit:
         return False
     param = nn.Parameter(torch.empty(1, device=engine.device))
     return can_be_guarded(by_unit[0].cls([param], **by_unit[0].kwargs))

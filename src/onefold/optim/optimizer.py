@@ -146,24 +146,29 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped(self) -> int:
-        """The number of steps that were skipped because gradients were not finite."""
+        """The number of steps that were skipped because gradients were not finite. Waits for a CUDA device that was to
+        skip the last one by itself."""
+        self._finite.read_last_step()
         return self._finite.skipped
 
     @property
     def steps(self) -> int:
         """The number of steps taken, with those before the checkpoint that was loaded."""
-        self._finite.read_last_step()
         return self._tried - self.skipped
 
     @property
     def loss_scale(self) -> float:
-        """The number by which `backward` multiplies the loss: 1 unless the precision is fp16."""
+        """The number by which `backward` multiplies the loss: 1 unless the precision is fp16. On a CUDA device it waits
+        until the last step's gradients were checked, not for the update behind that."""
+        if self._scaler:
+            self._finite.read_last_step()
         return self._scaler.scale if self._scaler else 1.0
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run loss.backward(), with the loss multiplied by the loss scale in fp16."""
-        with scaled_backward(self.loss_scale):
-            (loss.float() * self.loss_scale if self._scaler else loss).backward(**kwargs)
+        scale = self.loss_scale
+        with scaled_backward(scale):
+            (loss.float() * scale if self._scaler else loss).backward(**kwargs)
 
     def _agree(self, error: Exception | None, where: str) -> None:
         """Raises on every rank if one rank has an `error`, or if param groups or their settings differ. Collective."""
@@ -313,7 +318,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         engine.quiesce(host=False)
         self._policy.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.scale.value, flag))
-        if self._scaler:
+        if self._scaler and flag is None:
             self._scaler.good()
         self.forget_clipping()
         engine.after_step()
@@ -574,8 +579,8 @@ class Optimizer(torch.optim.Optimizer):
             {"names": names, "settings": {key: value for key, value in group.items() if key not in NOT_SETTINGS}}
             for names, group in zip(self._names(), self.param_groups, strict=True)
         ]
+        steps = self.steps  # reads what the last step found, which may change the loss scale
         scale = self._scaler.state() if self._scaler else None
-        steps = self.steps
         return {"class": self._name, "steps": steps, "skipped": self.skipped, "loss_scale": scale, "groups": rows}
 
     def load_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:

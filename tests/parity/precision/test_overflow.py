@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold import LossScale
+from onefold.optim import finite
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks, run_ranks_raises
 from tests.parity.training import same_bits
@@ -45,8 +46,8 @@ def loss_of(model: nn.Module, step: int, overflows: bool) -> Tensor:
     return model(x).float().square().mean() * (1e9 if overflows else 1.0)
 
 
-def train(stage: int, who: str, clip: bool, micro: int = 1) -> dict[str, Any]:
-    model, adam = build(stage, LossScale(initial=2.0**8, growth_interval=3))
+def train(stage: int, who: str, clip: bool, micro: int = 1, **settings: Any) -> dict[str, Any]:
+    model, adam = build(stage, LossScale(initial=2.0**8, growth_interval=3), **settings)
     schedule = onefold.Scheduler(adam, torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
     rank, unchanged, scales, stepped, rates = dist.get_rank(), [], [], [], []
     for step in range(6):
@@ -92,6 +93,26 @@ def test_overflow_anywhere_skips_the_step_everywhere(who: str, clip: bool) -> No
         scale = scale / 2 if not stepped else scale * 2 if run == 3 else scale
         run %= 3
         assert seen_scale == scale
+
+
+def train_with_a_flag_on_the_device(stage: int, who: str, clip: bool) -> dict[str, Any]:
+    """As on CUDA: the host reads the flag after the step, and what was written is taken back."""
+    before = set(finite.FLAG_STAYS_ON)
+    finite.FLAG_STAYS_ON.add("cpu")
+    try:
+        found = train(stage, who, clip, amsgrad=True)  # the CPU's own kernel reads no flag
+    finally:
+        finite.FLAG_STAYS_ON.intersection_update(before)
+    return found
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(("stage", "who"), [(0, "one rank"), (3, "by turns"), (3, "rank 0 in the first step")])
+def test_a_flag_that_stays_on_the_device_gives_the_same_steps_scales_and_bits(stage: int, who: str, clip: bool) -> None:
+    on_host = run_ranks(2, train, stage, who, clip, amsgrad=True)
+    on_device = run_ranks(2, train_with_a_flag_on_the_device, stage, who, clip)
+    for wanted, seen in zip(on_host, on_device, strict=True):
+        assert all(map(same_bits, seen.pop("params"), wanted.pop("params"))) and seen == wanted
 
 
 @pytest.mark.parametrize("stage", STAGES)
