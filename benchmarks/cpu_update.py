@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from onefold.optim.kernels.cpu import fits, update
 from onefold.optim.kernels.rule import next_step
 from onefold.optim.kernels.threads import threads_here
-from onefold.optim.kernels.update import fits, update
 from onefold.state.rounding import join, narrow, split
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}

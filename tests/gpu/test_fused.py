@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold import Precision
-from onefold.optim.kernels.fused import update
+from onefold.optim.kernels.cuda import update
 from onefold.optim.kernels.rule import next_step
 from onefold.state.rounding import join, narrow, split
 

@@ -15,8 +15,8 @@ from onefold.cli.simulate import as_dict, show
 from onefold.comm.mesh import simulated_axes
 from onefold.observe.simulation import Simulation, simulate
 from onefold.observe.utilization import Busy, busy
+from onefold.optim.kernels.cpu import available, update
 from onefold.optim.kernels.rule import next_step
-from onefold.optim.kernels.update import available, update
 from onefold.settings.zero import Zero
 from tests.models import Thinker
 

@@ -174,7 +174,7 @@ def test_a_unit_whose_flag_is_set_keeps_its_parameters_master_and_state(master: 
     for flag in (1.0, 0.0):
         backward(float("inf") if flag else 1.0)
         for one in optimizer.by_unit:
-            used = one.kept([1] * len(one.unit.layout.slots))
+            used = one.to_update([1] * len(one.unit.layout.slots))
             with one.unit.update(used):
                 one.update(optimizer.param_groups, used, 1.0, torch.tensor(flag))
             if flag:

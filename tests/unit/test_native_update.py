@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from onefold.optim.kernels.cpu import available, fits, update
 from onefold.optim.kernels.rule import next_step
-from onefold.optim.kernels.update import available, fits, update
 from onefold.state.rounding import join, narrow, split
 from tests.unit.test_rounding import ADVERSE, SIGN, bits_of, floats
 

@@ -39,7 +39,7 @@ from onefold.model.unit_spec import place
 from onefold.observe.inventory import sizes_of
 from onefold.observe.reports import memory, track_memory, traffic
 from onefold.optim.host_update import HostGradients
-from onefold.optim.kernels.update import available
+from onefold.optim.kernels.cpu import available
 from onefold.runtime.engine import Engine, engine_of
 from onefold.runtime.refusals import Call
 from onefold.runtime.scaled import scaled_backward

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from onefold.comm.mesh import STAND_IN
 from onefold.observe.profiling.intervals import Stretch, covered
-from onefold.optim.kernels.update import UPDATE
+from onefold.optim.kernels.cpu import UPDATE
 
 TICKS = 1000  # of a microsecond, which is the profiler's unit
 

@@ -130,12 +130,12 @@ class HostUpdates(HostGradients):
         """Queues the update of a unit with these param groups and this gradient."""
         engine, unit = self._engine, self._engine.units[index]
         optimizer = self._by_unit[index]
-        kept = optimizer.kept(engine.used.kept_of(index))
-        if not any(kept):
+        to_update = optimizer.to_update(engine.used.to_update_of(index))
+        if not any(to_update):
             return
-        written = unit.dtypes.master == "fp32" and optimizer.writes_all(kept)
+        written = unit.dtypes.master == "fp32" and optimizer.writes_all(to_update)
         load_parameters = unit.may_be_edited or not written  # an edit is found by comparing them with the master
-        job = Job(optimizer, _copied(groups), kept, factor, transfer, self.host.record_event(), load_parameters)
+        job = Job(optimizer, _copied(groups), to_update, factor, transfer, self.host.record_event(), load_parameters)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
@@ -157,7 +157,7 @@ class HostUpdates(HostGradients):
         for index in mine:
             unit = engine.units[index]
             self.offload(index)
-            with unit.update(self._by_unit[index].kept(engine.used.kept_of(index))):
+            with unit.update(self._by_unit[index].to_update(engine.used.to_update_of(index))):
                 self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.offloaded)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.hidden_between_passes):

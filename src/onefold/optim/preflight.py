@@ -9,8 +9,8 @@ import torch
 
 from onefold.comm.meter import Label
 from onefold.cost.states import StateCost
+from onefold.optim.kernels.cpu import available
 from onefold.optim.kernels.rule import KNOWN
-from onefold.optim.kernels.update import available
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.runtime.engine import Engine
 from onefold.settings.offload import Offload

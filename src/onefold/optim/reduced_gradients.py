@@ -28,16 +28,16 @@ def complete(engine: Engine, call: Call) -> None:
     engine.schedule.drain()
     engine.updates.wait()  # a host update of the last step may still read the gradients
     for index, unit in enumerate(engine.units):
-        for slot, kept in enumerate(engine.used.kept_of(index)):
-            if not kept:  # nobody's gradient, or one the user dropped
+        for slot, flag in enumerate(engine.used.to_update_of(index)):
+            if not flag:  # nobody's gradient, or one the user dropped
                 unit.gradients.forget(slot)
 
 
 def pieces(engine: Engine, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """The names of parameters that have a gradient, and this rank's elements of it, flat; gradients are complete."""
     for index, unit in enumerate(engine.units):
-        kept = engine.used.kept_of(index)
-        for slot, flag in zip(unit.layout.slots, kept, strict=True):
+        to_update = engine.used.to_update_of(index)
+        for slot, flag in zip(unit.layout.slots, to_update, strict=True):
             mine = slot.span.clip(unit.mine)
             if flag and mine.numel and slot.name not in without and unit.gradients.reduced:
                 unit.gradients.changes()
@@ -77,7 +77,7 @@ def grad_norms(model: nn.Module, norm_type: float = 2.0, by: str = "parameter") 
     complete(engine, Call.GRADIENTS)
     for optimizer in engine.optimizers:
         optimizer.run_gradient_hooks()
-    names = [engine.names[index] for index in engine.used.kept()]
+    names = [engine.names[index] for index in engine.used.to_update()]
     comm, tp = engine.comms.shard, engine.comms.tp
     table = torch.zeros(tp.size, comm.size, len(names), dtype=torch.float64, device=engine.device)
     row = {name: place for place, name in enumerate(names)}

@@ -23,10 +23,10 @@ from onefold.errors import StateError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.elementwise import bare_step
 from onefold.optim.guarded_step import GuardedStep
-from onefold.optim.kernels.fused import fits, update
+from onefold.optim.kernels.cpu import fits as fits_cpu
+from onefold.optim.kernels.cpu import update as update_on_cpu
+from onefold.optim.kernels.cuda import fits, update
 from onefold.optim.kernels.rule import KNOWN, next_step, undo_count
-from onefold.optim.kernels.update import fits as fits_cpu
-from onefold.optim.kernels.update import update as update_on_cpu
 from onefold.state.master import StoredMaster
 from onefold.state.unit import Unit
 
@@ -65,7 +65,7 @@ class UnitOptimizer:
         self.unit.detach_state(self.state_tensors)
         self.inner, self._guarded, self.by_group, self.group_numbers = None, None, {}, []
 
-    def kept(self, flags: Sequence[int]) -> bytes:
+    def to_update(self, flags: Sequence[int]) -> bytes:
         """Of flags that say which parameters of the unit are to be updated, those of parameters it updates."""
         return bytes(bool(flag) and slot in self.slots for slot, flag in enumerate(flags))
 
@@ -102,12 +102,12 @@ class UnitOptimizer:
     def update(
         self,
         groups: list[dict[str, Any]],
-        kept: Sequence[int],
+        to_update: Sequence[int],
         factor: float | Tensor,
         bad: Tensor | None = None,
         transfer: GradientTransfer | None = None,
     ) -> None:
-        """Updates the parameters that are `kept` (a flag for each parameter of the unit) with the settings of the
+        """Updates the parameters `to_update` (a flag for each parameter of the unit) with the settings of the
         Optimizer's param groups; gradients are multiplied by `factor`. Nothing changes if the device flag `bad` is set:
         fused kernels write nothing, and what the wrapped class writes is taken back on the device. The gradient is the
         unit's reduced one, or its `transfer` to the host."""
@@ -117,13 +117,13 @@ class UnitOptimizer:
         used: list[OptimizerParam] = []
         self._fused_params, self._guarded = [], None
         for inner_group, group in zip(self.inner.param_groups, self.group_numbers, strict=True):
-            self._split_unused(group, inner_group, kept)
+            self._split_unused(group, inner_group, to_update)
             inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
             for piece in self.by_group[group]:
-                if kept[piece.slots[0]] and self.fused(inner_group):
+                if to_update[piece.slots[0]] and self.fused(inner_group):
                     self._fused_params.append(piece)
                     self._update_fused(piece, inner_group, factor, bad)
-                elif kept[piece.slots[0]]:
+                elif to_update[piece.slots[0]]:
                     used.append(piece)
                     self._attach(piece, factor)
         if used and bad is None:
@@ -136,9 +136,9 @@ class UnitOptimizer:
             self._pool.give(self._borrowed.pop())
         self._transfer = None
 
-    def writes_all(self, kept: Sequence[int]) -> bool:
-        """Whether an update of the kept parameters writes every element that this rank owns."""
-        used = [piece for piece in self.optimizer_params() if all(kept[slot] for slot in piece.slots)]
+    def writes_all(self, to_update: Sequence[int]) -> bool:
+        """Whether an update of these parameters writes every element that this rank owns."""
+        used = [piece for piece in self.optimizer_params() if all(to_update[slot] for slot in piece.slots)]
         return sum(piece.span.numel for piece in used) == self.unit.master.owned.numel
 
     def _gradient(self, span: Span) -> list[tuple[Span, Tensor]]:
@@ -220,14 +220,14 @@ class UnitOptimizer:
         values = self._empty if self._on_master else self.unit.flat_params.part(span)
         return OptimizerParam(span, inside, nn.Parameter(values))
 
-    def _split_unused(self, group: int, inner_group: dict[str, Any], kept: Sequence[int]) -> None:
-        """Splits optimizer parameters of which only some parameters are kept, and their state with them."""
-        if all(len({kept[slot] for slot in piece.slots}) == 1 for piece in self.by_group[group]):
+    def _split_unused(self, group: int, inner_group: dict[str, Any], to_update: Sequence[int]) -> None:
+        """Splits optimizer parameters of which only some parameters are updated, and their state with them."""
+        if all(len({to_update[slot] for slot in piece.slots}) == 1 for piece in self.by_group[group]):
             return
         assert self.inner is not None
         split = []
         for piece in self.by_group[group]:
-            runs = [tuple(run) for _, run in groupby(piece.slots, key=lambda slot: kept[slot])]
+            runs = [tuple(run) for _, run in groupby(piece.slots, key=lambda slot: to_update[slot])]
             cuts = [piece] if len(runs) == 1 else [cut for run in runs if (cut := self._make_param(run))]
             if len(runs) > 1 and (state := self.inner.state.pop(piece.tensor, None)):
                 for cut in cuts:

@@ -35,9 +35,9 @@ class UpdateAtStep(NoUpdates):
                 continue
             unit.flat_params.wait_for_update()  # of a step before, without a forward between them
             optimizer, factor = self._by_unit[index], inputs.factor(narrow=unit.dtypes.narrow)
-            kept = optimizer.kept(engine.used.kept_of(index))
-            with span("update", "step", unit.name), unit.update(kept):
-                optimizer.update(inputs.groups, kept, factor, inputs.bad)
+            to_update = optimizer.to_update(engine.used.to_update_of(index))
+            with span("update", "step", unit.name), unit.update(to_update):
+                optimizer.update(inputs.groups, to_update, factor, inputs.bad)
             if unit.gathers_updated:
                 gathers += unit.gather_updated()
         return gathers

@@ -79,15 +79,15 @@ class UpdateInBackward(NoUpdates):
             unit.gradients.gather().wait()
         unit.flat_params.wait_for_update()  # of a step before it, without a forward between them
         unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
-        engine.used.keep(index, heard[: len(unit.params)])
+        engine.used.will_update(index, heard[: len(unit.params)])
         with unit.update():
             if unit.updated_on_host:
                 assert self.host is not None
                 self.host.start_in_backward(index, self._groups)
             else:
                 with span("update", "inside", unit.name):
-                    kept = self._by_unit[index].kept(engine.used.kept_of(index))
-                    self._by_unit[index].update(self._groups, kept, 1.0)
+                    to_update = self._by_unit[index].to_update(engine.used.to_update_of(index))
+                    self._by_unit[index].update(self._groups, to_update, 1.0)
         if unit.updated_on_host and not unit.placement.hidden_between_passes:
             self._awaited.append(index)
         elif unit.gathers_updated and not unit.updated_on_host:

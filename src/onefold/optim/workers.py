@@ -30,7 +30,7 @@ class Job:
 
     optimizer: UnitOptimizer
     groups: list[dict[str, Any]]
-    kept: bytes  # a flag for each of the unit's parameters: whether it is updated
+    to_update: bytes  # a flag for each of the unit's parameters: whether it is updated
     factor: float | Tensor
     transfer: GradientTransfer | None
     after: StreamEvent  # after it the device reads the old parameters no more
@@ -64,7 +64,7 @@ class Job:
                 self.transfer.start_copy()
             unit.finish_load()
             with torch.no_grad(), span("update", "host", unit.name):
-                self.optimizer.update(self.groups, self.kept, self.factor, transfer=self.transfer)
+                self.optimizer.update(self.groups, self.to_update, self.factor, transfer=self.transfer)
             self.uploaded = unit.store(changed=True, after=self.after)
         except BaseException as error:
             self.error = error

@@ -327,7 +327,7 @@ class Engine:
         self._backward.close_failed()
         self.unsharding.gathers.catch_up()
         if self.progress.phase is Phase.AGREED:
-            self.used.drop_kept(self.visible.dropped())  # since the ranks agreed, on every rank alike
+            self.used.leave_out(self.visible.dropped())  # since the ranks agreed, on every rank alike
             return
         self._dropped.clear()
         self._join_missed_reductions(call)
@@ -404,7 +404,7 @@ class Engine:
     def after_step(self) -> None:
         """Tell the schedule which units were used."""
         for index in range(len(self.units)):
-            self.schedule.step_over(index, used=any(self.used.kept_of(index)))
+            self.schedule.step_over(index, used=any(self.used.to_update_of(index)))
         self.comm.meter.cut()
 
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
@@ -441,7 +441,7 @@ class Engine:
         optimizer.forget_clipping()
         if not keep_as_zeros:
             self.visible.hide(mine)
-            self.used.drop_kept(mine)
+            self.used.leave_out(mine)
             for index in mine:
                 self.used.forget(index)
             kept = {self.places[index].unit for index in others}
@@ -467,7 +467,7 @@ class Engine:
         """Fills .grad: with gradients where every rank updates everything, else with placeholders that raise."""
         if self._replicated.wanted:
             self.complete_gradients(Call.STEP)
-            self.visible.show(self.used.kept(), self._replicated_gradient)
+            self.visible.show(self.used.to_update(), self._replicated_gradient)
         else:
             self.visible.show_placeholders()
 

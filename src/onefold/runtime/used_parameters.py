@@ -19,7 +19,7 @@ UNUSED, USED, DROPPED, MORE = (
     2,
     3,
 )  # what a rank says of a parameter, a byte each; of all ranks the highest counts
-KEPT = bytes(word == USED for word in range(256))  # translates what ranks say of a parameter to: is it to be updated
+TO_UPDATE = bytes(word == USED for word in range(256))  # translates what ranks say of a parameter
 
 
 class Heard(NamedTuple):
@@ -38,7 +38,7 @@ class UsedParameters:
         self._units = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
         self._total = sum(counts)
         self._used = bytearray(self._total)  # by this rank, since gradients were last dropped
-        self._kept = bytearray(self._total)  # to be updated: used by some rank, dropped by none; once agreed
+        self._to_update = bytearray(self._total)  # to be updated: used by some rank, dropped by none; once agreed
 
     @property
     def any(self) -> bool:
@@ -72,22 +72,22 @@ class UsedParameters:
             said[index] = DROPPED
         words = everyone.all_reduce_max(bytes(said) + others, Label("used-flags", "step"))  # one label: they must meet
         used = words[: self._total]
-        self._kept = bytearray(used.translate(KEPT))
+        self._to_update = bytearray(used.translate(TO_UPDATE))
         return Heard(any(used), words[self._total :], MORE in used)
 
-    def keep(self, index: int, flags: bytes) -> None:
+    def will_update(self, index: int, flags: bytes) -> None:
         """Marks the parameters of a unit that any rank used, a flag each, as to be updated."""
-        self._kept[self._units[index]] = flags
+        self._to_update[self._units[index]] = flags
 
-    def drop_kept(self, indices: Iterable[int]) -> None:
+    def leave_out(self, indices: Iterable[int]) -> None:
         """These parameters are not to be updated, although some rank used them."""
         for index in indices:
-            self._kept[index] = UNUSED
+            self._to_update[index] = UNUSED
 
-    def kept_of(self, index: int) -> bytearray:
+    def to_update_of(self, index: int) -> bytearray:
         """Which parameters of a unit are to be updated, a flag each."""
-        return self._kept[self._units[index]]
+        return self._to_update[self._units[index]]
 
-    def kept(self) -> list[int]:
+    def to_update(self) -> list[int]:
         """All parameters that are to be updated."""
-        return [index for index, kept in enumerate(self._kept) if kept]
+        return [index for index, flag in enumerate(self._to_update) if flag]

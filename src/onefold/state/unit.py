@@ -155,12 +155,12 @@ class Unit:
                         pass  # the master has changed
 
     @contextmanager
-    def update(self, kept: Sequence[int] | None = None) -> Iterator[None]:
+    def update(self, to_update: Sequence[int] | None = None) -> Iterator[None]:
         """Surrounds an update of the unit, or the queueing of its host update: users' edits reach the master first, and
-        the update's own writes are not taken for edits. `kept` flags the parameters that are updated; None: all."""
+        the update's own writes are not taken for edits. `to_update` flags the parameters to update; None: all."""
         self.take_edits()
         yield
-        self.edits.record_own_write(kept)
+        self.edits.record_own_write(to_update)
 
     def begin_user_writes(self) -> None:
         """Users may write parameters from here to `take_user_writes`; each element they change reaches the master."""

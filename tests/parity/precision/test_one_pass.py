@@ -17,7 +17,7 @@ from torch import nn
 from onefold.observe.rehearsal import rehearse
 from onefold.optim import unit_optimizer as slices
 from onefold.optim.elementwise import cost_of
-from onefold.optim.kernels.update import _kernel, available, update
+from onefold.optim.kernels.cpu import _kernel, available, update
 from onefold.settings.zero import Zero
 from tests.harness import run_ranks
 from tests.parity.precision.test_stages_16bit import POLICIES, run_in

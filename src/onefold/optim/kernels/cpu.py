@@ -1,6 +1,6 @@
-"""The fused update kernel for CPUs: calls update.c, as fused.py calls the CUDA kernel.
+"""The fused update kernel for CPUs: calls cpu.c, as cuda.py calls the CUDA kernel.
 
-For Adam, AdamW and SGD where 16 bits compute. It gives the bits that torch's class gives on an fp32 master (update.c
+For Adam, AdamW and SGD where 16 bits compute. It gives the bits that torch's class gives on an fp32 master (cpu.c
 says how; on x86 torch's last bits may differ), and all ranks use it or none. ctypes releases the GIL while it runs, so
 a worker thread can update while another thread trains.
 """
@@ -22,14 +22,14 @@ from onefold.optim.kernels.rule import Rule, knows
 
 LOG = logging.getLogger("onefold")
 UPDATE = "onefold::update"  # what profilers call the kernel
-SOURCE = Path(__file__).with_name("update.c")
+SOURCE = Path(__file__).with_name("cpu.c")
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 ADAM, ADAM_FUSED, SGD, MOMENTUM, NESTEROV = range(5)
 SPLIT, WIDE_BF16, WIDE_FP16 = range(3)
 
 
 class _Step(ctypes.Structure):
-    """The struct of this name in update.c."""
+    """The struct of this name in cpu.c."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("grad", "master", "rule", "edits")),
@@ -87,7 +87,7 @@ def _number(rule: Rule) -> int:
 
 @cache
 def _kernel() -> Any:
-    """The function in update.c; None if it cannot be compiled, and the log says why."""
+    """The function in cpu.c; None if it cannot be compiled, and the log says why."""
     library, failures = compiled(SOURCE)
     if library is None:
         LOG.info(

@@ -20,7 +20,7 @@ So a result does not depend on where an element stands, on the number of threads
 #define BLOCK 16 /* tiles that a thread takes at once */
 #define INLINE static inline __attribute__((always_inline))
 
-/* update.py has the same numbers and fields. */
+/* cpu.py has the same numbers and fields. */
 enum { BF16, FP16, FP32 };                          /* gradients */
 enum { SPLIT, WIDE_BF16, WIDE_FP16 };               /* masters: remainders of a bf16 copy, or fp32 beside a copy */
 enum { ADAM, ADAM_FUSED, SGD, MOMENTUM, NESTEROV, RULES }; /* torch's fused Adam rounds the second moment elsewhere */
