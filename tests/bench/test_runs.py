@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from benchmarks import cpu, gpu
+from benchmarks import cpu, gpu, hf_trainer
 from benchmarks.crew import Crew, CrewFailed
 from benchmarks.measure import INTERRUPTED, Plan, Present, measure
 from benchmarks.results import add_wire
@@ -244,3 +244,10 @@ def test_every_adapter_runs(tmp_path: Path, work: str) -> None:
 def test_every_system_runs_on_two_ranks(tmp_path: Path) -> None:
     names = [name for name in SYSTEMS if not missing(name) and not name.startswith("amp")]  # which has no peers
     assert cpu.main([*SHORT, "--work", "1x32", "--systems", *names, "--no-wire", "--out", str(tmp_path)]) == 0
+
+
+@pytest.mark.soak
+def test_the_trainer_trains_what_the_plain_loop_trains(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--shape", "tiny", "--batch", "2", "--length", "16", "--steps", "3", "--warm-up", "1", "--rounds", "1"]
+    assert hf_trainer.main(words) == 0
+    assert re.search(r"^trainer / loop: \d\.\d{3}$", capfd.readouterr().out, re.MULTILINE)
