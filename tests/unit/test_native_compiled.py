@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from onefold.optim.kernels import update
+from onefold.optim.kernels import cpu
 from onefold.optim.kernels.compiled import Compiled, compiled, compilers
 from onefold.optim.kernels.threads import quota, threads_here
 from tests.harness import run_ranks
@@ -110,7 +110,7 @@ def freshly_imported(module: ModuleType) -> ModuleType:
 def test_with_no_compiler_at_all_the_log_says_so_once_and_torch_updates(source: Path, monkeypatch, caplog) -> None:
     monkeypatch.setenv("PATH", "")
     with caplog.at_level(logging.INFO, logger="onefold"):
-        assert not freshly_imported(update).available()
+        assert not freshly_imported(cpu).available()
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     assert "no C compiler was found: $CC, cc, gcc, clang" in record.message and "as long" in record.message
