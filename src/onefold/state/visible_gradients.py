@@ -93,9 +93,10 @@ class ShardedGradient(Tensor):
                 f"ranks: use onefold.Optimizer(model, {name}, …) in its place"
             )
         raise StateError(
-            f"{func} was called on a sharded gradient, which is spread over ranks: use optimizer.clip_grad_norm() "
-            f"instead of torch's clip_grad_norm_, step onefold.Optimizer instead of a plain torch optimizer, and no "
-            f"GradScaler; stage=0 keeps gradients replicated"
+            f"{func} was called on a sharded gradient, which is spread over ranks: read norms by "
+            f"onefold.grad_norms(model), use optimizer.clip_grad_norm() instead of torch's clip_grad_norm_, step "
+            f"onefold.Optimizer instead of a plain torch optimizer, and no GradScaler; stage=0 keeps gradients "
+            f"replicated"
         )
 
 
@@ -104,7 +105,12 @@ def _running_optimizer() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("self")
-        if isinstance(found, torch.optim.Optimizer) and not type(found).__module__.startswith("onefold."):
+        if isinstance(found, torch.optim.Optimizer) and not _is_ours(type(found)):
             return type(found).__name__
         frame = frame.f_back
     return ""
+
+
+def _is_ours(cls: type) -> bool:
+    """True for Optimizer and for classes made of it, such as those with which frameworks wrap an optimizer."""
+    return any(base.__module__.startswith("onefold.") for base in cls.__mro__)
