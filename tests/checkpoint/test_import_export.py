@@ -160,7 +160,7 @@ def through_onefold(folder: str) -> None:
 
 
 PICKLES = {
-    "model.pt": r"is a pickle file; .*python -c .*torch\.load.*model\.pt model\.safetensors",
+    "model.pt": r"is a pickle file; .*onefold import-checkpoint .*model\.pt OUT.*torch\.load.*model\.pt model\.safe",
     "folder/pytorch_model.bin": r"pytorch_model\.bin is a pickle file; .*torch\.load",
     "dcp/.metadata": r"torch DCP folder.*format_utils dcp_to_torch .*dcp model\.pt\s.*torch\.load.* model\.pt model",
     "ds/zero_to_fp32.py": r"is a DeepSpeed folder.*zero_to_fp32\.py .* --safe_serialization",

@@ -135,6 +135,8 @@ def _refuse_pickles(path: Path, names: list[str]) -> None:
 def refusal(path: Path, what: str, convert: str, then: str | None = None) -> CheckpointError:
     more = f"\nand then\n  {converting(then)}" if then else ""
     return CheckpointError(
-        f"{path} {what}; reading pickle runs whatever its author put in, so onefold does not. If you trust it, "
-        f"convert it once:\n  {convert}{more}"
+        f"{path} {what}; reading pickle runs whatever its author put in, so load() does not. A process that may only "
+        f"read tensors makes a checkpoint of it, optimizer state included:\n  "
+        f"{shlex.join(['onefold', 'import-checkpoint', str(path), 'OUT'])}\n"
+        f"If you trust it, a process of your own converts its weights:\n  {convert}{more}"
     )

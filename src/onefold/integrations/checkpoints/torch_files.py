@@ -1,4 +1,5 @@
 """What torch.save wrote of a plain model and its optimizer: in one file as a dict, or the optimizer in a second one.
+Checkpoint files of Lightning are such dicts.
 
 A torch optimizer numbers its parameters. Newer versions write their names, too, if it was built from
 `named_parameters()`. Otherwise the numbers are matched with the model's tensors: each param group has them in the
@@ -17,6 +18,7 @@ from onefold.integrations.checkpoints.pickled import StoredTensor, read_pickled
 
 MODEL = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+LIGHTNING = "optimizer_states"  # a list of them, in a checkpoint file of Lightning's
 STEP = ("global_step", "global_steps", "step", "iteration")
 EXTRA_STATE = "_extra_state"
 WAYS = 100_000  # partial matches that are followed at most
@@ -33,6 +35,8 @@ def read_torch_files(path: Path, second: Path | None, names: Sequence[str] | Non
     if model is None:
         model, rest = first, {}
     optimizer, rest = _part(rest, OPTIMIZER)
+    if isinstance(rest.get(LIGHTNING), list):
+        optimizer, rest = _only(path, rest[LIGHTNING]), {key: value for key, value in rest.items() if key != LIGHTNING}
     if second is not None:
         found = values[1]
         inner = _part(found, OPTIMIZER)[0] if isinstance(found, dict) else None
@@ -106,6 +110,16 @@ def _part(found: Mapping[str, Any], keys: Sequence[str]) -> tuple[Any, dict[str,
     """The first of these keys whose value is a dict, and what is left."""
     key = next((key for key in keys if isinstance(found.get(key), dict)), None)
     return (None if key is None else found[key]), {k: v for k, v in found.items() if k != key}
+
+
+def _only(path: Path, optimizers: Sequence[Any]) -> Any:
+    """The optimizer of a checkpoint of Lightning's; None if it has none."""
+    if len(optimizers) > 1:
+        raise CheckpointError(
+            f"{path} holds the states of {len(optimizers)} optimizers, and only one can be imported; for the weights "
+            f"alone call load_from_checkpoint of the LightningModule, before it is sharded"
+        )
+    return next(iter(optimizers), None)
 
 
 # -- which number is which parameter --------------------------------------------------------------------------------
