@@ -66,6 +66,41 @@ class Lit(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Gan(Lit):
+    """Two models with an optimizer each, optimized by hand in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        x, y = batch
+        makes, judges = self.optimizers()
+        self.toggle_optimizer(judges)
+        loss = self.judge(y).square().mean() + (1 - self.judge(self.net(x).detach())).square().mean()
+        self.manual_backward(loss)
+        self.clip_gradients(judges, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        judges.step()
+        judges.zero_grad()
+        self.untoggle_optimizer(judges)
+        self.toggle_optimizer(makes)
+        other = self.judge(self.net(x)).square().mean()
+        self.manual_backward(other)
+        makes.step()
+        makes.zero_grad()
+        self.untoggle_optimizer(makes)
+        self.losses += [loss.item(), other.item()]
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        makes = torch.optim.Adam(self.net.parameters(), lr=1e-2)
+        judges = torch.optim.SGD(self.judge.parameters(), lr=0.05, momentum=0.9)
+        schedules = torch.optim.lr_scheduler.StepLR(makes, 3), torch.optim.lr_scheduler.ExponentialLR(judges, 0.9)
+        return [makes, judges], list(schedules)
+
+
 def data(rows: int = 32, batch: int = 2, *, shuffle: bool = True) -> DataLoader:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(2, rows, WIDTH, generator=generator)
@@ -86,7 +121,7 @@ def as_if_launched() -> None:
 
 
 def strategy_of(stage: int | str, **settings: Any) -> Strategy:
-    return DDPStrategy() if stage == "ddp" else ZeroStrategy(stage=stage, **settings)
+    return DDPStrategy(find_unused_parameters=True) if stage == "ddp" else ZeroStrategy(stage=stage, **settings)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,21 +10,46 @@ import pytest
 pytest.importorskip("lightning")
 
 import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import AsyncCheckpointIO, DoublePrecision, MixedPrecision
+from lightning.pytorch.utilities import grad_norm
 
 import onefold
 from onefold.lightning import FabricZeroStrategy, ZeroStrategy
 from tests.harness import run_ranks_raises
-from tests.lightning.lit import Lit, data, trainer
+from tests.lightning.lit import Gan, Lit, data, trainer
 
 
-class Two(Lit):
+class Overlapping(Lit):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[1])]
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net, self.net[1])]
+
+
+class OfPath(Lit):
+    def __init__(self, corpus: Path = Path("corpus")) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Thawing(BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[0])
+
+
+class ReadsGradients(Lit):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.losses.clear()
+        grad_norm(self, 2)
 
 
 class OfWhole(Lit):
@@ -56,7 +82,33 @@ def refused(case: str) -> None:
 
 
 CASES: dict[str, Any] = {
-    "two optimizers": (lambda: (Two, {}, {}), "ConfigError", "returned 2 optimizers; under Onefold return one"),
+    "a parameter of two optimizers": (
+        lambda: (Overlapping, {}, {}), "OptimizerError", "optimizer 1 of configure_optimizers (SGD) has parameters",
+    ),
+    "two optimizers in fp16": (lambda: (Gan, {"precision": "fp16"}, {}), "OptimizerError", "fp16 needs one Optimizer"),
+    "gradients read": (lambda: (ReadsGradients, {"stage": 1}, {}), "StateError", "onefold.grad_norms(model)"),
+    "moving average": (
+        lambda: (Lit, {"stage": 0}, {"callbacks": [EMAWeightAveraging()]}), "ConfigError", "use onefold.EMA, which",
+    ),
+    "SWA": (
+        lambda: (Lit, {"stage": 3}, {"callbacks": [StochasticWeightAveraging(1e-3)]}), "ConfigError", "use stage 2, or",
+    ),
+    "pruning": (
+        lambda: (Lit, {}, {"callbacks": [ModelPruning("l1_unstructured")]}), "ConfigError", "ModelPruning replaces",
+    ),
+    "finetuning": (
+        lambda: (Lit, {"stage": 3}, {"callbacks": [Thawing()]}), "ConfigError", "optimizer.add_param_group",
+    ),
+    "a class among hyperparameters": (
+        lambda: (OfPath, {}, {"enable_checkpointing": True, "default_root_dir": "/nowhere"}),
+        "ConfigError",
+        "or leave it out by save_hyperparameters(ignore=['corpus'])",
+    ),
+    "an object store": (
+        lambda: (Lit, {}, {"enable_checkpointing": True, "callbacks": [ModelCheckpoint("memory://run")]}),
+        "CheckpointError",
+        "mount the store",
+    ),
     "no optimizer": (lambda: (NoOptimizer, {}, {}), "ConfigError", "returned no optimizer"),
     "LBFGS": (lambda: (OfWhole, {}, {}), "OptimizerError", "LBFGS"),
     "foreign parameters": (lambda: (Foreign, {}, {}), "OptimizerError", "not a trained parameter"),

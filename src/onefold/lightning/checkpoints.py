@@ -18,11 +18,21 @@ from onefold import CheckpointError, Optimizer, load, save
 ANYTHING = "*"  # a pattern that matches every name
 
 
+def check_path(path: str | Path) -> None:
+    """Raises for the address of an object store, which Path would take for a folder of this name."""
+    if "://" in str(path):
+        raise CheckpointError(
+            f"{path} is no folder of a file system, and onefold.save needs one that all ranks see; mount the store, "
+            f"or save weights alone (save_weights_only=True)"
+        )
+
+
 def save_folder(
     path: str | Path, model: nn.Module, optimizers: Sequence[Optimizer], extra: dict[str, Any], step: int
 ) -> None:
     """Saves a checkpoint at `path`, in the place of one that is there: that is removed when the new one is complete.
     Collective."""
+    check_path(path)
     if Path(path).is_file():
         raise CheckpointError(
             f"{path} is a file, and a checkpoint of Onefold is a folder; choose another path, or remove the file"

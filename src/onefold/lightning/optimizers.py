@@ -46,6 +46,19 @@ def unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def check_apart(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raises if two optimizers have a parameter in common: the later one would replace the earlier."""
+    seen: set[int] = set()
+    for number, optimizer in enumerate(optimizers):
+        mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if seen & mine:
+            raise OptimizerError(
+                f"optimizer {number} of configure_optimizers ({type(optimizer).__name__}) has parameters that one "
+                f"before it has, too; under Onefold give each optimizer parameters of its own"
+            )
+        seen |= mine
+
+
 def as_sharded(model: nn.Module, given: torch.optim.Optimizer, loss_scale: LossScale | None) -> Optimizer:
     """An Optimizer of the sharded model with the class, the param groups and the settings of `given`. Collective."""
     if isinstance(given, Optimizer):

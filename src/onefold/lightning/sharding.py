@@ -11,8 +11,21 @@ from torch import nn
 from onefold import ConfigError, shard, unshard
 from onefold.lightning.precisions import Settings
 from onefold.model.survey import ATTRIBUTE
+from onefold.runtime.engine import engine_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """False also for a module that onefold.unshard has made plain again."""
+    return ATTRIBUTE in vars(module)
+
+
+def stage_of(module: nn.Module) -> int:
+    """The stage of a sharded module, also where it was chosen by stage="auto"."""
+    stage = engine_of(module).resolved.settings.stage
+    assert isinstance(stage, int)
+    return stage
 
 
 def sharded(module: ModuleT, settings: Settings, device: torch.device) -> ModuleT:
@@ -20,6 +33,6 @@ def sharded(module: ModuleT, settings: Settings, device: torch.device) -> Module
     its user, is sharded anew with these settings. Collective."""
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"accelerator {device.type!r} found; Onefold trains on 'cpu' and 'cuda'")
-    if ATTRIBUTE in vars(module):
+    if is_sharded(module):
         unshard(module)
     return shard(module, replace(settings.zero, device=settings.zero.device or str(device)))

@@ -26,12 +26,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 
 from onefold import CheckpointError, ConfigError, LossScale, Optimizer, Zero, accumulate, full_state_dict
+from onefold.lightning.callbacks import check_callbacks, check_saving
 from onefold.lightning.checkpoints import load_folder, save_folder
-from onefold.lightning.optimizers import as_sharded, follow
+from onefold.lightning.optimizers import as_sharded, check_apart, follow
 from onefold.lightning.plugins import ZeroPrecision
 from onefold.lightning.precisions import checked, settings_of
 from onefold.lightning.processes import join
-from onefold.lightning.sharding import sharded
+from onefold.lightning.sharding import is_sharded, sharded, stage_of
 
 
 class ZeroStrategy(DDPStrategy):
@@ -103,11 +104,13 @@ class ZeroStrategy(DDPStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._check(trainer)
-        if self._sharded is not self.lightning_module:
+        if self._sharded is not self.lightning_module or not is_sharded(self._sharded):
             self._sharded = sharded(self.lightning_module, self._settings, self.root_device)
+            self._reset_optimizers_and_schedulers()
         self.model = self.lightning_module
-        self._reset_optimizers_and_schedulers()
         if trainer.state.fn == TrainerFn.FITTING:
+            check_callbacks(trainer, stage_of(self._sharded))
+            check_saving(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -127,12 +130,13 @@ class ZeroStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         assert self._sharded is not None
         given = self.optimizers
-        found = "no optimizer" if isinstance(given[0], _MockOptimizer) else f"{len(given)} optimizers"
-        if found != "1 optimizers":
-            raise ConfigError(f"configure_optimizers returned {found}; under Onefold return one, for all parameters")
-        ours = as_sharded(self._sharded, given[0], self._settings.loss_scale)
-        follow([config.scheduler for config in self.lr_scheduler_configs], given[0], ours)
-        self.optimizers = [ours]
+        if isinstance(given[0], _MockOptimizer):
+            raise ConfigError("configure_optimizers returned no optimizer; under Onefold return one for all parameters")
+        check_apart(given)
+        ours = [as_sharded(self._sharded, one, self._settings.loss_scale) for one in given]
+        for before, after in zip(given, ours, strict=True):
+            follow([config.scheduler for config in self.lr_scheduler_configs], before, after)
+        self.optimizers = ours
 
     def model_to_device(self) -> None:
         """The model is moved when it is sharded."""
@@ -190,7 +194,13 @@ class ZeroStrategy(DDPStrategy):
         `load_from_checkpoint` reads, from rank 0's memory. Collective."""
         if storage_options is not None:
             raise ConfigError(f"storage_options={storage_options!r} found, which onefold.save has not; leave it out")
-        assert self._sharded is not None
+        if self._sharded is None:
+            raise CheckpointError("save_checkpoint() found no sharded model; call fit or validate of the Trainer first")
+        if checkpoint["state_dict"]:
+            raise CheckpointError(
+                f"on_save_checkpoint put {min(checkpoint['state_dict'])} into checkpoint['state_dict']; under Onefold "
+                f"the weights are saved from where they are: use a key of your own"
+            )
         if "optimizer_states" not in checkpoint:
             weights = full_state_dict(self._sharded)
             super().save_checkpoint({**checkpoint, "state_dict": weights}, filepath)
@@ -201,18 +211,21 @@ class ZeroStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self.lightning_module
         assert module is not None
-        optimizers = self._own_optimizers()
+        optimizers = self._own_optimizers() if module.trainer.state.fn == TrainerFn.FITTING else []
         if Path(checkpoint_path).is_dir():
-            return load_folder(checkpoint_path, module, optimizers, strict=module.strict_loading)
+            extra = load_folder(checkpoint_path, module, optimizers, strict=module.strict_loading)
+            return {**extra, "state_dict": {}}  # as hooks of on_save_checkpoint found it
         if optimizers:
+            found = "this is a file" if Path(checkpoint_path).exists() else "there is nothing"
             raise CheckpointError(
-                f"fit(ckpt_path={str(checkpoint_path)!r}): a folder that Onefold saved is wanted, and this is none; to "
-                f"begin with the weights of a plain file, call load_from_checkpoint, and fit without ckpt_path"
+                f"fit(ckpt_path={str(checkpoint_path)!r}): a folder that Onefold saved is wanted, and {found}; make "
+                f"one of a file of Lightning's by `onefold import-checkpoint FILE FOLDER`, or take its weights by "
+                f"load_from_checkpoint and fit without ckpt_path"
             )
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        if "state_dict" in checkpoint:  # of a plain file
+        if checkpoint["state_dict"]:  # of a plain file; weights of a folder are loaded
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def _own_optimizers(self) -> list[Optimizer]:
