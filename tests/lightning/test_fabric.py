@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +145,37 @@ def test_weights_are_read_raw_from_a_folder_and_from_a_file(tmp_path):
         assert all(torch.equal(whole[name], other[name]) for other in others for name in whole)
 
 
+def half_of_two_models() -> Any:
+    """On a rank: of two models in fp16 the second overflows, until the loss scale is small enough for both."""
+    here = fabric(2, plugins=MixedPrecision("16-mixed", "cpu"))
+    nets = [blocks(), blocks()]
+    (one, first), (two, second) = [here.setup(net, torch.optim.SGD(net.parameters(), lr=1e-3)) for net in nets]
+    scales, x = [], torch.ones(2, 16)
+    while not second.steps and len(scales) < 40:
+        scales.append((first.loss_scale, second.loss_scale))
+        for model, optimizer, factor in ((one, first, 1.0), (two, second, 300.0)):
+            here.backward(factor * model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    gone = weakref.ref(two.module)
+    del two, second, model, optimizer, nets
+    gc.collect()
+    return scales, gone() is None
+
+
+def test_models_of_one_fabric_find_a_loss_scale_and_are_freed():
+    for scales, freed in run_ranks(2, half_of_two_models):
+        assert 1 < len(scales) < 40 and scales[-1][1] < scales[-1][0] and freed
+
+
 def without_module() -> None:
     fabric(2).setup_optimizers(torch.optim.SGD(blocks().parameters(), lr=0.1))
+
+
+def not_set_up(path: str) -> None:
+    here, net = fabric(2), blocks()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    here.save(path, {"model": here.setup(net, optimizer)[0], "optimizer": optimizer})
 
 
 def two_models(path: str) -> None:
@@ -155,5 +186,7 @@ def two_models(path: str) -> None:
 def test_what_cannot_be_set_up_or_saved_is_said(tmp_path):
     for error in run_ranks_raises(2, without_module):
         assert error.type_name == "ConfigError" and "setup_module(model) first" in error.message
+    for error in run_ranks_raises(2, not_set_up, str(Path(tmp_path) / "here")):
+        assert error.type_name == "CheckpointError" and "'optimizer' is a SGD that was not set up" in error.message
     for error in run_ranks_raises(2, two_models, str(Path(tmp_path) / "here")):
         assert error.type_name == "CheckpointError" and "found 2 modules in its state (one, other)" in error.message

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.accelerators import Accelerator
@@ -46,8 +47,8 @@ class FabricZeroStrategy(DDPStrategy):
         **fields: Any,
     ) -> None:
         self._settings = settings_of(zero, loss_scale, fields)
-        self._models: list[nn.Module] = []
-        self._optimizers: list[Optimizer] = []
+        self._models: WeakSet[nn.Module] = WeakSet()  # a Fabric may outlive its models, and must not hold their memory
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         super().__init__(
             accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment
         )
@@ -86,7 +87,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         module = sharded(module, self._settings, self.root_device)
-        self._models.append(module)
+        self._models.add(module)
         return module
 
     def setup_module_and_optimizers(
@@ -112,7 +113,7 @@ class FabricZeroStrategy(DDPStrategy):
 
     def _of(self, module: nn.Module, given: Any) -> Optimizer:
         ours = as_sharded(module, given, self._settings.loss_scale)
-        self._optimizers.append(ours)
+        self._optimizers.add(ours)
         return ours
 
     # -- gradients -----------------------------------------------------------------------------------------------------
@@ -179,6 +180,12 @@ def _sorted(state: dict[str, Any]) -> tuple[list[nn.Module], list[Optimizer], di
     """The modules, the Optimizers, and the rest."""
     models = [value for value in state.values() if isinstance(value, nn.Module)]
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
+    for name, value in state.items():
+        if isinstance(value, torch.optim.Optimizer) and not isinstance(value, Optimizer):
+            raise CheckpointError(
+                f"{name!r} is a {type(value).__name__} that was not set up, and has no state; give the optimizer that "
+                f"setup() or setup_optimizers() returned"
+            )
     return models, optimizers, {k: v for k, v in state.items() if not isinstance(v, nn.Module | Optimizer)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,13 +15,13 @@ from onefold.lightning.optimizers import clip_by_value, unwrapped
 from onefold.model.containers import cast_tensors
 from onefold.runtime.scaled import scaled_backward
 
-Optimizers = Callable[[], Sequence[Any]]  # those that the strategy has now
+Optimizers = Callable[[], Iterable[Any]]  # those that the strategy has now
 
 
-def run_scaled(loss: Tensor, optimizers: Sequence[Any], backward: Callable[[Tensor], None]) -> None:
-    """Runs `backward` with the loss, multiplied by the loss scale in fp16. Only one optimizer has a loss scale, since
-    fp16 needs one Optimizer for all parameters."""
-    scale = next((one.loss_scale for one in map(unwrapped, optimizers) if isinstance(one, Optimizer)), 1.0)
+def run_scaled(loss: Tensor, optimizers: Iterable[Any], backward: Callable[[Tensor], None]) -> None:
+    """Runs `backward` with the loss, multiplied by the loss scale in fp16: by the smallest where several models have
+    one each, so that none overflows for ever."""
+    scale = min((one.loss_scale for one in map(unwrapped, optimizers) if isinstance(one, Optimizer)), default=1.0)
     with scaled_backward(scale):
         backward(loss if scale == 1.0 else loss.float() * scale)
 
