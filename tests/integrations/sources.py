@@ -6,6 +6,8 @@ import math
 import sys
 import types
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +75,11 @@ def continued(folders: list[str], stage: int) -> list[list[float]]:
 # -- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
-def classes_of_deepspeed() -> tuple[type, type]:
-    """Classes that pickle under the names of DeepSpeed's, whether it is installed or not."""
+@contextmanager
+def classes_of_deepspeed() -> Iterator[list[type]]:
+    """Classes that pickle under the names of DeepSpeed's, whether it is installed or not; other code that looks for
+    DeepSpeed must not find them."""
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "deepspeed"}
     made = []
     for module, name in (
         ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
@@ -86,12 +91,23 @@ def classes_of_deepspeed() -> tuple[type, type]:
         cls = type(name, (), {"__module__": module})
         setattr(sys.modules[module], name, cls)
         made.append(cls)
-    return made[0], made[1]
+    try:
+        yield made
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def write_deepspeed(folder: Path, run: PlainRun, stage: int, ranks: int, prefix: str = "") -> Path:
     """The state of a run as `ranks` ranks of DeepSpeed 0.19.8 write it: flat vectors, cut and padded."""
-    scaler, address = classes_of_deepspeed()
+    with classes_of_deepspeed() as (scaler, address):
+        return _write_deepspeed(folder, run, stage, ranks, prefix, scaler(), address())
+
+
+def _write_deepspeed(
+    folder: Path, run: PlainRun, stage: int, ranks: int, prefix: str, scaler: object, address: object
+) -> Path:
     inner = folder / f"global_step{SAVED}"
     inner.mkdir(parents=True)
     (folder / "latest").write_text(inner.name)
@@ -110,7 +126,7 @@ def write_deepspeed(folder: Path, run: PlainRun, stage: int, ranks: int, prefix:
             left = sum(p.numel() for _, p in row) - rank * value.numel()  # what is no padding, below stage 3
             values.append(value if stage == 3 else value[: max(left, 0)].clone())
         optimizer = {
-            "loss_scaler": scaler(), "dynamic_loss_scale": False, "zero_stage": stage, "fragments": [address()],
+            "loss_scaler": scaler, "dynamic_loss_scale": False, "zero_stage": stage, "fragments": [address],
             "partition_count": ranks if stage == 3 else [ranks] * len(rows),
             **({"optimizer_state_dict": base, "fp32_flat_groups": values} if stage == 3 else
                {"base_optimizer_state": base, "single_partition_of_fp32_groups": values}),

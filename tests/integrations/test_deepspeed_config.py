@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import nn
 
 import onefold
 from onefold import ConfigError
+from onefold.cli.main import main
 from onefold.integrations.deepspeed_config import read_config
 from onefold.integrations.deepspeed_reading import Outcome
 from onefold.integrations.deepspeed_rules import RULES, SECTIONS
@@ -235,15 +234,15 @@ def test_a_model_trains_by_the_file_as_by_settings() -> None:
         assert by_file == by_settings and by_file[-1] < by_file[0]
 
 
-def test_the_command_prints_every_key_and_exits_by_what_is_refused(tmp_path: Path) -> None:
+def test_the_command_prints_every_key_and_exits_by_what_is_refused(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "ds_config.json"
     content, _ = SHIPPED["stage 3, all on the host, fp16"]
     for extra, code in (({}, 0), ({"elasticity": {"enabled": True}}, 1)):
         path.write_text(json.dumps(content | extra))
-        command = [sys.executable, "-m", "onefold.cli.main", "import-config", str(path)]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert run.returncode == code, run.stderr
-        assert all(key.path in run.stdout and key.text in run.stdout for key in read_config(path).keys)
-    assert "refused:\n  elasticity" in run.stdout
-    listed = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
-    assert {row["path"] for row in json.loads(listed.stdout)} == {key.path for key in read_config(path).keys}
+        assert main(["import-config", str(path)]) == code
+        said = capsys.readouterr().out
+        assert all(key.path in said and key.text in said for key in read_config(path).keys)
+    assert "refused:\n  elasticity" in said
+    assert main(["import-config", str(path), "--json"]) == 1
+    listed = json.loads(capsys.readouterr().out)
+    assert {row["path"] for row in listed} == {key.path for key in read_config(path).keys}

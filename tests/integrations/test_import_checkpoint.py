@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import onefold
+from onefold.cli.main import main
 from onefold.errors import CheckpointError
 from tests.harness import run_ranks
 from tests.integrations.sources import SAVED, STEPS, PlainRun, build, continued, groups, train, write_deepspeed
@@ -40,9 +43,14 @@ def imported(saved) -> Path:
     return saved.parent / "run"
 
 
-def test_deepspeed_folders_of_every_stage_and_number_of_ranks_continue_as_their_run(tmp_path, wanted):
+FOLDERS = [(1, 2, "bf16_"), (2, 3, ""), (3, 1, ""), (3, 2, "")]  # stage, ranks, and how DeepSpeed's files begin
+OTHERS = [(1, 1, ""), (1, 2, ""), (1, 3, ""), (2, 1, ""), (2, 2, ""), (3, 3, "")]
+
+
+@pytest.mark.parametrize("sources", [FOLDERS, pytest.param(OTHERS, marks=pytest.mark.soak)])
+def test_deepspeed_folders_of_every_stage_and_number_of_ranks_continue_as_their_run(tmp_path, wanted, sources):
     run, folders = PlainRun(), []
-    for stage, ranks, prefix in [(s, n, "") for s in (1, 2, 3) for n in (1, 2, 3)] + [(1, 2, "bf16_")]:
+    for stage, ranks, prefix in sources:
         source = write_deepspeed(tmp_path / f"ds-{stage}-{ranks}{prefix}", run, stage, ranks, prefix)
         done = onefold.import_checkpoint(source, tmp_path / f"run-{stage}-{ranks}{prefix}")
         assert (done.step, done.optimizer) == (SAVED, "AdamW")
@@ -55,14 +63,12 @@ def test_torch_files_and_dcp_folders_continue_as_their_run(tmp_path, saved, impo
     torch.save(run.model.state_dict(), tmp_path / "model.pt")
     torch.save(run.optimizer.state_dict(), tmp_path / "optimizer.pt")
     onefold.import_checkpoint(tmp_path / "model.pt", tmp_path / "two", optimizer_source=tmp_path / "optimizer.pt")
-    for flat in (False, True):
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        model, optim = get_state_dict(run.model, run.optimizer, options=options)
-        state = {"model": model, "optim": optim, "step": SAVED}
-        dcp.save(state, checkpoint_id=tmp_path / f"dcp-{flat}", no_dist=True)
-        onefold.import_checkpoint(tmp_path / f"dcp-{flat}", tmp_path / f"run-{flat}")
-    folders = [str(imported), *(str(tmp_path / name) for name in ("two", "run-False", "run-True"))]
-    assert run_ranks(2, continued, folders, 1)[0] == [wanted] * 4
+    options = StateDictOptions(flatten_optimizer_state_dict=True)  # nested: see FSDP2's folder below
+    model, optim = get_state_dict(run.model, run.optimizer, options=options)
+    dcp.save({"model": model, "optim": optim, "step": SAVED}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    onefold.import_checkpoint(tmp_path / "dcp", tmp_path / "flat")
+    folders = [str(imported), str(tmp_path / "two"), str(tmp_path / "flat")]
+    assert run_ranks(2, continued, folders, 1)[0] == [wanted] * 3
 
 
 def test_what_goes_out_is_loaded_by_plain_torch_and_comes_in_again(tmp_path, imported, wanted):
@@ -88,6 +94,35 @@ def test_what_goes_out_is_loaded_by_plain_torch_and_comes_in_again(tmp_path, imp
     assert run_ranks(1, continued, folders, 2)[0] == [wanted] * 2
 
 
+def fsdp_run() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: nn.Module = fully_shard(build())
+    return model, torch.optim.AdamW(groups(model), lr=1e-2)
+
+
+def both_ways(folder: str) -> list[list[float]]:
+    """On a rank: the rest of a run of FSDP2; of Onefold from FSDP2's folder; of FSDP2 again from Onefold's folder."""
+    onefold.init()
+    first, optimizer = fsdp_run()
+    train(first, optimizer, 0, SAVED)
+    state = dict(zip(("model", "optim"), get_state_dict(first, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=f"{folder}/fsdp")
+    if dist.get_rank() == 0:
+        onefold.import_checkpoint(f"{folder}/fsdp", f"{folder}/run", step=SAVED)
+        onefold.export(f"{folder}/run", f"{folder}/dcp", format="dcp")
+    dist.barrier()
+    second, again = fsdp_run()
+    parts = dict(zip(("model", "optim"), get_state_dict(second, again), strict=True))
+    dcp.load(parts, checkpoint_id=f"{folder}/dcp")
+    set_state_dict(second, again, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
+    runs = (first, optimizer), (second, again)
+    return [train(*run, SAVED, STEPS) for run in runs] + continued([f"{folder}/run"], 3)
+
+
+def test_two_ranks_of_fsdp2_and_of_onefold_continue_each_others_run(tmp_path, wanted):
+    for found in run_ranks(2, both_ways, str(tmp_path)):
+        assert found == [wanted] * 3  # every rank has the same batches
+
+
 class Malice:
     """Unpickled, it would make a file."""
 
@@ -99,7 +134,7 @@ class Malice:
 
 
 @pytest.mark.parametrize("kind", ["torch", "old torch", "dcp"])
-def test_a_malicious_file_does_nothing_and_is_refused_in_one_line(tmp_path, kind):
+def test_a_malicious_file_does_nothing_and_is_refused_in_one_line(tmp_path, kind, capfd):
     made = tmp_path / "made"
     value = {"model": {"w": torch.ones(2)}, "optimizer": Malice(made)}
     if kind == "dcp":
@@ -109,10 +144,9 @@ def test_a_malicious_file_does_nothing_and_is_refused_in_one_line(tmp_path, kind
     else:
         source = tmp_path / "bad.pt"
         torch.save(value, source, _use_new_zipfile_serialization=kind == "torch")
-    command = [sys.executable, "-m", "onefold_command", "import-checkpoint", str(source), str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "io.open" in done.stderr and str(source) in done.stderr, done.stderr
+    code = main(["import-checkpoint", str(source), str(tmp_path / "run")])
+    said = capfd.readouterr().err
+    assert code == 2 and len(said.splitlines()) == 1 and "io.open" in said and str(source) in said, said
     assert not made.exists() and not (tmp_path / "run").exists()
     assert not list(tmp_path.glob(".importing*"))
 

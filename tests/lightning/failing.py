@@ -1,10 +1,11 @@
-"""A script whose rank 1 raises in its third step; Lightning starts the ranks."""
+"""The example, and after it a training whose rank 1 raises in its third step; Lightning starts the ranks."""
 
 from __future__ import annotations
 
 import lightning as L
 from torch import Tensor
 
+from examples import lightning_trainer as example
 from tests.lightning.lit import QUIET, Lit, data
 
 
@@ -16,5 +17,6 @@ class Failing(Lit):
 
 
 if __name__ == "__main__":
+    example.main()
     trainer = L.Trainer(strategy="onefold", accelerator="cpu", devices=2, enable_checkpointing=False, **QUIET)
     trainer.fit(Failing(), data())

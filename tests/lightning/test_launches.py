@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,12 +42,6 @@ def of_session(leader: int) -> list[str]:
     return found
 
 
-def ended(process: subprocess.Popen[str]) -> str:
-    said = process.communicate(timeout=PATIENCE_S)[0]
-    assert process.returncode == 0, said
-    return said
-
-
 def losses(out: Path) -> dict[int, float]:
     """Step -> loss, of the newest log."""
     logs = sorted((out / "log").glob("version_*/metrics.csv"))
@@ -57,53 +51,43 @@ def losses(out: Path) -> dict[int, float]:
         return {int(row["step"]): float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")}
 
 
-def wait_for(process: subprocess.Popen[str], what: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not what():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline_s, "it did not come"
-        time.sleep(0.02)
-
-
 def saved_steps(out: Path) -> int:
     return max((int(path.name.removeprefix("step-")) for path in (out / "last.ckpt").glob("step-*")), default=0)
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been_also_with_other_ranks_and_stage(start, tmp_path):
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    run = start(EXAMPLE, "--devices", "2", "--out", str(cut), "--epochs", "1000")
-    wait_for(run, lambda: saved_steps(cut) > 0 and max(losses(cut), default=0) > saved_steps(cut))
-    (child,) = children(run.pid)
-    os.kill(child, signal.SIGKILL)
-    run.communicate(timeout=PATIENCE_S)
-    assert run.returncode != 0, "rank 0 went on alone"
-
-    done = saved_steps(cut)
-    other = tmp_path / "other"
-    other.mkdir()
-    subprocess.run(["cp", "-r", str(cut / "last.ckpt"), str(other)], check=True)
-    epochs = str(done // STEPS + 1)
-    both = [
-        start(EXAMPLE, "--devices", "2", "--out", str(cut), "--epochs", epochs),
-        start(*TORCHRUN, EXAMPLE, "--devices", "2", "--out", str(whole), "--epochs", epochs, "--stage", "2"),
-        start(EXAMPLE, "--devices", "1", "--out", str(other), "--epochs", epochs, "--stage", "0"),
-    ]
-    for process in both:
-        ended(process)
-    straight = losses(whole)
-    assert {step: loss for step, loss in straight.items() if step >= done} == losses(cut) and len(losses(cut)) == STEPS
-    alone = losses(other)
-    assert list(alone) == [done + n for n in range(2 * STEPS)]  # one rank takes twice as many batches
-    assert max(alone.values()) < straight[0]
-    weights = torch.load(whole / "weights.ckpt", weights_only=True)["state_dict"]
-    assert weights["head.weight"].shape == (256, 64)
-
-
-def test_a_rank_that_raises_ends_all(start):
-    run = start("-m", "tests.lightning.failing")
-    said = run.communicate(timeout=PATIENCE_S)[0]
-    assert run.returncode != 0 and "ArithmeticError: rank 1 gives up" in said
+def kill_after_a_checkpoint(run: subprocess.Popen[str], out: Path) -> None:
+    """Kills a rank when steps have been logged after the newest checkpoint; the rank stands still while we look."""
     deadline_s = time.monotonic() + PATIENCE_S
-    while left := of_session(run.pid):
+    while True:
+        assert run.poll() is None, run.communicate()
+        assert time.monotonic() < deadline_s, "no step after a checkpoint came"
+        time.sleep(0.02)
+        if not saved_steps(out):
+            continue
+        rank = children(run.pid)[-1]
+        os.kill(rank, signal.SIGSTOP)
+        if max(losses(out), default=0) > saved_steps(out):
+            os.kill(rank, signal.SIGKILL)
+            return
+        os.kill(rank, signal.SIGCONT)
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been_and_a_rank_that_raises_ends_all(start, tmp_path):
+    run = start(*TORCHRUN, EXAMPLE, "--devices", "2", "--out", str(tmp_path), "--epochs", "1000", "--stage", "2")
+    kill_after_a_checkpoint(run, tmp_path)
+    run.communicate(timeout=PATIENCE_S)
+    assert run.returncode != 0, "the other rank went on alone"
+    done, first = saved_steps(tmp_path), losses(tmp_path)
+
+    epochs = str(done // STEPS + 1)
+    rest = start("-m", "tests.lightning.failing", "--devices", "2", "--out", str(tmp_path), "--epochs", epochs)
+    said = rest.communicate(timeout=PATIENCE_S)[0]
+    again, lost = losses(tmp_path), {step: loss for step, loss in first.items() if step >= done}
+    assert list(again) == list(range(done, done + STEPS)) and lost and lost.items() <= again.items(), said
+    weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    assert weights["head.weight"].shape == (256, 64)
+    assert rest.returncode != 0 and "ArithmeticError: rank 1 gives up" in said, said
+    deadline_s = time.monotonic() + PATIENCE_S
+    while left := of_session(rest.pid):
         assert time.monotonic() < deadline_s, f"processes {left} are left"
         time.sleep(0.02)
