@@ -16,9 +16,9 @@ import transformers
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from onefold import CheckpointError, ConfigError, Zero, full_parameters, load
+from onefold import ConfigError, Zero, full_parameters, load
 from onefold.hf.accelerator import Accelerator
-from onefold.hf.checkpoints import FOLDER, load_state, save_state
+from onefold.hf.checkpoints import FOLDER, PLAIN_OPTIMIZER, load_plain, load_state, save_state
 from onefold.hf.fits import Step, random_states_kept, refuse_too_large, total_bytes, warn_of_too_large
 from onefold.hf.optimizers import settings_of
 from onefold.hf.refusals import refuse_flags, refuse_instance
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from transformers import Trainer as Base
 else:
     Base = object  # the Trainer class comes behind it
-
-PLAIN_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 
 
 class ShardedTrainer(Base):
@@ -133,10 +131,10 @@ class ShardedTrainer(Base):
         if checkpoint is not None and (Path(checkpoint) / FOLDER).is_dir():
             load_state(checkpoint, [(self.model, [self.optimizer.optimizer])])
         elif checkpoint is not None and any((Path(checkpoint) / name).exists() for name in PLAIN_OPTIMIZER):
-            raise CheckpointError(
-                f"{checkpoint} holds the optimizer state of a Trainer without Onefold, and no folder {FOLDER}/; to go "
-                f"on with its weights and new moments remove {' and '.join(PLAIN_OPTIMIZER)} there"
-            )
+            scheduler = load_plain(checkpoint, self.args.output_dir, self.model, self.optimizer.optimizer)
+            if scheduler is not None:
+                self.lr_scheduler.load_state_dict(scheduler)
+            return
         with self._optimizer_elsewhere():
             super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -42,7 +42,7 @@ class Weights:
 
     def __init__(self, storage: Storage, files: Mapping[Path, list[str] | None]) -> None:
         """`files` has the names of the tensors to take from each file; None takes all."""
-        self._homes: dict[str, TensorFile] = {}
+        self.homes: dict[str, TensorFile] = {}
         self.records: dict[str, ParamRecord] = {}
         for path, names in files.items():
             file = TensorFile(storage, path)
@@ -50,13 +50,13 @@ class Weights:
                 if name not in file.blocks:
                     raise CheckpointDamaged(f"{path} has no tensor {name!r}, which the index finds there")
                 block = file.blocks[name]
-                self._homes[name] = file
+                self.homes[name] = file
                 states = {VALUE: DTYPE_NAMES[block.dtype]}
                 self.records[name] = ParamRecord(name, "imported", block.shape, contiguous_stride(block.shape), states)
 
     def read(self, name: str, span: Span, out: Tensor, state: str = VALUE) -> None:
         assert state == VALUE
-        self._homes[name].read(name, span, out)
+        self.homes[name].read(name, span, out)
 
 
 def open_weights(storage: Storage, path: Path) -> Weights | None:
