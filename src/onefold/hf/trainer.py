@@ -190,4 +190,15 @@ def sharded(cls: type, zero: Zero | None = None) -> Any:
     return type(f"Sharded{cls.__name__}", bases, {"default_zero": zero, "__module__": __name__})
 
 
-Trainer = sharded(transformers.Trainer)
+class Trainer(ShardedTrainer, transformers.Trainer):
+    """transformers' Trainer that shards its model by Onefold in place of DDP.
+
+    `zero` are the settings of `onefold.shard`, by default Zero(). All other arguments are the Trainer's.
+
+    >>> import tempfile, torch, transformers, onefold.hf
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = transformers.TrainingArguments(folder, report_to=[], use_cpu=not torch.cuda.is_available())
+    ...     trainer = onefold.hf.Trainer(torch.nn.Linear(8, 8), args, zero=onefold.Zero(stage=3))
+    >>> trainer.zero.stage
+    3
+    """
