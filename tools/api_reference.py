@@ -1,6 +1,6 @@
-"""docs/api.md, made from the signatures and docstrings of the public names and never by hand.
+"""docs/api.md and docs/api-frameworks.md, made from signatures and docstrings of the public names and never by hand.
 
-    python -m tools.api_reference            # write it
+    python -m tools.api_reference            # write them
     python -m tools.api_reference --check    # fail, and name what differs
 
 Names stand under the task they are for. Text is taken from the source, not from evaluated annotations and defaults, so
@@ -14,6 +14,7 @@ import ast
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -22,11 +23,12 @@ import tokenize
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import onefold
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+FRAMEWORKS_PAGE = PAGE.with_name("api-frameworks.md")
 COMMAND = "python -m tools.api_reference"
 WIDTH = 100  # of a signature: one that is longer has a line for each argument
 
@@ -97,6 +99,15 @@ TASKS = (
     ),
 )  # fmt: skip
 
+FRAMEWORKS = (
+    Task(
+        "Hugging Face",
+        ("huggingface", "peft"),
+        ("hf.Trainer", "hf.sharded", "hf.Accelerator", "hf.from_pretrained"),
+    ),
+    Task("Lightning", ("lightning",), ("lightning.ZeroStrategy", "lightning.FabricZeroStrategy")),
+)  # fmt: skip
+
 # Members without an underscore that other rooms of the package call and users do not.
 INTERNAL = {
     "Zero": {"of", "describe"},
@@ -108,6 +119,11 @@ INTERNAL = {
     },
     "PipelineStage": {"perform_reduce_grad", "scale_grads"},
     "ProfileReport": {"part_s"},
+    "lightning.ZeroStrategy": {"model_to_device", "tensor_init_context", "teardown"},
+    "lightning.FabricZeroStrategy": {
+        "module_init_context", "module_to_device", "setup_module_and_optimizers", "clip_gradients_norm",
+        "get_module_state_dict",
+    },
 }  # fmt: skip
 
 
@@ -264,18 +280,24 @@ def error(name: str, thing: type[Exception]) -> str:
     return item(f"{name}({bases})" if bases else name, inspect.cleandoc(thing.__doc__ or ""))
 
 
+def public(name: str) -> Any:
+    """What a public name stands for: of onefold, or of a package in it."""
+    package, _, own = name.rpartition(".")
+    return getattr(importlib.import_module(f"onefold.{package}") if package else onefold, own)
+
+
 def anchor(heading: str) -> str:
     """Where a link to a heading leads, as GitHub makes it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
 def is_error(name: str) -> bool:
-    thing = getattr(onefold, name)
+    thing = public(name)
     return inspect.isclass(thing) and issubclass(thing, Exception)
 
 
 def heading(name: str) -> str:
-    thing = getattr(onefold, name)
+    thing = public(name)
     return f"class onefold.{name}" if inspect.isclass(thing) else f"onefold.{name}()"
 
 
@@ -284,7 +306,7 @@ def section(task: Task) -> str:
     parts = [f"## {task.title}\n\nExplained in {guides}.\n"]
     errors = []
     for name in task.names:
-        thing = getattr(onefold, name)
+        thing = public(name)
         if is_error(name):
             errors.append(error(name, thing))
             continue
@@ -308,32 +330,54 @@ def contents(task: Task) -> str:
 
 
 def page() -> str:
+    return _page("API reference", "Every public name, by task.", TASKS)
+
+
+def frameworks_page() -> str:
+    """The names that need another framework, which is imported here."""
+    return _page("API reference: frameworks", "Every public name of `onefold.hf` and `onefold.lightning`.", FRAMEWORKS)
+
+
+def _page(title: str, holds: str, tasks: tuple[Task, ...]) -> str:
     head = (
-        "# API reference\n\n"
-        f"Every public name, by task. Made from the docstrings by `{COMMAND}`; a test fails if the two differ. The\n"
+        f"# {title}\n\n"
+        f"{holds} Made from the docstrings by `{COMMAND}`; a test fails if the two differ. The\n"
         "examples run in the test suite too. *Collective* means: every rank calls it, in the same order.\n\n"
         "| Task | Names |\n|---|---|\n"
     )
-    return head + "".join(map(contents, TASKS)) + "\n" + "\n".join(map(section, TASKS))
+    return head + "".join(map(contents, tasks)) + "\n" + "\n".join(map(section, tasks))
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page would change")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page (docs/api.md)")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page would change")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page of onefold's own names (docs/api.md)")
+    parser.add_argument("--frameworks-page", type=Path, default=FRAMEWORKS_PAGE, help="docs/api-frameworks.md")
     asked = parser.parse_args(words)
-    wanted = page()
-    found = asked.page.read_text() if asked.page.exists() else ""
-    if asked.check and found != wanted:
+    same = [_made(path, text, asked.check) for path, text in _pages(asked.page, asked.frameworks_page)]
+    return 0 if all(same) else 1
+
+
+def _pages(own: Path, frameworks: Path) -> Iterator[tuple[Path, str]]:
+    """The page of the frameworks is left alone where these are not installed."""
+    yield own, page()
+    if all(importlib.util.find_spec(name) for name in ("transformers", "accelerate", "lightning")):
+        yield frameworks, frameworks_page()
+
+
+def _made(path: Path, wanted: str, check: bool) -> bool:
+    """Writes a page, or with `check` says how the page differs. True if it is as wanted."""
+    found = path.read_text() if path.exists() else ""
+    if not check:
+        path.write_text(wanted)
+    elif found != wanted:
         lines = difflib.unified_diff(
             found.splitlines(), wanted.splitlines(), "the page", "the docstrings", n=0, lineterm=""
         )
         print("\n".join(lines), file=sys.stderr)
-        print(f"{asked.page.name} is not what the docstrings say; run `{COMMAND}`", file=sys.stderr)
-        return 1
-    if not asked.check:
-        asked.page.write_text(wanted)
-    return 0
+        print(f"{path.name} is not what the docstrings say; run `{COMMAND}`", file=sys.stderr)
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import onefold
 from tests.harness import run_ranks, run_ranks_raises, start_ranks
 from tests.harness.patience import PATIENCE_S
 from tests.hf.runs import STAGES, Run, Sentences, run, same, trained, trainer
@@ -122,8 +123,24 @@ def test_with_save_only_model_there_is_no_optimizer_state_and_weights_are_resume
     assert again.losses[5] != whole.losses[5]  # other moments
 
 
-def test_the_optimizer_state_of_a_plain_trainer_is_refused_before_training(tmp_path):
-    run_ranks(2, run, None, str(tmp_path), SAVING)
+def taken_over(folder: str) -> tuple[Run, list[Run], bool]:
+    """A whole run by DDP, and runs of several stages that go on from its checkpoint of step 4."""
+    whole = run(None, folder, SAVING)
+    again = [run(stage, f"{folder}/{stage}", SAVING, resume=f"{folder}/checkpoint-4") for stage in (1, 3)]
+    return whole, again, any(".imported" in str(path) for path in Path(folder).rglob("*"))
+
+
+def test_a_plain_trainers_checkpoint_is_resumed_in_place_with_its_moments_and_schedule(tmp_path):
+    whole, again, left = run_ranks(2, taken_over, str(tmp_path))[0]
+    assert same(again) and not left
+    assert again[0].losses == pytest.approx(whole.losses, abs=1e-6)
+    assert again[0].norms == pytest.approx(whole.norms, abs=1e-6)
+    for name, value in whole.state.items():
+        torch.testing.assert_close(again[0].state[name], value, rtol=0, atol=1e-6)
+    # without names the order of weights does not tell which number is which; and a damaged file is said on every rank
+    with pytest.raises(onefold.CheckpointError, match=r"resume from the folder with onefold\.hf\.Trainer"):
+        onefold.import_checkpoint(tmp_path / "checkpoint-4", tmp_path / "run")
+    (tmp_path / "checkpoint-4" / "optimizer.pt").write_bytes(b"PK")
     for error in run_ranks_raises(2, run, 2, str(tmp_path), SAVING, f"{tmp_path}/checkpoint-4"):
         assert error.type_name == "CheckpointError"
-        assert "optimizer state of a Trainer without Onefold" in error.message
+        assert "optimizer state of a Trainer without Onefold, which was not imported" in error.message

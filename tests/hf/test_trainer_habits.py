@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
+import numpy
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
 import onefold
 import onefold.hf
+from onefold.hf.fits import total_bytes
 from tests.harness import run_ranks, run_ranks_raises
 from tests.hf.runs import STAGES, VOCABULARY, Run, Sentences, arguments, run, same, tiny, trained, trainer
 
@@ -178,18 +186,70 @@ def refused(what: str, folder: str) -> None:
         trainer(2, folder, model=model, optimizer_cls_and_kwargs=(optimizer, {}))
     elif what == "too large":
         trainer(1, folder, budget_bytes=400_000).train()
+    elif what == "too large for any stage":
+        one = trainer(3, folder, {"gradient_checkpointing": True}, budget_bytes=1000)
+        one.train()
+    elif what == "a stream with a budget":
+        trainer(1, folder, budget_bytes=400_000, train_dataset=Stream()).train()
     elif what == "sharded":
         onefold.init()
         run(2, folder, build=lambda: onefold.shard(tiny(), stage=2))
 
 
-def fitting(folder: str) -> tuple[Run, Run]:
-    """A run with a budget that is enough, and one without a budget."""
-    return trained(trainer(1, folder, budget_bytes=10**9)), run(1, folder)
+class Noisy(Sentences):
+    """Sentences whose rows draw random numbers."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        random.random(), numpy.random.rand(), torch.rand(1)
+        return super().__getitem__(index)
 
 
-def test_a_budget_that_is_enough_changes_nothing(tmp_path):
-    assert same(list(run_ranks(2, fitting, str(tmp_path))[0]))
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter([Sentences()[index] for index in range(64)])
+
+
+class Fit(NamedTuple):
+    """Runs with and without a rehearsal of the first step, and what was logged meanwhile."""
+
+    plain: Run
+    budget: Run
+    warned: Run
+    stream: Run
+    texts: list[str]
+    after_budget: int  # how many of the texts were logged before and with a sufficient budget
+    none: int | None
+
+
+def fitting(folder: str) -> Fit:
+    """A run without a budget, one with enough, and two on a device of 400 kB, of which the last cannot be rehearsed."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onefold").addHandler(handler)
+    try:
+        plain = trained(trainer(1, folder, train_dataset=Noisy(), model=tiny(attention_dropout=0.1)))
+        noisy = {"train_dataset": Noisy(), "model": tiny(attention_dropout=0.1)}
+        budget, quiet = trained(trainer(1, folder, budget_bytes=10**9, **noisy)), len(texts)
+        with mock.patch("onefold.hf.trainer.total_bytes", lambda device: 400_000):  # a CPU has no memory of its own
+            warned = trained(trainer(1, folder, train_dataset=Noisy(), model=tiny(attention_dropout=0.1)))
+            stream = trained(trainer(1, folder, train_dataset=Stream()))
+    finally:
+        logging.getLogger("onefold").removeHandler(handler)
+    return Fit(plain, budget, warned, stream, texts, quiet, total_bytes(torch.device("cpu")))
+
+
+def test_a_step_too_large_for_the_device_is_warned_of_once_and_trained_bit_for_bit_as_ever(tmp_path):
+    first, second = run_ranks(2, fitting, str(tmp_path))
+    assert same([first.plain, first.budget, first.warned])
+    assert (first.after_budget, first.none) == (0, None)
+    assert len(first.texts) == 1 and second.texts == []  # rank 0 says it; a stream has no first rows
+    assert re.fullmatch(
+        r"stage 1 will not fit: it needs \d+ kB of 400 kB on each of 2 ranks; "
+        r"stage 3 with checkpointing needs \d+ kB",
+        first.texts[0],
+    )
+    assert len(first.stream.losses) == 4
 
 
 REFUSED = {
@@ -198,6 +258,8 @@ REFUSED = {
     "adafactor": ("OptimizerError", "Adafactor"),
     "an instance": ("OptimizerError", "wants a class, found an instance of AdamW"),
     "too large": ("ConfigError", "stage 1 will not fit: it needs "),
+    "too large for any stage": ("ConfigError", "ranks; use more ranks, a smaller batch, or Zero(offload='host')"),
+    "a stream with a budget": ("ConfigError", "Stream is a stream; leave budget_bytes out"),
     "sharded": ("ModelError", "was sharded by onefold.shard already"),
 }
 

@@ -21,6 +21,7 @@ from onefold.integrations.deepspeed_reading import Outcome
 from onefold.integrations.deepspeed_rules import RULES, SECTIONS
 from onefold.integrations.deepspeed_schedules import Schedule
 from tests.harness import run_ranks
+from tests.integrations.shipped import SHIPPED
 from tests.models import Stack, blocks
 
 LOSS_SCALE = {
@@ -31,58 +32,31 @@ LOSS_SCALE = {
     "min_loss_scale": 1,
 }
 CPU = {"device": "cpu", "pin_memory": True}
-BATCH = {
-    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto", "steps_per_print": 2000, "wall_clock_breakdown": False,
-}  # fmt: skip
-STAGE3 = {
-    "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}  # fmt: skip
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-
-# The kinds of files that Transformers, Accelerate and Axolotl ship, by what is in them.
-SHIPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "stage 1, all auto": (
-        {"zero_optimization": {"stage": 1, "overlap_comm": True}, "bf16": {"enabled": "auto"},
-         "fp16": {"enabled": "auto", "auto_cast": False, **LOSS_SCALE}, "optimizer": ADAMW, **BATCH},
-        {"stage": 1, "precision": "fp32", "offload": None},
-    ),
-    "stage 2, optimizer on the host, compiled": (
-        {"compile": {"disable": False, "backend": "inductor"}, "bf16": {"enabled": True},
-         "zero_optimization": {"stage": 2, "offload_optimizer": CPU, "allgather_partitions": True,
-                               "allgather_bucket_size": 2e8, "reduce_scatter": True, "reduce_bucket_size": 2e8},
-         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}, **BATCH},
-        {"stage": 2, "precision": "bf16", "offload": onefold.Offload(optimizer="host")},
-    ),
-    "stage 3, all on the host, fp16": (
-        {"fp16": {"enabled": True, **LOSS_SCALE}, "optimizer": ADAMW,
-         "zero_optimization": {**STAGE3, "offload_optimizer": CPU, "offload_param": CPU}, "train_batch_size": 1},
-        {"stage": 3, "precision": "fp16", "offload": onefold.Offload(optimizer="host", parameters="host")},
-    ),
-    "stage 3, sequences cut elsewhere": (
-        {"bf16": {"enabled": True},
-         "zero_optimization": {"stage": 3, "max_live_parameters": 0, "max_reuse_distance": 0},
-         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-         "seq_parallel_communication_data_type": "bf16", **BATCH},
-        {"stage": 3, "precision": "bf16", "offload": None},
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_files_that_libraries_ship_are_understood(name: str, tmp_path: Path) -> None:
-    content, wanted = SHIPPED[name]
+    one = SHIPPED[name]
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(content))
-    for given_as in (content, path, str(path)):
+    path.write_text(json.dumps(one.content))
+    for given_as in (one.content, path, str(path)):
         found = onefold.from_deepspeed(given_as)
-        assert {key: getattr(found.zero, key) for key in wanted} == wanted
+        assert (found.zero.stage, found.zero.precision, found.zero.offload) == (one.stage, one.precision, one.offload)
     autos = {key.path for key in found.keys if key.value == "auto"}
     assert set(found.open) == autos
     assert all(key.text for key in found.keys)
+
+
+def test_what_becomes_of_keys_that_only_some_files_have_is_said() -> None:
+    said = {key.path: key.text for key in read_config({
+        "bfloat16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": {**CPU, "nvme_path": "/nvme"}},
+    }).keys}  # fmt: skip
+    assert said["bfloat16.enabled"] == 'precision="bf16"'
+    assert said["zero_optimization.offload_param.nvme_path"] == "nothing is on disk"
+    assert said["zero_optimization.offload_param.device"] == (
+        'Offload(optimizer="host", parameters="host"): the optimizer state is where its parameters are'
+    )
 
 
 def test_numbers_optimizer_and_loss_scale_come_along() -> None:
@@ -104,7 +78,7 @@ def test_numbers_optimizer_and_loss_scale_come_along() -> None:
 REFUSED = {
     "zero_optimization.zero_quantized_weights": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
     "zero_optimization.mics_shard_size": {"zero_optimization": {"stage": 3, "mics_shard_size": 8}},
-    "zero_optimization.offload_param.device": {"zero_optimization": {"stage": 3, "offload_param": CPU}},
+    "zero_optimization.offload_param.device": {"zero_optimization": {"stage": 2, "offload_param": CPU}},
     "zero_optimization.offload_optimizer.device": {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
     "zero_optimization.stage": {"zero_optimization": {"stage": 4}},
     "fp16.loss_scale": {"fp16": {"enabled": True, "loss_scale": 128}},
@@ -236,7 +210,7 @@ def test_a_model_trains_by_the_file_as_by_settings() -> None:
 
 def test_the_command_prints_every_key_and_exits_by_what_is_refused(tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "ds_config.json"
-    content, _ = SHIPPED["stage 3, all on the host, fp16"]
+    content = SHIPPED["accelerate: zero_stage3_offload"].content
     for extra, code in (({}, 0), ({"elasticity": {"enabled": True}}, 1)):
         path.write_text(json.dumps(content | extra))
         assert main(["import-config", str(path)]) == code

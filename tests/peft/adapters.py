@@ -20,12 +20,14 @@ TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_pro
 
 
 def base(kind: str = "llama") -> nn.Module:
+    """Without a cache, which a block that is computed again would fill twice."""
     torch.manual_seed(0)
     if kind == "llama":
         sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "use_cache": False}
         return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **sizes, **heads))
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+                  "use_cache": False}  # fmt: skip
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=2, n_positions=32, **no_dropout)
     )

@@ -1,7 +1,9 @@
-"""docs/api.md is what the docstrings say, leaves no public name out, and explains every setting."""
+"""The pages of the API are what the docstrings say, leave no public name out, and explain every setting."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,22 @@ from tools import api_reference
 SETTINGS = (onefold.Zero, onefold.Precision, onefold.Offload, onefold.LossScale)
 
 
-def test_the_page_is_what_the_docstrings_say() -> None:
+def test_the_pages_are_what_the_docstrings_say() -> None:
     assert api_reference.main(["--check"]) == 0
 
 
 def test_every_public_name_is_under_one_task() -> None:
     names = [name for task in api_reference.TASKS for name in task.names]
     assert sorted(names) == sorted(onefold.__all__)
+
+
+def test_every_public_name_of_the_frameworks_is_under_one_task_and_explained_with_an_example() -> None:
+    for package in ("onefold.hf", "onefold.lightning"):
+        pytest.importorskip({"onefold.hf": "transformers", "onefold.lightning": "lightning"}[package])
+        module = importlib.import_module(package)
+        names = [f"onefold.{name}" for task in api_reference.FRAMEWORKS for name in task.names]
+        assert sorted(n for n in names if n.startswith(package)) == sorted(f"{package}.{n}" for n in module.__all__)
+        assert all(">>> " in (getattr(module, name).__doc__ or "") for name in module.__all__)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: settings.__name__)
@@ -30,18 +41,19 @@ def test_every_setting_has_a_default_and_an_explanation(settings: type) -> None:
 
 def test_what_is_left_out_as_internal_is_there() -> None:
     for name, members in api_reference.INTERNAL.items():
-        assert members <= set(vars(getattr(onefold, name)))
+        if "." not in name or importlib.util.find_spec(name.partition(".")[0]):
+            assert members <= set(vars(api_reference.public(name)))
 
 
 def test_a_page_that_differs_is_named_with_its_line_and_is_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "api.md"
-    assert api_reference.main(["--page", str(page)]) == 0
+    page, other = tmp_path / "api.md", ["--frameworks-page", str(tmp_path / "api-frameworks.md")]
+    assert api_reference.main(["--page", str(page), *other]) == 0
     assert page.read_text() == api_reference.PAGE.read_text()
     page.write_text(page.read_text().replace("`prefetch: int", "`prefetch: float"))
     edited = page.read_text()
-    assert api_reference.main(["--check", "--page", str(page)]) == 1
+    assert api_reference.main(["--check", "--page", str(page), *other]) == 1
     said = capsys.readouterr().err
     assert '-- `prefetch: float | Literal["auto"] = 1`:' in said and '+- `prefetch: int | Literal["auto"] = 1`:' in said
     assert "api.md is not what the docstrings say; run `python -m tools.api_reference`" in said

@@ -22,7 +22,8 @@ class ImportCheckpoint:
     """
 
     source: tyro.conf.Positional[Path]
-    """A DeepSpeed folder (with `latest`, or one global_step…), a DCP folder, or a file of torch.save."""
+    """A DeepSpeed folder (with `latest`, or one global_step…), a DCP folder, a checkpoint of transformers' Trainer
+    (which needs --names), or a file of torch.save."""
     out: tyro.conf.Positional[Path]
     """The folder of checkpoints to write into; load it with onefold.load."""
     optimizer_source: Path | None = None

@@ -1,10 +1,15 @@
-"""Whether a step fits into a budget of device memory, found before the first step by a rehearsal of it."""
+"""Whether a step fits into device memory, found before the first step by a rehearsal of it."""
 
 from __future__ import annotations
 
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -12,6 +17,8 @@ from onefold import ConfigError, Zero
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.observe.rehearsal import rehearse
+
+LOG = logging.getLogger("onefold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,26 +30,65 @@ class Step:
     cost: StateCost
     ranks: int
     micro_batches: int
-    device: torch.device
+    plays: str  # the backend of the run
 
     def peak_bytes(self, zero: Zero) -> int:
-        """Bytes that a rank needs at the fullest instant of the step."""
+        """Bytes that a rank needs at the fullest instant of the step. Rehearsed on the CPU, whatever the device is: a
+        kernel of Triton must not be launched on tensors without memory."""
         return rehearse(
-            self.model, self.sample, replace(zero, mesh=None), self.cost, ranks=self.ranks,
-            plays="nccl" if self.device.type == "cuda" else "gloo", micro_batches=self.micro_batches,
+            self.model, self.sample, replace(zero, mesh=None, device=None), self.cost, ranks=self.ranks,
+            plays=self.plays, micro_batches=self.micro_batches, device=torch.device("cpu"),
         ).peak_bytes  # fmt: skip
 
 
-def check_fit(step: Step, zero: Zero, budget_bytes: int) -> None:
-    """Raises if the step needs more than the budget, with what stage 3 and activation checkpointing would need."""
+def total_bytes(device: torch.device) -> int | None:
+    """The memory of a CUDA device; None for other devices, whose memory a run shares with others."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def refuse_too_large(step: Step, zero: Zero, budget_bytes: int) -> None:
+    """Raises if the step needs more than the budget."""
+    if (text := _shortage(step, zero, budget_bytes)) is not None:
+        raise ConfigError(text)
+
+
+def warn_of_too_large(step: Callable[[], Step], zero: Zero, memory_bytes: int) -> None:
+    """Logs a warning if the step needs more than the device has. A step that cannot be rehearsed is trained as ever."""
+    if not LOG.isEnabledFor(logging.WARNING):
+        return
+    try:
+        text = _shortage(step(), zero, memory_bytes)
+    except Exception as error:
+        LOG.debug("the first step was not rehearsed: %s: %s", type(error).__name__, error)
+        return
+    if text is not None:
+        LOG.warning("%s", text)
+
+
+def _shortage(step: Step, zero: Zero, budget_bytes: int) -> str | None:
+    """None if the step fits, else what it needs, and what stage 3 with checkpointing would need."""
     needed = step.peak_bytes(zero)
     if needed <= budget_bytes:
-        return
-    least = replace(zero, stage=3, activations="checkpoint", overlap_param_gather=False)
-    remedy = f"stage 3 with activations='checkpoint' needs {format_bytes(step.peak_bytes(least))}"
-    if (zero.stage, zero.activations) == (3, "checkpoint"):
-        remedy = "use more ranks, a smaller batch, or Zero(offload='host')"
-    raise ConfigError(
+        return None
+    recomputes = zero.activations != "keep" or getattr(step.model, "is_gradient_checkpointing", False)
+    remedy = "use more ranks, a smaller batch, or Zero(offload='host')"
+    if zero.stage != 3 or not recomputes:
+        activations = zero.activations if recomputes else "checkpoint"
+        least = replace(zero, stage=3, activations=activations, overlap_param_gather=False)
+        remedy = f"stage 3 with checkpointing needs {format_bytes(step.peak_bytes(least))}"
+    return (
         f"stage {zero.stage} will not fit: it needs {format_bytes(needed)} of {format_bytes(budget_bytes)} on each of "
         f"{step.ranks} ranks; {remedy}"
     )
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Inside, rows may be drawn and augmented; outside, random numbers go on as if they had not been."""
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)

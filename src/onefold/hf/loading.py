@@ -119,12 +119,12 @@ def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
     Each rank then reads its part of the safetensors files: no rank ever holds the whole model.
 
-    >>> import tempfile
+    >>> import tempfile, onefold.hf
     >>> from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
     >>> config = GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     GPT2LMHeadModel(config).save_pretrained(folder)
-    ...     model = from_pretrained(AutoModelForCausalLM, folder)
+    ...     model = onefold.hf.from_pretrained(AutoModelForCausalLM, folder)
     >>> model.transformer.wte.weight.device
     device(type='meta')
     """
@@ -141,12 +141,11 @@ def deferring() -> Iterator[None]:
 
     load = PreTrainedModel._load_pretrained_model
 
-    def load_deferred(
-        model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None
-    ) -> tuple[Any, Any]:
+    def load_deferred(model: Any, state_dict: Any, files: Any, load_config: Any, *keys: Any) -> tuple[Any, Any]:
+        """`keys` are the expected ones, from transformers 5.4 on."""
         if not _can_defer(state_dict, files, load_config):
-            return load(model, state_dict, files, load_config, expected_keys)
-        return _load_deferred(load, model, Files(files), load_config, expected_keys)
+            return load(model, state_dict, files, load_config, *keys)
+        return _load_deferred(load, model, Files(files), load_config, keys)
 
     PreTrainedModel._load_pretrained_model = staticmethod(load_deferred)
     try:
@@ -164,13 +163,13 @@ def _can_defer(state_dict: Any, files: Any, load_config: Any) -> bool:
 
 
 def _load_deferred(
-    load: Callable[..., tuple[Any, Any]], model: Any, files: Files, load_config: Any, expected_keys: Any
+    load: Callable[..., tuple[Any, Any]], model: Any, files: Files, load_config: Any, keys: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """1 transformers loads tensors without values, so that dtypes, mismatches and what is missing are as ever
     2 each parameter that was loaded gets the recipe of its values  3 buffers of the files are small: they are read."""
     found = recipes(model, files, load_config.weight_mapping or [])
     on_meta = dataclasses.replace(load_config, device_map={"": META})
-    result = load(model, {name: files.on_meta(name) for name in files}, None, on_meta, expected_keys)
+    result = load(model, {name: files.on_meta(name) for name in files}, None, on_meta, *keys)
     mismatched = {key if isinstance(key, str) else key[0] for key in result[0].mismatched_keys}
     for name, recipe in found.items():
         if name in mismatched or name in result[0].missing_keys:

@@ -12,25 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 import transformers
 from torch import nn
+from torch.utils.data import IterableDataset
 
-from onefold import CheckpointError, Zero, full_parameters, load
+from onefold import ConfigError, Zero, full_parameters, load
 from onefold.hf.accelerator import Accelerator
-from onefold.hf.checkpoints import FOLDER, load_state, save_state
-from onefold.hf.fits import Step, check_fit
+from onefold.hf.checkpoints import FOLDER, PLAIN_OPTIMIZER, load_plain, load_state, save_state
+from onefold.hf.fits import Step, random_states_kept, refuse_too_large, total_bytes, warn_of_too_large
 from onefold.hf.optimizers import settings_of
 from onefold.hf.refusals import refuse_flags, refuse_instance
 from onefold.optim.elementwise import cost_of
 from onefold.runtime.engine import is_sharded
+from onefold.settings.offload import AUTO
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
 else:
     Base = object  # the Trainer class comes behind it
-
-PLAIN_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 
 
 class ShardedTrainer(Base):
@@ -41,7 +40,8 @@ class ShardedTrainer(Base):
     optimizer: Any  # of the Trainer: a torch optimizer, and after prepare() a ShardedOptimizer
 
     def __init__(self, *args: Any, zero: Zero | None = None, budget_bytes: int | None = None, **kwargs: Any) -> None:
-        """`budget_bytes` is what a step may take on each rank's device; train() raises at once if it takes more."""
+        """`budget_bytes` is what a step may take on each rank's device; train() raises at once if it takes more.
+        Without it train() warns if a step takes more than a CUDA device has."""
         refuse_instance(kwargs.get("optimizer_cls_and_kwargs"))
         self.zero = zero or self.default_zero or Zero()
         self._budget_bytes = budget_bytes
@@ -63,22 +63,34 @@ class ShardedTrainer(Base):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
-        zero = self.accelerator.zero
-        if self._budget_bytes is not None and zero.stage != "auto" and not is_sharded(self.model):
-            optimizer = self.create_optimizer()
-            step = Step(
-                model=self.model, sample=self._sample(train_dataloader), ranks=self.accelerator.num_processes,
-                cost=cost_of(type(optimizer), settings_of(optimizer)), device=self.accelerator.device,
-                micro_batches=self.args.gradient_accumulation_steps,
-            )  # fmt: skip
-            check_fit(step, zero, self._budget_bytes)
+        if not is_sharded(self.model) and AUTO not in (self.accelerator.zero.stage, self.accelerator.zero.activations):
+            self._check_fit(train_dataloader)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
-    def _sample(self, loader: Any) -> Any:
-        """A batch of the first rows, as a step gets it. Random states stay as they are."""
-        with torch.random.fork_rng(devices=[]):
-            rows = [loader.dataset[number] for number in range(self._train_batch_size)]
-            return self._prepare_inputs(loader.collate_fn(rows))
+    def _check_fit(self, loader: Any) -> None:
+        """Raises if a step does not fit into `budget_bytes`; without a budget warns if a CUDA device has not enough."""
+        zero, memory_bytes = self.accelerator.zero, total_bytes(self.accelerator.device)
+        with random_states_kept():
+            if self._budget_bytes is not None:
+                refuse_too_large(self._step(loader), zero, self._budget_bytes)
+            elif memory_bytes is not None and self.is_world_process_zero() and not self.args.auto_find_batch_size:
+                warn_of_too_large(lambda: self._step(loader), zero, memory_bytes)
+
+    def _step(self, loader: Any) -> Step:
+        """A step of training on the first rows."""
+        if isinstance(loader.dataset, IterableDataset):
+            raise ConfigError(
+                f"budget_bytes= needs rows of the dataset before training, and {type(loader.dataset).__name__} is a "
+                f"stream; leave budget_bytes out, or plan with onefold.plan(model, batch, ranks=...)"
+            )
+        rows = [loader.dataset[number] for number in range(min(self._train_batch_size, len(loader.dataset)))]
+        self.create_optimizer()
+        cost = cost_of(type(self.optimizer), settings_of(self.optimizer))
+        return Step(
+            model=self.model, sample=loader.collate_fn(rows), cost=cost,
+            ranks=self.accelerator.num_processes, micro_batches=self.args.gradient_accumulation_steps,
+            plays="nccl" if self.accelerator.device.type == "cuda" else "gloo",
+        )  # fmt: skip
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback. TRL's SyncRefModelCallback, which writes the reference model, does so unsharded."""
@@ -119,10 +131,10 @@ class ShardedTrainer(Base):
         if checkpoint is not None and (Path(checkpoint) / FOLDER).is_dir():
             load_state(checkpoint, [(self.model, [self.optimizer.optimizer])])
         elif checkpoint is not None and any((Path(checkpoint) / name).exists() for name in PLAIN_OPTIMIZER):
-            raise CheckpointError(
-                f"{checkpoint} holds the optimizer state of a Trainer without Onefold, and no folder {FOLDER}/; to go "
-                f"on with its weights and new moments remove {' and '.join(PLAIN_OPTIMIZER)} there"
-            )
+            scheduler = load_plain(checkpoint, self.args.output_dir, self.model, self.optimizer.optimizer)
+            if scheduler is not None:
+                self.lr_scheduler.load_state_dict(scheduler)
+            return
         with self._optimizer_elsewhere():
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -178,4 +190,15 @@ def sharded(cls: type, zero: Zero | None = None) -> Any:
     return type(f"Sharded{cls.__name__}", bases, {"default_zero": zero, "__module__": __name__})
 
 
-Trainer = sharded(transformers.Trainer)
+class Trainer(ShardedTrainer, transformers.Trainer):
+    """transformers' Trainer that shards its model by Onefold in place of DDP.
+
+    `zero` are the settings of `onefold.shard`, by default Zero(). All other arguments are the Trainer's.
+
+    >>> import tempfile, torch, transformers, onefold.hf
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = transformers.TrainingArguments(folder, report_to=[], use_cpu=not torch.cuda.is_available())
+    ...     trainer = onefold.hf.Trainer(torch.nn.Linear(8, 8), args, zero=onefold.Zero(stage=3))
+    >>> trainer.zero.stage
+    3
+    """

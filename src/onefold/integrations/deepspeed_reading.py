@@ -60,7 +60,10 @@ class Reading:
 
     def refuse(self, path: str, text: str) -> None:
         """Refuses a key after all, because of another."""
-        self.keys = [key._replace(outcome=Outcome.REFUSED, text=text) if key.path == path else key for key in self.keys]
+        self._say(path, Outcome.REFUSED, text)
+
+    def _say(self, path: str, outcome: Outcome, text: str) -> None:
+        self.keys = [key._replace(outcome=outcome, text=text) if key.path == path else key for key in self.keys]
 
     def check(self) -> None:
         """What keys say together."""
@@ -68,15 +71,18 @@ class Reading:
         if self.precision.get("compute") == "both":
             self.refuse("fp16.enabled", "bf16 is enabled too; choose one of them")
             self.precision["compute"] = "bf16"
-        if self.offload.get("parameters") and not self.offload.get("optimizer"):
-            self.refuse(
-                f"{zero}.offload_param.device",
-                "Onefold offloads parameters with the optimizer; set offload_optimizer too",
-            )
-            self.offload.pop("parameters")
         if self.offload.get("parameters") and self.zero["stage"] != 3:
             self.refuse(f"{zero}.offload_param.device", "parameters are offloaded at stage 3 only")
             self.offload.pop("parameters")
+        tier = self.offload.get("parameters")
+        if tier and not self.offload.get("optimizer"):
+            self.offload["optimizer"] = tier
+            text = f'Offload(optimizer="{tier}", parameters="{tier}"): the optimizer state is where its parameters are'
+            self._say(f"{zero}.offload_param.device", Outcome.BECAME, text)
+        if "path" in self.offload and "disk" not in (self.offload.get("optimizer"), tier):
+            self.offload.pop("path")
+            for which in ("offload_optimizer", "offload_param"):
+                self._say(f"{zero}.{which}.nvme_path", Outcome.NOT_NEEDED, "nothing is on disk")
         if "disk" in self.offload.values() and "path" not in self.offload:
             for which in ("offload_optimizer", "offload_param"):
                 self.refuse(f"{zero}.{which}.device", "nvme needs nvme_path")

@@ -250,6 +250,7 @@ RULES: dict[str, Rule] = {
     "tensor_parallel": refused("give a mesh with an axis tp: docs/parallelism.md"),
     "sequence_parallel_size": unless(1, "sequences are not cut over ranks"),
 }  # fmt: skip
+RULES |= {f"bfloat16{path.removeprefix('bf16')}": rule for path, rule in RULES.items() if path.startswith("bf16.")}
 SECTIONS = {
     "amp", "flops_profiler", "comms_logger", "tensorboard", "wandb", "comet", "csv_monitor", "monitor_config",
     "compile", "activation_checkpointing", "aio", "checkpoint", "sparse_attention", "compression_training",

@@ -33,7 +33,13 @@ class Accumulation:
 
 
 class FabricZeroStrategy(DDPStrategy):
-    """A strategy for lightning.fabric.Fabric; its arguments are those of ZeroStrategy."""
+    """A strategy for lightning.fabric.Fabric; its arguments are those of ZeroStrategy.
+
+    >>> import lightning, onefold.lightning
+    >>> strategy = onefold.lightning.FabricZeroStrategy(stage=3)
+    >>> lightning.Fabric(strategy=strategy, accelerator="cpu", devices=1).strategy is strategy
+    True
+    """
 
     def __init__(
         self,

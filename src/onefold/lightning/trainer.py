@@ -42,6 +42,12 @@ class ZeroStrategy(DDPStrategy):
     `accumulate` says how micro-batches are summed (accumulate_grad_batches): "once" keeps unsharded local sums and
     reduces them with the last micro-batch, "each" reduces every micro-batch into the shard, in 1/N of the memory.
     `loss_scale` is for fp16. `Trainer(precision=…)` sets the precision, unless the settings do.
+
+    >>> import lightning, onefold.lightning
+    >>> strategy = onefold.lightning.ZeroStrategy(stage=3)
+    >>> trainer = lightning.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    >>> trainer.strategy is strategy
+    True
     """
 
     optimizers: list[Any]  # of Lightning's strategies

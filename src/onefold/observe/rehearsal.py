@@ -100,10 +100,13 @@ def rehearse(
     values: bool = False,
     count_flops: bool = False,
     micro_batches: int = 1,
+    device: torch.device | None = None,
 ) -> Rehearsal:
     """Rehearses a step of one rank of `ranks`. `sample` is the model's input: a tensor, a tuple of arguments, or a dict
     of keywords. `plays` is the backend, `node_ranks` the number of ranks on each node. With `tp`, the model must be
-    this rank's part already."""
+    this rank's part already. Tensors without memory are on `device`, by default the model's. A kernel that is not an
+    operator of torch (Triton, Liger) launches on a CUDA tensor without memory, and breaks the process; on the CPU it
+    raises."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
     assert zero.stage != "auto"
     asked, offload = zero, Offload.of(zero.offload)
@@ -116,10 +119,10 @@ def rehearse(
     with mode, warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         try:
-            twin = _twin(model, values)
+            twin = _twin(model, values, device)
             axes = simulated_axes(ranks, rank, plays=plays, tp=tp, values=values, node_ranks=node_ranks)
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
-            inputs = sample if values else tree_map_only(Tensor, _blank, sample)
+            inputs = sample if values else tree_map_only(Tensor, lambda tensor: _blank(tensor, device), sample)
             whole = _whole_step(loss or default_loss, micro_batches)
             return _some_steps(twin, inputs, whole, cost, asked, count_flops)
         except BY_VALUES as error:
@@ -246,13 +249,12 @@ def _as_stage_3(
     return states, {**peak, "parameters": states.parameters + sum(largest)}, sent
 
 
-def _twin(model: nn.Module, values: bool) -> nn.Module:
+def _twin(model: nn.Module, values: bool, device: torch.device | None) -> nn.Module:
     """A copy of the model with parameters and buffers of its own."""
     memo: dict[int, Any] = {}
-    device = torch.device("cpu")
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.device.type != "meta":
-            device = tensor.device
+    if device is None:
+        real = (t.device for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta")
+        device = next(real, torch.device("cpu"))
     for tensor in () if values else [*model.parameters(), *model.buffers()]:
         blank = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         param = isinstance(tensor, nn.Parameter)
@@ -266,8 +268,8 @@ def _twin(model: nn.Module, values: bool) -> nn.Module:
         ) from error
 
 
-def _blank(tensor: Tensor) -> Tensor:
-    device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+def _blank(tensor: Tensor, device: torch.device | None) -> Tensor:
+    device = device or (torch.device("cpu") if tensor.device.type == "meta" else tensor.device)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 

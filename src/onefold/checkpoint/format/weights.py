@@ -1,7 +1,7 @@
 """Weights of other programs: a safetensors file or a Hugging Face folder, read by name and range like a checkpoint.
 
-Pickle files are refused, since reading pickle runs code from the file. The error names the command that converts such a
-file, for users who trust it.
+Pickle files are refused, since reading pickle runs code from the file. The error names the command that imports such a
+file in a process that may only read tensors.
 """
 
 from __future__ import annotations
@@ -24,17 +24,6 @@ from onefold.errors import CheckpointDamaged, CheckpointError
 
 INDEX = ".safetensors.index.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
-CONVERTER = (  # nested dicts become names with dots; values that are not tensors are dropped
-    "import sys, torch, safetensors.torch as s; "
-    'f = lambda d, p="": {k: v for n, x in d.items() for k, v in '
-    '(f(x, f"{p}{n}.") if isinstance(x, dict) else {f"{p}{n}": x}).items()}; '
-    's.save_file({k: v.clone().contiguous() for k, v in f(torch.load(sys.argv[1], map_location="cpu")).items() '
-    "if isinstance(v, torch.Tensor)}, sys.argv[2])"
-)
-
-
-def converting(path: Path | str) -> str:
-    return shlex.join(["python", "-c", CONVERTER, str(path), "model.safetensors"])
 
 
 class Weights:
@@ -42,7 +31,7 @@ class Weights:
 
     def __init__(self, storage: Storage, files: Mapping[Path, list[str] | None]) -> None:
         """`files` has the names of the tensors to take from each file; None takes all."""
-        self._homes: dict[str, TensorFile] = {}
+        self.homes: dict[str, TensorFile] = {}
         self.records: dict[str, ParamRecord] = {}
         for path, names in files.items():
             file = TensorFile(storage, path)
@@ -50,13 +39,13 @@ class Weights:
                 if name not in file.blocks:
                     raise CheckpointDamaged(f"{path} has no tensor {name!r}, which the index finds there")
                 block = file.blocks[name]
-                self._homes[name] = file
+                self.homes[name] = file
                 states = {VALUE: DTYPE_NAMES[block.dtype]}
                 self.records[name] = ParamRecord(name, "imported", block.shape, contiguous_stride(block.shape), states)
 
     def read(self, name: str, span: Span, out: Tensor, state: str = VALUE) -> None:
         assert state == VALUE
-        self._homes[name].read(name, span, out)
+        self.homes[name].read(name, span, out)
 
 
 def open_weights(storage: Storage, path: Path) -> Weights | None:
@@ -65,7 +54,7 @@ def open_weights(storage: Storage, path: Path) -> Weights | None:
         if not storage.exists(path):
             raise CheckpointError(f"{path} does not exist; wanted is a folder of checkpoints or a safetensors file")
         if path.suffix in PICKLES or _looks_pickled(storage, path):
-            raise refusal(path, "is a pickle file", converting(path))
+            raise refusal(path, "is a pickle file")
         return Weights(storage, {path: None})
     names = storage.names(path)
     if any(step_of(name) is not None for name in names):  # a folder of checkpoints, whatever else is in it
@@ -121,22 +110,17 @@ def _read_index(storage: Storage, path: Path) -> dict[Path, list[str] | None]:
 
 def _refuse_pickles(path: Path, names: list[str]) -> None:
     if ".metadata" in names:
-        module = "torch.distributed.checkpoint.format_utils"
-        convert = shlex.join(["python", "-m", module, "dcp_to_torch", str(path), "model.pt"])
-        raise refusal(path, "is a torch DCP folder, whose metadata is pickle", convert, then="model.pt")
+        raise refusal(path, "is a torch DCP folder, whose metadata is pickle")
     if "zero_to_fp32.py" in names:
-        convert = shlex.join(["python", str(path / "zero_to_fp32.py"), str(path), "out", "--safe_serialization"])
-        raise refusal(path, "is a DeepSpeed folder, which holds pickle", convert)
+        raise refusal(path, "is a DeepSpeed folder, which holds pickle")
     for name in names:
         if name.endswith(PICKLES):
-            raise refusal(path / name, "is a pickle file", converting(path / name))
+            raise refusal(path / name, "is a pickle file")
 
 
-def refusal(path: Path, what: str, convert: str, then: str | None = None) -> CheckpointError:
-    more = f"\nand then\n  {converting(then)}" if then else ""
+def refusal(path: Path, what: str) -> CheckpointError:
+    command = shlex.join(["onefold", "import-checkpoint", str(path), "imported"])
     return CheckpointError(
-        f"{path} {what}; reading pickle runs whatever its author put in, so load() does not. A process that may only "
-        f"read tensors makes a checkpoint of it, optimizer state included:\n  "
-        f"{shlex.join(['onefold', 'import-checkpoint', str(path), 'OUT'])}\n"
-        f"If you trust it, a process of your own converts its weights:\n  {convert}{more}"
+        f"{path} {what}; reading pickle runs whatever its author put in, so onefold.load does not. Import it "
+        f"once, in a process that may only read tensors, and load the folder imported:\n  {command}"
     )

@@ -40,6 +40,7 @@ from onefold.integrations.checkpoints.deepspeed_folder import is_deepspeed, read
 from onefold.integrations.checkpoints.foreign import Elements, Foreign, ForeignTensor
 from onefold.integrations.checkpoints.optimizers import class_of, in_form_of
 from onefold.integrations.checkpoints.torch_files import read_torch_files
+from onefold.integrations.checkpoints.trainer_folder import is_trainer, read_trainer
 from onefold.version import VERSION
 
 
@@ -65,12 +66,12 @@ def import_checkpoint(
 ) -> Imported:
     """Write another program's checkpoint, optimizer state included, as a checkpoint `step-…` in the folder `out`.
 
-    `source` is a DeepSpeed folder (ZeRO stage 0 to 3, any number of ranks), a DCP folder of torch, or a file of
-    `torch.save`: a state dict, a dict with "model" and "optimizer", or a checkpoint of Lightning.
-    `optimizer_source` has the optimizer where that was saved on its own. `optimizer` names the torch class
-    ("AdamW") where the source does not tell it, `names` are the parameters in the optimizer's order where shapes do
-    not tell them, `step` is the number of the checkpoint. Pickle is read by a process that may only read tensors.
-    Not collective: call it on one rank, then `load` on all.
+    `source` is a DeepSpeed folder (ZeRO stage 0 to 3, any number of ranks), a DCP folder of torch, a checkpoint of
+    transformers' Trainer, or a file of `torch.save`: a state dict, a dict with "model" and "optimizer", or a checkpoint
+    of Lightning. `optimizer_source` has the optimizer where that was saved on its own. `optimizer` names the torch class
+    ("AdamW") where the source does not tell it, `names` are the parameters in the optimizer's order where shapes do not
+    tell them, `step` is the number of the checkpoint. Pickle is read by a process that may only read tensors. Not
+    collective: call it on one rank, then `load` on all.
 
     >>> import tempfile, torch, onefold
     >>> model = torch.nn.Linear(8, 8)
@@ -109,10 +110,15 @@ def _read(path: Path, second: Path | None, names: Sequence[str] | None, scratch:
         if second is not None:
             raise ConfigError("a DeepSpeed folder has its optimizer in itself; leave optimizer_source= away")
         return read_deepspeed(path, names, scratch)
+    if is_trainer(path):
+        if second is not None:
+            raise ConfigError("a folder of the Trainer has its optimizer in itself; leave optimizer_source= away")
+        return read_trainer(path, names, scratch)
     if path.is_dir():
         raise CheckpointError(
             f"{path} is neither a DeepSpeed folder (latest, global_step…, *_model_states.pt) nor a DCP folder "
-            f"(.metadata); name a file of torch.save in it, or load weights with onefold.load"
+            f"(.metadata) nor one of transformers' Trainer (trainer_state.json, optimizer.pt); name a file of "
+            f"torch.save in it, or load weights with onefold.load"
         )
     return read_torch_files(path, second, names, scratch)
 
