@@ -68,10 +68,10 @@ def import_checkpoint(
 
     `source` is a DeepSpeed folder (ZeRO stage 0 to 3, any number of ranks), a DCP folder of torch, a checkpoint of
     transformers' Trainer, or a file of `torch.save`: a state dict, a dict with "model" and "optimizer", or a checkpoint
-    of Lightning. `optimizer_source` has the optimizer where that was saved on its own. `optimizer` names the torch class
-    ("AdamW") where the source does not tell it, `names` are the parameters in the optimizer's order where shapes do not
-    tell them, `step` is the number of the checkpoint. Pickle is read by a process that may only read tensors. Not
-    collective: call it on one rank, then `load` on all.
+    of Lightning. `optimizer_source` has the optimizer where that was saved on its own. `optimizer` names the torch
+    class ("AdamW") where the source does not tell it, `names` are the parameters in the optimizer's order where shapes
+    do not tell them, `step` is the number of the checkpoint. Pickle is read by a process that may only read tensors.
+    Not collective: call it on one rank, then `load` on all.
 
     >>> import tempfile, torch, onefold
     >>> model = torch.nn.Linear(8, 8)
