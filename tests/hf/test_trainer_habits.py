@@ -117,6 +117,22 @@ def test_seq2seq_generates_in_evaluation_and_callbacks_at_every_stage(tmp_path):
     assert [one[2] for one in ranks[1][1:]] == [[6] * 4] * 4
 
 
+def own_schedule(stage: int | None, folder: str) -> Run:
+    """A run with `optimizers=`: an optimizer of two param groups, and its scheduler."""
+    model = tiny()
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is large], "lr": lr}
+              for large, lr in ((True, 1e-2), (False, 1e-3))]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return trained(trainer(stage, folder, model=model, optimizers=(optimizer, scheduler)))
+
+
+def test_a_scheduler_of_the_users_own_sets_the_learning_rate(tmp_path):
+    plain, *others = run_ranks(2, of_stages, own_schedule, (None, 0, 3), str(tmp_path))[0]
+    assert same(others)
+    assert others[0].losses == pytest.approx(plain.losses, abs=1e-6)
+
+
 def stopped_early(stage: int, folder: str) -> int:
     """Steps until evaluations got worse twice."""
     import transformers
