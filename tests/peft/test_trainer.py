@@ -53,3 +53,21 @@ def test_the_best_adapters_and_modules_to_save_come_back_and_no_checkpoint_has_t
     for _, loss, reread, held in others:
         assert (loss, reread) == pytest.approx(read[:2], abs=1e-6)
         assert held < BASE_BYTES
+
+
+def prompts(folder: str) -> list[float]:
+    """Trained prompts, which PEFT saves by running their module on rank 0: evaluations of the run, and of what was saved."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    one = trainer(3, folder, model=model)
+    one.train()
+    one.save_model(f"{folder}/final")
+    dist.barrier()
+    again = trainer(None, folder, model=PeftModel.from_pretrained(base(), f"{folder}/final"))
+    return [found.evaluate()["eval_loss"] for found in (one, again)]
+
+
+def test_prompts_are_saved_at_stage_3(tmp_path: Path) -> None:
+    for ours, reread in run_ranks(2, prompts, str(tmp_path)):
+        assert ours == pytest.approx(reread, abs=1e-6)

@@ -17,6 +17,11 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
+def has_prompts(model: Any) -> bool:
+    """True if PEFT runs modules of the model to save it: prompts that are trained."""
+    return any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values())
+
+
 def adapters_state_dict(model: Any) -> dict[str, Any]:
     """The parameters that PEFT may save, in rank 0's memory: those that train, those of all adapters, and the
     embeddings, which PEFT saves if the vocabulary was resized. Collective."""

@@ -7,7 +7,7 @@ methods that it overrides were read in transformers 5.22.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from onefold import ConfigError, Zero, full_parameters, load
 from onefold.hf.accelerator import Accelerator
-from onefold.hf.adapters import adapters_state_dict, has_adapters, load_adapters
+from onefold.hf.adapters import adapters_state_dict, has_adapters, has_prompts, load_adapters
 from onefold.hf.checkpoints import FOLDER, PLAIN_OPTIMIZER, load_plain, load_state, save_state
 from onefold.hf.fits import Step, random_states_kept, refuse_too_large, total_bytes, warn_of_too_large
 from onefold.hf.optimizers import settings_of
@@ -107,7 +107,8 @@ class ShardedTrainer(Base):
         adapted = is_sharded(self.model) and has_adapters(self.model)
         self._collected = (adapters_state_dict if adapted else self.accelerator.get_state_dict)(self.model)
         try:
-            super().save_model(output_dir, _internal_call=_internal_call)
+            with full_parameters(self.model) if adapted and has_prompts(self.model) else nullcontext():
+                super().save_model(output_dir, _internal_call=_internal_call)
         finally:
             self._collected = None
 
