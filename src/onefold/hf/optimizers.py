@@ -56,7 +56,12 @@ def sharded_optimizer(
             "prepare() makes the onefold.Optimizer, and got one that was made already; give it the torch optimizer, "
             "such as torch.optim.AdamW(model.parameters(), lr=...)"
         )
-    if optimizer.state:
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32 or cls.__module__.startswith("torchao."):
+        raise OptimizerError(
+            f"{cls.__name__} keeps its state in few bits, in blocks of elements that shards would cut; use optim="
+            f"'adamw_torch', whose state is sharded, and Zero(offload='host') where that is too large"
+        )
+    if any(float(one.get("step", 1)) > 0 for one in optimizer.state.values()):  # Adagrad makes its state beforehand
         raise OptimizerError(
             f"{cls.__name__} holds state of {len(optimizer.state)} parameters already, which prepare() would lose; "
             f"prepare() it first, and load its state by accelerator.load_state()"
