@@ -56,7 +56,7 @@ def test_the_best_adapters_and_modules_to_save_come_back_and_no_checkpoint_has_t
 
 
 def prompts(folder: str) -> list[float]:
-    """Trained prompts, which PEFT saves by running their module on rank 0: evaluations before and after saving."""
+    """Trained prompts, which PEFT saves by running their module: evaluations before and after saving."""
     from peft import PromptTuningConfig, get_peft_model
 
     model = get_peft_model(base(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
