@@ -91,6 +91,55 @@ def test_accumulate_leaves_the_optimizer_and_the_scheduler_alone_until_the_last_
         assert one.norms == pytest.approx(plain.norms, abs=1e-5)
 
 
+HABITS = ("scheduler later", "scheduler alone", "frozen", "unfrozen")
+
+
+def habit(what: str, stage: int | None) -> Run:
+    """A scheduler that prepare() gets in another call or not at all, and an optimizer that has frozen parameters."""
+    one, model = accelerator(stage), tiny()
+    last = [p for name, p in model.named_parameters() if "layers.1" in name]
+    if "frozen" in what:
+        model.requires_grad_(False)
+        for param in last:
+            param.requires_grad_(True)
+    rest = [p for p in model.parameters() if all(p is not other for other in last)]
+    groups = [{"params": rest, "lr": 1e-3}, {"params": last}] if what == "frozen" else model.parameters()
+    torch_optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    scheduler: Any = torch.optim.lr_scheduler.LambdaLR(torch_optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader = one.prepare(model, torch_optimizer, DataLoader(Sentences(), batch_size=2))
+    scheduler = one.prepare(scheduler) if what == "scheduler later" else scheduler
+    losses: list[float] = []
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*optimizer.step.*")
+        for number, batch in zip(range(4), loader, strict=False):
+            if what == "unfrozen" and number == 2:
+                model.requires_grad_(True)
+            loss = model(**batch).loss
+            one.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(float(one.gather(loss.detach()[None]).mean()))
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    state = one.get_state_dict(model)
+    return Run(losses, rates[-1:], {name: value.clone() for name, value in state.items()})
+
+
+def habits(stages: tuple[int | None, ...]) -> dict[str, list[Run]]:
+    return {what: [habit(what, stage) for stage in stages] for what in HABITS}
+
+
+def test_schedulers_of_the_torch_optimizer_go_on_and_frozen_parameters_are_left_out_of_the_optimizer():
+    found = run_ranks(2, habits, (None, 0, 3))[0]
+    for what, (plain, *others) in found.items():
+        assert same(others), what
+        if what != "unfrozen":  # DDP does not reduce what it has seen frozen
+            assert others[0].losses == pytest.approx(plain.losses, abs=1e-6), what
+            assert others[0].norms == plain.norms, what  # the learning rate
+    first, second = found["frozen"][1].state, found["unfrozen"][1].state
+    assert not torch.equal(first["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
+
+
 def saved(stage: int, folder: str, mixed_precision: str) -> Run:
     """Six steps, saved after the third."""
     loop = Loop(stage, mixed_precision=mixed_precision)

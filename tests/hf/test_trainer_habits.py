@@ -117,6 +117,32 @@ def test_seq2seq_generates_in_evaluation_and_callbacks_at_every_stage(tmp_path):
     assert [one[2] for one in ranks[1][1:]] == [[6] * 4] * 4
 
 
+def own_schedule(stage: int | None, folder: str) -> Run:
+    """A run with `optimizers=`: an optimizer of two param groups, and its scheduler."""
+    model = tiny()
+    groups = [{"params": [p for p in model.parameters() if (p.ndim > 1) is large], "lr": lr}
+              for large, lr in ((True, 1e-2), (False, 1e-3))]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return trained(trainer(stage, folder, model=model, optimizers=(optimizer, scheduler)))
+
+
+def test_a_scheduler_of_the_users_own_sets_the_learning_rate(tmp_path):
+    plain, *others = run_ranks(2, of_stages, own_schedule, (None, 0, 3), str(tmp_path))[0]
+    assert same(others)
+    assert others[0].losses == pytest.approx(plain.losses, abs=1e-6)
+
+
+def adagrad(stage: int | None, folder: str) -> Run:
+    return run(stage, folder, {"optim": "adagrad", "max_steps": 2})  # whose state is there before the first step
+
+
+def test_adagrad_trains_as_under_ddp(tmp_path):
+    plain, *others = run_ranks(2, of_stages, adagrad, (None, 0, 3), str(tmp_path))[0]
+    assert same(others)
+    assert others[0].losses == pytest.approx(plain.losses, abs=1e-6)
+
+
 def stopped_early(stage: int, folder: str) -> int:
     """Steps until evaluations got worse twice."""
     import transformers
@@ -178,8 +204,8 @@ def refused(what: str, folder: str) -> None:
         onefold.hf.Trainer(model=tiny(), args=args, train_dataset=Sentences())
     elif what == "bf16_full_eval":
         trainer(2, folder, {"bf16_full_eval": True})
-    elif what == "adafactor":
-        run(2, folder, {"optim": "adafactor"})
+    elif what in ("adafactor", "adamw_8bit", "adamw_torch_4bit"):
+        run(2, folder, {"optim": what})
     elif what == "an instance":
         model = tiny()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -256,6 +282,8 @@ REFUSED = {
     "fsdp": ("ConfigError", "TrainingArguments(fsdp=...) asks for another engine beside Onefold"),
     "bf16_full_eval": ("ConfigError", "bf16_full_eval=True casts the model"),
     "adafactor": ("OptimizerError", "Adafactor"),
+    "adamw_8bit": ("OptimizerError", "AdamW keeps its state in few bits"),
+    "adamw_torch_4bit": ("OptimizerError", "AdamW4bit keeps its state in few bits"),
     "an instance": ("OptimizerError", "wants a class, found an instance of AdamW"),
     "too large": ("ConfigError", "stage 1 will not fit: it needs "),
     "too large for any stage": ("ConfigError", "ranks; use more ranks, a smaller batch, or Zero(offload='host')"),
@@ -266,6 +294,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_is_said_before_training(what, tmp_path):
+    pytest.importorskip({"adamw_8bit": "bitsandbytes", "adamw_torch_4bit": "torchao"}.get(what, "torch"))
     kind, text = REFUSED[what]
     for error in run_ranks_raises(2, refused, what, str(tmp_path)):
         assert error.type_name == kind, error

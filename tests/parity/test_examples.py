@@ -248,7 +248,7 @@ PAGES = ["README.md", *sorted(page.as_posix() for page in DOCS if "\n```python" 
 
 NEEDED = {  # what a page imports, where it is no dependency
     "docs/huggingface.md": ("accelerate", "transformers"),
-    "docs/peft.md": ("peft", "transformers", "bitsandbytes"),
+    "docs/peft.md": ("peft", "transformers", "bitsandbytes", "accelerate"),
 }
 
 

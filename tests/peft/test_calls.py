@@ -65,6 +65,10 @@ def saved(stage: int, folder: str) -> None:
     assert not differing(weights(model), before)
     with pytest.raises(onefold.ConfigError, match="only='frozen' is unknown; use 'trainable'"):
         onefold.full_state_dict(model, only="frozen")
+    named = {"base_model.model.lm_head.weight"}
+    assert onefold.full_state_dict(model, only=named).keys() == (named if dist.get_rank() == 0 else set())
+    with pytest.raises(onefold.ConfigError, match="only= names 'head', which is no parameter of the model"):
+        onefold.full_state_dict(model, only={"head"})
 
 
 @pytest.mark.parametrize("stage", [2, 3])

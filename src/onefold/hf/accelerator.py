@@ -1,7 +1,8 @@
 """onefold.hf.Accelerator: accelerate's Accelerator, which shards models in prepare() instead of wrapping them by DDP.
 
-prepare(): 1 models are sharded, in place  2 torch optimizers of their parameters become onefold.Optimizers  3 LR
-schedulers that were made for the torch optimizers follow those  4 data loaders, and all else, go accelerate's own way.
+prepare(): 1 models are sharded, in place  2 torch optimizers of their parameters become onefold.Optimizers, which share
+their param groups, so that LR schedulers of the torch optimizers go on  3 data loaders, schedulers and all else go
+accelerate's own way.
 """
 
 from __future__ import annotations
@@ -9,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import wraps
 from typing import Any, NoReturn
 
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from onefold import (
     ConfigError,
@@ -89,8 +88,6 @@ class Accelerator(accelerate.Accelerator):
             id(one): self._prepare_optimizer(one, owner, names)
             for one, owner, names in zip(fresh, owners, groups, strict=True)
         }
-        for scheduler in (one for one in args if isinstance(one, LRScheduler)):
-            _follow(scheduler, {key: found.optimizer for key, found in made.items()})
         result = [made.get(id(one), one) for one in result]
         return super().prepare(*result, device_placement=device_placement)
 
@@ -277,27 +274,3 @@ class Accelerator(accelerate.Accelerator):
             yield
         finally:
             self._optimizers, self._hidden = self._hidden, []
-
-
-def _follow(scheduler: Any, made: dict[int, Optimizer]) -> None:
-    """Lets a scheduler that was made for a torch optimizer set the learning rates of the onefold.Optimizer. `made` has
-    these by the id of the torch optimizer."""
-    for one in [scheduler, *getattr(scheduler, "_schedulers", [])]:
-        if id(one.optimizer) in made:
-            one.optimizer = made[id(one.optimizer)]
-            _count_steps(one.optimizer)
-
-
-def _count_steps(optimizer: Any) -> None:
-    """Does to step() what torch's schedulers do, which warn about one that they have not seen (torch 2.13)."""
-    step = optimizer.step
-    if hasattr(step, "_wrapped_by_lr_sched"):
-        return
-
-    @wraps(step)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True
-        return step(*args, **kwargs)
-
-    counted.__dict__["_wrapped_by_lr_sched"] = True
-    optimizer.step = counted

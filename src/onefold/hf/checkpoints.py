@@ -16,6 +16,7 @@ from torch import nn
 from onefold import CheckpointError, OnefoldError, Optimizer, import_checkpoint, load, save
 from onefold.checkpoint.protocol.quiesce import background_comm
 from onefold.checkpoint.protocol.together import attempt
+from onefold.hf.adapters import has_adapters
 from onefold.runtime.engine import engine_of
 
 FOLDER = "onefold"
@@ -24,9 +25,11 @@ Trained = Sequence[tuple[nn.Module, Sequence[Optimizer]]]  # models with their o
 
 
 def save_state(folder: str | Path, trained: Trained) -> None:
-    """Saves each model with its optimizers. A checkpoint that is there already is replaced. Collective."""
+    """Saves each model with its optimizers, of a model with PEFT's adapters what trains. A checkpoint that is there
+    already is replaced. Collective."""
     for path, model, optimizers in _places(folder, trained):
-        save(path, model, optimizers, step=_steps(optimizers), overwrite=True, keep=1)
+        only = "trainable" if has_adapters(model) else None
+        save(path, model, optimizers, step=_steps(optimizers), overwrite=True, keep=1, only=only)
 
 
 def load_state(folder: str | Path, trained: Trained) -> None:

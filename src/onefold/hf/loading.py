@@ -4,26 +4,35 @@ Inside `deferring()` transformers' from_pretrained builds the model as ever, but
 safetensors files on the meta device, as `Deferred` parameters that know where their values are. What the files do not
 have (a new head, buffers that are not saved) is initialised by from_pretrained as ever, with the same random numbers.
 `shard(model, init=deferred_values(model))` reads the values, unit by unit, and each rank keeps its shard. Until then a
-forward of the model, or a load_state_dict, reads all of it.
+forward of the model, or a load_state_dict, reads all of it, and what else needs the values of a parameter reads these.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from onefold import ConfigError, ModelError
+from onefold import ConfigError
 from onefold.cost.layout import Span
 from onefold.hf.loading_recipes import Files, Recipe, recipes
 from onefold.model.dtensor_shards import replace_in_place
 
 META = torch.device("meta")
+VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}  # attributes of a tensor that give its values
+QUIET = {
+    "dim", "ndimension", "size", "numel", "nelement", "element_size", "stride", "storage_offset", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device", "data_ptr", "untyped_storage",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__",
+    "_has_compatible_shallow_copy_type",
+}  # fmt: skip
+"""Methods and functions that ask for no values."""
 
 
 class Origin(NamedTuple):
@@ -38,23 +47,58 @@ class Origin(NamedTuple):
 
 
 class Deferred(nn.Parameter):
-    """A parameter on the meta device whose values are in files. Moving it to another device is noted for later."""
+    """A parameter without memory whose values are in files. It answers for its shape and dtype, and `device` says where
+    its values will be; whatever else is done with it reads the values first, and it is an nn.Parameter from then on."""
 
     origin: Origin
     home: torch.device
     """The device to which the model was moved."""
 
     @classmethod
-    def of(cls, param: nn.Parameter, origin: Origin) -> Deferred:
-        deferred = cls(param.detach(), param.requires_grad)
+    def of(cls, param: Tensor, requires_grad: bool, origin: Origin, home: torch.device) -> Deferred:
+        with torch._C.DisableTorchFunctionSubclass():
+            deferred = cls(param.detach(), requires_grad)
         deferred.__dict__.update(param.__dict__)
-        deferred.origin, deferred.home = origin, torch.device("cpu")
+        deferred.origin, deferred.home = origin, home
         return deferred
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = func.__name__
+        name = func.__self__.__name__ if kind in ("__get__", "__set__") else kind
+        if (kind, name) == ("__get__", "device"):
+            return args[0].home
+        if kind == "__set__":
+            quiet = name != "data" or args[1].is_meta
+        else:
+            quiet = name not in VALUES if kind == "__get__" else name in QUIET
+        if not quiet:
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Deferred):
+                    one.load()
+        with torch._C.DisableTorchFunctionSubclass() if quiet else nullcontext():
+            return func(*args, **(kwargs or {}))
+
+    def load(self) -> None:
+        replace_in_place(self, self.origin.values().to(device=self.home, dtype=self.dtype))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         self.home = device or self.home
-        return self if dtype is None else super().to(dtype)
+        if dtype in (None, self.dtype):
+            return self
+        with torch._C.DisableTorchFunctionSubclass():
+            converted = self.detach().to(dtype)
+        return Deferred.of(converted, self.requires_grad, self.origin, self.home)
+
+    def float(self, **_: Any) -> Any:
+        return self.to(torch.float32)
+
+    def bfloat16(self, **_: Any) -> Any:
+        return self.to(torch.bfloat16)
+
+    def half(self, **_: Any) -> Any:
+        return self.to(torch.float16)
 
     def cuda(self, device: Any = None, *_: Any, **__: Any) -> Any:
         return self.to(torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device))
@@ -64,7 +108,7 @@ class Deferred(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferred:
         if id(self) not in memo:
-            memo[id(self)] = type(self)(self.detach(), self.requires_grad)
+            memo[id(self)] = Deferred.of(self, self.requires_grad, self.origin, self.home)
             memo[id(self)].__dict__.update(self.__dict__)
         copied: Deferred = memo[id(self)]
         return copied
@@ -76,11 +120,6 @@ class DeferredValues(Mapping[str, Tensor]):
     def __init__(self, model: nn.Module) -> None:
         named = model.named_parameters(remove_duplicate=False)
         deferred = {name: param for name, param in named if isinstance(param, Deferred)}
-        if written := [name for name, param in deferred.items() if param._version]:
-            raise ModelError(
-                f"{', '.join(written[:5])} was written after from_pretrained, before the model was sharded, while its "
-                f"values are still in files; call onefold.hf.loading.load_now(model) first, or write it afterwards"
-            )
         self._origins = {name: param.origin for name, param in deferred.items()}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -102,8 +141,13 @@ class DeferredValues(Mapping[str, Tensor]):
 
 
 def deferred_values(model: nn.Module) -> DeferredValues | None:
-    """What fills the deferred parameters of a model, for shard(init=…); None if it has none."""
+    """What fills the deferred parameters of a model, for shard(init=…); None if it has none. These become plain
+    parameters on the meta device."""
     values = DeferredValues(model)
+    for param in model.parameters():
+        if isinstance(param, Deferred):
+            with torch._C.DisableTorchFunctionSubclass():
+                replace_in_place(param, param.detach())
     return values if values else None
 
 
@@ -111,7 +155,7 @@ def load_now(module: nn.Module) -> None:
     """Reads the values of all deferred parameters of a module, all of them on every rank."""
     for param in module.parameters():
         if isinstance(param, Deferred):
-            replace_in_place(param, param.origin.values().to(device=param.home, dtype=param.dtype))
+            param.load()
 
 
 def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +169,8 @@ def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     GPT2LMHeadModel(config).save_pretrained(folder)
     ...     model = onefold.hf.from_pretrained(AutoModelForCausalLM, folder)
-    >>> model.transformer.wte.weight.device
-    device(type='meta')
+    >>> model.transformer.wte.weight.is_meta
+    True
     """
     if not callable(getattr(cls, "from_pretrained", None)):
         raise ConfigError(f"{cls!r} has no from_pretrained; give a model class of transformers, and its arguments")
@@ -178,7 +222,8 @@ def _load_deferred(
         module = model.get_submodule(owner)
         tensor = getattr(module, own)
         if isinstance(tensor, nn.Parameter):
-            setattr(module, own, Deferred.of(tensor, Origin(recipe, name, tensor.dtype)))
+            origin = Origin(recipe, name, tensor.dtype)
+            setattr(module, own, Deferred.of(tensor, tensor.requires_grad, origin, torch.device("cpu")))
         else:
             real = recipe.make(name, tensor.dtype)
             real.__dict__.update(tensor.__dict__)

@@ -49,28 +49,48 @@ def sharded_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, groups: list[list[str]], loss_scale: LossScale | None
 ) -> Optimizer:
     """An onefold.Optimizer for the sharded `model`, of the class and with the settings of a torch `optimizer`. `groups`
-    has the names of each param group's parameters."""
+    has the names of each param group's parameters; those that are frozen are left out."""
     cls = type(optimizer)
     if isinstance(optimizer, Optimizer):
         raise OptimizerError(
             "prepare() makes the onefold.Optimizer, and got one that was made already; give it the torch optimizer, "
             "such as torch.optim.AdamW(model.parameters(), lr=...)"
         )
-    if optimizer.state:
+    if getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32 or cls.__module__.startswith("torchao."):
+        raise OptimizerError(
+            f"{cls.__name__} keeps its state in few bits, in blocks of elements that shards would cut; use optim="
+            f"'adamw_torch', whose state is sharded, and Zero(offload='host') where that is too large"
+        )
+    if any(float(one.get("step", 1)) > 0 for one in optimizer.state.values()):  # Adagrad makes its state beforehand
         raise OptimizerError(
             f"{cls.__name__} holds state of {len(optimizer.state)} parameters already, which prepare() would lose; "
             f"prepare() it first, and load its state by accelerator.load_state()"
         )
     params = dict(model.named_parameters())
-    made = [
+    wanted: list[dict[str, Any]] = [
         {
             **{key: value for key, value in group.items() if key not in NOT_SETTINGS},
-            "params": [params[n] for n in names],
+            "params": [params[name] for name in names if params[name].requires_grad],
         }
         for group, names in zip(optimizer.param_groups, groups, strict=True)
-        if names
     ]
-    return Optimizer(model, cls, groups=made, loss_scale=loss_scale, **settings_of(optimizer))
+    if len(wanted) == 1 and groups[0] == list(params):  # one for all: it takes on what is unfrozen later
+        made = Optimizer(model, cls, loss_scale=loss_scale, **settings_of(optimizer))
+        made.param_groups[0].update((key, value) for key, value in wanted[0].items() if key != "params")
+    else:
+        trained = [group for group in wanted if group["params"]]
+        made = Optimizer(model, cls, groups=trained, loss_scale=loss_scale, **settings_of(optimizer))
+    _share_groups(optimizer, made, [bool(group["params"]) for group in wanted])
+    return made
+
+
+def _share_groups(optimizer: Any, made: Optimizer, trained: list[bool]) -> None:
+    """Gives a torch optimizer the param groups of the onefold.Optimizer that was made of it: a scheduler that has the
+    torch optimizer, wherever the script keeps that scheduler, then sets the learning rates that are trained with."""
+    groups = iter(made.param_groups)
+    pairs = zip(optimizer.param_groups, trained, strict=True)
+    optimizer.param_groups = [next(groups) if found else group for group, found in pairs]
+    optimizer._opt_called = True  # torch's schedulers warn about an optimizer that was never stepped (torch 2.13)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

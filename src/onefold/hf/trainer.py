@@ -7,7 +7,7 @@ methods that it overrides were read in transformers 5.22.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 
 from onefold import ConfigError, Zero, full_parameters, load
 from onefold.hf.accelerator import Accelerator
+from onefold.hf.adapters import adapters_state_dict, has_adapters, has_prompts, load_adapters
 from onefold.hf.checkpoints import FOLDER, PLAIN_OPTIMIZER, load_plain, load_state, save_state
 from onefold.hf.fits import Step, random_states_kept, refuse_too_large, total_bytes, warn_of_too_large
 from onefold.hf.optimizers import settings_of
@@ -103,9 +104,11 @@ class ShardedTrainer(Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model so that from_pretrained() reads it. Collective: it collects the parameters on rank 0."""
-        self._collected = self.accelerator.get_state_dict(self.model)
+        adapted = is_sharded(self.model) and has_adapters(self.model)
+        self._collected = (adapters_state_dict if adapted else self.accelerator.get_state_dict)(self.model)
         try:
-            super().save_model(output_dir, _internal_call=_internal_call)
+            with full_parameters(self.model) if adapted and has_prompts(self.model) else nullcontext():
+                super().save_model(output_dir, _internal_call=_internal_call)
         finally:
             self._collected = None
 
@@ -123,7 +126,7 @@ class ShardedTrainer(Base):
         if (Path(resume_from_checkpoint) / FOLDER).is_dir():
             return  # parameters come with the optimizer state, when the model is sharded
         if is_sharded(self.model):
-            load(resume_from_checkpoint, self.model)
+            (load_adapters if has_adapters(self.model) else load)(Path(resume_from_checkpoint), self.model)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -142,6 +145,8 @@ class ShardedTrainer(Base):
         best = Path(str(self.state.best_model_checkpoint))
         if (best / FOLDER).is_dir():
             load(best / FOLDER, self.model)
+        elif has_adapters(self.model):
+            load_adapters(best, self.model)
         else:
             super()._load_best_model()
 

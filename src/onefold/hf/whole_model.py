@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold import full_parameters
+from onefold.hf.adapters import modules_named_by
 
 
 def whole_model_methods(model: nn.Module) -> None:
@@ -43,7 +44,8 @@ def _save_pretrained(model: nn.Module, plain: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         state = given.get("state_dict") or given.get("kwargs", {}).get("state_dict") or {}
         dtypes = [value.dtype for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
-        result = plain(*args, **kwargs)  # which empties the state dict
+        with modules_named_by(model, state):
+            result = plain(*args, **kwargs)  # which empties the state dict
         file = Path(given["save_directory"]) / "config.json"
         if dtypes and given.get("is_main_process", True) and file.is_file():
             _name_dtype(model, file.parent, dtypes[0])

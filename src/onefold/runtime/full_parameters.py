@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -56,14 +56,16 @@ def full_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, *, every_rank: bool = False, only: str | None = None) -> dict[str, Any]:
+def full_state_dict(
+    model: nn.Module, *, every_rank: bool = False, only: str | Collection[str] | None = None
+) -> dict[str, Any]:
     """The unsharded state dict of the model, in rank 0's host memory; other ranks get an empty dict, or with
     `every_rank` the same one, which `model.load_state_dict` takes back.
 
     It is collected one unit at a time. Where 16 bits compute, parameters come from the fp32 master. With
     only="trainable" it holds the parameters that require grad, and nothing of a frozen base is gathered: adapters for
-    `model.save_pretrained(folder, state_dict=…)` of PEFT. In a pipeline the first rank of each stage gets the state of
-    its part, or with `every_rank` all its ranks do. Collective.
+    `model.save_pretrained(folder, state_dict=…)` of PEFT. `only` may also be a set of names of parameters. In a
+    pipeline the first rank of each stage gets the state of its part, or with `every_rank` all its ranks do. Collective.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -73,8 +75,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False, only: str | N
     """
     engine = engine_of(model)
     engine.check(Call.FULL_STATE_DICT)
-    if only not in (None, TRAINABLE):
-        raise ConfigError(f"only={only!r} is unknown; use {TRAINABLE!r}, or leave it out to have everything")
+    chosen = _chosen(model, only)
     engine.quiesce()
     near = every_rank or engine.everyone.rank == 0  # a rank of a "tp" group that needs its split tensors
     wanted = every_rank or (near and engine.comms.tp.rank == 0)
@@ -82,7 +83,7 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False, only: str | N
     copies: dict[int, Tensor] = {}
 
     def copy(name: str, param: nn.Parameter, local: Tensor) -> None:
-        if near and (only is None or param.requires_grad):
+        if near and id(param) in chosen:
             whole = gather_over_tp(engine, name, local)
             copies[id(param)] = whole.to("cpu", copy=True) if wanted else NOTHING
 
@@ -96,23 +97,37 @@ def full_state_dict(model: nn.Module, *, every_rank: bool = False, only: str | N
         for slot, param, view in zip(unit.layout.slots, unit.params, unit.unsharded_master(), strict=True):
             copy(slot.name, param, view)
     for index, unit in enumerate(engine.unsharding.units):
-        if unit in narrow or (only and not any(param.requires_grad for param in unit.params)):
+        if unit in narrow or chosen.isdisjoint(id(param) for param in unit.params):
             continue
         engine.unsharding.gathers.unshard(index)
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             copy(slot.name, param, local_tensor(param).detach())
         engine.unsharding.gathers.reshard(index)
     for name, param in model.named_parameters():  # frozen or replicated parameters
-        if near and id(param) not in copies and (only is None or param.requires_grad):
+        if near and id(param) not in copies and id(param) in chosen:
             copy(name, param, local_tensor(param).detach())
     if not wanted:
         return {}
     named = model.named_parameters(remove_duplicate=False)
     state: dict[str, Any] = {name: copies[id(param)] for name, param in named if id(param) in copies}
-    if only:
+    if only is not None:
         return state
     buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()}
     return state | buffers | extra_states(model)
+
+
+def _chosen(model: nn.Module, only: str | Collection[str] | None) -> set[int]:
+    """The ids of the parameters that `only` asks for."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    if only is None:
+        return {id(param) for param in named.values()}
+    if only == TRAINABLE:
+        return {id(param) for param in named.values() if param.requires_grad}
+    if isinstance(only, str):
+        raise ConfigError(f"only={only!r} is unknown; use {TRAINABLE!r}, or leave it out to have everything")
+    if unknown := sorted(set(only) - named.keys()):
+        raise ConfigError(f"only= names {unknown[0]!r}, which is no parameter of the model; see named_parameters()")
+    return {id(named[name]) for name in only}
 
 
 def gather_over_tp(engine: Engine, name: str, local: Tensor) -> Tensor:
