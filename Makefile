@@ -2,7 +2,7 @@
 
 PYTHON      ?= python3
 PYTEST_ARGS ?=
-WORKERS     ?= 2
+WORKERS     ?= 3
 VENV        := .venv
 BIN         := $(VENV)/bin
 COMPILED    := $(BIN)/python -m compileall -q src tests benchmarks # once here, instead of in each process a test starts
@@ -20,7 +20,7 @@ help: ## list the targets
 demo: $(READY) ## train a small GPT at stage 3 on two local CPU processes, about two minutes, and report
 	@CUDA_VISIBLE_DEVICES= $(BIN)/onefold train --ranks 2 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
 
-test: lint types ## lint, types and the whole suite, two files at once (WORKERS=2); PYTEST_ARGS="-k name" narrows it
+test: lint types ## lint, types and the whole suite, three files at once (WORKERS=3); PYTEST_ARGS="-k name" narrows it
 	@$(COMPILED)
 	@$(PYTEST) $(PYTEST_ARGS)
 
