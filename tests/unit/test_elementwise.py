@@ -70,6 +70,19 @@ class LateNormSGD(Written):
         return grad if state["steps"] < 3 else grad / grad.norm()
 
 
+class EightBits(Written):
+    """Keeps the momentum of larger tensors in 8 bits, scaled by blocks of 256 elements, as bitsandbytes does."""
+
+    def update(self, param, grad, state):
+        average = state.setdefault("average", torch.zeros_like(param))
+        average.mul_(0.9).add_(grad, alpha=0.1)
+        if param.numel() >= 4096:
+            for block in average.view(-1).split(256):
+                scale = block.abs().max() / 127
+                block.copy_((block / scale).round() * scale)
+        return average
+
+
 # -- admitted ----------------------------------------------------------------------------------------------------------
 
 ADMITTED = [
@@ -127,6 +140,7 @@ REFUSED = [
     (CentredSGD, "not element-wise"),
     (GlobalNormSGD, "not element-wise"),
     (LateNormSGD, "not element-wise"),
+    (EightBits, "not element-wise"),
 ]
 
 

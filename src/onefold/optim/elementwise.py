@@ -1,9 +1,9 @@
-"""Whether an optimizer class is element-wise, found by running it on 128 numbers instead of from a list of names.
+"""Whether an optimizer class is element-wise, found by running it on some numbers instead of from a list of names.
 
 Shards cut parameters anywhere, so an optimizer can run on a shard only if every element's update depends on that
 element's own history. The class updates one small matrix, and the same numbers cut into two vectors, each with an
 optimizer of its own; the results must agree. LAMB, LARS and Adafactor scale by norms of whole tensors and differ; Muon
-needs matrices; LBFGS needs a closure.
+needs matrices; LBFGS needs a closure; state in 8 bits is scaled by blocks of elements, which the two vectors cut.
 The same run shows how many bytes of optimizer state the class keeps.
 """
 
@@ -21,6 +21,7 @@ from onefold.errors import ConfigError, OptimizerError
 from onefold.optim.kernels.rule import knows
 
 STEPS = 3
+NUMEL = 65 * ALIGN  # of each vector: smaller ones keep 32 bits in 8-bit optimizers, and blocks of 256 must not fit
 REMEDY = "Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
 
 
@@ -34,8 +35,8 @@ def examine(
             f"and its settings as keywords"
         )
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(2, ALIGN, generator=generator, dtype=dtype)
-    grads = [torch.randn(2, ALIGN, generator=generator, dtype=dtype) * 10.0**-step for step in range(STEPS)]
+    values = torch.randn(2, NUMEL, generator=generator, dtype=dtype)
+    grads = [torch.randn(2, NUMEL, generator=generator, dtype=dtype) * 10.0**-step for step in range(STEPS)]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         whole = nn.Parameter(values.to(device, copy=True))
         halves = [nn.Parameter(row.to(device, copy=True)) for row in values]
