@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -22,7 +23,6 @@ IN_THE_ROOT = {"__init__", "shard", "errors", "version"}
 SOURCE = Path(onefold.__file__).parent
 FILES = {".".join(path.relative_to(SOURCE).with_suffix("").parts): path for path in sorted(SOURCE.rglob("*.py"))}
 MODULES = [name for name in FILES if not name.endswith(".__init__")]  # of packages only ours says anything
-TREES = {name: ast.parse(FILES[name].read_text()) for name in MODULES}
 
 TALKERS = ("parallel.pipeline", "train.run.tensor_parallel")  # beside comm/: by torch's own schedules and plans
 ALONE = ("integrations.checkpoints.exporting",)  # writes torch's own format by its library, in one process
@@ -39,6 +39,11 @@ UNSAFE_MEMBERS = {
     "torch.load", "torch.serialization.load", "numpy.load", "np.load", "builtins.eval", "builtins.exec",
     "builtins.__import__",
 }  # fmt: skip
+
+
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -99,7 +104,7 @@ def room(name: str) -> str:
 
 def used(name: str) -> list[str]:
     """Our modules that a module imports: at its top, inside functions, and for type checkers alone."""
-    return sorted({full.removeprefix("onefold.") for full in imports(TREES[name])} & set(MODULES))
+    return sorted({full.removeprefix("onefold.") for full in imports(tree_of(name))} & set(MODULES))
 
 
 def test_every_module_lies_in_a_room():
@@ -115,7 +120,7 @@ def test_rooms_import_only_rooms_below_them():
     arrows = [(name, other) for name in MODULES for other in used(name)]
     assert [arrow for arrow in arrows if ROOMS.index(room(arrow[0])) < ROOMS.index(room(arrow[1]))] == []
     below = [name for name in MODULES if ROOMS.index(room(name)) < ROOMS.index("__init__")]
-    assert [name for name in below if "onefold" in imports(TREES[name])] == [], "the package imports its modules"
+    assert [name for name in below if "onefold" in imports(tree_of(name))] == [], "the package imports its modules"
 
 
 def test_files_of_a_room_have_an_order():
@@ -127,17 +132,17 @@ def test_files_of_a_room_have_an_order():
 
 @pytest.mark.parametrize("name", ["settings.placement", "settings.widths", "cost.layout", "cost.limits", "errors"])
 def test_the_integers_know_nothing_of_torch(name):
-    assert [full for full in imports(TREES[name]) if inside(full, "torch")] == []
+    assert [full for full in imports(tree_of(name)) if inside(full, "torch")] == []
 
 
 def test_only_comm_talks_to_other_ranks():
     offenders = []
     for name in (name for name in MODULES if room(name) != "comm" and name not in TALKERS + ALONE):
-        tree = at_run_time(TREES[name])
+        tree = at_run_time(tree_of(name))
         offenders += [(name, full) for full in imports(tree) if inside(full, "torch.distributed")]
         attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         offenders += [(name, at) for at in attributes if inside(at, "torch.distributed") or inside(at, "dist")]
-        dotted = [call.rpartition(".") for call in calls(TREES[name])]
+        dotted = [call.rpartition(".") for call in calls(tree_of(name))]
         ours = (
             "comm",
             "_comm",
@@ -152,14 +157,14 @@ def test_only_comm_talks_to_other_ranks():
 
 
 def test_no_module_can_be_made_to_run_what_a_file_says():
-    assert [(name, found) for name in MODULES if name != READER for found in unsafe(TREES[name])] == []
+    assert [(name, found) for name in MODULES if name != READER for found in unsafe(tree_of(name))] == []
 
 
 def test_only_a_process_of_its_own_reads_pickle_and_only_tensors():
-    assert set(unsafe(TREES[READER])) == {"pickle", "torch.load"}
+    assert set(unsafe(tree_of(READER))) == {"pickle", "torch.load"}
     assert [name for name in MODULES if READER in used(name)] == []
     loads = [
-        node for node in ast.walk(TREES[READER]) if isinstance(node, ast.Call) and "torch.load" in ast.unparse(node)
+        node for node in ast.walk(tree_of(READER)) if isinstance(node, ast.Call) and "torch.load" in ast.unparse(node)
     ]
     assert [ast.unparse(node) for node in loads] == [
         "torch.load(file, map_location='cpu', weights_only=True, **options)"
@@ -179,8 +184,8 @@ def test_what_would_run_a_file_is_seen_under_any_name(text):
 
 
 def test_no_module_prints():
-    assert [name for name in MODULES if "print" in set(calls(TREES[name]))] == []
+    assert [name for name in MODULES if "print" in set(calls(tree_of(name)))] == []
 
 
 def test_every_module_opens_with_its_idea():
-    assert [name for name in MODULES if not ast.get_docstring(TREES[name])] == []
+    assert [name for name in MODULES if not ast.get_docstring(tree_of(name))] == []

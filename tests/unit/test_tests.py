@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,6 @@ from tests import models
 from tests.conftest import PLACES
 
 TESTS = Path(__file__).parents[1]
-TREES = {
-    path.relative_to(TESTS).as_posix(): ast.parse(path.read_text())
-    for path in sorted(TESTS.rglob("*.py"))
-    if TESTS / "models" not in path.parents
-}
 MODULES = {
     name
     for room in (nn, models)
@@ -35,6 +31,12 @@ OF_TORCH = {
 }  # fmt: skip
 OF_HUGGING_FACE = {"_reset_state", "_train_batch_size"}  # several Accelerators in one process; what a Trainer found
 NO_FACE = {"_may_stay_unflattened"}  # the reference run of tests/parity/precision/test_loose.py
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    files = [path for path in sorted(TESTS.rglob("*.py")) if TESTS / "models" not in path.parents]
+    return {path.relative_to(TESTS).as_posix(): ast.parse(path.read_text()) for path in files}
 
 
 def modules_of(tree: ast.Module) -> list[str]:
@@ -58,7 +60,7 @@ def private_fields(tree: ast.Module) -> list[str]:
 
 
 def test_toy_models_live_in_one_place():
-    assert {name: found for name, tree in TREES.items() if (found := modules_of(tree))} == {}
+    assert {name: found for name, tree in trees().items() if (found := modules_of(tree))} == {}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_a_model_is_seen_whatever_it_inherits_from(text, found):
 
 
 def test_tests_use_the_face_of_what_they_test():
-    used = {name: found for name, tree in TREES.items() if (found := private_fields(tree))}
+    used = {name: found for name, tree in trees().items() if (found := private_fields(tree))}
     assert {at.rpartition(".")[2] for found in used.values() for at in found} <= NO_FACE, used
 
 
