@@ -10,7 +10,6 @@ for the host. Where the host updates units itself, it must know the flag first, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
 from onefold.comm.streams import StreamEvent, event_now
 from onefold.errors import PrecisionError
+from onefold.optim.clipping import Clipping
 from onefold.optim.guarded_step import can_be_guarded
 from onefold.optim.loss_scale import Scaler
 from onefold.optim.unit_optimizer import UnitOptimizer
@@ -29,18 +29,13 @@ FLAG_STAYS_ON = {"cuda"}  # types of devices
 TOO_LARGE = "(none: each is finite, and the norm of all together overflows)"
 
 
-class Norms(NamedTuple):
-    """What clipping computed, on the device."""
-
-    units: Tensor  # of what this rank holds of each unit
-    total: Tensor  # of the whole model: the same on every rank
-
-
 class FiniteCheck:
-    def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str) -> None:
+    def __init__(
+        self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str, clipping: Clipping
+    ) -> None:
         self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
+        self._clipping = clipping
         self._on_device = not any(one.unit.updated_on_host for one in by_unit) and _guardable(engine, by_unit)
-        self.norms: Norms | None = None  # if clipping has computed them
         self.skipped = 0
         self.taken_back = False  # the last step, by the device
         self._device_flags: tuple[Tensor, StreamEvent] | None = None  # copied from the device in the last step
@@ -54,13 +49,13 @@ class FiniteCheck:
         nothing. None where some update cannot see it, or where gradients are not checked: then `bad_unit` decides.
         Collective with fp16."""
         self.taken_back = False
-        if not self._on_device or (self.norms is None and self._scaler is None):
+        if not self._on_device or (self._clipping.norms is None and self._scaler is None):
             return None
-        if self.norms is None:
+        if self._clipping.norms is None:
             units = self._finite_units()
             total = self._on_all_ranks(units.all())
         else:
-            units, total = torch.isfinite(self.norms.units), torch.isfinite(self.norms.total)
+            units, total = torch.isfinite(self._clipping.norms.units), torch.isfinite(self._clipping.norms.total)
         self._device_flags = torch.cat([units, total.view(1)]).to("cpu", non_blocking=True), event_now(total.device)
         return 1.0 - total.float()
 
@@ -103,10 +98,10 @@ class FiniteCheck:
         """The first unit in backward order whose gradients are not finite on some rank. None if all are, or if neither
         clipping nor fp16 asks for the check. Collective with fp16, and where gradients are not finite."""
         engine = self._engine
-        if self.norms is not None:
-            if torch.isfinite(self.norms.total):
+        if self._clipping.norms is not None:
+            if torch.isfinite(self._clipping.norms.total):
                 return None
-            finite = torch.isfinite(self.norms.units)
+            finite = torch.isfinite(self._clipping.norms.units)
             label = Label("norm", "units that are not finite")
             return self._first_bad(engine.comms.holders, finite, label) or TOO_LARGE
         if self._scaler:

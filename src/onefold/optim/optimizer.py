@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from onefold.comm.agreement import agree, together
-from onefold.comm.meter import Label
 from onefold.comm.spans import spanned
 from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
+from onefold.optim.clipping import Clipping, check_norm
 from onefold.optim.elementwise import examine
-from onefold.optim.finite import FiniteCheck, Norms
+from onefold.optim.finite import FiniteCheck
 from onefold.optim.foreign_checkpoints import StateOfUnits
 from onefold.optim.host_update import HostUpdates, UpdateOnHost
 from onefold.optim.loss_scale import LossScale, Scaler
@@ -38,7 +38,6 @@ from onefold.runtime.engine import engine_of
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import NoUpdates, StepInputs, UpdatePolicy
-from onefold.settings.placement import Scope
 from onefold.settings.precision import Precision
 
 FORMAT = 1  # of state_dict()
@@ -50,7 +49,7 @@ class Optimizer(torch.optim.Optimizer):
     Making an Optimizer is collective. A model may have several, each for parameters of its own (`groups`); a new one
     replaces older ones that have any of its parameters, and the state of those is freed. Where there are several,
     `clip_grad_norm` and `zero_grad` leave out the parameters of the others. `stepped` says whether the last `step`
-    updated the parameters or was skipped. A CUDA device skips by itself: `skipped` counts that after the next step.
+    updated the parameters or was skipped; `skipped` counts those. Both wait for a CUDA device, which skips by itself.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -83,7 +82,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.freezing.train_again()
         self._stepped = False  # the last step() was not skipped by the host
         self._tried = 0  # steps, taken or skipped
-        self._clip: float | Tensor = 1.0  # clipping factor of 16-bit gradients, applied when the update reads them
+        self._clipping = Clipping(engine)
         self._agreed = False
         self._hooks: OrderedDict[int, Callable[[str, Tensor], object]] = OrderedDict()
         self._hooked = False  # the gradients of this step have been shown to the hooks
@@ -97,7 +96,7 @@ class Optimizer(torch.optim.Optimizer):
             self._scaler = Scaler(loss_scale or LossScale()) if half else None
             self._all, self._on_nonfinite, self._in_backward = groups is None, on_nonfinite, step_in_backward
             self._build(cls, groups, kwargs)
-            self._finite = FiniteCheck(engine, self._by_unit, self._scaler, on_nonfinite)
+            self._finite = FiniteCheck(engine, self._by_unit, self._scaler, on_nonfinite, self._clipping)
             self._check_others(half, step_in_backward)
         except Exception as mistake:  # all ranks raise it, or the others would hang in the next collective
             error = mistake
@@ -317,7 +316,7 @@ class Optimizer(torch.optim.Optimizer):
             self._finite.skip(bad)
             return
         engine.quiesce(host=False)
-        self._policy.step(StepInputs(self.param_groups, self._clip, 1.0 / engine.scale.value, flag))
+        self._policy.step(StepInputs(self.param_groups, self._clipping.factor, 1.0 / engine.scale.value, flag))
         if self._scaler and flag is None:
             self._scaler.good()
         self.forget_clipping()
@@ -355,9 +354,9 @@ class Optimizer(torch.optim.Optimizer):
             known[id(unit)] if id(unit) in known else UnitOptimizer(unit, self._cls, self._settings)
             for unit in engine.units
         ]
-        finite = self._finite
-        self._finite = FiniteCheck(engine, self._by_unit, self._scaler, self._on_nonfinite)
-        self._finite.reset(finite.skipped)
+        skipped, self._clipping.norms = self._finite.skipped, None
+        self._finite = FiniteCheck(engine, self._by_unit, self._scaler, self._on_nonfinite, self._clipping)
+        self._finite.reset(skipped)
         self._policy = self._new_policy()
         return self._policy
 
@@ -374,26 +373,27 @@ class Optimizer(torch.optim.Optimizer):
 
     def unsharded(self) -> None:
         """Called when the model is plain again: the state is freed."""
-        self._by_unit, self._policy = [], NoUpdates()
-        self._finite = FiniteCheck(self._engine, [], self._scaler, self._on_nonfinite)
+        self._by_unit, self._policy, self._clipping.norms = [], NoUpdates(), None
+        self._finite = FiniteCheck(self._engine, [], self._scaler, self._on_nonfinite, self._clipping)
 
     @property
     def clipped(self) -> bool:
         """True if gradients of this step are to be clipped when step() reads them."""
-        return self._finite.norms is not None and self._engine.resolved.precision.narrow
+        return self._clipping.norms is not None and self._engine.resolved.precision.narrow
 
     def gradients_change(self) -> None:
         """Called when another backward of the same step begins: norms that clip_grad_norm found no longer hold."""
-        self._finite.norms, self._hooked = None, False
+        self._clipping.norms, self._hooked = None, False
 
     def forget_clipping(self) -> None:
         """Called when the gradients that were clipped are dropped."""
-        self._finite.norms, self._clip, self._hooked = None, 1.0, False
+        self._clipping.forget()
+        self._hooked = False
 
     @property
     def pending_clip(self) -> float | Tensor:
         """What step() will multiply 16-bit gradients by: the clipping factor."""
-        return self._clip
+        return self._clipping.factor
 
     def _names_of_others(self) -> set[str]:
         return {self._engine.names[index] for index in self._engine.optimizers.of_others(self)}
@@ -433,18 +433,8 @@ class Optimizer(torch.optim.Optimizer):
         self._refuse_if_replaced(Call.GRADIENTS)
         self._complete(Call.GRADIENTS)
         self._written = True
-        self._apply_clipping()
+        self._clipping.apply(self._names_of_others())
         return pieces(self._engine, self._names_of_others())
-
-    def _apply_clipping(self) -> None:
-        """Multiplies 16-bit gradients by the clipping factor now, which step() would do when it reads them."""
-        clip, self._clip, self._finite.norms = self._clip, 1.0, None
-        if not isinstance(clip, Tensor):
-            return
-        narrow = {slot.name for unit in self._engine.units if unit.dtypes.narrow for slot in unit.layout.slots}
-        for name, piece in pieces(self._engine, self._names_of_others()):
-            if name in narrow:
-                piece.mul_(clip.to(piece.device))
 
     def register_gradient_hook(self, hook: Callable[[str, Tensor], object]) -> RemovableHandle:
         """Call `hook(name, piece)` for each piece that `gradients` would yield, once per step, when the gradients of
@@ -472,40 +462,9 @@ class Optimizer(torch.optim.Optimizer):
         replicated along the mesh axis "tp" count once. Parameters that another Optimizer has are left out.
         """
         self._refuse_if_replaced(Call.CLIP)
-        if not (isinstance(max_norm, int | float) and max_norm >= 0):
-            raise ConfigError(f"max_norm={max_norm!r} is not a number of at least 0")
-        if not (isinstance(norm_type, int | float) and norm_type > 0):
-            raise ConfigError(f"norm_type={norm_type!r} is not a positive number or inf")
-        engine = self._engine
+        check_norm(max_norm, norm_type)
         self._complete(Call.CLIP)
-        holders, others = engine.comms.holders, self._names_of_others()
-        by_unit = torch.zeros(len(engine.units), dtype=torch.float64, device=engine.device)  # of what this rank holds
-        by_rank = torch.zeros(holders.size, dtype=torch.float64, device=engine.device)
-        for index, unit in enumerate(engine.units):
-            if unit.gradients.reduced and engine.tied.counts(index):
-                norms = unit.gradients.norms(norm_type, lambda name: engine.counts(name) and name not in others)
-                mine = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else 0.0
-                mine = mine * self._clip if unit.dtypes.narrow else mine  # clipped before, not yet applied
-                by_unit[index] = mine
-        by_rank[holders.rank] = torch.linalg.vector_norm(by_unit, norm_type)
-        holders.all_gather(by_rank, Label("norm", "step")).wait()
-        total = torch.linalg.vector_norm(by_rank, norm_type)
-        self._finite.norms = Norms(by_unit, total)
-        dtype = torch.promote_types(engine.params[0].dtype, torch.float32)
-        norm = (total / engine.scale.value).to(dtype)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        self._clip = self._clip * factor
-        if norm.is_cuda or factor < 1.0 or not torch.isfinite(norm):
-            for unit in (unit for unit in engine.units if not unit.dtypes.narrow):
-                held = unit.layout.body if unit.placement.optimizer is Scope.REPLICATED else unit.mine
-                mine = (
-                    [slot.span.clip(held) for slot in unit.layout.slots if slot.name not in others]
-                    if others
-                    else [held]
-                )
-                for span in mine:
-                    unit.gradients.multiply(span, factor)
-        return norm
+        return self._clipping.clip(max_norm, norm_type, self._names_of_others())
 
     def _check_hyperparameters(self) -> None:
         if self._agreed:
