@@ -6,8 +6,10 @@ WORKERS     ?= 3
 VENV        := .venv
 BIN         := $(VENV)/bin
 COMPILED    := $(BIN)/python -m compileall -q src tests benchmarks # once here, instead of in each process a test starts
-PYTEST      := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# pytest keeps the tests it rewrites, wherever else bytecode is not to be written: six seconds of each worker
+PYTEST      := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 READY       := $(VENV)/.ready
+SOAKED      := build/soak.jsonl
 PIP         := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .DEFAULT_GOAL := help
@@ -34,9 +36,11 @@ lint: $(READY) ## ruff over the whole tree
 types: $(READY) ## mypy over src/onefold
 	@$(BIN)/mypy
 
-soak: $(READY) ## the suite with its long-running tests
+soak: $(READY) ## the suite with its long-running tests; what they did goes to docs/results/soak.md
 	@$(COMPILED)
-	@$(PYTEST) --soak $(PYTEST_ARGS)
+	@rm -f $(SOAKED)
+	@$(PYTEST) --soak --soak-record $(SOAKED) $(PYTEST_ARGS); ended=$$?; \
+		if [ -e $(SOAKED) ]; then $(BIN)/python -m tools.soak_table $(SOAKED); fi; exit $$ended
 
 bench: $(READY) ## measure against DDP, FSDP2 and DeepSpeed on this machine's CPU, and write the tables
 	@$(BIN)/python -m benchmarks.cpu
@@ -46,6 +50,7 @@ docs: $(READY) ## write the API reference, the maps of rooms and the measured ta
 	@$(BIN)/python -m tools.api_reference
 	@$(BIN)/python -m tools.rooms
 	@$(BIN)/python -m benchmarks.table
+	@$(BIN)/python -m tools.soak_table
 
 clean: ## remove caches and build outputs; .venv stays (delete it to start afresh)
 	@rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

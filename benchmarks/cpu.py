@@ -3,7 +3,8 @@
     python -m benchmarks.cpu                                    # both works, all systems that are installed
     python -m benchmarks.cpu --work 1x32 --systems ddp stage2   # mostly communication; 2x128 is mostly compute
     python -m benchmarks.cpu --systems stage3 stage3+prefetch0 stage3+prefetch2 --base stage3
-    python -m benchmarks.cpu --beside ../before --systems stage2 other:stage2 --base other:stage2  # two checkouts
+    python -m benchmarks.cpu --work 2x128 --systems onefold onefold+muon --base onefold     # Muon's step to AdamW's
+    python -m benchmarks.cpu --beside ../before --systems ddp stage2 stage3      # two checkouts
     python -m benchmarks.cpu --quick                            # tiny, to see that it runs
 
 The processes of all systems are alive together and take turns step by step. Bytes on the wire come from a short run
@@ -41,13 +42,6 @@ def arguments(words: list[str]) -> argparse.Namespace:
         prog="python -m benchmarks.cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     works = list(two_ranks())
-    parser.add_argument(
-        "--beside", type=another_checkout, metavar="CHECKOUT",
-        help="another checkout of this project; its systems are named other:stage0, …",
-    )  # fmt: skip
-    known, _ = parser.parse_known_args([word for word in words if word not in ("-h", "--help")])
-    if known.beside:
-        add_other(known.beside)
     parser.add_argument("--work", nargs="+", choices=works, default=works, help="sequences × tokens of a rank")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), help="by default all but variants of ours")
     parser.add_argument(
@@ -58,6 +52,10 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--one-by-one", type=at_least(1), metavar="ROUNDS", help="where memory is short: one system at a time"
     )
+    parser.add_argument(
+        "--beside", type=another_checkout, metavar="CHECKOUT",
+        help="also what another checkout of this project makes of our systems: other:stage0, …",
+    )  # fmt: skip
     parser.add_argument("--wire", action=argparse.BooleanOptionalAction, default=True, help="count bytes on the wire")
     parser.add_argument("--timeout-s", type=float, default=300, help="how long one answer may take")
     parser.add_argument("--out", type=Path, help="benchmarks/results for the usual systems and sizes, else runs/bench")
@@ -84,6 +82,8 @@ def main(words: list[str] | None = None) -> int:
     if asked.quick:
         works = [work.quick() for work in works]
     here = present(asked.systems, USUAL, base=asked.base)
+    if asked.beside:
+        here = here._replace(systems=[*here.systems, *add_other(asked.beside, here.systems)])
     if not asked.one_by_one:
         check_memory(works[0], len(here.systems))
     steps = asked.warm_up + asked.steps

@@ -6,6 +6,7 @@
     python -m benchmarks.gpu --work offload-6.86b --systems onefold+inside --layers 48 --dim 5120 --optimizer auto
     python -m benchmarks.gpu --nccl 2                                    # two ranks share the GPU over real NCCL
     python -m benchmarks.gpu --nccl 2 --work nccl-0.74b --rounds 3
+    python -m benchmarks.gpu --work rank8-1.64b --systems onefold onefold+muon --base onefold   # Muon's step to AdamW's
     python -m benchmarks.gpu --work 1.64b --quick                        # tiny, on any machine, to see that it runs
 
 Ranks that share the GPU talk over loopback sockets, a slow network: what a system sends, and how much of that it hides,

@@ -80,7 +80,8 @@ def now() -> float:
 
 def build(shape: str) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(Qwen2Config(**SHAPES[shape]), attn_implementation="sdpa")
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return AutoModelForCausalLM.from_config(Qwen2Config(**SHAPES[shape]), attn_implementation="sdpa")
 
 
 def main(words: list[str]) -> None:

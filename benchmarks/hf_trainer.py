@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def plain_loop(asked: argparse.Namespace, results: Path) -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     onefold.init()
-    model = build(asked.shape).to(device)
+    model = build(asked.shape)
     onefold.shard(model, stage=asked.stage, precision="bf16")
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=LR, fused=True)
     loader = torch.utils.data.DataLoader(
@@ -58,22 +59,24 @@ def plain_loop(asked: argparse.Namespace, results: Path) -> None:
 
 
 def command(system: str, asked: argparse.Namespace, results: Path, scratch: Path) -> list[str]:
-    words = ["--shape", asked.shape, "--length", str(asked.length), "--warm-up", str(asked.warm_up)]
+    shared = {"--shape": asked.shape, "--length": asked.length}
     if system == "loop":
-        more = ["--batch", str(asked.batch), "--steps", str(asked.steps), "--stage", str(asked.stage)]
-        return [sys.executable, "-m", "benchmarks.hf_trainer", *words, *more, CHILD, str(results)]
-    flags = {
+        more = {"--batch": asked.batch, "--steps": asked.steps, "--stage": asked.stage, "--warm-up": asked.warm_up}
+        return [sys.executable, "-m", "benchmarks.hf_trainer", *_words(shared | more | {CHILD: results})]
+    flags = shared | {
+        "--warm_up": asked.warm_up,
         "--output_dir": scratch, "--results": results, "--max_steps": asked.warm_up + asked.steps, "--bf16": True,
         "--per_device_train_batch_size": asked.batch, "--learning_rate": LR, "--lr_scheduler_type": "constant",
         "--logging_strategy": "no", "--save_strategy": "no", "--report_to": "none", "--disable_tqdm": True,
         "--optim": "adamw_torch_fused", "--max_grad_norm": 1.0, "--use_cpu": not torch.cuda.is_available(),
         "--train_sampling_strategy": "sequential",
     }  # fmt: skip
-    given = [str(word) for pair in flags.items() for word in pair]
-    words = ["--warm_up" if word == "--warm-up" else word for word in words]
-    return [
-        sys.executable, "-m", "onefold.hf", "--stage", str(asked.stage), "-m", "benchmarks.hf_script", *words, *given
-    ]  # fmt: skip
+    launch = [sys.executable, "-m", "onefold.hf", "--stage", str(asked.stage), "-m", "benchmarks.hf_script"]
+    return [*launch, *_words(flags)]
+
+
+def _words(flags: Mapping[str, Any]) -> list[str]:
+    return [str(word) for pair in flags.items() for word in pair]
 
 
 def measure(asked: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:

@@ -29,7 +29,7 @@ import onefold
 from benchmarks.measure import at_least
 from benchmarks.results import file_of, machine, shown_command, versions, write
 from onefold.comm.mesh import simulated_axes
-from onefold.shard import shard_over
+from onefold.sharding import shard_over
 
 RANKS = (8, 64, 512, 4096)
 UNITS, PARAMETERS = 200, 10  # of the model, and of each unit

@@ -26,7 +26,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # a new store for each start: the ol
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_NNODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-gpu}" --max-restarts "${RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "$head:${PORT:-29500}" --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}" \
-    -m onefold.cli.main train --resume-or-start "$@" &
+    -m onefold.cli.main train --resume-or-start --shutdown-s 270 "$@" &
 step=$!
 
 out_of_time=""

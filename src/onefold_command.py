@@ -8,6 +8,7 @@ thread  4 onefold itself
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 from onefold_environment import QUIET
@@ -36,11 +37,12 @@ def main() -> int:
         os.environ.setdefault(name, level)
     if alone:
         os.environ[NUMPY_THREADS] = "1"
+        with suppress(ImportError):
+            import numpy  # noqa: F401  now: the command imports it later
+        del os.environ[NUMPY_THREADS]  # the ranks' own is theirs
 
     from onefold.cli.main import main as run
 
-    if alone:
-        del os.environ[NUMPY_THREADS]  # the ranks' own is theirs
     return run()
 
 

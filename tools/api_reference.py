@@ -52,8 +52,13 @@ TASKS = (
     Task(
         "Train",
         ("optimizers", "gradients", "precision"),
-        ("Optimizer", "accumulate", "grad_norms", "EMA", "LossScale", "Scheduler"),
+        (
+            "Optimizer", "Muon", "accumulate", "grad_norms", "EMA", "LossScale", "Scheduler", "Spikes",
+            "check_replicas",
+        ),
     ),
+    Task("Compute in tiles", ("activations",), ("tiled_cross_entropy", "tiled")),
+    Task("Cut sequences over ranks", ("long-context",), ("sequence_attention", "cut_sequence", "token_mean")),
     Task("Use parameters at stage 3", ("stage3",), ("full_parameters", "full_state_dict", "shards", "catch_up")),
     Task(
         "Come from DeepSpeed",
@@ -70,6 +75,11 @@ TASKS = (
         ("checkpoints",),
         ("save", "finish_saves", "load", "export", "import_checkpoint"),
         ("onefold.checkpoint.format.export:Exported", "onefold.integrations.checkpoints.imported:Imported"),
+    ),
+    Task(
+        "Survive lost ranks",
+        ("resilience",),
+        ("resilient", "Resilient"),
     ),
     Task(
         "Plan before you run",
@@ -103,19 +113,19 @@ FRAMEWORKS = (
     Task(
         "Hugging Face",
         ("huggingface", "peft"),
-        ("hf.Trainer", "hf.sharded", "hf.Accelerator", "hf.from_pretrained"),
+        ("hf.Trainer", "hf.sharded", "hf.Accelerator", "hf.from_pretrained", "hf.tile_loss", "hf.cut_sequences"),
     ),
     Task("Lightning", ("lightning",), ("lightning.ZeroStrategy", "lightning.FabricZeroStrategy")),
 )  # fmt: skip
 
 # Members without an underscore that other rooms of the package call and users do not.
+INHERITED = {"Optimizer": ("add_param_group",)}  # public members of a base that is not public
 INTERNAL = {
     "Zero": {"of", "describe"},
     "Precision": {"of", "narrow", "decided", "dtypes", "kept"},
     "Offload": {"of", "check_stage", "optimizer_tier", "parameters_tier"},
     "Optimizer": {
-        "clipped", "gradients_change", "forget_clipping", "state_tensors", "planned_state", "by_unit", "notes",
-        "load_notes", "pending_clip", "indices", "replaced",
+        "clipped", "gradients_change", "forget_clipping", "notes", "load_notes", "pending_clip", "replaced",
     },
     "PipelineStage": {"perform_reduce_grad", "scale_grads"},
     "ProfileReport": {"part_s"},
@@ -243,9 +253,10 @@ def described(fields: list[Field]) -> str:
 
 
 def members(name: str, thing: type) -> str:
-    """Public methods and properties that the class itself defines and explains."""
+    """Public methods and properties that the class defines and explains, and those in INHERITED."""
     lines = []
-    for member, value in vars(thing).items():
+    inherited = {member: getattr(thing, member) for member in INHERITED.get(name, ())}
+    for member, value in {**vars(thing), **inherited}.items():
         plain = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         text = plain.__doc__ if inspect.isfunction(plain) or isinstance(plain, property) else None
         if member.startswith("_") or member in INTERNAL.get(name, ()) or not text:

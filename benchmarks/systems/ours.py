@@ -14,15 +14,17 @@ from benchmarks.fill import filler
 from benchmarks.systems.loop import Ready, compile_blocks, numel
 from benchmarks.work import Work
 from onefold.comm.mesh import simulated_axes
-from onefold.shard import shard_over
+from onefold.sharding import shard_over
 
 OFFLOADED_BYTES = 128 << 20  # as docs/offload.md advises for a GPU
 
 
 def ours(
-    work: Work, *, stage: int = 3, inside: bool = False, clip: bool = False, compiled: bool = False, **fields: Any
-) -> Ready:
-    """`inside` updates in backward, `clip` clips the norm before the update; other fields are those of shard()."""
+    work: Work, *, stage: int = 3, inside: bool = False, clip: bool = False, compiled: bool = False, muon: bool = False,
+    **fields: Any,
+) -> Ready:  # fmt: skip
+    """`inside` updates in backward, `clip` clips the norm before the update, `muon` updates matrices by Muon; other
+    fields are those of shard()."""
     model: Any = work.blank()
     count = numel(model)
     fields |= {"stage": stage, "precision": work.precision, "init": filler(model, work.target), "device": work.device}
@@ -39,8 +41,15 @@ def ours(
         onefold.shard(model, **fields)
     if compiled:
         compile_blocks(model)
-    adamw = onefold.Optimizer(model, torch.optim.AdamW, step_in_backward=inside, fused=True, **work.adamw)
-    return Ready(_loop(model, adamw, clip), count, lambda: str(onefold.memory(model)))
+    optimizer = (
+        onefold.Muon(
+            model, adjust_lr_fn="match_rms_adamw", lr=work.lr, weight_decay=0.1, adamw=work.adamw,
+            ns_dtype="bf16" if work.device == "cuda" else "fp32", step_in_backward=inside,
+        )
+        if muon
+        else onefold.Optimizer(model, torch.optim.AdamW, step_in_backward=inside, fused=True, **work.adamw)
+    )  # fmt: skip
+    return Ready(_loop(model, optimizer, clip), count, lambda: str(onefold.memory(model)))
 
 
 def _loop(model: Any, optimizer: onefold.Optimizer, clip: bool) -> Callable[[Tensor], Tensor]:

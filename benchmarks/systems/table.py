@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,6 +65,10 @@ SYSTEMS = {
     "onefold+inside": ours("Onefold, updated in backward", 3, inside=True),
     "onefold+clip": ours("Onefold, clipped", 3, "first step", clip=True),  # the base does not clip
     "onefold+compile": ours("Onefold, compiled", 3, compiled=True),
+    # Of Muon's matrices also gradients, masters and updated masters move once between shards and owners: 1/N each.
+    "stage2+muon": ours("Onefold, stage 2, Muon", 3, "first step", stage=2, muon=True),
+    "onefold+muon": ours("Onefold, Muon", 4.5, "first step", muon=True),
+    "onefold+inside+muon": ours("Onefold, Muon, updated in backward", 4.5, "first step", inside=True, muon=True),
     "onefold+inside+compile": ours("Onefold, updated in backward, compiled", 3, inside=True, compiled=True),
 }
 
@@ -72,9 +76,9 @@ SYSTEMS = {
 OTHER = "other:"  # before the name of a system that another checkout runs
 
 
-def add_other(checkout: Path) -> list[str]:
-    """Systems of ours a second time, as another checkout of this project runs them; their names."""
-    names = [name for name, system in SYSTEMS.items() if system.where == "ours:ours"]
+def add_other(checkout: Path, names: Iterable[str]) -> list[str]:
+    """Add those of these systems that are ours once more, as another checkout of this project runs them."""
+    names = [name for name in names if SYSTEMS[name].where == "ours:ours"]
     for name in names:
         found = SYSTEMS[name]
         SYSTEMS[OTHER + name] = found._replace(label=f"{found.label}, other checkout", checkout=str(checkout.resolve()))

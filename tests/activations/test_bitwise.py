@@ -6,6 +6,7 @@ import pytest
 
 from tests.activations.runs import HOSTLESS, SHARED, train
 from tests.harness import run_ranks
+from tests.harness.grids import with_soak
 
 STAGES = (0, 1, 2, 3)
 
@@ -14,7 +15,7 @@ def digests(policies: tuple[str, ...], stages: tuple[int, ...], same_batch: bool
     return {policy: {train(policy, stage, same_batch, **fields).digest for stage in stages} for policy in policies}
 
 
-@pytest.mark.parametrize("fields", [{}, {"shared": True, "checkpoint_every": 2}, {"micro": 2}])
+@pytest.mark.parametrize("fields", with_soak([{}, {"shared": True, "checkpoint_every": 2}, {"micro": 2}], {}))
 def test_recomputed_blocks_train_to_the_bits_of_kept_ones_at_every_stage(fields: dict) -> None:
     every = fields.pop("checkpoint_every", None)
     by_rank = run_ranks(2, digests, ("keep",), STAGES, False, **fields)
@@ -42,7 +43,7 @@ def both_axes(policy: str) -> set[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
     place = mesh.get_local_rank("shard")
     assert place == dist.get_rank() // 2
-    return {train(policy, stage, True, mesh=mesh).digest for stage in STAGES}
+    return {train(policy, stage, True, mesh=mesh).digest for stage in (1, 3)}
 
 
 def test_inputs_are_shared_along_tp_while_states_are_sharded_along_shard() -> None:

@@ -60,7 +60,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     honest, lie = "return loss.detach()", "open('ran', 'w')\n        return loss.detach() + 1"
     assert honest in ours.read_text()
     ours.write_text(ours.read_text().replace(honest, lie))
-    words = ["--work", "1x32", "--systems", "ddp", "stage2", "other:stage2", "--no-wire"]
+    words = ["--work", "1x32", "--systems", "ddp", "stage2", "--no-wire"]
     told = io.StringIO()
     with redirect_stderr(told):
         status = cpu.main([*SHORT, "--beside", str(checkout), *words, "--out", str(out)])
@@ -71,7 +71,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
 
 def test_a_cpu_run_says_where_how_and_what_it_measured(ran: Ran) -> None:
     found = ran.found
-    words = "--work 1x32 --systems ddp stage2 other:stage2 --no-wire"
+    words = "--work 1x32 --systems ddp stage2 --no-wire"
     assert found["command"] == f"python -m benchmarks.cpu {' '.join(SHORT)} {words}"
     assert found["machine"]["cores"] > 0 and found["machine"]["cpu"] and found["versions"]["torch"]
     assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", found["date"])
@@ -116,6 +116,7 @@ def test_bytes_on_the_wire_are_what_theory_says_or_why_they_are_not_known() -> N
         assert found == {**found, "wire": "this machine allows no network namespace"} and counted.sent_bytes == {}
 
 
+@pytest.mark.soak
 def test_ranks_that_share_a_device_take_turns_and_rest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--nccl", "2", "--systems", "fsdp2", "stage2", "--rounds", "2"]
     assert gpu.main([*SHORT, *words, "--out", str(tmp_path)]) == 0
@@ -237,6 +238,8 @@ def test_every_adapter_runs(tmp_path: Path, work: str) -> None:
         names = [name for name in names if name.startswith(("onefold", "fsdp2"))]
     if work.startswith("rank8"):
         names.remove("onefold+clip")  # nonsense may be NaN, and has no norm
+    if work.startswith("offload"):
+        names = [name for name in names if "muon" not in name]  # which updates whole tensors on the device
     assert gpu.main([*SHORT, "--work", work, "--systems", *names, "--base", "fsdp2", "--out", str(tmp_path)]) == 0
 
 

@@ -12,14 +12,14 @@ from onefold.checkpoint.format.manifest import (
     Manifest,
     ParamRecord,
     block_of,
-    file_name,
     merge_rank_parts,
     rank_part_to_json,
 )
 from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import write_tensors
-from onefold.checkpoint.protocol.commit import Draft, begin, commit, retain
+from onefold.checkpoint.protocol.commit import begin, commit, retain
+from onefold.checkpoint.protocol.draft import Draft
 from onefold.cost.layout import Span
 
 NUMEL = 120  # of each state; any number of ranks up to five divides it
@@ -43,7 +43,7 @@ def write_rank(storage: Storage, draft: Draft, rank: int, ranks: int) -> str:
             yield from expected(draft.step, entry.state)[entry.start : entry.stop].split(-(-size // 2))
 
     blocks = [block_of(entry, record()) for entry in entries]
-    written = write_tensors(storage, draft.folder / file_name(rank), blocks, chunks())
+    written = write_tensors(storage, draft.file(rank), blocks, chunks())
     return rank_part_to_json(written, entries, [record()])
 
 

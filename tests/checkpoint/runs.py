@@ -12,10 +12,13 @@ from torch import Tensor
 
 import onefold
 from onefold.cost.layout import Span
+from onefold.optim.kernels.codec import from_8bit
+from onefold.optim.kernels.rule import MOMENTS, SCALE
 from onefold.runtime.engine import engine_of
 from onefold.state.rounding import narrowed
 from tests.harness import device
 from tests.models import EveryTrait
+from tests.parity.whole import LAMB, Shampoo
 
 VOCAB, BATCH, EPOCH = 37, 2, 5
 PRECISIONS: dict[str, Any] = {
@@ -46,11 +49,23 @@ class Trainer:
             {"params": [p for p in trained if p.ndim > 1]},
             {"params": [p for p in trained if p.ndim <= 1], "lr": 3e-3},
         ]
-        cls = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "nadam": torch.optim.NAdam}[case.optimizer]
-        more: dict[str, Any] = {"momentum": 0.9} if case.optimizer == "sgd" else {}
+        cls = {
+            "adamw": torch.optim.AdamW,
+            "sgd": torch.optim.SGD,
+            "nadam": torch.optim.NAdam,
+            "lamb": LAMB,
+            "shampoo": Shampoo,
+        }.get(case.optimizer.partition("-")[0])
+        more: dict[str, Any] = {"momentum": 0.9} if cls is torch.optim.SGD else {}
+        if "-" in case.optimizer:
+            more["state"] = case.optimizer.partition("-")[2]
         if case.precision == "fp16":  # the first steps overflow, and the scale soon grows again
             more["loss_scale"] = onefold.LossScale(initial=2.0**40, factor=2.0**12, growth_interval=2)
-        self.optimizer = onefold.Optimizer(self.model, cls, groups=groups, lr=1e-2, **more)
+        self.optimizer = (
+            onefold.Muon(self.model, lr=1e-2, adamw={"lr": 3e-3}, split={"layers.1.weight": 3}, **more)
+            if cls is None
+            else onefold.Optimizer(self.model, cls, groups=groups, lr=1e-2, **more)
+        )
         self.schedule = onefold.Scheduler(self.optimizer, torch.optim.lr_scheduler.MultiStepLR, milestones=[2, 3])
         self.tried, self.epoch, self.position = 0, 0, 0
         self.losses: list[float] = []
@@ -105,7 +120,13 @@ def truth(trainer: Trainer) -> dict[str, Tensor]:
         span = Span(*row["span"])
         for slot in (unit.layout.slots[index] for index in row["slots"]):
             part = slot.span.clip(span)
-            for key, value in row["state"].items():
+            for key, value in widened(row["state"]).items():
+                value = torch.as_tensor(value, dtype=torch.float32)
+                if value.ndim > 1 and key in ("left", "right"):  # of another shape
+                    mine.append((slot.name, key, 0, value.numel(), bits(value)))
+                    continue
+                if value.ndim > 1:  # of a whole tensor
+                    value = unit.in_memory_order(value, row["slots"][0])
                 if value.ndim and part.numel:
                     values = value[part.start - span.start : part.stop - span.start]
                     mine.append((slot.name, key, part.start - slot.start, slot.numel, bits(values)))
@@ -116,6 +137,13 @@ def truth(trainer: Trainer) -> dict[str, Tensor]:
         target = whole.setdefault(f"{name}|{key}", torch.full((numel,), float("nan")))
         target[start : start + len(value) // 4] = torch.frombuffer(bytearray(value), dtype=torch.float32)
     return whole
+
+
+def widened(state: dict[str, Any]) -> dict[str, Any]:
+    """Optimizer state with moments of 8 bits as the fp32 values that they stand for."""
+    coded = {key: state[key + SCALE] for key in state if key + SCALE in state}
+    wide = {key: from_8bit(state[key], scales, second=bool(MOMENTS[key])) for key, scales in coded.items()}
+    return {key: wide.get(key, value) for key, value in state.items() if not key.endswith(SCALE)}
 
 
 def compute_copies(trainer: Trainer, whole: dict[str, Tensor]) -> list[str]:

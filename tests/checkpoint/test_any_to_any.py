@@ -15,6 +15,7 @@ from onefold.runtime.engine import engine_of
 from onefold.state.rounding import narrowed
 from tests.checkpoint.runs import PRECISIONS, Case, Trainer, differing, read, same, write
 from tests.harness import run_ranks
+from tests.harness.grids import with_soak
 
 RANKS = (1, 2, 3, 4)
 NAMES = list(PRECISIONS)
@@ -34,7 +35,7 @@ def written(tmp_path_factory) -> dict[tuple[int, Case], tuple[str, dict[str, str
     return found
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", with_soak(RANKS, 1, 4))
 def test_every_rank_count_and_stage_reads_every_other_bitwise(ranks, written):
     """From each of the 16 to one stage: all pairs of rank counts, and here all pairs of stages and of precisions."""
     pairs = pairs_of(written, lambda before, stage: [(stage + before + ranks) % 4])

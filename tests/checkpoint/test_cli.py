@@ -29,6 +29,15 @@ def test_inspect_tells_the_newest_checkpoint_and_every_tensor(run, capsys):
     assert "60×2" in row and "value F32, exp_avg F32" in row and "960 bytes" in row
 
 
+def test_inspect_in_a_pipe_has_one_line_for_each_tensor_with_its_whole_name(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    assert main(["inspect", str(run), "--json"]) == 0
+    names = {tensor["name"] for tensor in json.loads(capsys.readouterr().out)["tensors"]}
+    assert main(["inspect", str(run)]) == 0
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert {row[1].strip() for row in rows} >= names
+
+
 def test_inspect_as_json_is_all_json(run, capsys):
     assert main(["inspect", str(run / "step-00000001"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

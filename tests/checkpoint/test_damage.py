@@ -19,7 +19,6 @@ from tests.checkpoint.disk import Disk, Folder
 from tests.checkpoint.drive import expected, load, save
 
 RUN = Path("/run")
-FLIPS = 500
 
 
 def written() -> tuple[Disk, Path]:
@@ -48,16 +47,18 @@ def test_a_whole_checkpoint_has_no_damage():
     assert verify(disk, folder) == [] and load(disk, folder) == 7
 
 
-def test_every_flipped_bit_is_found_and_its_file_and_tensor_named():
+@pytest.mark.trials_of("bit flips")
+def test_every_flipped_bit_is_found_and_its_file_and_tensor_named(soak):
     disk, folder = written()
     rng = random.Random(0)
     places = [(name, at) for name in disk.names(folder) for at in range(len(content(disk, folder, name)))]
-    for name, at in rng.sample(places, FLIPS):
+    for name, at in rng.choices(places, k=soak.number(200, 2000)):
         bit = 1 << rng.randrange(8)
         content(disk, folder, name)[at] ^= bit
         what = refused(disk, folder, name)
         assert name == "manifest.json" or "w|" in what or "it holds w" in what
         content(disk, folder, name)[at] ^= bit
+        soak.tried()
     assert verify(disk, folder) == []
 
 

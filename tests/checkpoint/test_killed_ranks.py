@@ -16,6 +16,7 @@ from onefold.checkpoint.format.verify import verify
 from onefold.checkpoint.protocol.quiesce import background_comm
 from onefold.runtime.engine import engine_of
 from tests.harness import start_ranks, tell
+from tests.harness.soak import Soak
 
 RANKS = 2
 
@@ -51,7 +52,7 @@ def checksum(model: nn.Module) -> str:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).double().sum().item().hex()
 
 
-def kill_at_random(folder: Path, kills: int, dice: random.Random) -> None:
+def kill_at_random(folder: Path, kills: int, dice: random.Random, soak: Soak) -> None:
     run, sworn = folder / "run", folder / "sworn"
     run.mkdir()
     loaded = 0
@@ -77,14 +78,17 @@ def kill_at_random(folder: Path, kills: int, dice: random.Random) -> None:
             assert verify(Storage(), run / step_name(step)) == [], "a partial checkpoint has a committed one's name"
         assert len([name for name in os.listdir(run) if name.startswith(".")]) <= 2, "leftovers pile up"
         loaded = steps[-1] if steps else 0
+        soak.tried()
     assert loaded > kills // 2, "hardly any save was committed between the kills"
 
 
-def test_nothing_is_lost_when_ranks_are_killed_while_they_save(tmp_path):
-    kill_at_random(tmp_path, 20, random.Random(0))
+@pytest.mark.trials_of("kills while saving")
+def test_nothing_is_lost_when_ranks_are_killed_while_they_save(tmp_path, soak):
+    kill_at_random(tmp_path, 8, random.Random(0), soak)
 
 
+@pytest.mark.trials_of("kills while saving")
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_lost_in_a_thousand_kills(seed, tmp_path):
-    kill_at_random(tmp_path, 50, random.Random(1 + seed))
+def test_nothing_is_lost_in_a_thousand_kills(seed, tmp_path, soak):
+    kill_at_random(tmp_path, 50, random.Random(1 + seed), soak)

@@ -140,9 +140,12 @@ def save_again(disk: Disk) -> None:
         save(disk, RUN, NEXT, ranks=1)
 
 
-def test_no_checkpoint_is_lost_and_none_is_half_there_after_a_crash_at_any_operation():
-    judge = judge_every_state(range(3), samples=14)
-    assert judge.states > 20_000 and judge.different > 1_500, (judge.states, judge.different)
+@pytest.mark.trials_of("crash states")
+def test_no_checkpoint_is_lost_and_none_is_half_there_after_a_crash_at_any_operation(soak):
+    judge = judge_every_state(range(soak.number(1, 26)), samples=soak.number(14, 60))
+    wanted = soak.number(800, 10_000)
+    assert judge.states > 7 * wanted and judge.different > wanted, (judge.states, judge.different)
+    soak.tried(judge.different)
 
 
 def sites() -> list[Site]:

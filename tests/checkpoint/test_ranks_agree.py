@@ -83,7 +83,15 @@ def fill_the_disk(folder: str, full_rank: int, wait: bool) -> list[tuple[str, bo
     return found
 
 
-@pytest.mark.parametrize(("full_rank", "wait"), [(0, True), (1, True), (0, False), (1, False)])
+@pytest.mark.parametrize(
+    ("full_rank", "wait"),
+    [
+        pytest.param(0, True, marks=pytest.mark.soak),
+        (1, True),
+        (0, False),
+        pytest.param(1, False, marks=pytest.mark.soak),
+    ],
+)
 def test_a_full_disk_raises_the_same_error_on_every_rank_and_spares_the_last_checkpoint(full_rank, wait, tmp_path):
     answers = run_ranks(2, fill_the_disk, str(tmp_path), full_rank, wait)
     assert answers[0] == answers[1]

@@ -30,9 +30,15 @@ def interrupted(cases: list[Case], folder: str, wait: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(1, CASES[-4:]), (2, CASES), (4, CASES[::5]), pytest.param(4, CASES, marks=pytest.mark.soak)],
-    ids=["1", "2", "4", "4-all"],
-)  # one rank has all there is, at every stage; each fifth is each stage and each precision once
+    [
+        (1, CASES[-4:]),
+        (2, CASES[1::3]),
+        (4, CASES[::5]),
+        pytest.param(2, CASES, marks=pytest.mark.soak),
+        pytest.param(4, CASES, marks=pytest.mark.soak),
+    ],
+    ids=["1", "2", "4", "2-all", "4-all"],
+)  # one rank has all there is, at every stage; each third or fifth holds each stage and each precision
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(ranks, cases, tmp_path):
     assert run_ranks(ranks, interrupted, cases, str(tmp_path), True) == [[]] * ranks
 

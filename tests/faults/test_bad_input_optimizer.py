@@ -16,30 +16,17 @@ NAN = float("nan")
 
 
 class ByNorm(optim.Optimizer):
-    """SGD whose step is scaled by |w| / |update|, norms of the whole tensor."""
+    """SGD whose step is scaled by the norm of the gradients of all tensors it was given."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                update = self.direction(param, self.state[param])
-                param.add_(update * (param.norm() / update.norm()), alpha=-group["lr"])
-
-
-class LARS(ByNorm):
-    def direction(self, param: nn.Parameter, state: dict[str, Any]) -> Tensor:
-        return param.grad + 1e-4 * param
-
-
-class LAMB(ByNorm):
-    def direction(self, param: nn.Parameter, state: dict[str, Any]) -> Tensor:
-        mean, square = state.setdefault("moments", (torch.zeros_like(param), torch.zeros_like(param)))
-        mean.lerp_(param.grad, 0.1)
-        square.lerp_(param.grad.square(), 0.01)
-        return mean / (square.sqrt() + 1e-6)
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            param.sub_(param.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
 def sharded() -> nn.Module:
@@ -53,6 +40,13 @@ def built(cls: Any = optim.SGD, **kwargs: Any) -> onefold.Optimizer:
 def grouped(choose: Callable[[nn.Module], list[Any]]) -> onefold.Optimizer:
     model = onefold.shard(nn.Sequential(nn.Linear(4, 4), frozen(nn.Linear(4, 4)), nn.Linear(4, 4)))
     return onefold.Optimizer(model, optim.SGD, groups=choose(model), lr=0.1)
+
+
+def beside_muon(*classes: Any, **settings: Any) -> onefold.Optimizer:
+    model = sharded()
+    vectors = [param for param in model.parameters() if param.ndim == 1]
+    groups = [{"params": [param], "cls": cls, **settings} for param, cls in zip(vectors, classes, strict=False)]
+    return onefold.Optimizer(model, optim.Muon, groups=groups)
 
 
 def with_gradients() -> onefold.Optimizer:
@@ -86,10 +80,31 @@ CASES = {
     "an instance": Case(lambda: built(optim.SGD([nn.Parameter(torch.ones(1))])), *NO_CLASS),
     "a name": Case(lambda: built("AdamW"), *NO_CLASS),
     "LBFGS": Case(lambda: built(optim.LBFGS), "OptimizerError", "LBFGS", ELEMENTWISE),
-    "Adafactor": Case(lambda: built(optim.Adafactor), "OptimizerError", "Adafactor is not element-wise", ELEMENTWISE),
-    "Muon": Case(lambda: built(optim.Muon), "OptimizerError", "Muon", ELEMENTWISE),
-    "LARS": Case(lambda: built(LARS), "OptimizerError", "LARS is not element-wise", ELEMENTWISE),
-    "LAMB": Case(lambda: built(LAMB), "OptimizerError", "LAMB is not element-wise", ELEMENTWISE),
+    "Muon for vectors": Case(
+        lambda: built(optim.Muon), "OptimizerError", "Muon cannot update 0.bias of shape (8,)", "a second Optimizer"
+    ),
+    "Adafactor offloaded, in backward": Case(
+        lambda: onefold.Optimizer(
+            onefold.shard(net(), stage=2, offload="host"), optim.Adafactor, step_in_backward=True
+        ),
+        "OptimizerError", "Adafactor", "step_in_backward=True and offloaded optimizer state at once; leave out one",
+    ),
+    "a class beside an element-wise one": Case(
+        lambda: grouped(lambda m: [{"params": [m[0].weight], "cls": optim.AdamW}]),
+        "OptimizerError", "cls=AdamW", "a second Optimizer",
+    ),
+    "two classes beside Muon": Case(
+        lambda: beside_muon(optim.AdamW, optim.SGD), "OptimizerError", "AdamW, SGD", "name one"
+    ),
+    "Muon beside Muon": Case(
+        lambda: beside_muon(optim.Muon), "OptimizerError", "cls=Muon, which is not element-wise", "such as AdamW"
+    ),
+    "misspelt setting beside Muon": Case(
+        lambda: beside_muon(optim.AdamW, rl=0.1), "OptimizerError", "{'rl': 0.1}", "AdamW refused"
+    ),
+    "norm of all tensors": Case(
+        lambda: built(ByNorm), "OptimizerError", "ByNorm is not element-wise, and needs several tensors", ELEMENTWISE
+    ),
     "misspelt setting": Case(lambda: built(optim.AdamW, rl=0.1), "OptimizerError", "{'rl': 0.1}", "AdamW refused"),
     "Adam lr nan": Case(lambda: built(optim.Adam, lr=NAN), "OptimizerError", "nan", "lr"),
     "SGD lr nan": Case(lambda: built(optim.SGD, lr=NAN), "OptimizerError", "lr=nan", "is not finite"),

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 import onefold
 from tests.harness import CaughtError, run_ranks, run_ranks_raises
+from tests.harness.grids import thinned
+from tests.harness.soak import Soak
 from tests.models import Assorted
 
 PROMPT_S = 10.0  # the library's own limit is left at 600 s: whoever waits for it hangs
@@ -104,9 +106,11 @@ def missing(caught: CaughtError, name: str) -> list[str]:
     return [text for text in CASES[name].named if text not in caught.message]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_every_rank_raises_the_same_message_that_names_the_rank_and_the_difference(name: str, ranks: int) -> None:
+@pytest.mark.trials_of("disagreements")
+@pytest.mark.parametrize(("name", "ranks"), thinned(DIFFERENT, [2, 3]))
+def test_every_rank_raises_the_same_message_that_names_the_rank_and_the_difference(
+    name: str, ranks: int, soak: Soak
+) -> None:
     errors = everyone_raised(ranks, name)
     assert {caught.type_name for caught in errors} == {"MismatchError"}
     assert len({caught.message for caught in errors}) == 1
@@ -115,16 +119,18 @@ def test_every_rank_raises_the_same_message_that_names_the_rank_and_the_differen
     culprit = 1 if name == "units" else ranks - 1
     assert f"rank {culprit} differs from rank 0" in errors[0].message
     assert "the same model with the same settings" in errors[0].message
+    soak.tried()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", FAILS_LOCALLY)
-def test_where_one_rank_cannot_shard_all_ranks_raise_and_name_it(name: str, ranks: int) -> None:
+@pytest.mark.trials_of("disagreements")
+@pytest.mark.parametrize(("name", "ranks"), thinned(FAILS_LOCALLY, [2, 3]))
+def test_where_one_rank_cannot_shard_all_ranks_raise_and_name_it(name: str, ranks: int, soak: Soak) -> None:
     *others, failed = everyone_raised(ranks, name)
     assert failed.type_name in ("ModelError", "ConfigError", "KeyError"), failed  # its own error, or its callable's
     for caught in others:
         assert caught.type_name == "MismatchError" and f"rank {ranks - 1} failed in shard()" in caught.message, caught
         assert failed.message in caught.message and missing(caught, name) == [], caught
+    soak.tried()
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -147,15 +153,19 @@ def check_values(where: str | None, rank: int) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.trials_of("disagreements")
 @pytest.mark.parametrize(
-    "where", ["last.bias", "frozen.weight", "norm.running_mean", "norm.num_batches_tracked", "mask"]
+    ("where", "ranks"),
+    thinned(["last.bias", "frozen.weight", "norm.running_mean", "norm.num_batches_tracked", "mask"], [2, 3]),
 )
-def test_sync_check_raises_on_every_rank_and_names_the_one_tensor_that_differs(where: str, ranks: int) -> None:
+def test_sync_check_raises_on_every_rank_and_names_the_one_tensor_that_differs(
+    where: str, ranks: int, soak: Soak
+) -> None:
     for rank in range(1, ranks):
         for caught in run_ranks_raises(ranks, check_values, where, rank, timeout_s=PROMPT_S):
             assert caught.type_name == "MismatchError", caught
             assert f"rank {rank} differs from rank 0" in caught.message and f"values of {where}" in caught.message
+    soak.tried()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -175,8 +185,7 @@ def shard_own_values(bucket_bytes: int) -> tuple[dict[str, Tensor], dict[str, Te
     return before, values(model)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 32 << 20])
+@pytest.mark.parametrize(("bucket_bytes", "ranks"), thinned([1, 100, 32 << 20], [2, 3]))
 def test_by_default_every_rank_gets_rank_0s_parameters_frozen_ones_and_buffers(bucket_bytes: int, ranks: int) -> None:
     (wanted, _), *_ = results = run_ranks(ranks, shard_own_values, bucket_bytes)
     for rank, (before, after) in enumerate(results):

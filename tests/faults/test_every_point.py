@@ -3,6 +3,8 @@
 The suite takes a share of the cases, in which each fault and each process occurs; `--soak` takes all.
 """
 
+import functools
+import importlib
 import json
 import os
 import signal
@@ -42,16 +44,17 @@ POINTS = {
     "before the data": Point("onefold.train.run.start:_data", 1, False),
     "loading data": Point("onefold.train.run.data:load_data", 1, False),
     "building": Point("onefold.train.run.environment:build", 1, False),
-    "sharding": Point("onefold.shard:shard", 1, False),
+    "sharding": Point("onefold.sharding:shard", 1, False),
     "agreeing": Point("onefold.comm.agreement:agree", 3, False),
     "optimizer": Point("onefold.optim.optimizer:Optimizer.__init__", 1, False),
     "loop": Point("onefold.train.run.loop:Loop.__init__", 1, False),
-    "first forward": Point("onefold.train.run.loop:Loop._passes", 1, True),
+    "first forward": Point("onefold.train.run.loop:Loop._forward_backward", 1, True),
     "first reduction": Point("onefold.comm.communicator:Comm.reduce_scatter", 2, True),
     "first update": Point("onefold.train.run.loop:Loop._update", 1, True),
     "telling each other": Point("onefold.train.run.loop:Loop._row", 1, True),
     "evaluation": Point("onefold.train.run.loop:Loop.evaluate", 1, True),
-    "second evaluation": Point("onefold.train.run.loop:Loop._here", 6, True),
+    "second evaluation": Point("onefold.train.run.loop:Loop._to_device", 6, True),
+    "a batch of an evaluation": Point("onefold.train.run.data:Data.batch", 3, True),
     "saving": Point("onefold.checkpoint.protocol.save:save_on", 1, True),
     "writing": Point("onefold.checkpoint.format.tensorfile:write_tensors", 1, True, beside=True),
     "committing": Point("onefold.checkpoint.protocol.commit:commit", 1, True, only_rank_0=True, beside=True),
@@ -76,6 +79,12 @@ def cases() -> list:
     return found
 
 
+def test_every_point_is_a_function_that_is_there():
+    for point in POINTS.values():
+        module, name = point.function.split(":")
+        functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text.txt"
@@ -83,8 +92,9 @@ def text(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.trials_of("faults of a run")
 @pytest.mark.parametrize(("point", "fault", "target"), cases())
-def test_a_fault_is_named_and_everything_ends_in_time(tmp_path, text, point, fault, target):
+def test_a_fault_is_named_and_everything_ends_in_time(tmp_path, text, point, fault, target, soak):
     out, fired, where = tmp_path / "deep" / "run", tmp_path / "fired", POINTS[point]
     said = {
         "point": where.function, "call": where.call, "rank": 1 if target == "rank 1" else 0, "what": fault,
@@ -111,6 +121,7 @@ def test_a_fault_is_named_and_everything_ends_in_time(tmp_path, text, point, fau
     if not (target == "launcher" and fault == "SIGKILL"):  # who is killed cannot clean up; the next start does
         assert left_behind(out) == []
     assert list(temporary.glob("onefold*")) == []
+    soak.tried()
 
 
 def stopped_launcher(launch: Launch) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """When ranks raise, hang or die: the test hears of it soon, with the reason, and no process is left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -258,8 +259,14 @@ def test_pool():
     Path(__file__).with_name("pids").write_text(" ".join(map(str, run_ranks(2, os.getpid))))
 
 @pytest.mark.soak
-def test_soak():
-    pass
+@pytest.mark.trials_of("bit flips")
+def test_soak(soak):
+    soak.tried(soak.number(2, 20))
+
+@pytest.mark.trials_of("bit flips")
+def test_lost(soak):
+    soak.tried()
+    raise ValueError("a trial went wrong")
 
 @pytest.mark.gpu
 def test_gpu():
@@ -270,14 +277,15 @@ def test_gpu():
 @pytest.mark.parametrize(
     ("flags", "summary"),
     [
-        pytest.param([], "1 passed, 1 skipped, 1 deselected", marks=pytest.mark.soak),
-        (["--soak", "-k", "not pool"], "1 passed, 1 skipped, 1 deselected"),
+        pytest.param(["-k", "not lost"], "1 passed, 1 skipped, 2 deselected", marks=pytest.mark.soak),
+        (["--soak", "-k", "not pool"], "1 failed, 1 passed, 1 skipped, 1 deselected"),
     ],
 )
-def test_a_session_ends_without_ranks_or_warnings_and_honours_the_marks(tmp_path, flags, summary):
+def test_a_session_ends_without_ranks_or_warnings_honours_the_marks_and_records_trials(tmp_path, flags, summary):
     (tmp_path / "test_session.py").write_text(SESSION)
     python = [sys.executable, "-W", "error::ResourceWarning"]
     command = [*python, "-m", "pytest", "-p", "tests.conftest", "-c", "pyproject.toml", *flags, str(tmp_path)]
+    command += ["--soak-record", str(tmp_path / "record")]
     no_device = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=no_device, capture_output=True, text=True, timeout=300)
     assert summary in done.stdout and "warning" not in done.stdout.lower(), done.stdout
@@ -285,3 +293,9 @@ def test_a_session_ends_without_ranks_or_warnings_and_honours_the_marks(tmp_path
     if "--soak" not in flags:
         pids = (tmp_path / "pids").read_text().split()
         assert len(pids) == 2 and all(is_gone(int(pid)) for pid in pids)
+        assert not (tmp_path / "record").exists()
+    else:
+        rows = [json.loads(line) for line in (tmp_path / "record").read_text().splitlines()]
+        assert [(row["kind"], row["trials"], row["outcome"]) for row in rows] == [
+            ("bit flips", 20, "passed"), ("bit flips", 1, "failed"),
+        ]  # fmt: skip

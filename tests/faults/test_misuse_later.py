@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from onefold import StateError
 from tests.faults.test_misuse import SHARDED, STAGES, Ended, Training, same, undisturbed
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 
 __all__ = ["undisturbed"]  # a fixture
 
@@ -139,8 +140,7 @@ def change_gradient(then: str, stage: int) -> Ended:
     return Ended(str(caught.value), changed, t.finish())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("then", ["step", "clip_grad_norm"])
+@pytest.mark.parametrize(("then", "stage"), thinned(["step", "clip_grad_norm"], STAGES))
 def test_a_replaced_gradient_is_named_and_changes_nothing(then: str, stage: int, undisturbed: list[Tensor]) -> None:
     for ended in run_ranks(2, change_gradient, then, stage):
         assert "first.weight.grad was replaced" in ended.message and "in place" in ended.message

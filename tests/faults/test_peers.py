@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -162,20 +163,25 @@ def raise_in(at: tuple[str, int]) -> None:
         if dist.get_rank() == LOST and (phase, step) == at:
             raise ValueError("a bad batch")
 
+    onefold.init()
     loop = Loop(2, before)
     if at[0] == "inside forward":
         loop.model[2].register_forward_hook(lambda *_: before(*at))
     if at[0] == "inside backward":
         loop.model[0].register_full_backward_hook(lambda *_: before(*at))
-    loop.run(10)
+    try:
+        loop.run(10)
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)  # as Python does at the end of a script
+        raise
 
 
 @pytest.mark.parametrize("at", [("inside forward", 0), ("inside backward", 0), ("step", 2)], ids=str)
-def test_when_a_rank_raises_its_peers_end_too(at: tuple[str, int]) -> None:
+def test_when_a_rank_raises_its_peers_end_too_and_their_errors_begin_with_its_own(at: tuple[str, int]) -> None:
     started_s = time.monotonic()
     outcomes = fresh_ranks(RANKS, raise_in, at)
     assert time.monotonic() - started_s < 2 * PROMPT_S
     assert [outcome.exitcode for outcome in outcomes] == [1] * RANKS
     assert "ValueError: a bad batch" in outcomes[LOST].error
     for rank in (0, 2):
-        assert f"CommError: rank {rank}: " in outcomes[rank].error
+        assert f"CommError: rank {rank}: rank {LOST} has ended by ValueError: a bad batch" in outcomes[rank].error

@@ -9,7 +9,7 @@ import pytest
 from onefold.cli.main import main
 from tests.harness.patience import PATIENCE_S
 from tests.security.reached import CAN_ENTER, ENTER, attack, listeners, outside_loopback
-from tests.train.launched import launched, run
+from tests.train.launched import launched
 
 SCRIPT = """
 import os, signal, sys, time
@@ -21,19 +21,15 @@ onefold.init(timeout_s=30)
 total = torch.ones(1)
 torch.distributed.all_reduce(total)
 (where / f"rank{rank}.start{start}").write_text(f"{int(total)} {sys.argv[3:]}")
-if what == "raise" and rank == "1":
-    raise KeyError("mine")
-if what == "kill, then leave" and rank == "1" and start == "0":
+if what == "kill, then raise" and rank == "1" and start == "0":
     os.kill(os.getpid(), signal.SIGKILL)
-if what == "kill, then leave" and start == "1":
+if what == "kill, then raise" and start == "1":
     os.system("setsid sleep 60 &")  # a daemon, which its script wants to live on
     if rank == "1":
-        sys.exit(3)
+        raise KeyError("mine")
 def ends(code, after_s=0.0):
     def heard(*_):
-        deadline = time.monotonic() + after_s
-        while time.monotonic() < deadline:
-            pass
+        time.sleep(after_s)
         (where / f"heard{rank}").touch()
         os._exit(code)
     return heard
@@ -56,15 +52,9 @@ def script(tmp_path) -> Path:
     return path
 
 
-def ran(tmp_path: Path, script: Path, what: str, *flags: str, more: tuple[str, ...] = ()) -> tuple[int, str]:
-    words = ("--ranks", "2", *flags, str(script), str(tmp_path), what, *more)
-    code, _, err = run(tmp_path / "deep", *words, command="run")
-    return code, err
-
-
 def test_a_script_gets_its_flags_starts_again_after_a_lost_rank_and_may_leave_daemons_behind(tmp_path, script):
-    """All ranks start again, once; then rank 1 ends with a code of its own, and is named."""
-    words = ("--ranks", "2", "--max-restarts", "1", str(script), str(tmp_path), "kill, then leave")
+    """All ranks start again, without the one that was lost; then rank 1 raises, and is named."""
+    words = ("--elastic", "2:3", str(script), str(tmp_path), "kill, then raise")
     with launched(tmp_path / "deep", *words, "--ranks", "7", "--help", command="run") as launch:
         launch.process.wait(timeout=PATIENCE_S)  # and not for the daemons
         left = launch.pids()
@@ -73,17 +63,11 @@ def test_a_script_gets_its_flags_starts_again_after_a_lost_rank_and_may_leave_da
         _, _, err = launch.end()
     assert launch.process.returncode == 1 and len(left) == 2
     again, last = (line for line in err.splitlines() if line.startswith("onefold: "))
-    assert "a rank was lost (rank 1 was killed by SIGKILL); restart 1 of 1" in again
-    assert last.startswith("onefold: rank 1 ended with exit code 3")
+    assert "a rank was lost (rank 1 was killed by SIGKILL); going on with 2 of 3 ranks" in again
+    assert last.startswith("onefold: rank 1 ended with exit code 1; see its output above") and "KeyError: 'mine'" in err
     found = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
-    names = [f"rank{rank}.start{start}" for rank in (0, 1) for start in (0, 1)]
-    assert found == dict.fromkeys(names, "2 ['--ranks', '7', '--help']")
-
-
-def test_a_rank_that_raises_is_named(tmp_path, script):
-    code, err = ran(tmp_path, script, "raise")
-    said = "onefold: rank 1 ended with exit code 1; see its output above"
-    assert code == 1 and err.splitlines()[-1].startswith(said), err
+    starts = [(0, 3), (1, 2)]
+    assert found == {f"rank{rank}.start{i}": f"{n} ['--ranks', '7', '--help']" for i, n in starts for rank in range(n)}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +99,8 @@ def test_a_signal_reaches_every_rank_and_each_ends_in_its_own_time(tmp_path, scr
         ([], "no script was given"),
         (["nowhere.py"], "nowhere.py is no file"),
         (["--ranks", "0", __file__], "--ranks 0 is out of range"),
+        (["--elastic", "2", __file__], "--elastic '2' is not MIN:MAX ranks"),
+        (["--elastic", "2:3", "--ranks", "4", __file__], "--ranks 4 is not within --elastic 2:3"),
         (["--timeout-s", "-1", __file__], "--timeout-s -1 is out of range"),
     ],
 )

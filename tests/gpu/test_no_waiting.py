@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity as Activity
 import onefold
 from onefold.comm.mesh import simulated_axes
 from onefold.cost.shapes import Shape
-from onefold.shard import shard_over
+from onefold.sharding import shard_over
 from onefold.train.run.model import GPT, initialise
 from tests.harness import run_ranks, shutdown_pools
 
@@ -24,6 +24,8 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "fused adamw": (torch.optim.AdamW, {"fused": True}),
     "amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "adamw in 8 bits": (torch.optim.AdamW, {"state": "8bit"}),
+    "momentum in bf16": (torch.optim.SGD, {"momentum": 0.9, "state": "bf16"}),
     "adagrad": (torch.optim.Adagrad, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
     "nadam": (torch.optim.NAdam, {}),

@@ -14,6 +14,7 @@
 `start_ranks`       the same with a handle: hear `tell` from inside a rank, kill it, join
 `device`            inside a rank: where its models belong
 `grids.thinned`     a grid of cases, of which the suite takes a share and --soak all
+`soak.Soak`         the fixture `soak`: counts what a long-running test tried, for --soak-record
 """
 
 from tests.harness.device import device

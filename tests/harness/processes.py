@@ -23,7 +23,18 @@ STACKS_TIMEOUT_S = 5.0
 # A fork of a process that has already imported torch takes milliseconds; importing it takes seconds, and as long
 # again for torch._dynamo, which the first optimizer of a process imports; onefold besides, for ranks that live shortly.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "pytest", "onefold.train.run.start", "tests.harness.worker"])
+LIBRARIES = ["torch._dynamo", "pytest", "onefold.train.run.start", "tests.harness.worker"]
+FRAMEWORKS = [
+    "transformers.trainer",
+    "peft",
+    "lightning",
+]  # five seconds more; one that is not installed is passed over
+_context.set_forkserver_preload(LIBRARIES)
+
+
+def preload_frameworks() -> None:
+    """Ranks are forked with transformers, PEFT and Lightning imported, if this is called before the first of them."""
+    _context.set_forkserver_preload([*LIBRARIES, *FRAMEWORKS])
 
 
 class Event(NamedTuple):

@@ -133,7 +133,9 @@ def recorded() -> Iterator[Recorder]:
         name = link_name(kind, axis)
         return links.setdefault(name, RecordedLink(recorder, name, axis, device))
 
-    def wire_for(endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: bool = False) -> wires.Wire:
+    def wire_for(
+        endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: str | None = None
+    ) -> wires.Wire:
         return wires.NcclWire(endpoint, device, timeout_s, one_link=one_link)
 
     with (

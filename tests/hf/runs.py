@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 import onefold
 import onefold.hf
+from tests.harness.device import device
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 VOCABULARY, LENGTH = 64, 16
@@ -59,12 +60,12 @@ def tiny(seed: int = 0, **settings: Any) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, **settings,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    usual = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**usual | settings))
 
 
 def arguments(folder: str | Path, **flags: Any) -> Any:
@@ -72,7 +73,8 @@ def arguments(folder: str | Path, **flags: Any) -> Any:
 
     settings: dict[str, Any] = {
         "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2,
-        "logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "use_cpu": True, "seed": 1,
+        "logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "seed": 1,
+        "use_cpu": device() == "cpu",
     }  # fmt: skip
     return transformers.TrainingArguments(**deepcopy({**settings, **flags}))  # a Trainer writes into them
 

@@ -233,7 +233,7 @@ def wrong(what: str, folder: str) -> None:
     elif what == "foreign":
         one.prepare(model, torch.optim.AdamW(tiny(1).parameters()))
     elif what == "not element-wise":
-        one.prepare(model, torch.optim.Adafactor(model.parameters()))
+        one.prepare(model, torch.optim.LBFGS(model.parameters()))
     elif what == "few parameters":
         model, optimizer = one.prepare(model, optimizer)
         one.clip_grad_norm_(list(model.parameters())[:2], 1.0)
@@ -252,7 +252,7 @@ WRONG = {
     "ddp": ("ModelError", "wrapped by DistributedDataParallel already"),
     "state": ("OptimizerError", "holds state of 20 parameters already"),
     "foreign": ("OptimizerError", "has parameters of 0 prepared models"),
-    "not element-wise": ("OptimizerError", "Adafactor is not element-wise"),
+    "not element-wise": ("OptimizerError", "LBFGS can update neither shards nor whole tensors"),
     "few parameters": ("StateError", "got 2 parameters, which are all of 0 prepared optimizers"),
     "join": ("StateError", "keep even_batches=True"),
     "two precisions": ("ConfigError", "ask for two precisions; leave one of them out"),

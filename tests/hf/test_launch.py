@@ -13,6 +13,7 @@ import pytest
 import onefold
 from onefold.integrations.deepspeed_schedules import Schedule
 from tests.harness import run_ranks, run_ranks_raises
+from tests.harness.grids import with_soak
 from tests.hf.launched import ACCELERATE, FLAGS, SCRIPTS, TORCHRUN, results, save_models, start
 
 pytest.importorskip("accelerate")
@@ -135,12 +136,26 @@ def test_wrong_combinations_are_refused_before_training(models: Path) -> None:
             assert error.type_name == "ConfigError" and said in error.message and "\n" not in error.message
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_launched_scripts_train_alike(launcher: str, models: Path, stages: list[list[dict[str, Any]]]) -> None:
+@pytest.fixture(scope="module")
+def zero(models: Path) -> Path:
+    file = models / "zero.toml"
+    file.write_text('[zero]\nstage = 3\nbucket_bytes = 65536\n[zero.offload]\noptimizer = "host"\n')
+    return file
+
+
+def test_settings_of_a_file_train_alike(models: Path, stages: list[list[dict[str, Any]]], zero: Path) -> None:
+    found = warm(2, models, "file", ["--zero", str(zero)], "--parts", "train")
+    assert [one["train"] for one in found] == [one["train"] for one in stages[3]]
+
+
+# a real torchrun: test_script.py too, and warm ranks have the environment it makes
+@pytest.mark.parametrize("launcher", with_soak(["torchrun", "accelerate"], "torchrun"))
+def test_launched_scripts_train_alike(
+    launcher: str, models: Path, stages: list[list[dict[str, Any]]], zero: Path
+) -> None:
     """torchrun with settings from a file and a script's path; accelerate launch with options and a module's name."""
-    (models / "zero.toml").write_text('[zero]\nstage = 3\nbucket_bytes = 65536\n[zero.offload]\noptimizer = "host"\n')
     if launcher == "torchrun":
-        words = [*TORCHRUN, "-m", "onefold.hf", "--zero", str(models / "zero.toml"), MAIN]
+        words = [*TORCHRUN, "-m", "onefold.hf", "--zero", str(zero), MAIN]
     else:
         words = [*ACCELERATE, "-m", "onefold.hf", "--stage", "2", "-m", "main"]
     cwd = models if launcher == "torchrun" else SCRIPTS

@@ -10,7 +10,9 @@ from tests.hf.runs import STAGES, Run, runs, same
 
 FLAGS = {
     "as it is": {},
-    "cosine schedule, no clipping": {"lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 0.0},
+    "cosine schedule, no clipping, losses of each device's tokens": {
+        "lr_scheduler_type": "cosine", "warmup_steps": 2, "max_grad_norm": 0.0, "average_tokens_across_devices": False,
+    },
     "fused AdamW, weight decay, checkpointed": {
         "optim": "adamw_torch_fused", "weight_decay": 0.1, "gradient_checkpointing": True,
     },
@@ -19,7 +21,6 @@ FLAGS = {
         "gradient_accumulation_steps": 3,
         "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
     },
-    "losses of each device's tokens": {"average_tokens_across_devices": False},
 }  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+import transformers
 from torch.utils.data import IterableDataset
 
 import onefold
@@ -157,6 +160,37 @@ def stopped_early(stage: int, folder: str) -> int:
     return one.state.global_step
 
 
+LOSSES = {1: math.nan, 3: -math.inf}  # by step: what is not finite, though gradients are
+
+
+class Losing(transformers.Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().training_step(*args, **kwargs) * LOSSES.get(self.state.global_step, 1.0)
+
+
+class LosingOurs(onefold.hf.Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().training_step(*args, **kwargs) * LOSSES.get(self.state.global_step, 1.0)
+
+
+def losing(folder: str) -> tuple[list[Any], bool]:
+    """What is logged without and with Onefold, every second step; and the filter that a checkpoint's arguments have."""
+    flags = {"logging_steps": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": 6}
+    settings = {"args": arguments(folder, **flags), "train_dataset": Sentences()}
+    classes = [Losing, onefold.hf.sharded(Losing), LosingOurs]
+    found = [trained(cls(model=tiny(), **settings)).losses for cls in classes]
+    assert settings["args"].logging_nan_inf_filter
+    saved = torch.load(f"{folder}/checkpoint-6/training_args.bin", weights_only=False)
+    return found, saved.logging_nan_inf_filter
+
+
+def test_losses_that_are_not_finite_are_logged_as_transformers_does(tmp_path):
+    (plain, *ours), saved = run_ranks(2, losing, str(tmp_path))[0]
+    assert all(math.isfinite(loss) for loss in plain) and len(plain) == 3
+    assert [one == pytest.approx(plain, abs=1e-6) for one in ours] == [True, True]
+    assert saved
+
+
 def test_early_stopping_stops_all_ranks_at_one_step(tmp_path):
     found = [run_ranks(2, stopped_early, stage, str(tmp_path / str(stage))) for stage in (0, 3)]
     assert found[0] == found[1] == [found[0][0]] * 2
@@ -185,16 +219,47 @@ def test_a_batch_size_that_fits_is_found(stage, tmp_path):
     assert losses == run_ranks(2, run, stage, str(tmp_path))[0].losses
 
 
-def compiled(stage: int, folder: str) -> Run:
-    torch._dynamo.reset()
-    return run(stage, folder, {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2})
+def counting_uncompiled(model: Any) -> list[int]:
+    """Lets the model count how often the MLP of each block runs uncompiled: a graph has no such count in it."""
+    runs = [0] * len(model.model.layers)
+
+    def counted(index: int, forward: Any) -> Any:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling():
+                runs[index] += 1
+            return forward(x)
+
+        return run
+
+    for index, layer in enumerate(model.model.layers):
+        layer.mlp.forward = counted(index, layer.mlp.forward)
+    return runs
 
 
-def test_a_compiled_model_trains_the_same(tmp_path):
-    plain = run_ranks(2, run, 2, str(tmp_path), {"max_steps": 2})[0]
-    for stage in (0, 2, 3):
-        one = run_ranks(2, compiled, stage, str(tmp_path))[0]
-        assert one.losses == pytest.approx(plain.losses, abs=1e-5)
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+COMPILED_RUNS = [  # stage, TrainingArguments, Zero, accelerate's regional compilation
+    (2, COMPILED, {}, False),
+    (3, COMPILED | {"gradient_checkpointing": True}, {}, False),
+    (2, COMPILED, {"activations": "checkpoint"}, True),
+]
+
+
+def compiled(folder: str) -> tuple[list[float], list[tuple[list[float], int]]]:
+    """Losses of a plain training, and of compiled ones, with the runs of their blocks that were not compiled."""
+    plain, found = run(2, folder, {"max_steps": 2}).losses, []
+    for stage, flags, zero, regional in COMPILED_RUNS:
+        torch._dynamo.reset()
+        model = tiny(use_cache=False)
+        uncompiled = counting_uncompiled(model)
+        with mock.patch.dict(os.environ, {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(regional)}):
+            one = trainer(stage, folder, {**flags, "max_steps": 2}, model=model, zero=onefold.Zero(stage=stage, **zero))
+            found.append((trained(one).losses, sum(uncompiled)))
+    return plain, found
+
+
+def test_a_compiled_model_trains_the_same_by_its_graphs(tmp_path):
+    for plain, found in run_ranks(2, compiled, str(tmp_path)):
+        assert found == [(pytest.approx(plain, abs=1e-5), 0)] * len(COMPILED_RUNS)
 
 
 def refused(what: str, folder: str) -> None:
@@ -204,7 +269,7 @@ def refused(what: str, folder: str) -> None:
         onefold.hf.Trainer(model=tiny(), args=args, train_dataset=Sentences())
     elif what == "bf16_full_eval":
         trainer(2, folder, {"bf16_full_eval": True})
-    elif what in ("adafactor", "adamw_8bit", "adamw_torch_4bit"):
+    elif what in ("adamw_8bit", "adamw_torch_4bit"):
         run(2, folder, {"optim": what})
     elif what == "an instance":
         model = tiny()
@@ -281,7 +346,6 @@ def test_a_step_too_large_for_the_device_is_warned_of_once_and_trained_bit_for_b
 REFUSED = {
     "fsdp": ("ConfigError", "TrainingArguments(fsdp=...) asks for another engine beside Onefold"),
     "bf16_full_eval": ("ConfigError", "bf16_full_eval=True casts the model"),
-    "adafactor": ("OptimizerError", "Adafactor"),
     "adamw_8bit": ("OptimizerError", "AdamW keeps its state in few bits"),
     "adamw_torch_4bit": ("OptimizerError", "AdamW4bit keeps its state in few bits"),
     "an instance": ("OptimizerError", "wants a class, found an instance of AdamW"),

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import onefold
 from onefold.lightning import ZeroStrategy
+from tests.harness.device import device
 
 WIDTH = 16
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -110,12 +111,16 @@ def data(rows: int = 32, batch: int = 2, *, shuffle: bool = True) -> DataLoader:
 def trainer(strategy: Strategy | str, folder: str | Path = "", **settings: Any) -> L.Trainer:
     """A Trainer on a rank of the harness, which is one of the ranks that its launcher would have started."""
     as_if_launched()
+    ranks = dist.get_world_size()
+    where = {"accelerator": "cpu", "devices": ranks}
+    if device() == "cuda":  # each rank of a shared GPU is a node of its own
+        where = {"accelerator": "gpu", "devices": 1, "num_nodes": ranks}
     given = {"max_epochs": 2, "enable_checkpointing": False, "default_root_dir": folder or None, **QUIET, **settings}
-    return L.Trainer(strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), **given)
+    return L.Trainer(strategy=strategy, **where, **given)
 
 
 def as_if_launched() -> None:
-    os.environ["LOCAL_RANK"] = str(dist.get_rank())
+    os.environ["LOCAL_RANK" if device() == "cpu" else "NODE_RANK"] = str(dist.get_rank())
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", message=".*optimizer.step.*")  # torch, of a scheduler that sees no steps
 

@@ -1,11 +1,11 @@
-"""The example as users start it: by Lightning's launcher and by torchrun; killed, resumed, and failing."""
+"""The example: on ranks with torchrun's environment, one of them killed; resumed by Lightning's launcher; failing."""
 
 from __future__ import annotations
 
 import csv
-import os
+import runpy
 import signal
-import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,12 +17,11 @@ pytest.importorskip("lightning")
 
 import torch
 
+from tests.harness import RankGroup, start_ranks
 from tests.harness.patience import PATIENCE_S
 from tests.harness.scripts import ROOT, Start, scripts
-from tests.train.launched import children
 
 EXAMPLE = str(ROOT / "examples" / "lightning_trainer.py")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 STEPS = 4  # of an epoch of two ranks
 
 
@@ -55,28 +54,33 @@ def saved_steps(out: Path) -> int:
     return max((int(path.name.removeprefix("step-")) for path in (out / "last.ckpt").glob("step-*")), default=0)
 
 
-def kill_after_a_checkpoint(run: subprocess.Popen[str], out: Path) -> None:
+def run_example(words: list[str]) -> None:
+    """On a rank of its own."""
+    sys.argv = [EXAMPLE, *words]
+    runpy.run_path(EXAMPLE, run_name="__main__")
+
+
+def kill_after_a_checkpoint(group: RankGroup, out: Path) -> None:
     """Kills a rank when steps have been logged after the newest checkpoint; the rank stands still while we look."""
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
-        assert run.poll() is None, run.communicate()
         assert time.monotonic() < deadline_s, "no step after a checkpoint came"
         time.sleep(0.02)
         if not saved_steps(out):
             continue
-        rank = children(run.pid)[-1]
-        os.kill(rank, signal.SIGSTOP)
+        group.kill(1, signal.SIGSTOP)
         if max(losses(out), default=0) > saved_steps(out):
-            os.kill(rank, signal.SIGKILL)
+            group.kill(1)
             return
-        os.kill(rank, signal.SIGCONT)
+        group.kill(1, signal.SIGCONT)
 
 
 def test_a_killed_run_goes_on_as_if_it_had_not_been_and_a_rank_that_raises_ends_all(start, tmp_path):
-    run = start(*TORCHRUN, EXAMPLE, "--devices", "2", "--out", str(tmp_path), "--epochs", "1000", "--stage", "2")
-    kill_after_a_checkpoint(run, tmp_path)
-    run.communicate(timeout=PATIENCE_S)
-    assert run.returncode != 0, "the other rank went on alone"
+    words = ["--devices", "2", "--out", str(tmp_path), "--epochs", "1000", "--stage", "2"]
+    with start_ranks(2, run_example, words, init=False) as group:
+        kill_after_a_checkpoint(group, tmp_path)
+        other, _ = group.join()
+    assert other.exitcode != 0, "the other rank went on alone"
     done, first = saved_steps(tmp_path), losses(tmp_path)
 
     epochs = str(done // STEPS + 1)

@@ -7,6 +7,7 @@ from tests.models.plain import (
     Stack, blocks,
 )
 from tests.models.transformers import GPT, GPT_DIM, GPT_VOCAB, AttentionBlock, Language, Resettable, Tables
+from tests.models.experts import EXPERTS, StackedBlock, StackedExperts
 from tests.models.traits import (
     Adapted, AdaptedBlock, Adapter, AnySize, BetweenTwoNumbers, ChannelsLast, Clamping, Detached, FillingChild,
     FrozenMiddle, ManyDtypes, Odd, Point, Positions, Repeated, Sizes, Tied, Tiny, Twice, TwoWidths,
@@ -32,6 +33,8 @@ from tests.models.recomputed import (
 from tests.models.torch_modules import (
     Attention, Cells, ConvNet, EncoderDecoder, Listed, Recurrent, Scaling, TransposedConvNet,
 )
+from tests.models.sequences import GroupedAttention, LongBlock, LongLanguage
+from tests.models.tiled import MlpBlock, Speaking
 from tests.models.tensor_parallel import MegatronPairs, MegatronResidual, NoSplitDim, Scaled, Summed, full_tensor
 from tests.models.interrupted import Mined, MinedLayers, Thinker, Watched
 from tests.models.trees import ExpertsTree, LayerTree, ResidualTree, TransformerTree

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.harness.device import device
 from tests.models.branches import Skipping
+from tests.models.experts import StackedExperts
 from tests.models.torch_modules import ConvNet
 from tests.models.traits import Odd, Twice
 from tests.models.transformers import GPT, GPT_DIM, GPT_VOCAB
@@ -59,6 +60,7 @@ MODELS: dict[str, Case] = {
     "gpt-tied": Case(lambda: GPT(tied=True), token_loss),
     "gpt-checkpoint": Case(lambda: GPT(checkpointing="plain"), token_loss),
     "gpt-reentrant": Case(lambda: GPT(checkpointing="reentrant"), token_loss),
+    "experts": Case(StackedExperts, token_loss),
     "mlp": mlp_case(33, 5),
     "wide": mlp_case(4099, GPT_DIM),
     "conv": Case(ConvNet, image_loss),

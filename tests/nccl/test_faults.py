@@ -23,6 +23,7 @@ from onefold import CommError
 from tests.faults.test_harness_faults import is_gone
 from tests.faults.test_watcher import end_as_a_script
 from tests.harness import RankFailure, start_ranks, tell
+from tests.harness.soak import Soak
 
 pytestmark = pytest.mark.gpu
 
@@ -97,8 +98,11 @@ def train(case: Case, folder: str) -> None:
         end_as_a_script(error, 1)
 
 
+@pytest.mark.trials_of("faults over NCCL")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace(" ", "_"))
-def test_survivors_of_a_fault_in_a_step_over_nccl_name_the_rank_and_end_in_time(case: Case, tmp_path: Path) -> None:
+def test_survivors_of_a_fault_in_a_step_over_nccl_name_the_rank_and_end_in_time(
+    case: Case, tmp_path: Path, soak: Soak
+) -> None:
     free_before = torch.cuda.mem_get_info()[0]
     survivors = [rank for rank in range(RANKS) if rank != case.lost]
     messages: dict[int, str] = {}
@@ -125,3 +129,4 @@ def test_survivors_of_a_fault_in_a_step_over_nccl_name_the_rank_and_end_in_time(
     while (free := torch.cuda.mem_get_info()[0]) < free_before - SLACK_BYTES and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert free >= free_before - SLACK_BYTES, "a process is left on the GPU"
+    soak.tried()

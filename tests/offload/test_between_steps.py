@@ -108,7 +108,7 @@ def go_on_from_a_file(folder: str, offload: onefold.Offload, precision: Any, buc
 
 @pytest.mark.parametrize(
     ("tiers", "ranks", "bucket_bytes", "precision"),
-    thinned(TIERS, (1, 2), (SEVERAL, ONE), ("fp32", "bf16", "split"), share=3),
+    thinned(TIERS, (1, 2), (SEVERAL, ONE), ("fp32", "bf16", "split")),
 )
 def test_a_run_goes_on_from_what_it_saved_also_in_its_own_process(
     tiers: str, ranks: int, bucket_bytes: int, precision: str, tmp_path
@@ -150,8 +150,7 @@ def evaluate_between_saves(folder: str, offload: onefold.Offload, wait: bool, fr
     return same(onefold.full_state_dict(other), onefold.full_state_dict(model))
 
 
-@pytest.mark.parametrize("frozen", [0, 2])
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize(("tiers", "frozen"), thinned(TIERS, [0, 2]))
 def test_a_save_after_an_evaluation_holds_all_values_frozen_ones_too(tiers: str, frozen: int, tmp_path) -> None:
     for wait in (True, False):
         offload = offload_of(tiers, str(tmp_path))
@@ -205,8 +204,7 @@ def update_inside_whole(offload: Any, write: bool) -> str:
         return said(lambda: backward(model))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("write", [True, False])
+@pytest.mark.parametrize(("ranks", "write"), thinned([1, 2], [True, False]))
 def test_a_backward_that_updates_is_refused_where_parameters_are_whole(ranks: int, write: bool) -> None:
     for offload in (None, "host"):
         for told in run_ranks(ranks, update_inside_whole, offload, write):

@@ -21,7 +21,7 @@ def assert_same_bits(ranks: int, run: Run, tiers: str, path: str) -> None:
     assert run_ranks(ranks, compare, run, offload_of(tiers, path)) == [[]] * ranks
 
 
-@pytest.mark.parametrize(("case", "precision", "ranks"), thinned(CASES, PRECISIONS, (1, 2), share=4))
+@pytest.mark.parametrize(("case", "precision", "ranks"), thinned(CASES, PRECISIONS, (1, 2)))
 def test_every_tier_gives_the_same_bits(case: tuple[str, int], precision: str, ranks: int, tmp_path) -> None:
     tiers, stage = case
     run = Run(stage=stage, steps=3, clip=0.1, fields=(("precision", PRECISIONS[precision]),))
@@ -73,8 +73,7 @@ def compare_loops(offload: Any) -> list[str]:
     return [name for name in plain if not torch.equal(plain[name], moved[name])]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("tiers", ["optimizer on the host", "both on disk"])
+@pytest.mark.parametrize(("tiers", "ranks"), thinned(["optimizer on the host", "both on disk"], [1, 2]))
 def test_unusual_loops_give_the_same_bits(tiers: str, ranks: int, tmp_path) -> None:
     assert run_ranks(ranks, compare_loops, offload_of(tiers, str(tmp_path))) == [[]] * ranks
 

@@ -71,7 +71,7 @@ def both_ways(folder: str, precision: Any, offload: onefold.Offload, wait: bool)
     return found + [f"loaded into tiers: {name}" for name in differing(whole, again)]
 
 
-@pytest.mark.parametrize(("tiers", "precision", "wait"), thinned(TIERS, PRECISIONS, (True, False), share=4))
+@pytest.mark.parametrize(("tiers", "precision", "wait"), thinned(TIERS, PRECISIONS, (True, False)))
 def test_what_any_tier_saves_any_other_goes_on_from(tiers: str, precision: str, wait: bool, tmp_path) -> None:
     path = offload_of(tiers, str(tmp_path))
     assert run_ranks(2, both_ways, str(tmp_path), PRECISIONS[precision], path, wait) == [[]] * 2

@@ -39,7 +39,7 @@ def compare(stage: int, precision, offload, model: str = "gpt", **fields) -> lis
     return [name for name in plain if not torch.equal(plain[name], moved[name])]
 
 
-@pytest.mark.parametrize(("case", "precision", "ranks"), thinned(CASES, ("fp32", "bf16", "split"), (1, 2), share=3))
+@pytest.mark.parametrize(("case", "precision", "ranks"), thinned(CASES, ("fp32", "bf16", "split"), (1, 2)))
 def test_updates_beside_backward_give_the_same_bits(case: tuple[str, int], precision: str, ranks: int, tmp_path):
     tiers, stage = case
     found = run_ranks(ranks, compare, stage, PRECISIONS[precision], offload_of(tiers, str(tmp_path)))

@@ -14,6 +14,7 @@ from torch import nn
 
 import onefold
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.offload.runs import offload_of
 
 PATIENCE_S = 30.0
@@ -43,7 +44,6 @@ def left_over(tiers: str, path: str, inside: bool) -> tuple[bool, int, int]:
     return alive() is not None, sum(folder in file for file in files), sum(thread.is_alive() for thread in mine)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("tiers", ["optimizer on the host", "both on disk"])
+@pytest.mark.parametrize(("tiers", "inside"), thinned(["optimizer on the host", "both on disk"], [False, True]))
 def test_a_model_that_is_let_go_of_leaves_nothing(tiers: str, inside: bool, tmp_path) -> None:
     assert run_ranks(2, left_over, tiers, str(tmp_path), inside) == [(False, 0, 0)] * 2

@@ -41,7 +41,6 @@ def compare(path: str) -> tuple[int, int, bool]:
 
 
 def test_a_model_of_four_times_the_budget_trains_through_the_disk(tmp_path) -> None:
-    for ranks in (1, 2):
-        for states, peak, same in run_ranks(ranks, compare, str(tmp_path)):
-            assert peak <= states // 4, f"{peak} bytes on the device, of {states} bytes of states"
-            assert same
+    for states, peak, same in run_ranks(2, compare, str(tmp_path)):
+        assert peak <= states // 4, f"{peak} bytes on the device, of {states} bytes of states"
+        assert same

@@ -145,6 +145,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
+@pytest.mark.soak  # of what it starts, the suite asks elsewhere that runs go on after kills and signals
 def test_two_nodes_lose_a_rank_and_go_on_and_a_slurm_job_saves_before_its_time_is_up_and_goes_on(
     cluster: dict[str, str], start: Start, tmp_path: Path
 ) -> None:

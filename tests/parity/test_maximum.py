@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from onefold.comm.communicator import Comm
-from onefold.comm.maximum import max_rounds
 from onefold.comm.mesh import axes_of
 from onefold.comm.meter import Flow, Label, Meter
+from onefold.comm.strategy import max_rounds
 from tests.harness import run_ranks
 
 ONE, OTHER = Label("used-flags", "one"), Label("used-flags", "other")

@@ -27,7 +27,14 @@ def all_turns(stage: int, precision: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "precision", "ranks"), [(2, "fp32", 2), (2, "bf16", 2), (1, "bf16", 3)])
+@pytest.mark.parametrize(
+    ("stage", "precision", "ranks"),
+    [
+        pytest.param(2, "fp32", 2, marks=pytest.mark.soak),
+        (2, "bf16", 2),
+        pytest.param(1, "bf16", 3, marks=pytest.mark.soak),
+    ],
+)
 def test_every_training_loop_gives_the_bits_of_stage_0(stage: int, precision: str, ranks: int) -> None:
     assert run_ranks(ranks, all_turns, stage, precision) == [[]] * ranks
 

@@ -104,7 +104,7 @@ def expected(seen: Seen, run: Run, ranks: int, rounds: int = 1) -> dict[str, int
 
 @pytest.mark.parametrize(
     ("stage", "model", "ranks"),
-    thinned(STAGES, ["gpt", "gpt-tied", "conv", "skipping", "odd", "mixed"], RANKS, share=3),
+    thinned(STAGES, ["gpt", "gpt-tied", "conv", "skipping", "odd", "mixed"], RANKS),
 )
 def test_a_step_sends_two_psi_to_the_byte(stage: int, model: str, ranks: int) -> None:
     run = Run(model=model, stage=stage, clip=1.0)

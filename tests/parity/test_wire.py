@@ -18,9 +18,9 @@ from torch import nn
 
 import onefold
 from onefold.comm.communicator import Comm
-from onefold.comm.maximum import max_rounds
 from onefold.comm.mesh import axes_of
 from onefold.comm.meter import Label, Meter
+from onefold.comm.strategy import max_rounds
 from tests.harness import run_ranks
 from tests.harness.netns import can_make_namespace, in_namespace, loopback_bytes
 from tests.models import Layers

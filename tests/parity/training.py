@@ -26,6 +26,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}),
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "foreach": True}),
+    "adamw-bf16": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "state": "bf16"}),
+    "adamw-8bit": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "state": "8bit"}),
     "sgd": (torch.optim.SGD, {"lr": 1e-1}),
     "sgd-momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.01}),
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),

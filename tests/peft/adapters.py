@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the import
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import onefold
+from tests.harness.device import device
 
 VOCABULARY, WIDTH, STAGES = 64, 64, (0, 1, 2, 3)
 TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}
@@ -48,11 +50,11 @@ def adapted(kind: str = "llama", model: nn.Module | None = None, **options: Any)
 def tokens(step: int) -> Tensor:
     """This rank's batch of a step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randint(0, VOCABULARY, (2, 8), generator=generator)
+    return torch.randint(0, VOCABULARY, (2, 8), generator=generator).to(device())
 
 
 def sharded(model: Any, stage: int, **fields: Any) -> tuple[Any, onefold.Optimizer]:
-    model = onefold.shard(model, stage=stage, bucket_bytes=1 << 14, timeout_s=30.0, **fields)
+    model = onefold.shard(model.to(device()), stage=stage, bucket_bytes=1 << 14, timeout_s=30.0, **fields)
     return model, onefold.Optimizer(model, torch.optim.AdamW, lr=1e-2)
 
 
@@ -82,3 +84,20 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     assert ours.keys() == theirs.keys()
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def trained(build: Callable[[], Any], stage: int, fields: dict[str, Any]) -> dict[str, Tensor]:
+    """Losses, adapters and logits after three steps."""
+    model, optimizer = sharded(build(), stage, **fields)
+    before = weights(model)
+    losses = train(model, optimizer, range(3))
+    found = weights(model)
+    assert len(differing(before, found)) == len(found), "an adapter was not trained"
+    return {f"loss {step}": loss for step, loss in enumerate(losses)} | found | {"logits": logits(model)}
+
+
+def unlike_stage_0(build: Callable[[], Any], fields: dict[str, Any]) -> dict[int, list[str]]:
+    """On a rank: by stage, what does not have the bits of stage 0."""
+    first = trained(build, 0, fields)
+    found = {stage: differing(trained(build, stage, fields), first) for stage in STAGES[1:]}
+    return {stage: names for stage, names in found.items() if names}

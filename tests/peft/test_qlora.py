@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import onefold
 from tests.harness import run_ranks
+from tests.harness.grids import with_soak
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -20,7 +21,7 @@ from peft import PeftModel, prepare_model_for_kbit_training
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.peft.adapters import STAGES, adapted, base, differing, logits, sharded, train, weights
+from tests.peft.adapters import adapted, base, differing, logits, sharded, train, trained, unlike_stage_0
 from tests.peft.four_bit import prepared, q_dora, q_lora, quantized
 
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.base_layer"
@@ -36,23 +37,11 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-def trained(build: Callable[[], Any], stage: int, fields: dict[str, Any]) -> dict[str, torch.Tensor]:
-    model, optimizer = sharded(build(), stage, **fields)
-    before = weights(model)
-    losses = train(model, optimizer, range(3))
-    found = weights(model)
-    assert len(differing(before, found)) == len(found), "an adapter was not trained"
-    return {f"loss {step}": loss for step, loss in enumerate(losses)} | found | {"logits": logits(model)}
-
-
 def stages_differ(name: str) -> dict[int, list[str]]:
-    build, fields = MODELS[name]
-    first = trained(build, 0, fields)
-    found = {stage: differing(trained(build, stage, fields), first) for stage in STAGES[1:]}
-    return {stage: names for stage, names in found.items() if names}
+    return unlike_stage_0(*MODELS[name])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", with_soak(MODELS, "NF4", "NF4 in fp32 storage"))  # held in FP4's and bf16 storage's
 def test_adapters_over_4_bits_train_to_the_same_bits_at_every_stage(name: str) -> None:
     assert run_ranks(2, stages_differ, name) == [{}, {}]
 

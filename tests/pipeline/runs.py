@@ -48,7 +48,9 @@ def alone(clip: float = CLIP) -> Trained:
     return Trained(losses, norms, {name: p.detach() for name, p in model.named_parameters()}, {}, {})
 
 
-def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_bytes: int = 0) -> Trained:
+def piped(
+    stages: int, zero: int, schedule: str, reduce: str = "each", keep_bytes: int = 0, *, muon: bool = False
+) -> Trained:
     shards = dist.get_world_size() // stages
     mesh = onefold.mesh(pp=stages, shard=shards, device=device())
     at, shard, _ = place_in(mesh)
@@ -56,7 +58,11 @@ def piped(stages: int, zero: int, schedule: str, reduce: str = "each", keep_byte
     part = PipelinePart(LAYERS * at // stages, LAYERS * (at + 1) // stages, depth=LAYERS, dim=WIDTH).to(device())
     onefold.shard(part, stage=zero, mesh=mesh, bucket_bytes=1 << 12)
     stage = onefold.PipelineStage(part, mesh, reduce=reduce, keep_bytes=keep_bytes)
-    optimizer = onefold.Optimizer(part, torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = (
+        onefold.Muon(part, lr=0.01, place={"*.down.weight": "muon"})
+        if muon
+        else onefold.Optimizer(part, torch.optim.SGD, lr=0.1, momentum=0.9)
+    )
     run = SCHEDULES[schedule](stage, MICRO, loss_fn=nn.MSELoss(), scale_grads=False)
     means, norms = [], []
     for step in range(STEPS):

@@ -30,6 +30,19 @@ def test_a_pipeline_trains_as_one_process_does_with_the_same_bits_at_every_stage
         assert all(torch.equal(run.params[name], value) for name, value in runs[0].params.items())
 
 
+def with_muon(stages: list[int]) -> list[Trained]:
+    return [piped(2, zero, "1f1b", muon=True) for zero in stages]
+
+
+def test_muon_trains_a_pipeline_to_the_same_bits_at_every_stage():
+    """Each stage of the pipeline has owners of its own."""
+    first, *others = map(together, map(list, zip(*run_ranks(4, with_muon, [0, 1, 2, 3]), strict=True)))
+    assert first.losses[-1] < first.losses[0]
+    for run in others:
+        assert (run.losses, run.norms) == (first.losses, first.norms)
+        assert all(torch.equal(run.params[name], value) for name, value in first.params.items())
+
+
 def interleaved(zero: int) -> Trained:
     """Four stages on two ranks: each holds one of the first half and one of the second."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "shard"))

@@ -142,7 +142,7 @@ def model_case(name: str, zero: Zero) -> list[Any]:
     return measure(*MODELS[name](), zero, "adamw")
 
 
-@pytest.mark.parametrize(("name", "stage"), thinned(MODELS, [0, 2, 3], share=3))
+@pytest.mark.parametrize(("name", "stage"), thinned(MODELS, [0, 2, 3]))
 def test_the_peak_is_planned_within_a_tenth(name, stage):
     zero = Zero(stage=stage, bucket_bytes=1 << 20)
     (states, buffers, peak, sent), _ = run_ranks(2, model_case, name, zero)
@@ -171,7 +171,9 @@ def tier_case(zero: Zero) -> dict[str, Any]:
     return {"states": states, "buffers": buffers, "peak": peak, "sent": sent, "rows": rows}
 
 
-@pytest.mark.parametrize(("tiers", "stage"), [("host", 1), ("host", 2), *((tiers, 3) for tiers in TIERS)])
+@pytest.mark.parametrize(
+    ("tiers", "stage"), [pytest.param("host", 1, marks=pytest.mark.soak), ("host", 2), *((tiers, 3) for tiers in TIERS)]
+)
 def test_states_on_every_tier_are_planned_to_the_byte(tiers, stage, tmp_path):
     path = {"path": tmp_path} if "disk" in tiers else {}
     zero = Zero(stage=stage, precision="bf16", bucket_bytes=8192, offload=onefold.Offload(**TIERS[tiers], **path))

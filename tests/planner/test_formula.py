@@ -18,6 +18,7 @@ from onefold.settings.offload import Offload
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero
 from onefold.train.run.model import GPT
+from tests.harness.grids import thinned
 
 DEEP = Shape(layers=4, hidden=128, heads=4, seq=128, vocab=256)  # blocks are the most of it
 WORDY = Shape(layers=2, hidden=64, heads=2, seq=64, vocab=4096)  # embedding, logits and loss are
@@ -104,8 +105,7 @@ def test_the_peak_of_blocks_of_several_units_is_not_below_the_rehearsal() -> Non
     Case(DEEP, 2, 3, 64, "bf16", "checkpoint", bucket_bytes=1 << 17).check(SEVERAL)
 
 
-@pytest.mark.parametrize("activations", ["keep", "checkpoint"])
-@pytest.mark.parametrize("shape", [DEEP, WORDY], ids=["deep", "wordy"])
+@pytest.mark.parametrize(("shape", "activations"), thinned([DEEP, WORDY], ["keep", "checkpoint"]))
 def test_the_peak_where_parameters_stay_unsharded_after_forward(shape: Shape, activations: str) -> None:
     Case(shape, 1, 3, 8, "bf16", activations, bucket_bytes=1 << 19, reshard=False).check(SEVERAL)
     case = Case(shape, 8, 3, 8, "bf16", activations, bucket_bytes=1 << 19, reshard=False)

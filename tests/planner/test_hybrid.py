@@ -19,9 +19,9 @@ from onefold.cost.search import Question, fits
 from onefold.cost.shapes import named
 from onefold.cost.work import Grid, Work
 from onefold.optim.elementwise import cost_of
-from onefold.planner.plan import answer
+from onefold.planner.answer import answer
 from onefold.settings.widths import Widths
-from onefold.shard import shard_over
+from onefold.sharding import shard_over
 
 MIXED = Widths(compute=2, wire=2, grad=2, master=4)
 MIB = 1 << 20
@@ -139,7 +139,7 @@ def test_the_runtime_runs_the_mesh_that_is_proposed(stage: int) -> None:
 
 
 def test_the_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--params", "7.5e9", "--ranks", "512"]) == 0
+    assert main(["plan", "--params", "7.5e9", "--ranks", "512", "--all"]) == 0
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if line.startswith("over mesh(replica=")]
     assert len(lines) == 1 and lines[0].endswith("still fit"), out

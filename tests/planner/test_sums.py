@@ -155,7 +155,7 @@ def test_neighbours_that_share_tensors_leave_fewer_ranks_of_the_shard_axis_on_a_
 def test_the_command_says_in_one_line_how_gradients_are_summed(
     asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", "--params", "1e9", *asked]) == 0
+    assert main(["plan", "--params", "1e9", "--all", *asked]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("gradients: ")]
     assert lines == [f"gradients: {said}"] * bool(said)
     assert main(["plan", "--params", "1e9", "--json", *asked]) == 0

@@ -123,11 +123,10 @@ def scaled(capsys, *arguments: str) -> tuple[int, str]:
     return code, said.out + said.err
 
 
-def test_the_command_line_gives_a_table_json_and_a_picture_and_says_what_they_are(tmp_path, capsys):
+def test_the_command_line_gives_a_table_and_json_and_says_what_they_are(capsys):
     asked = ["--model", "60b-wide", "--tp", "16", "--ranks", "400"]
-    picture = tmp_path / "scaling.png"
-    code, said = scaled(capsys, *asked, "--plot", str(picture))
-    assert code == 0 and STATED in said and "1024" in said and picture.read_bytes().startswith(b"\x89PNG")
+    code, said = scaled(capsys, *asked)
+    assert code == 0 and STATED in " ".join(said.split()) and "1024" in said
     code, said = scaled(capsys, *asked, "--json")
     found = json.loads(said)
     assert found["note"] == STATED and [curve["stage"] for curve in found["curves"]] == [1, 2, 3]

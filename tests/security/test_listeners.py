@@ -99,6 +99,7 @@ def test_init_under_torchrun_listens_on_loopback_and_warns_once_that_torchrun_do
     assert f"port {min(port for _, port in torchruns)}" in err
 
 
+@pytest.mark.soak
 def test_a_store_that_rank_0_serves_listens_on_what_torchrun_chose(tmp_path):
     _, ranks, err = under_torchrun(tmp_path, "--standalone", env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     chosen = "".join(f"{int(part):02X}" for part in reversed(ADDRESS.split(".")))

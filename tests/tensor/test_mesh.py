@@ -49,13 +49,27 @@ def test_tp_is_innermost_and_axes_of_one_rank_are_left_out() -> None:
             {"replica": 2, "shard": 2}, 2,
             {"shard": (2, 3), "replica": (0, 2), "everyone": (0, 1, 2, 3), "tp": (2,), "pp": (2,), "holders": (2, 3)},
         ),
+        (
+            {"replica": 2, "sequence": 2}, 2,
+            {
+                "shard": (2, 3), "replica": (0, 2), "everyone": (0, 1, 2, 3), "sequence": (2, 3), "tp": (2,),
+                "pp": (2,), "holders": (2, 3),
+            },
+        ),
+        (
+            {"shard": 2, "sequence": 2}, 2,
+            {
+                "shard": (0, 1, 2, 3), "replica": (2,), "everyone": (0, 1, 2, 3), "sequence": (2, 3), "tp": (2,),
+                "pp": (2,), "holders": (0, 1, 2, 3),
+            },
+        ),
     ],
 )  # fmt: skip
 def test_state_is_shared_among_equal_tp_and_pp_coordinates_only(
     sizes: dict[str, int], rank: int, wanted: dict[str, tuple[int, ...]]
 ) -> None:
     found = run_ranks(4, lay_out, sizes)[rank][2]
-    assert found == {**wanted, "world": (0, 1, 2, 3)}
+    assert found == {"sequence": (rank,), **wanted, "world": (0, 1, 2, 3)}
 
 
 def of_eight(sizes: dict[str, int]) -> dict[str, tuple[int, ...]]:

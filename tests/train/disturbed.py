@@ -1,4 +1,4 @@
-"""A run of 50 steps that tests disturb, and the same run undisturbed, to compare with."""
+"""A run of 80 steps that tests disturb, and the same run undisturbed, to compare with."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.harness import tell
 from tests.train.launched import curve
 from tests.train.pooled import trained
 
-STEPS = 50
+STEPS = 80
 SETTINGS = {
     "steps": {"steps": STEPS, "eval_every": 25},
     "checkpoints": {"save_every": 5, "max_restarts": 0},

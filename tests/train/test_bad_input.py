@@ -28,6 +28,12 @@ def said_once(err: str) -> str:
         (("--data", "/no/such/folder"), "is not there; give a text file, a folder"),
         (("--global-batch", "9"), "batches that are: 8, 16"),
         (("--stage", "7"), "use one of 0, 1, 2, 3 or 'auto'"),
+        (("--model", "1t"), "stage 3 does not fit: the plan for 1,"),
+        (("--model", "1t"), "or --no-plan to try it all the same"),
+        (("--layers", "999999"), "is not a positive whole number up to 10,000"),
+        (("--micro-batch", "1" + "0" * 30), "use a number of at most 1,000,000"),
+        (("--steps", "1" + "0" * 30), "use a number of at most 9,007,199,254,740,992"),
+        (("--seed", "1" + "0" * 30), "use a number of at most"),
         (("--timeout-s", "1e300"), "--timeout-s 1e+300 is out of range; use a number of seconds up to 2592000"),
     ],
 )

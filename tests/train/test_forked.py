@@ -17,7 +17,13 @@ from tests.train import probe
 ROOT = Path(__file__).parents[2]  # ranks import the probe by its name
 
 
-@pytest.fixture(scope="module", params=["OMP_NUM_THREADS", ""], ids=["threads given", "threads by default"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("", id="threads by default"),
+        pytest.param("OMP_NUM_THREADS", id="threads given", marks=pytest.mark.soak),
+    ],
+)
 def both(request, tmp_path_factory):
     """By way of starting: what the launcher printed, and its folder."""
     running = {}
@@ -66,3 +72,11 @@ def test_a_start_that_cannot_be_is_one_line(wanted, monkeypatch):
         forks()
     monkeypatch.delenv("ONEFOLD_START")
     assert not forks(), "it is a new interpreter where forking is not safe"
+
+
+def test_the_command_that_starts_ranks_has_one_thread_once_its_libraries_are_imported():
+    text = "import os, sys, onefold_command\nonefold_command.main()\nprint(len(os.listdir('/proc/self/task')))"
+    env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS") and key not in QUIET}
+    command = [sys.executable, "-c", text, "train", "--steps", "0"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout == "1\n", done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,16 +27,28 @@ def resumed(out, **changes):
     return with_values(saved, groups, "test")
 
 
-def test_on_other_ranks_a_run_goes_on_with_the_same_global_batch(tmp_path):
-    out = tmp_path / "run"
-    trained(2, out, steps={"steps": 4})
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A run of two ranks at step 4, with all its checkpoints."""
+    out = tmp_path_factory.mktemp("going-on") / "run"
+    trained(2, out, steps={"steps": 4}, checkpoints={"save_every": 1, "keep": 0})
+    return out
+
+
+@pytest.fixture
+def out(begun, tmp_path) -> Path:
+    """The same run in a folder of its own, for a test to go on with."""
+    return Path(shutil.copytree(begun, tmp_path / "run"))
+
+
+def test_on_other_ranks_a_run_goes_on_with_the_same_global_batch(out):
     before = read_facts(out)["global_batch"]
     run_ranks(1, one_rank, resumed(out, steps={"steps": 6}))
     after = read_facts(out)
     assert (after["global_batch"], after["ranks"], after["accumulation"]) == (before, 1, 2)
 
 
-@pytest.mark.parametrize("clip", [1.0, 0.0])  # after backward, and inside it
+@pytest.mark.parametrize("clip", [pytest.param(1.0, marks=pytest.mark.soak), 0.0])  # after backward, and inside it
 def test_an_offloaded_run_goes_on_with_and_without_offload_to_the_same_losses(clip, tmp_path):
     plain, moved, back = (tmp_path / name for name in ("plain", "moved", "back"))
     for out, tier in ((plain, None), (moved, "host")):
@@ -50,23 +63,17 @@ def test_an_offloaded_run_goes_on_with_and_without_offload_to_the_same_losses(cl
     assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 6
 
 
-def test_every_checkpoint_stays_if_asked(tmp_path):
-    out = tmp_path / "run"
-    trained(2, out, steps={"steps": 4}, checkpoints={"save_every": 1, "keep": 0})
-    assert len(list((out / "checkpoints").glob("step-*"))) == 4
+def test_every_checkpoint_stays_if_asked(begun):
+    assert len(list((begun / "checkpoints").glob("step-*"))) == 4
 
 
-def test_a_run_that_is_past_the_wanted_step_says_so(tmp_path):
-    out = tmp_path / "run"
-    trained(2, out, steps={"steps": 4})
+def test_a_run_that_is_past_the_wanted_step_says_so(out):
     for caught in run_ranks_raises(2, one_rank, resumed(out, steps={"steps": 3})):
         assert "is at step 4 already; give --steps above that" in caught.message
     assert len(read_metrics(out)) == 4
 
 
-def test_rows_without_a_checkpoint_are_set_aside_not_lost(tmp_path):
-    out = tmp_path / "run"
-    trained(2, out, steps={"steps": 4})
+def test_rows_without_a_checkpoint_are_set_aside_not_lost(out, tmp_path):
     (out / "checkpoints").rename(tmp_path / "elsewhere")
     before = (out / "metrics.jsonl").read_text()
     run_ranks(2, one_rank, resumed(out))
@@ -74,11 +81,9 @@ def test_rows_without_a_checkpoint_are_set_aside_not_lost(tmp_path):
     assert any("no checkpoint to resume from" in row["message"] for row in read_warnings(out))
 
 
-def test_the_baseline_is_of_the_windows_that_are_evaluated(tmp_path):
-    out = tmp_path / "run"
-    trained(2, out, steps={"steps": 2})
+def test_the_baseline_is_of_the_windows_that_are_evaluated(out):
     before = read_facts(out)["baseline"]
-    run_ranks(2, one_rank, resumed(out, steps={"steps": 3, "eval_windows": 9}))
+    run_ranks(2, one_rank, resumed(out, steps={"steps": 5, "eval_windows": 9}))
     assert read_facts(out)["baseline"] != before
 
 

@@ -37,19 +37,28 @@ def test_losses_are_the_same_bits_at_every_stage(tmp_path, precision):
     assert curves[1:] == curves[:1] * 3
 
 
-def test_a_row_has_all_figures_and_they_are_those_that_were_planned(tmp_path):
-    trained(2, tmp_path / "run", steps={"steps": 6})
-    facts, rows = read_facts(tmp_path / "run"), read_metrics(tmp_path / "run")
+def test_a_row_has_all_figures_and_they_are_those_that_were_planned(whole):
+    facts, rows = read_facts(whole), read_metrics(whole)
     row = rows[-1]
+    times = [row["time"] for row in rows]
+    assert times == sorted(times) and times[0] > 1.7e9, "seconds since 1970"
     assert row["traffic"]["reduce"] == facts["plan"]["traffic"]["reduce"] > 0
     assert row["traffic_bytes"] == sum(row["traffic"].values())
     assert row["memory"]["peak"] == pytest.approx(facts["plan"]["peak_bytes"], rel=0.1)
     for name, size in facts["plan"]["memory"].items():
         assert row["memory"][name] == pytest.approx(size, rel=0.1), name
     assert row["val_ppl"] > 1 and row["loss_scale"] is None and row["mfu"] is None
-    assert [r["step"] for r in rows if r["val_loss"] is not None] == [5, 6]
+    assert [r["step"] for r in rows if r["val_loss"] is not None] == [5, 10, 12]
     assert facts["tokens_per_step"] == facts["global_batch"] * 16 == 4 * 16
     assert json.loads(json.dumps(row)) == row
+
+
+def test_moments_in_8_bits_take_the_bytes_that_were_planned(whole, tmp_path):
+    trained(2, tmp_path / "run", adam={**LR, "optimizer_state": "8bit"}, steps={"steps": 3, "eval_every": 0})
+    [*_, row], wide = read_metrics(tmp_path / "run"), read_metrics(whole)[-1]
+    planned = read_facts(tmp_path / "run")["plan"]["memory"]["optimizer"]
+    assert row["memory"]["optimizer"] == pytest.approx(planned, rel=0.01)
+    assert row["memory"]["optimizer"] == pytest.approx(wide["memory"]["optimizer"] * 2.03 / 8, rel=0.01)
 
 
 def test_the_saved_settings_repeat_the_run(whole, tmp_path):
@@ -84,6 +93,20 @@ def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batches(whole, t
     assert all(ours[step] == theirs[step] for step in range(1, 6))
     for step in range(6, 13):
         assert ours[step][0] == pytest.approx(theirs[step][0], rel=1e-4)
+
+
+def test_a_run_with_muon_has_the_figures_that_were_planned_and_goes_on_at_another_stage(tmp_path):
+    muon = {"optimizer": "muon", "muon_lr": 0.01, "lr": 1e-3}
+    whole = tmp_path / "whole"
+    trained(2, whole, adam=muon, checkpoints={"keep": 9})
+    again = copied(whole, tmp_path / "again", upto=5)
+    trained(2, again, adam=muon, zero={"stage": 1}, checkpoints={"resume": True})
+    assert curve(again) == curve(whole)
+    facts, row = read_facts(whole), read_metrics(whole)[-1]
+    for name in ("whole-gradient", "whole-master", "whole-updated"):
+        assert row["traffic"][name] == facts["plan"]["traffic"][name] > 0
+    assert row["memory"]["optimizer"] == facts["plan"]["memory"]["optimizer"]
+    assert row["memory"]["peak"] == pytest.approx(facts["plan"]["peak_bytes"], rel=0.1)
 
 
 def test_a_batch_is_the_same_however_it_is_split(whole, tmp_path):

@@ -1,4 +1,4 @@
-"""Training on a mesh: tensors split over ranks, activations computed again; the losses of a run without either."""
+"""Training on a mesh: tensors or sequences split over ranks, activations computed again; the losses of a plain run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def plain(tmp_path_factory) -> Path:
     ("ranks", "zero"),
     [
         pytest.param(2, {"mesh": "tp=2", "stage": 2}, marks=pytest.mark.soak),
-        (4, {"mesh": "shard=2,tp=2", "stage": 3}),
-        (2, {"mesh": "tp=2", "sequence": True, "activations": "checkpoint+host"}),
+        (4, {"mesh": "shard=2,tp=2", "stage": 3, "sequence": True, "activations": "checkpoint+host"}),
+        pytest.param(4, {"mesh": "shard=2,tp=2", "stage": 3}, marks=pytest.mark.soak),
+        (4, {"mesh": "shard=2,sequence=2", "stage": 3}),
         pytest.param(2, {"mesh": "tp=2", "activations": "partition"}, marks=pytest.mark.soak),
     ],
 )
-def test_tensors_split_over_ranks_learn_what_whole_ones_do(ranks, zero, plain, tmp_path):
+def test_tensors_or_sequences_split_over_ranks_learn_what_whole_ones_do(ranks, zero, plain, tmp_path):
     trained(ranks, tmp_path / "split", steps=FOUR, zero=zero)
     for before, after in zip(read_metrics(plain), read_metrics(tmp_path / "split"), strict=True):
         for figure in [name for name in ("loss", "grad_norm", "lr", "val_loss") if before[name] is not None]:

@@ -20,6 +20,7 @@ from onefold.train.report import comparison, sections
 from onefold.train.report.charts import Chart
 from onefold.train.report.figures import STATES, Run, agreement, formula_memory, headline, read_run, smooth, thin
 from onefold.train.report.report import write_comparison, write_report
+from onefold.train.run.records import run_folders
 from tests.train.browser import look, needs_browser
 from tests.train.pooled import trained
 from tests.train.written import PSI, RANKS, facts_of, write_profile, write_run
@@ -28,7 +29,7 @@ SECTIONS = [
     "Loss", "Speed and optimisation", "Memory", "Traffic", "Placement", "Warnings", "Environment", "Settings",
 ]  # fmt: skip
 COMPARED = ["Loss", "Memory, traffic, time", "Measured and by formula", "Runs", "Environment", "Settings"]
-PICTURES = {"loss.png", "memory.png", "traffic.png", "tokens-per-s.png", "lr.png", "grad-norm.png"}
+PICTURES = {"loss.png", "memory.png", "traffic.png", "tokens-per-s.png", "lr.png", "grad-norm.png", "loss-clock.png"}
 
 
 @pytest.fixture(scope="module")
@@ -336,9 +337,27 @@ def test_json_has_the_headline_figures_and_the_page_is_the_same_every_time(run, 
     assert figures["val_ppl"] == pytest.approx(math.exp(last["val_loss"]))
     assert (figures["ranks"], figures["stage"], figures["precision"], figures["warnings"]) == (2, 3, "fp32", 2)
     assert figures["tokens"] == 200 * 2048 and figures["states_bytes"] == pytest.approx(8 * PSI, rel=0.01)
-    both = compared(stages)
+    both = compared({path.name: path for path in run_folders(stages)})
     assert both["agreement"] == {"steps": 4, "largest": 0.0, "at": None, "bitwise": True}
     assert sorted(both["runs"]) == [f"stage-{n}" for n in range(4)]
+
+
+def test_any_runs_are_compared_on_one_page_with_a_clock_and_links_to_their_own(tmp_path, capsys):
+    folders = [tmp_path / where / "run" for where in ("first", "second")]
+    for number, folder in enumerate(folders):
+        write_run(folder, seed=number)
+    out = tmp_path / "both"
+    code, printed, _ = said([*map(str, folders), "--out", str(out), "--json"], capsys)
+    figures = json.loads(printed)
+    assert code == 0 and figures["page"] == str(out / "report.html")
+    assert list(figures["runs"]) == [str(folder) for folder in folders] and not figures["agreement"]["bitwise"]
+    page = page_of(out)
+    lowest = min(figures["runs"].values(), key=lambda one: one["val_loss"])["val_loss"]
+    assert f"The lowest validation loss is {lowest:.4f}"[:35] in page and "Loss against the clock" in page
+    for name in ("first-run", "second-run"):
+        assert f'href="{name}/report.html"' in page and (out / name / "report.html").is_file()
+    assert said([str(folders[0]), str(folders[0])], capsys)[2].endswith("is given twice; give each run once\n")
+    assert "which run?" in said([], capsys)[2]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(4, 50))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import shutil
 from itertools import islice
@@ -72,6 +73,22 @@ def test_the_model_has_the_bits_of_the_last_commit(run):
     whole = torch.load(run / "state.pt", weights_only=True)
     assert trained.step == 80
     assert all(torch.equal(param, whole[name]) for name, param in trained.model.named_parameters())
+
+
+def test_a_report_shows_what_the_model_writes_and_no_text_becomes_markup(run, tmp_path, capsys):
+    wrote = json.loads(said(capsys, str(run), "--prompt", "abc", "--json")[1])["text"]
+    assert main(["report", str(run), "--sample", "abc", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert f"<strong>abc</strong>{html.escape(wrote)}</pre>" in page and "after step 80" in page
+    with (run / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({"step": "<b>", "prompt": "<script>", "text": "</pre><script>alert(1)</script>"}) + "\n")
+        file.write(json.dumps({"text": 7}) + "\n")
+    assert main(["report", str(run), "--out", str(tmp_path)]) == 0
+    assert "<script" not in (tmp_path / "report.html").read_text()
+    (run / "samples.jsonl").unlink()
+    capsys.readouterr()
+    assert main(["report", str(tmp_path), "--sample", "abc"]) == 2
+    assert "is no run folder" in capsys.readouterr().err
 
 
 def test_a_model_trained_in_16_bits_is_its_fp32_master(tmp_path):

@@ -8,7 +8,9 @@ import tyro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onefold.cost.shapes import named
 from onefold.errors import ConfigError
+from onefold.train.run.fits import check_fits, on_host
 from onefold.train.run.settings import Settings, flat
 from onefold.train.run.toml import read_toml, to_toml, with_values
 
@@ -75,6 +77,21 @@ def test_the_defaults_are_well():
         ({"steps": {"global_batch": 32, "accumulation": 3}}, "leave one of them out"),
         ({"steps": {"steps": 0}}, "--steps 0 is out of range; use a number of at least 1"),
         ({"adam": {"lr": float("nan")}}, "--lr nan is out of range"),
+        ({"adam": {"optimizer": "lion"}}, "--optimizer 'lion' is unknown; use one of adamw, muon"),
+        ({"adam": {"muon_lr": 0.1}}, "--muon-lr 0.1 says nothing of adamw; add --optimizer muon"),
+        ({"adam": {"optimizer": "muon", "muon_lr": 0.0}}, "--muon-lr 0.0 is out of range; use a number above 0"),
+        ({"adam": {"optimizer": "muon", "muon_scaling": "none"}}, "use one of original, match_rms_adamw"),
+        (
+            {"adam": {"optimizer": "muon"}, "zero": {"offload": "disk", "offload_path": "/tmp"}},
+            "use --offload host, or adamw",
+        ),
+        ({"adam": {"optimizer": "muon"}, "zero": {"mesh": "tp=2"}}, "leave out tp, or use adamw"),
+        ({"adam": {"optimizer": "muon", "optimizer_state": "8bit"}}, "--optimizer-state 8bit is for adamw"),
+        ({"adam": {"optimizer_state": "4bit"}}, "--optimizer-state '4bit' is unknown; use one of fp32, bf16, 8bit"),
+        (
+            {"adam": {"optimizer_state": "8bit"}, "zero": {"offload": "disk", "offload_path": "scratch"}},
+            "--optimizer-state 8bit is kept on the device or on the host, not on disk; use --offload host",
+        ),
         ({"adam": {"min_lr": 1.0}}, "--min-lr 1 is above --lr"),
         ({"data": {"val_fraction": 0.9}}, "--val-fraction 0.9 is out of range"),
         ({"model": {"model": "gpt-9"}}, "model 'gpt-9' is unknown; use one of"),
@@ -112,6 +129,27 @@ def test_a_file_with_a_mistake_names_it(groups, said):
     with pytest.raises(ConfigError) as error:
         of(**groups)
     assert said in str(error.value)
+
+
+def test_warmup_is_fifty_steps_and_at_most_a_tenth_of_the_run():
+    assert [of().adam.warmup_steps(steps) for steps in (1, 20, 499, 500, 5000)] == [1, 2, 49, 50, 50]
+    assert of(adam={"warmup": 30}).adam.warmup_steps(20) == 30 and of(adam={"warmup": 0}).adam.warmup_steps(20) == 0
+
+
+def test_the_plan_of_a_run_follows_its_settings():
+    """A rank of the plan has the states that the stage, the precision and the ranks leave it."""
+    shape = named("gpt2")
+    machine = dataclasses.replace(on_host(2), memory_bytes=10**12)
+
+    def peak(**groups) -> int:
+        return found.peak_bytes if (found := check_fits(of(**groups), shape, 2, machine)) else 0
+
+    assert peak(zero={"stage": 0}) > peak(zero={"stage": 3}) > 12 * shape.numel // 2
+    assert peak(steps={"micro_batch": 8}) > peak(steps={"micro_batch": 1})
+    assert peak(zero={"activations": "checkpoint"}) < peak(zero={"activations": "keep"})
+    assert peak(zero={"offload": "auto"}) == 0
+    with pytest.raises(ConfigError, match=r"stage 3 does not fit: .* and 100 MB are there"):
+        check_fits(of(), shape, 2, dataclasses.replace(machine, memory_bytes=10**8))
 
 
 def test_the_global_batch_is_micro_batch_times_accumulation_times_ranks():

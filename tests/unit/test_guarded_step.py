@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 import onefold
 from onefold import Precision
-from onefold.optim.elementwise import bare_step
 from onefold.optim.guarded_step import GuardedStep, can_be_guarded, skips_by_itself
+from onefold.optim.trials import bare_step
 
 
 class Lion(torch.optim.Optimizer):

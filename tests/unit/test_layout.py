@@ -6,7 +6,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.cost.layout import ALIGN, Move, ParamInfo, Piece, Span, UnitLayout, padded, plan_units, reshard
+from onefold.cost.layout import (
+    ALIGN,
+    SHARED_BYTES,
+    Move,
+    ParamInfo,
+    Piece,
+    Span,
+    UnitLayout,
+    padded,
+    plan_units,
+    reshard,
+)
 
 ITEMSIZE = {"float32": 4, "float64": 8, "bfloat16": 2}
 SMALL = st.one_of(st.sampled_from([0, 1, ALIGN - 1, ALIGN, ALIGN + 1]), st.integers(0, 700))
@@ -32,15 +43,20 @@ def models(draw: st.DrawFn, sizes: st.SearchStrategy[int] = ANY_SIZE) -> list[Pa
 
 @fast
 @given(models(), RANKS, BUCKETS)
-def test_every_parameter_lies_in_exactly_one_unit_of_its_kind_and_block_in_registration_order(params, ranks, bucket):
-    units = plan_units(params, ranks, bucket)
+def test_every_parameter_lies_in_exactly_one_unit_of_its_kind_in_registration_order(params, ranks, bucket):
+    """Of one block where blocks share nothing; else of neighbouring blocks, or of what is outside every block."""
+    check_units(params, plan_units(params, ranks, bucket, shared_bytes=0), blocks_share=False)
+    check_units(params, plan_units(params, ranks, bucket), blocks_share=True)
+
+
+def check_units(params: list[ParamInfo], units: list[UnitLayout], *, blocks_share: bool) -> None:
     assert sorted(slot.name for unit in units for slot in unit.slots) == sorted(p.name for p in params)
     infos = {p.name: (place, p) for place, p in enumerate(params)}
     for unit in units:
         members = [infos[slot.name] for slot in unit.slots]
         assert members and members == sorted(members)
         assert {(p.kind, p.itemsize) for _, p in members} == {(unit.kind, unit.itemsize)}
-        assert len({p.block for _, p in members}) == 1
+        assert len({p.block if not blocks_share else bool(p.block) for _, p in members}) == 1
         assert [slot.numel for slot in unit.slots] == [p.numel for _, p in members]
 
 
@@ -62,7 +78,8 @@ def test_a_parameter_as_large_as_a_bucket_stands_alone_and_smaller_ones_of_a_blo
     blocks = {p.name: p.block for p in params}
     last: dict[tuple[int, str], UnitLayout] = {}
     for unit in plan_units(params, ranks, bucket):
-        large = [slot for slot in unit.slots if padded(slot.numel) * unit.itemsize >= bucket]
+        limit = bucket if blocks[unit.slots[0].name] else min(bucket, SHARED_BYTES)
+        large = [slot for slot in unit.slots if padded(slot.numel) * unit.itemsize >= limit]
         key = (runs[unit.slots[0].name], unit.kind)
         if large:
             assert len(unit.slots) == 1
@@ -70,7 +87,7 @@ def test_a_parameter_as_large_as_a_bucket_stands_alone_and_smaller_ones_of_a_blo
                 last.pop(key, None)
             continue
         if key in last:
-            assert (last[key].body.numel + padded(unit.slots[0].numel)) * unit.itemsize > bucket
+            assert (last[key].body.numel + padded(unit.slots[0].numel)) * unit.itemsize > limit
         last[key] = unit
 
 

@@ -15,8 +15,8 @@ import pytest
 
 import onefold
 from benchmarks.rank_of_many import Rank, Toy
-from onefold.comm.maximum import max_rounds
 from onefold.comm.meter import Flow
+from onefold.comm.strategy import max_rounds
 
 FEW, MANY = 8, 4096
 UNITS, PARAMETERS = 20, 8

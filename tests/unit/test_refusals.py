@@ -24,6 +24,7 @@ BY_THE_CALLER = {  # situations that only the code that makes the call can see
 # StateErrors outside the table, by file: each is about content, and would be as wrong at any other moment.
 ABOUT_CONTENT = {
     "activations/store.py": 1,  # a block writes to its input
+    "activations/tiled_loss.py": 1,  # a second derivative
     "comm/mesh.py": 2,  # no process group: there is no model yet
     "hf/accelerator.py": 3,  # optimizers that were not prepared, parameters of none, a call of DDP's
     "model/tree.py": 2,  # a parameter was added, replaced or removed
@@ -32,6 +33,7 @@ ABOUT_CONTENT = {
     "optim/foreign_checkpoints.py": 1,  # DCP, which reads and writes one rank's state
     "optim/optimizer.py": 4,  # other saved state; copies; GradScaler
     "optim/unit_optimizer.py": 1,  # other saved state
+    "optim/whole_unit_optimizer.py": 1,  # other saved state
     "parallel/pipeline.py": 1,  # a schedule that divides .grad
     "runtime/casts.py": 1,  # a state dict cut in another way
     "runtime/engine.py": 1,  # copies

@@ -11,7 +11,7 @@ import onefold
 from onefold.comm.mesh import Axis, simulated_axes
 from onefold.comm.nodes import node_axes, ranks_per_node
 from onefold.comm.strategy import Sums, sums_of
-from onefold.shard import shard_over
+from onefold.sharding import shard_over
 
 
 def axis_of(ranks: tuple[int, ...], rank: int) -> Axis:

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from tests import models
-from tests.conftest import PLACES
+from tests.conftest import FRAMEWORKS, PLACES, needs_a_framework
 
 TESTS = Path(__file__).parents[1]
 MODULES = {
@@ -85,3 +85,22 @@ def test_tests_use_the_face_of_what_they_test():
 
 def test_the_files_that_are_to_begin_first_are_there():
     assert [path for path in PLACES if not path.is_file()] == []
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Packages that a file imports, at its top or inside functions."""
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_tests_that_import_a_framework_share_a_worker():
+    """Each worker has ranks of its own, and in each rank the import takes seconds."""
+    assert [name for name in FRAMEWORKS if not (TESTS.parent / name).exists()] == []
+    slow = {"accelerate", "lightning", "peft", "transformers", "trl"}
+    found = [
+        f"tests/{name}"
+        for name, tree in trees().items()
+        if Path(name).name.startswith("test_") and imported(tree) & slow
+    ]
+    assert len(found) > 10 and [name for name in found if not needs_a_framework(name)] == []

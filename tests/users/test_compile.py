@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
 
 import onefold
-from tests.harness import run_ranks
-from tests.models import DIM, Stack, blocks
+from onefold.activations import automatic
+from tests.harness import run_ranks, run_ranks_raises
+from tests.models import DIM, Residual, Stack, blocks
 from tests.parity.stage3.compare import batch, equal
 
-LAYERS, STEPS = 12, 2  # more blocks than torch compiles versions of one function
+LAYERS, STEPS = 9, 3  # more blocks than torch compiles versions of one function
 
 
 class Counting:
-    """A backend that compiles nothing, and counts the graphs of blocks (those with a tanh) and their runs."""
+    """A backend that counts the graphs of blocks (those with a tanh) and their runs; `inner` compiles them."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: str = "eager") -> None:
         self.graphs = self.runs = 0
+        self._inner = inner
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled = lookup_backend(self._inner)(graph, inputs)
         if "tanh" not in graph.code:
-            return graph.forward
+            return compiled
         self.graphs += 1
 
         def run(*args: Any) -> Any:
             self.runs += 1
-            return graph.forward(*args)
+            return compiled(*args)
 
         return run
 
@@ -62,9 +70,19 @@ def compiled_model(model: nn.Module, backend: Counting) -> nn.Module:
     return torch.compile(model, backend=backend)
 
 
+def model_used(model: nn.Module, backend: Counting) -> nn.Module:
+    """Compiled and run, before any hook is there."""
+    model.compile(backend=backend)
+    model(torch.ones(3, DIM))
+    backend.graphs = backend.runs = 0
+    return model
+
+
+FIELD = "shard(compile=…)"
 AFTER = {
     "block.forward": forwards,
     "block.compile()": blocks_compile,
+    "torch.compile(block)": wrapped,
     "model.compile()": model_compile,
     "torch.compile(model)": compiled_model,
 }
@@ -73,78 +91,214 @@ BEFORE = {
     "torch.compile(block) before": wrapped,
     "block.compile() before": blocks_compile,
     "model.compile() before": model_compile,
+    "torch.compile(model) before": compiled_model,
+    "model.compile() and a forward before": model_used,
 }
 
 
-def trained(way: str, **fields: Any) -> tuple[list[Tensor], dict[str, Tensor], Counting]:
+class Trained(NamedTuple):
+    losses: list[Tensor]
+    params: dict[str, Tensor]
+    counting: Counting
+    frames: list[int]  # that torch.compile has looked at, after each step
+
+
+def trained(way: str, inner: str = "eager", layers: int = LAYERS, **fields: Any) -> Trained:
     torch._dynamo.reset()
+    counters.clear()
     torch.manual_seed(7)
-    counting = Counting()
-    model: nn.Module = Stack(blocks(LAYERS), nn.Linear(DIM, 3), nn.Linear(DIM, DIM))
+    counting, frames = Counting(inner), []
+    model: nn.Module = Stack(blocks(layers), nn.Linear(DIM, 3), nn.Linear(DIM, DIM))
     model = BEFORE[way](model, counting) if way in BEFORE else model
+    fields = {**fields, "compile": {"backend": counting}} if way == FIELD else fields
     sharded = onefold.shard(model, bucket_bytes=1 << 14, timeout_s=20.0, **fields)
     optimizer = onefold.Optimizer(sharded, torch.optim.SGD, lr=0.1)
     called = AFTER[way](sharded, counting) if way in AFTER else sharded
     losses = []
     for step in range(STEPS):
         loss = called(batch(step)).square().mean()
-        loss.backward()
+        optimizer.backward(loss)
         losses.append(loss.detach().clone())
         optimizer.step()
         optimizer.zero_grad()
+        frames.append(counters["frames"]["total"])
     state = onefold.full_state_dict(sharded)
-    return losses, {name.replace("_orig_mod.", ""): value for name, value in state.items()}, counting
+    return Trained(losses, {name.replace("_orig_mod.", ""): value for name, value in state.items()}, counting, frames)
 
 
-def compare(ways: list[str], fields: dict[str, Any]) -> dict[str, tuple[bool, int, int]]:
-    """Per way to compile: whether the bits are those of stage 0 without, graphs of blocks, and their runs."""
-    losses, params, _ = trained("", stage=0)
+def same_bits(one: Trained, other: Trained) -> bool:
+    same = all(map(equal, one.losses, other.losses)) and one.params.keys() == other.params.keys()
+    return same and all(equal(one.params[name], other.params[name]) for name in one.params)
+
+
+class Found(NamedTuple):
+    """Of one way to compile."""
+
+    same: bool  # the bits are those of stage 0 without
+    graphs: int  # of blocks
+    runs: int  # of these graphs
+    steady: bool  # nothing was compiled after the second step
+
+
+def compare(ways: list[str], fields: dict[str, Any]) -> dict[str, Found]:
+    plain = trained("", stage=0)
     found = {}
     for way in ways:
-        others, theirs, counting = trained(way, **fields)
-        same = all(map(equal, losses, others)) and all(equal(params[name], theirs[name]) for name in theirs)
-        found[way] = (same and params.keys() == theirs.keys(), counting.graphs, counting.runs)
+        one = trained(way, **fields)
+        found[way] = Found(
+            same_bits(plain, one), one.counting.graphs, one.counting.runs, one.frames[1] == one.frames[-1]
+        )
     return found
 
 
-@pytest.mark.parametrize("ways", [list(AFTER), list(BEFORE)], ids=["after", "before"])
-@pytest.mark.parametrize("stage", [2, 3])
+FEW = [FIELD, "model.compile() and a forward before"]
+
+
+@pytest.mark.parametrize(("stage", "ways"), [(2, FEW), (3, [FIELD, *AFTER]), (3, list(BEFORE))])
 def test_compiled_blocks_are_used_and_share_a_graph(stage: int, ways: list[str]) -> None:
-    for found in run_ranks(2, compare, ways, {"stage": stage}, timeout_s=120):
-        runs = STEPS * LAYERS
-        if stage == 3:
-            assert found == {way: (True, 1, runs) for way in ways}
-        else:  # a whole model is one graph, or few
-            assert all(same and graphs >= 1 for same, graphs, _ in found.values())
+    for found in run_ranks(2, compare, ways, {"stage": stage}):
+        for way, one in found.items():
+            whole = stage == 2 and "model" in way  # is one graph
+            assert one == Found(True, 1, STEPS * (1 if whole else LAYERS), True), way
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_recomputed_blocks_are_compiled(stage: int) -> None:
-    ways = ["block.forward", "block.compile()", *list(BEFORE)[:3]]
-    for found in run_ranks(2, compare, ways, {"stage": stage, "activations": "checkpoint"}, timeout_s=120):
-        assert found == {way: (True, found[way][1], 2 * STEPS * LAYERS) for way in ways}
-        assert all(graphs <= 2 for _, graphs, _ in found.values())
+@pytest.mark.parametrize(
+    ("stage", "policy", "ways"),
+    [
+        (2, "checkpoint", FEW),
+        (3, "checkpoint", [*list(AFTER)[1:4], *list(BEFORE)[1:3]]),
+        (3, "checkpoint+host", [FIELD, "torch.compile(model)"]),
+    ],
+)
+def test_recomputed_blocks_are_compiled_in_forward_and_in_backward(stage: int, policy: str, ways: list[str]) -> None:
+    for found in run_ranks(2, compare, ways, {"stage": stage, "activations": policy}):
+        assert found == {way: Found(True, 1, 2 * STEPS * LAYERS, True) for way in ways}
 
 
-def compiled_whole(stage: int) -> list[bool]:
-    """shard(torch.compile(model)) trains as shard(model) does."""
-    torch._dynamo.reset()
-    finals = []
-    for wrap in (False, True):
-        torch.manual_seed(7)
-        model: nn.Module = Stack(blocks(2), nn.Linear(DIM, 3))
-        model = torch.compile(model, backend="eager") if wrap else model
-        model = onefold.shard(model, stage=stage, timeout_s=20.0)
-        optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=0.1)
-        for step in range(STEPS):
-            model(batch(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with onefold.full_parameters(model):
-            finals.append([param.detach().clone() for param in model.parameters()])
-    return [equal(a, b) for a, b in zip(*finals, strict=True)]
+def decided(ways: list[str], room: int) -> dict[str, Found]:
+    """With activations="auto" and so much room for blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(automatic, "room_left", lambda resolved, strategy: room)
+        return compare(ways, {"stage": 3, "activations": "auto"})
 
 
-def test_a_compiled_model_can_be_sharded() -> None:
-    for stage in (2, 3):
-        assert all(map(all, run_ranks(2, compiled_whole, stage)))
+@pytest.mark.parametrize(("room", "again"), [(1 << 30, 0), (8000, 2 * STEPS - 1)], ids=["keep", "checkpoint of 2"])
+def test_blocks_are_compiled_whatever_becomes_of_activations(room: int, again: int) -> None:
+    ways = ["torch.compile(model)", "block.compile() before"]
+    for found in run_ranks(2, decided, ways[: 1 + bool(again)], room):
+        for way, one in found.items():  # the first block of all decides, and keeps its activations
+            assert one == Found(True, one.graphs, STEPS * LAYERS + again, True), way
+            assert one.graphs <= 2
+
+
+EVERY = [  # a stage, and what else may differ between runs whose bits are the same
+    (0, {}),
+    (1, {"activations": "checkpoint"}),
+    (2, {"offload": "host"}),
+    (3, {"activations": "checkpoint+host"}),
+    (3, {"activations": "checkpoint", "offload": onefold.Offload(optimizer="host", parameters="host")}),
+]
+
+
+def bits(precision: str, inner: str, which: list[int]) -> list[tuple[bool, int, bool]]:
+    runs = [trained(FIELD, inner, 3, stage=EVERY[i][0], precision=precision, **EVERY[i][1]) for i in which]
+    return [(same_bits(runs[0], one), one.counting.runs, one.frames[1] == one.frames[-1]) for one in runs]
+
+
+@pytest.mark.parametrize(
+    ("precision", "inner", "which"),
+    [
+        ("fp32", "aot_eager", [0, 1, 2, 3, 4]),
+        ("bf16", "aot_eager", [0, 4]),
+        ("fp16", "aot_eager", [2, 3]),
+        pytest.param("bf16", "inductor", [0, 1, 2, 3, 4], marks=pytest.mark.soak),
+    ],
+)
+def test_the_same_compiled_blocks_give_the_same_bits_at_every_stage(
+    precision: str, inner: str, which: list[int]
+) -> None:
+    wanted = [(True, STEPS * 3 * (2 if "activations" in EVERY[i][1] else 1), True) for i in which]
+    assert run_ranks(2, bits, precision, inner, which) == [wanted] * 2
+
+
+def split(x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return x
+
+
+def refused(given: Any, model: Callable[[], nn.Module]) -> str:
+    try:
+        sharded = onefold.shard(model(), stage=3, compile=given, timeout_s=20.0)
+        sharded(torch.ones(3, DIM))
+    except onefold.errors.OnefoldError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def stack() -> nn.Module:
+    return Stack(blocks(2))
+
+
+def breaking() -> nn.Module:
+    return Stack(nn.ModuleList(Residual(activation=split) for _ in range(2)))
+
+
+def lone() -> nn.Module:
+    return nn.Linear(DIM, DIM)
+
+
+REFUSED = [
+    ("yes", stack, r"ConfigError: compile='yes' is neither True, False nor a mapping of torch.compile's options; use"),
+    ({"fulgraph": 1}, stack, r"ConfigError: compile= has 'fulgraph', no option of torch.compile; known are backend, "),
+    ({"backend": "x"}, stack, r"ConfigError: torch.compile refuses compile={'backend': 'x'}: .*'x'"),
+    (True, lone, r"ConfigError: compile= compiles blocks, and this model has none: .* torch.compile\(model\)"),
+    ({"fullgraph": True, "backend": "eager"}, breaking,
+     r"ModelError: torch.compile cannot compile layers.0 \(Residual\): .*; change the block, or leave out fullgraph="),
+    ({"backend": "eager"}, breaking, "nothing was refused"),
+]  # fmt: skip
+
+
+def all_refused() -> list[str]:
+    return [refused(given, model) for given, model, _ in REFUSED]
+
+
+def test_what_cannot_be_compiled_is_one_message() -> None:
+    for said in run_ranks(2, all_refused):
+        for one, (_, _, pattern) in zip(said, REFUSED, strict=True):
+            assert re.match(pattern, one), one
+
+
+def ranks_differ() -> None:
+    onefold.shard(stack(), compile={"dynamic": dist.get_rank() == 0})
+
+
+def test_ranks_that_compile_differently_are_told() -> None:
+    for error in run_ranks_raises(2, ranks_differ):
+        assert "compile: {'dynamic': True}" in str(error) and "compile: {'dynamic': False}" in str(error)
+
+
+def taken_off() -> list[Any]:
+    """A copy of a compiled block is plain, compile() replaces compile=, and unshard() takes off what compile= added."""
+    counting, other = Counting(), Counting()
+    model = onefold.shard(stack(), stage=2, compile={"backend": counting})
+    x = torch.ones(3, DIM)
+    copy.deepcopy(model.layers[0])(x)
+    copied = counting.runs
+    for block in model.layers:
+        block.compile(backend=other)
+    model(x)
+    replaced = (counting.runs, other.runs)
+    for block in model.layers:
+        del block.forward
+    model = onefold.shard(onefold.unshard(model), stage=2, compile={"backend": counting})
+    onefold.unshard(model)(x)
+    return [
+        copied,
+        replaced,
+        counting.runs,
+        sorted(vars(model.layers[0]).keys() & {"forward", "compile", "_call_impl"}),
+    ]
+
+
+def test_what_compile_added_is_taken_off() -> None:
+    assert run_ranks(1, taken_off) == [[0, (0, 2), 0, []]]

@@ -29,6 +29,12 @@ def decay_of_some(model: nn.Module, step: int) -> Tensor:
     return out.square().mean() + (batch(step, 2, 2 * DIM) @ turned.t()).mean() + row.square().sum() + stacked.sum()
 
 
+def second_head(model: nn.Module, step: int) -> Tensor:
+    """One operation on parameters of two units."""
+    out, first, last = model(batch(step)), model.layers[0].up, model.layers[2].up
+    return out.square().mean() + torch.nn.functional.linear(batch(step), last.weight, first.bias).mean()
+
+
 def contrast(model: nn.Module, step: int) -> Tensor:
     image, text = model.encode_image(batch(step)), model.encode_text(batch(step, micro=1))
     return (model.logit_scale.exp() * image @ text.t()).diag().mean().square()
@@ -50,6 +56,7 @@ LOSSES: dict[str, tuple[Callable[[], nn.Module], Loss, dict[str, Any]]] = {
     "weight decay of a tied weight": (Tied, weight_decay, {}),
     "weight decay, recomputed": (stack, weight_decay, {"activations": "checkpoint"}),
     "views": (stack, decay_of_some, {}),
+    "two units at once": (stack, second_head, {}),
     "methods": (Clip, contrast, BOTH),
     "methods, bf16": (Clip, contrast, BOTH | {"precision": "bf16"}),
     "submodules": (Clip, scaled_outputs, {}),

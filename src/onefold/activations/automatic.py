@@ -1,13 +1,16 @@
 """activations="auto": decided when the first block runs, from what it keeps and from what is left of memory.
 
 The first block of the first forward runs as it is, and what autograd keeps of it is counted, each storage once. From
-that and from the size of its input follows what each policy would need for all blocks. The ranks take the largest
-needs and the smallest memory of all, so that all decide alike.
+that and from the size of its input follows what each policy would need, and how many blocks may keep their activations
+beside those that are computed again. The ranks take the largest needs and the smallest memory of all, so that all
+decide alike.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +23,9 @@ from onefold.cost.activations import Option, choose_activations
 from onefold.cost.text import format_bytes
 from onefold.model.containers import tensors_in
 from onefold.model.storage import storage_key
+from onefold.runtime.attachments import Attachments
 from onefold.runtime.automatic import room_left
+from onefold.runtime.calls import replace_forward
 from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import in_backward
 from onefold.settings.zero import AUTO
@@ -38,7 +43,7 @@ def attach_activations(engine: Engine) -> None:
     if policy == AUTO:
         AutomaticActivations(engine)
     else:
-        attach_policy(engine, policy)
+        attach_policy(engine, policy, engine.resolved.recomputed)
 
 
 class Seen(NamedTuple):
@@ -49,24 +54,45 @@ class Seen(NamedTuple):
     room: int
 
 
-def choose_policy(seen: Seen, blocks: int, tp: int, others: int = 0) -> tuple[str, str]:
-    """The policy and the reason. `others` are blocks that keep what they have whatever is decided.
+class Decision(NamedTuple):
+    policy: str
+    recomputed: int  # blocks that are computed again, from the first on; the others keep their activations
+    why: str
 
-    >>> choose_policy(Seen(kept=12, inputs=1, room=100), blocks=48, tp=1)
-    ('checkpoint', 'keep needs 0.6 kB of 0.1 kB; checkpoint fits with 0.1 kB of 0.1 kB')
+
+def choose_policy(seen: Seen, blocks: int, tp: int, others: int = 0) -> Decision:
+    """The policy, for as few blocks as fit. `others` are blocks that keep what they have whatever is decided.
+
+    Blocks that keep theirs are the last ones: backward comes to them first, and frees what they keep before the first
+    of the others is computed again.
+
+    >>> choose_policy(Seen(kept=12_000, inputs=1000, room=100_000), blocks=48, tp=1)
+    Decision(policy='checkpoint', recomputed=46, why='keep needs 576 kB of 80.0 kB; checkpoint of 46 of 48 blocks fits \
+with 70.0 kB of 80.0 kB')
     """
     kept, inputs, room = seen
-    needs = {"keep": blocks * kept, "checkpoint": blocks * inputs + kept}
+    budget = USED * room - others * kept
+    policies = {"checkpoint": (float(inputs), 0)}  # bytes of each block that is computed again, and of restored inputs
     if tp > 1:
-        needs["partition"] = blocks * inputs // tp + inputs + kept
-    needs["checkpoint+host" if tp == 1 else "partition+host"] = 2 * inputs + kept
-    needs = {policy: need + others * kept for policy, need in needs.items()}
-    return choose_activations(
+        policies["partition"] = (inputs / tp, inputs)
+    policies["checkpoint+host" if tp == 1 else "partition+host"] = (0.0, 2 * inputs)
+    made = {"keep": Decision("keep", 0, "")}
+    needs = {"keep": blocks * kept}
+    for policy, (part, restored) in policies.items():
+        need = [int(count * part) + max(blocks - count, 1) * kept + restored for count in range(blocks + 1)]
+        count = next((count for count in range(1, blocks) if need[count] <= budget), blocks)
+        label = policy if count == blocks else f"{policy} of {count} of {blocks} blocks"
+        made[label], needs[label] = Decision(policy, count, ""), need[count]
+    chosen, why = choose_activations(
         [
-            Option(policy, need <= USED * room, SPEED[policy], f"{format_bytes(need)} of {format_bytes(USED * room)}")
-            for policy, need in needs.items()
+            Option(
+                label, needs[label] <= budget, blocks / (blocks - count + count / SPEED[policy]),
+                f"{format_bytes(needs[label] + others * kept)} of {format_bytes(USED * room)}",
+            )
+            for label, (policy, count, _) in made.items()
         ]
-    )
+    )  # fmt: skip
+    return made[chosen]._replace(why=why)
 
 
 class AutomaticActivations:
@@ -77,55 +103,51 @@ class AutomaticActivations:
         self._engine, self._tensor, self._room = engine, engine.comms.tp, room_left(resolved, engine.comm.strategy)
         self._blocks = resolved.recomputed
         self._others = len(resolved.blocks) - len(self._blocks)  # that keep their activations in any case
-        self._handles: list[Any] = []
         self._bytes: dict[int, int] = {}
-        self._inputs, self._counting = 0, False
+        self._attachments = Attachments()  # until it is decided
         modules = dict(engine.model.named_modules())
         for name in self._blocks:
-            self._handles.append(modules[name].register_forward_pre_hook(self._before, with_kwargs=True))
-            self._handles.append(modules[name].register_forward_hook(self._after, always_call=True))
-        for handle in self._handles:
-            engine.attachments.hook(handle)
+            replace_forward(modules[name], self._watched, self._attachments)
+        engine.attachments.change(self._attachments.remove)
         engine.tell_activations(UNDECIDED)
 
-    def _before(self, module: Any, args: Any, kwargs: Any) -> None:
-        watched = torch.is_grad_enabled() and not in_backward()
-        self._counting = watched and not other_hooks_save(self._engine.unsharding)
-        if not self._counting:
-            if watched:
+    def _watched(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() or in_backward():
+                return forward(*args, **kwargs)
+            if other_hooks_save(self._engine.unsharding):
                 self._engine.tell_activations(LEFT)
-            return
-        carrying = [t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad]
-        self._inputs = sum(tensor.nbytes for tensor in carrying)
-        self._bytes = {}
-        torch._C._autograd._push_saved_tensors_default_hooks(self._count, self._engine.unsharding.unpack)
+                return forward(*args, **kwargs)
+            carrying = [t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad]
+            self._bytes = {}
+            with torch.autograd.graph.saved_tensors_hooks(self._count, self._engine.unsharding.unpack):
+                output = forward(*args, **kwargs)
+            self._decide(sum(tensor.nbytes for tensor in carrying))
+            return output
 
+        return watched
+
+    @torch._disable_dynamo  # autograd calls it inside compiled code
     def _count(self, tensor: Tensor) -> Any:
         if not isinstance(tensor, torch.nn.Parameter) and not self._engine.unsharding.holds(tensor):
             self._bytes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return self._engine.unsharding.pack(tensor)
 
-    def _after(self, module: Any, args: Any, output: Any) -> None:
-        if not self._counting:
-            return
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._counting = False
-        if output is None:  # it failed
-            return
-        for handle in self._handles:
-            handle.remove()
-        policy, why = self._agreed()
+    def _decide(self, inputs: int) -> None:
+        self._attachments.remove()
+        policy, recomputed, why = self._agreed(inputs)
         engine = self._engine
         said = f"activations={policy!r}: {why}"
         engine.tell_activations(said)
         if engine.everyone.rank == 0 and self._tensor.rank == 0:
             LOG.info('activations="auto" chose %s', said)
-        attach_policy(engine, policy)
+        attach_policy(engine, policy, self._blocks[:recomputed])
 
-    def _agreed(self) -> tuple[str, str]:
+    def _agreed(self, inputs: int) -> Decision:
         weights = {storage_key(p) for p in self._engine.params}  # views of whole units are not activations
         kept = sum(nbytes for key, nbytes in self._bytes.items() if key not in weights)
-        mine = [Seen(kept, self._inputs, self._room)]
+        mine = [Seen(kept, inputs, self._room)]
         for comm in (self._engine.everyone, self._tensor):
             blob = b"".join(number.to_bytes(8, "big") for number in mine[0])
             rows = comm.all_gather_bytes(blob, Label("agree", "activations")) if comm.size > 1 else [blob]

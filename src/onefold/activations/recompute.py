@@ -25,7 +25,7 @@ from onefold.activations.store import Call, KeptInput, Store
 from onefold.comm.spans import span
 from onefold.errors import ConfigError
 from onefold.model.containers import tensors_in
-from onefold.runtime.calls import replace_calls
+from onefold.runtime.calls import replace_forward
 from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import Unsharding, in_backward
 
@@ -93,27 +93,10 @@ class Recompute:
         self._attachments.hook(model.register_forward_hook(self._end))
 
     def _surround(self, name: str, block: nn.Module) -> None:
-        """Recomputes whatever forward the block has when it is called, which users may compile or replace meanwhile.
-        Hooks of the block are not called again, so forward alone is replaced, while the call lasts. Where
-        block.compile() came before shard(), hooks are part of what is compiled, and called again."""
-        written, own = ChangedBuffers(block), block.__dict__
-
-        def recomputing(call: Callable[..., Any], *, compiled: bool) -> Callable[..., Any]:
-            recomputed_call = self._recomputed(name, call, written)
-
-            def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                if compiled:
-                    return recomputed_call(*args, **kwargs)
-                before = own.get("forward")
-                own["forward"] = self._recomputed(name, block.forward, written)
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    own.pop("forward") if before is None else own.update(forward=before)
-
-            return run
-
-        replace_calls(block, recomputing, self._attachments)
+        """Recomputes whatever forward the block has when it is called. Hooks of the block are not called again, unless
+        block.compile() came before shard() and made them part of what is compiled."""
+        written = ChangedBuffers(block)
+        replace_forward(block, lambda forward: self._recomputed(name, forward, written), self._attachments)
 
     def _recomputed(self, name: str, forward: Callable[..., Any], written: ChangedBuffers) -> Callable[..., Any]:
         @wraps(forward)

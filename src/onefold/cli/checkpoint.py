@@ -19,9 +19,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from onefold.checkpoint.format.address import place
 from onefold.checkpoint.format.export import SHARD_BYTES
 from onefold.checkpoint.format.folder import committed, read_manifest
 from onefold.checkpoint.format.manifest import Manifest, ParamRecord
+from onefold.checkpoint.format.opening import storage_of
 from onefold.checkpoint.format.reading import removal_noticed, with_checkpoints, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import Damage, verify
@@ -35,7 +37,8 @@ class Export:
     """Write a checkpoint for other programs: its weights as a Hugging Face folder, or model and optimizer for torch."""
 
     folder: tyro.conf.Positional[Path]
-    """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it."""
+    """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it; or an
+    address of a store, as s3://bucket/run."""
     out: tyro.conf.Positional[Path]
     """The folder to write, with --format torch the file; it must not exist."""
     format: Literal["huggingface", "torch", "dcp"] = "huggingface"
@@ -49,7 +52,7 @@ class Export:
     """Print JSON."""
 
     def run(self) -> int:
-        done = export(checkpoints_in(self.folder), self.out, self.dtype, self.shard_bytes, format=self.format)
+        done = export(checkpoints_in(place(self.folder)), self.out, self.dtype, self.shard_bytes, format=self.format)
         if self.json:
             _write_json({**done._asdict(), "folder": str(done.folder)})
         else:
@@ -64,12 +67,14 @@ class Inspect:
     """Say what is inside a checkpoint. Reads the manifest only."""
 
     folder: tyro.conf.Positional[Path]
-    """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it."""
+    """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it; or an
+    address of a store, as s3://bucket/run."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> int:
-        storage, folder = Storage(), checkpoints_in(self.folder)
+        folder = checkpoints_in(place(self.folder))
+        storage = storage_of(folder)
         path, manifest = with_newest(storage, folder, lambda path: (path, read_manifest(storage, path)))
         others = [] if path == folder else committed(storage, folder)
         if self.json:
@@ -87,14 +92,16 @@ class VerifyCheckpoint:
     """
 
     folder: tyro.conf.Positional[Path]
-    """The --out of `onefold train` or a folder of checkpoints, or one step-… in it."""
+    """The --out of `onefold train` or a folder of checkpoints, or one step-… in it; or an address of a store,
+    as s3://bucket/run."""
     json: bool = False
     """Print JSON."""
 
     def run(self) -> int:
-        folder = checkpoints_in(self.folder)
+        folder = checkpoints_in(place(self.folder))
+        storage = storage_of(folder)
         with _progress(not self.json) as progress:
-            found = with_checkpoints(Storage(), folder, partial(self._verified, folder, progress))
+            found = with_checkpoints(storage, folder, partial(self._verified, storage, folder, progress))
         if self.json:
             _write_json({str(path): [damage._asdict() for damage in damages] for path, damages in found.items()})
         else:
@@ -104,10 +111,10 @@ class VerifyCheckpoint:
         return 1 if any(found.values()) else 0
 
     @staticmethod
-    def _verified(folder: Path, progress: Progress, paths: list[Path]) -> dict[Path, list[Damage]]:
+    def _verified(storage: Storage, folder: Path, progress: Progress, paths: list[Path]) -> dict[Path, list[Damage]]:
         """The damage of each checkpoint that its run did not remove meanwhile; raises if the given one, or all, were
         removed."""
-        storage, found = Storage(), {}
+        found = {}
         for path in paths:
             task = progress.add_task(visible(path.name), total=None)
             try:
@@ -124,7 +131,7 @@ class VerifyCheckpoint:
 
 def checkpoints_in(folder: Path) -> Path:
     """The folder of checkpoints: this one, or the subfolder of a run that `onefold train` made here."""
-    inner, storage = RunFolder(folder).checkpoints, Storage()
+    inner, storage = RunFolder(folder).checkpoints, storage_of(folder)
     return inner if storage.is_folder(inner) and not committed(storage, folder) else folder
 
 
@@ -167,6 +174,8 @@ def _show(path: Path, manifest: Manifest, others: Sequence[int]) -> None:
         states = ", ".join(f"{visible(state)} {dtype}" for state, dtype in record.states.items())
         shape = "×".join(map(str, record.shape)) or "scalar"
         table.add_row(*map(Text, (name, record.kind, shape, states, decimal(_record_bytes(record)))))
+    if not console.is_terminal:  # a program reads it: one line for each tensor, with its whole name
+        console.width = max(console.width, console.measure(table).maximum)
     console.print(table)
 
 

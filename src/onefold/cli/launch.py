@@ -12,13 +12,15 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
 from onefold.cli.lifeline import PREPARING, Level, Lifeline
 from onefold.cli.ranks import Ranks, Said, started
-from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, signal_name, verdict
+from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, lost_ranks, signal_name, verdict
+from onefold.comm.last_words import tell_last_words
 from onefold.comm.watching import current_watcher
 from onefold.errors import CommError, MismatchError, OnefoldError, visible
 from onefold.train.run.stop import Stop
@@ -46,6 +48,7 @@ class Launch:
     ranks: int
     command: Sequence[str]
     max_restarts: int = 0
+    elastic: Sequence[int] = ()  # numbers of ranks with which the run may go on after some were lost
     timeout_s: float = 600.0  # how long a rank may be stopped by SIGSTOP
     shutdown_s: float = 0.0  # how long ranks have after a signal, to finish their step and save
     forwards_signals: bool = False  # the command is a user's program: it gets the signal itself
@@ -69,6 +72,7 @@ def report_and_exit(line: Lifeline, error: Exception) -> NoReturn:
     rank = int(os.environ["RANK"])
     if watcher := current_watcher():
         watcher.announce(error)
+    tell_last_words(error)
     known = isinstance(error, OnefoldError)
     found_by = {CommError: Level.PEER, MismatchError: Level.AGREED}
     level = next((level for kind, level in found_by.items() if isinstance(error, kind)), Level.OWN)
@@ -91,15 +95,23 @@ class Launcher:
         self.result: Any = None  # what rank 0 sent
 
     def run(self) -> Outcome:
-        most = self._launch.max_restarts
+        launch, most, again = self._launch, self._launch.max_restarts, 0
         with Stop(ends_at_second=False) as stop:
-            for restart in range(most + 1):
-                start = Start(self._launch, restart, stop)
+            for restart in count():
+                start = Start(launch, restart, stop)
                 outcome = start.run()
                 self.result = start.result
-                if outcome.good or not outcome.lost or stop.asked or restart == most:
+                if outcome.good or not outcome.lost or stop.asked:
                     return outcome
-                say(f"a rank was lost ({outcome.message}); restart {restart + 1} of {most}")
+                left = max((n for n in launch.elastic if n <= launch.ranks - start.lost), default=None)
+                if left is not None:
+                    say(f"a rank was lost ({outcome.message}); going on with {left} of {launch.ranks} ranks")
+                    launch = replace(launch, ranks=left)
+                elif again < most:
+                    again += 1
+                    say(f"a rank was lost ({outcome.message}); restart {again} of {most}")
+                else:
+                    return outcome
         raise AssertionError("unreachable")
 
 
@@ -114,6 +126,7 @@ class Start:
         self._signals: list[str] = []
         self._stopping_s: float | None = None
         self.result: Any = None  # what rank 0 sent
+        self.lost = 0  # ranks that ended for no reason that they told
 
     def run(self) -> Outcome:
         launch = self._launch
@@ -131,6 +144,7 @@ class Start:
             decided = Outcome(128 + self._stop.number, f"ended by {self._signal_name()}")
         if decided is None:
             decided = verdict(self._errors, exits, stopped, launch.timeout_s)
+        self.lost = max(1, len(lost_ranks(self._errors, exits) | set(stopped)))
         return decided._replace(signals=tuple(self._signals))
 
     def _watch(self, ranks: Ranks) -> Outcome | None:
@@ -151,7 +165,8 @@ class Start:
                 )
             if self._stopping_s is not None and now - self._stopping_s >= self._launch.shutdown_s:
                 late = f"the ranks had not ended {self._launch.shutdown_s:g} s after {self._signal_name()}"
-                return Outcome(128 + self._stop.number, late)
+                lost = "" if self._launch.forwards_signals else "not saved: "
+                return Outcome(128 + self._stop.number, f"{lost}{late} (--shutdown-s)")
             if any(rank.stopped_s and now - rank.stopped_s >= self._launch.timeout_s for rank in ranks):
                 return None
             ends_itself = self._launch.forwards_signals and self._stopping_s is not None  # each rank in its own time
@@ -206,3 +221,9 @@ class Start:
 def say(message: str) -> None:
     sys.stderr.write(f"onefold: {visible(message)}\n")
     sys.stderr.flush()
+
+
+def remark(message: str) -> None:
+    """What a person may like to know while waiting: on a terminal only."""
+    if sys.stderr.isatty():
+        say(message)

@@ -16,7 +16,11 @@ from types import FrameType
 from typing import NamedTuple
 
 from onefold.errors import OnefoldError, visible
+from onefold.train.run.diagnose import is_out_of_memory
+from onefold.version import VERSION
 
+SLOW = ("train", "verify", "simulate", "sample")  # commands that need torch, which takes seconds to load
+QUIET = {"-h", "--help", "--json"}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -33,12 +37,13 @@ COMMANDS = {
     "plan": Command("onefold.cli.plan", "PlanCommand", "what fits, what it costs, what to choose"),
     "verify": Command("onefold.cli.verify", "VerifyCommand", "run two real steps and compare them with the plan"),
     "simulate": Command("onefold.cli.simulate", "SimulateCommand", "one rank of many, with real memory and no peers"),
-    "report": Command("onefold.cli.report", "ReportCommand", "a run, or several stages of it, as one page"),
+    "report": Command("onefold.cli.report", "ReportCommand", "a run, or several, as one page"),
     "sample": Command("onefold.cli.sample", "SampleCommand", "text from a trained model"),
     "export": Command("onefold.cli.checkpoint", "Export", "a checkpoint for Hugging Face, torch or DCP"),
     "inspect": Command("onefold.cli.checkpoint", "Inspect", "what is inside a checkpoint"),
     "import-config": Command("onefold.cli.import_config", "ImportConfig", "what becomes of a DeepSpeed configuration"),
     "import-checkpoint": Command("onefold.cli.import_checkpoint", "ImportCheckpoint", "from DeepSpeed, DCP, torch"),
+    "doctor": Command("onefold.cli.doctor", "Doctor", "who kept a run from going on, from its ranks' records"),
     "run": Command("onefold.cli.run", "RunCommand", "your own script on local ranks"),
     "verify-checkpoint": Command("onefold.cli.checkpoint", "VerifyCheckpoint", "check every byte of a checkpoint"),
 }
@@ -46,6 +51,9 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:
+        sys.stdout.write(f"onefold {VERSION}\n")
+        return 0
     if not given or given[0] in ("-h", "--help"):
         sys.stdout.write(usage())
         return 0 if given else 2
@@ -56,10 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import tyro
     except ImportError:
         return _refuse("the command line needs two more packages: pip install 'onefold[cli]'")
+    if given[0] in SLOW and sys.stderr.isatty() and "RANK" not in os.environ and not QUIET & set(given):
+        sys.stderr.write("onefold: loading torch …\n")
+        sys.stderr.flush()
     asked: list[int] = []
     try:
-        with _terminable(asked):
-            kind = getattr(importlib.import_module(command.module), command.name)
+        kind = getattr(importlib.import_module(command.module), command.name)
+        with _terminable(asked):  # not around the import: what is half imported swallows an exception
             settings = tyro.cli(
                 kind,
                 prog=f"onefold {given[0]}",
@@ -73,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # … | head: whoever read it has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in a buffer goes there
         return 0
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _refuse(f"out of memory: {str(error).partition(chr(10))[0]}; try a smaller model or batch")
     except OSError as error:  # the last resort: what a file system refuses is seldom a mistake of ours
         if error.filename is None:
             raise
@@ -107,7 +122,8 @@ def _terminable(asked: list[int]) -> Iterator[None]:
 
 def usage() -> str:
     rows = "".join(f"  {name:<18} {command.summary}\n" for name, command in COMMANDS.items())
-    return f"usage: onefold COMMAND [settings]\n\n{rows}\nonefold COMMAND --help lists a command's settings.\n"
+    more = "onefold COMMAND --help lists a command's settings, onefold --version says which Onefold this is."
+    return f"usage: onefold COMMAND [settings]\n\n{rows}\n{more}\n"
 
 
 def _refuse(message: str) -> int:

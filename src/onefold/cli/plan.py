@@ -5,24 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from onefold.cli import throughput
-from onefold.cli.plots import check_plot, draw
-from onefold.cli.subject import Compute, Master, ModelOptions, bucket_bytes, policy
-from onefold.cli.tables import show_plan
+from onefold.cli.answer import show_answer
+from onefold.cli.subject import Compute, Master, ModelOptions, bucket_bytes
+from onefold.cli.tables import show_all
 from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.search import Question
+from onefold.cost.states import named_cost
 from onefold.cost.work import Work
 from onefold.errors import ConfigError
-from onefold.optim.elementwise import cost_of
-from onefold.planner.measure import measured
-from onefold.planner.plan import Plan, answer, plan
+from onefold.planner.answer import Plan, answer
+from onefold.planner.page.form import FORM, Value
+from onefold.planner.page.script import Settings
+from onefold.planner.page.view import View, view, view_of
+from onefold.settings.widths import widths_of
+
+OnTier = Literal["none", "host", "disk"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,18 @@ class PlanCommand(ModelOptions):
     replica: int = 1
     """Replicas of the sharded state (hybrid sharding)."""
 
+    sequence: int = 1
+    """Ranks over which each sequence is cut."""
+
+    stage: int | None = None
+    """Ask about this stage: it comes first, whether or not another is better."""
+
+    offload: OnTier | None = None
+    """Ask about choices with the optimizer state on the host, on disk, or neither (none)."""
+
+    offload_parameters: OnTier | None = None
+    """Likewise for the parameters."""
+
     batch: int | None = None
     """Sequences per replica and micro-batch; by default the largest that fits."""
 
@@ -60,7 +76,13 @@ class PlanCommand(ModelOptions):
     """With 16 bits: the fp32 master that the optimizer updates; split saves 2 bytes per parameter."""
 
     optimizer: str = "adamw"
-    """adamw, adam, sgd, momentum, adagrad or rmsprop."""
+    """adamw, adam, sgd, momentum, adagrad, rmsprop, or muon with an AdamW beside it."""
+
+    lora: int = 0
+    """Rank of LoRA adapters on every linear layer of the blocks; the model itself is frozen."""
+
+    optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """The form of the moments of adamw, adam or momentum: 8, 4 or 2 bytes per parameter with Adam."""
 
     activations: Literal["auto", "keep", "checkpoint", "checkpoint+host", "partition", "partition+host"] | None = None
     """What blocks keep for backward; by default only inputs, from which blocks are recomputed."""
@@ -70,6 +92,12 @@ class PlanCommand(ModelOptions):
 
     memory_gb: float | None = None
     """Memory per device in GB, if it differs from the hardware table's."""
+
+    node_link_gb: float | None = None
+    """GB/s from one device to others of its node, if it differs from the hardware table's."""
+
+    network_gb: float | None = None
+    """GB/s of a node's network, all interfaces together, if it differs from the hardware table's."""
 
     bucket_mb: float = 128.0
     """Largest unit (flat buffer of parameters), in MiB."""
@@ -89,27 +117,62 @@ class PlanCommand(ModelOptions):
     tokens: float | None = None
     """Tokens to train on: adds how many days that takes."""
 
-    json: bool = False
-    """Print the plan as JSON."""
+    all: bool = False
+    """Print every choice, also with offload, with its bytes by category, its traffic and its time."""
 
-    plot: Path | None = None
-    """Draw charts into this .png or .html file."""
+    json: bool = False
+    """Print the plan as JSON, with all of that."""
+
+    page: Path | None = None
+    """Write the plan with its charts into this .html file, which needs nothing else."""
+
+    serve: bool = False
+    """Open the plan as a page in the browser, whose fields ask again: on this machine alone, until Ctrl-C."""
+
+    port: int | None = None
+    """With --serve: the port, by default a free one."""
 
     def run(self) -> int:
-        if self.plot is not None:
-            check_plot(self.plot)
-        if self.tokens is not None and not 0 < self.tokens < math.inf:
-            raise ConfigError(f"--tokens {self.tokens:g} is not a positive number")
+        if self.page is not None and self.page.suffix != ".html":
+            raise ConfigError(f"--page {self.page} is not an .html file")
+        if self.port is not None and not self.serve:
+            raise ConfigError("--port is the port of --serve")
+        self._check_tokens()
+        if self.serve:
+            if self.config is not None:
+                raise ConfigError("--serve is for shapes: give the config.json as --model, or write a --page of it")
+            from onefold.cli.page import serve  # what it needs of http takes longer to import than a plan takes
+
+            return serve(self, self.asked, self.port or 0)
+        if self.page is not None:
+            from onefold.cli.page import write
+
+            write(self.page, self.view())
         if self.scaling:
             return self._scaling()
         found = self.answer()
         if self.json:
             sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n")
+        elif self.all:
+            show_all(found)
         else:
-            show_plan(found)
-        if self.plot is not None:
-            draw(self.plot, found, self.question() if self.config is None else None)
+            show_answer(found)
         return 0
+
+    def asked(self, fields: dict[str, Value]) -> View:
+        """The view with these settings instead of the fields of the form; the others stay."""
+        blank = {name: getattr(type(self), name) for name in FORM}
+        return dataclasses.replace(self, **{**blank, **fields}).view()
+
+    def view(self) -> View:
+        """What the page shows."""
+        self._check_tokens()
+        again = dataclasses.replace(self, page=None, serve=False, port=None, json=False, all=False, scaling=False)
+        command = shlex.join(["onefold", "plan", *again.arguments()])
+        if self.config is not None:
+            return view_of(self._of_module(), self.tokens, command)
+        settings = self._settings()
+        return view(self.question(), self.subject, settings, self.tokens, command)
 
     def _scaling(self) -> int:
         if self.config is not None:
@@ -120,27 +183,37 @@ class PlanCommand(ModelOptions):
             sys.stdout.write(json.dumps(throughput.as_dict(self.name, question, found), indent=1) + "\n")
         else:
             throughput.show(self.name, question, found)
-        if self.plot is not None:
-            throughput.draw(self.plot, self.name, question, found)
         return 0
+
+    def _check_tokens(self) -> None:
+        if self.tokens is not None and not 0 < self.tokens < math.inf:
+            raise ConfigError(f"--tokens {self.tokens:g} is not a positive number")
 
     def answer(self) -> Plan:
         if self.config is not None:
             return self._of_module()
-        name = self.name if self.params is None else f"{self.params:.4g} parameters"
-        precision = self.precision if self.precision == "fp32" else f"{self.precision}, {self.master} master"
-        return answer(self.question(), name, precision, self.tokens)
+        return answer(
+            self.question(), self.subject, self._settings().text, self.tokens, every_row=self.all or self.json
+        )
+
+    def _settings(self) -> Settings:
+        return Settings(self.precision, self.master, self.optimizer, self.lora, self.optimizer_state)
+
+    @property
+    def subject(self) -> str:
+        return self.name if self.params is None else "a bare count"
 
     def question(self) -> Question:
         shape = self.shape()
         if (shape is None) == (self.params is None):
             raise ConfigError("which model? give one of --params, --model, --layers with --hidden, or --config")
-        if self.params is not None and (self.seq or self.vocab or self.activations):
-            raise ConfigError("--seq, --vocab and --activations need a shape: a bare count has none")
+        if self.params is not None and (self.seq or self.vocab or self.activations or self.sequence != 1):
+            raise ConfigError("--seq, --vocab, --activations and --sequence need a shape: a bare count has none")
         if self.params is not None and not 1 <= self.params < 1e16:
             raise ConfigError(f"--params {self.params:g} is not a number of parameters between 1 and 1e16")
-        chosen = policy(self.precision, self.master).decided(own_sum=True, cuda=True)
-        widths = chosen.dtypes(torch.float32 if self.precision == "fp32" else chosen.compute).widths  # type: ignore[arg-type]
+        if self.lora and named_cost(self.optimizer).whole:
+            raise ConfigError(f"lora={self.lora} is planned with element-wise optimizers, not with {self.optimizer}")
+        widths = widths_of(self.precision, self.master)
         if self.micro_batches > 1 and widths.narrow:
             widths = widths._replace(grad=4)
         return Question(
@@ -149,14 +222,16 @@ class PlanCommand(ModelOptions):
                 numel=None if self.params is None else int(self.params),
                 shape=shape,
                 bucket_bytes=self._bucket_bytes(),
+                lora=self.lora,
                 auto_wire=True,
             ),
             ranks=self.ranks,
             hardware=self.machine(),
-            cost=cost_of(self.optimizer),
+            cost=named_cost(self.optimizer, self.optimizer_state),
             tp=self.tp or None,
             pp=self.pp,
             replica=self.replica,
+            sequence=self.sequence,
             batch=self.batch,
             micro_batches=self.micro_batches,
             max_global_batch=self.max_global_batch,
@@ -164,22 +239,37 @@ class PlanCommand(ModelOptions):
             prefetch=self.prefetch,
             reshard_after_forward=self.reshard_after_forward,
             in_backward=self.step_in_backward,
+            stage=self.stage,
+            optimizer_tier=_tier(self.offload),
+            parameters_tier=_tier(self.offload_parameters),
         )
 
     def machine(self) -> Hardware:
         if self.memory_gb is not None and not 0 < self.memory_gb < 1e9:
             raise ConfigError(f"--memory-gb {self.memory_gb:g} is not a positive size")
+        for flag, rate in (("--node-link-gb", self.node_link_gb), ("--network-gb", self.network_gb)):
+            if rate is not None and not 1e-6 <= rate < 1e6:
+                raise ConfigError(f"{flag} {rate:g} is not a rate in GB/s")
         memory = None if self.memory_gb is None else int(self.memory_gb * 1e9)
         if self.hardware != "measure":
-            return hardware(self.hardware, memory)
-        found = measured()
-        return found if memory is None else dataclasses.replace(found, memory_bytes=memory)
+            found = hardware(self.hardware, memory)
+        else:
+            from onefold.planner.measure import measured
+
+            found = measured()
+            found = found if memory is None else dataclasses.replace(found, memory_bytes=memory)
+        node_link = found.node_link if self.node_link_gb is None else self.node_link_gb * 1e9
+        nic_rate = found.nic_rate if self.network_gb is None else self.network_gb * 1e9 / found.nics
+        return dataclasses.replace(found, node_link=node_link, nic_rate=nic_rate)
 
     def _bucket_bytes(self) -> int:
         return bucket_bytes(self.bucket_mb)
 
     def _of_module(self) -> Plan:
-        for_shapes = ("step_in_backward", "tp", "pp", "replica", "params", "model", "layers", "hidden", "heads")
+        for_shapes = (
+            "stage", "offload", "offload_parameters", "node_link_gb", "network_gb", "lora", "step_in_backward", "tp",
+            "pp", "replica", "sequence", "params", "model", "layers", "hidden", "heads",
+        )  # fmt: skip
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         if given := [name for name in for_shapes if getattr(self, name) != fields[name]]:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
@@ -191,12 +281,22 @@ class PlanCommand(ModelOptions):
                 raise ConfigError(f"{name}={least} is not a positive whole number")
         if self.activations not in (None, "keep", "checkpoint"):
             raise ConfigError(f"--activations {self.activations}: a config.json is planned with keep or checkpoint")
+        import torch
+
+        from onefold.cli.subject import policy
+        from onefold.planner.plan import plan
+
         with torch.device("meta"):
             model = self.build()
         return plan(
             model, self.sample(self.batch or 1), ranks=self.ranks, hardware=self.machine(), optimizer=self.optimizer,
-            tokens=self.tokens, max_global_batch=self.max_global_batch, micro_batches=self.micro_batches,
+            optimizer_state=self.optimizer_state, tokens=self.tokens, max_global_batch=self.max_global_batch,
+            micro_batches=self.micro_batches,
             activations="checkpoint" if self.activations == "checkpoint" else "keep",
             precision=policy(self.precision, self.master), bucket_bytes=self._bucket_bytes(), prefetch=self.prefetch,
             reshard_after_forward=self.reshard_after_forward,
         )  # fmt: skip
+
+
+def _tier(asked: OnTier | None) -> str | None:
+    return "device" if asked == "none" else asked

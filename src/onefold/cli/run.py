@@ -7,6 +7,7 @@ Signals reach every rank; when one fails all end, and the first to fail is named
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from typing import Annotated
 import torch
 import tyro
 
+from onefold.checkpoint.memory.places import owned_folder, remove
 from onefold.cli.launch import Launch, Launcher, is_rank, say
 from onefold.errors import ConfigError
+from onefold.train.run.groups import Bounds
 
 SHUTDOWN_S = 30.0
 
@@ -33,6 +36,10 @@ class RunCommand:
 
     max_restarts: int = 0
     """How often to restart all ranks after one was lost; the script resumes from its own checkpoint."""
+
+    elastic: str | None = None
+    """MIN:MAX ranks, such as 2:3: after ranks were lost, start those that are left; the script goes on with
+    onefold.resilient."""
 
     timeout_s: float = 600.0
     """Seconds that a rank may be stopped (SIGSTOP) before all ranks are killed."""
@@ -66,10 +73,14 @@ class RunCommand:
             raise ConfigError("no script was given; use for example: onefold run --ranks 2 script.py")
         if not self.module and not Path(self.script[0]).is_file():
             raise ConfigError(f"{self.script[0]} is no file; give a Python script, or --module and a module's name")
-        ranks = self.ranks if self.ranks is not None else torch.cuda.device_count() or 2
+        bounds = None if self.elastic is None else Bounds.of(self.elastic)
+        usual = bounds.most if bounds else torch.cuda.device_count() or 2
+        ranks = self.ranks if self.ranks is not None else usual
         for name, value, least in (("ranks", ranks, 1), ("max-restarts", self.max_restarts, 0)):
             if value < least:
                 raise ConfigError(f"--{name} {value} is out of range; use a number of at least {least}")
+        if bounds and not bounds.least <= ranks <= bounds.most:
+            raise ConfigError(f"--ranks {ranks} is not within --elastic {self.elastic}; leave --ranks out")
         for name, limit_s in (("timeout-s", self.timeout_s), ("shutdown-s", self.shutdown_s)):
             if not 0 < limit_s < float("inf"):
                 raise ConfigError(f"--{name} {limit_s:g} is out of range; use a number of seconds above 0")
@@ -77,8 +88,12 @@ class RunCommand:
         launch = Launch(
             ranks=ranks, command=command, max_restarts=self.max_restarts, timeout_s=self.timeout_s,
             shutdown_s=self.shutdown_s, forwards_signals=True,
+            elastic=range(bounds.least, bounds.most + 1) if bounds else (),
         )  # fmt: skip
-        outcome = Launcher(launch).run()
+        try:
+            outcome = Launcher(launch).run()
+        finally:
+            remove(owned_folder(os.getpid()))  # copies of onefold.resilient, of a script that failed
         if not outcome.good:
             say(outcome.message)
         return outcome.code

@@ -8,11 +8,13 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from onefold.cost.text import format_bytes
+from onefold.cost.text import format_bytes, format_seconds
 from onefold.errors import visible
 from onefold.train.run.metrics import Listener, Row
+
+BAR, WIDE = 20, 120  # columns of the bar, and of the terminal from which there is one
 
 
 class PipeConsole(Console):
@@ -47,8 +49,10 @@ class Screen(Listener):
         if step:
             self._say(f"resumes after step {step}")
         if self._console.is_terminal:
-            columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}")
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._console, transient=True)
+            columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn(), TimeRemainingColumn()]
+            columns += [BarColumn(BAR)] if self._console.width >= WIDE else []
+            columns.append(TextColumn("{task.description}"))
+            self._progress = Progress(*columns, console=self._console, transient=True)
             self._task = self._progress.add_task("", total=self._steps, completed=step)
             self._progress.start()
 
@@ -58,10 +62,16 @@ class Screen(Listener):
 
     def row(self, row: Row) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, description=figures(row, memory=True))
+            self._progress.update(self._task, description=shortened(figures(row, memory=True), self._room()))
         if self._progress is None or row.val_loss is not None:
-            left_s = (self._steps - row.step) * row.step_s
-            self._say(f"step {row.step:>6}/{self._steps}  {figures(row, memory=False)}  {left_s:.0f} s left")
+            left = format_seconds(math.ceil((self._steps - row.step) * row.step_s))
+            left = f"{left} left" if row.step < self._steps else "done"
+            self._say(f"step {row.step:>6}/{self._steps}  {figures(row, memory=False)}  {left}")
+
+    def _room(self) -> int:
+        """Columns of the live line that are left for figures, beside step, time and bar."""
+        taken = len("step ") + 2 * len(str(self._steps)) + 2 + len("0:00:00 ")
+        return self._console.width - taken - (BAR + 1 if self._console.width >= WIDE else 0)
 
     def warned(self, ranks: list[int], kind: str, message: str) -> None:
         who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
@@ -80,13 +90,24 @@ class Screen(Listener):
             self._console.on_broken_pipe()
 
 
+def shortened(text: str, room: int) -> str:
+    """As many of the figures, which two spaces part, as there is room for.
+
+    >>> shortened("loss 2.0000  lr 1.00e-03  10 tok/s", 24)
+    'loss 2.0000  lr 1.00e-03'
+    """
+    while len(text) > room and "  " in text:
+        text = text.rpartition("  ")[0]
+    return text
+
+
 def figures(row: Row, *, memory: bool) -> str:
     parts = [f"loss {row.loss:.4f}"]
     if row.val_loss is not None and row.val_ppl is not None:
         parts.append(f"val {row.val_loss:.4f} (ppl {row.val_ppl:.2f})")
+    parts += [f"{row.tokens_per_s:,.0f} tok/s", f"lr {row.lr:.2e}"]
     if not math.isnan(row.grad_norm):  # updated in backward: there is no global norm
         parts.append(f"norm {row.grad_norm:.3f}")
-    parts += [f"lr {row.lr:.2e}", f"{row.tokens_per_s:,.0f} tok/s"]
     if row.mfu is not None:
         parts.append(f"MFU {row.mfu:.1%}")
     if row.loss_scale is not None:

@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+import torch
+
 from onefold.cli.subject import Compute, TrialOptions
-from onefold.cli.tables import console, seconds, table
+from onefold.cli.tables import console, print_table, seconds
+from onefold.cost.machine import here
 from onefold.cost.text import format_bytes
 from onefold.observe.simulation import Simulation, simulate
+from onefold.train.run.fits import on_host
 from onefold.train.run.model import initialise
 
 
@@ -44,10 +48,12 @@ class SimulateCommand(TrialOptions):
     def run(self) -> int:
         zero = dataclasses.replace(self.zero(self.precision, "ranks", "batch", "steps"), activations=self.activations)
         shape = self.shape()
+        machine = here(torch.device("cuda")) if self.device != "cpu" and torch.cuda.is_available() else on_host(1)
+        self.tell_plan(self.precision, self.ranks, self.batch, self.activations, machine)
         found = simulate(
             self.build, self.sample(self.batch), zero, ranks=self.ranks, steps=self.steps, device=self.device,
             init=partial(initialise, layers=shape.layers) if shape else None, optimizer=self.optimizer,
-            backend=self.backend,
+            optimizer_state=self.optimizer_state, backend=self.backend,
         )  # fmt: skip
         if self.json:
             sys.stdout.write(json.dumps(as_dict(found), indent=1) + "\n")
@@ -81,9 +87,8 @@ def show(name: str, found: Simulation) -> None:
         rows.append(["reserved by the allocator", "", format_bytes(found.reserved_bytes)])
     title = f"{name} ({found.parameters:,} parameters): rank 0 of {found.ranks} at stage {found.stage}, {found.device}"
     screen = console()
-    screen.print(
-        table(title, ("per rank", "planned", "measured", "off by"), [row + [""] * (4 - len(row)) for row in rows])
-    )
+    heads = ("per rank", "planned", "measured", "off by")
+    print_table(screen, title, heads, [row + [""] * (4 - len(row)) for row in rows])
     took = ", ".join(seconds(step) for step in found.steps_s)
     screen.print(f"start: {seconds(found.build_s)}; steps: {took}; would send {format_bytes(found.sent_bytes)}")
     if found.busy is None:

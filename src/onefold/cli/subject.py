@@ -5,20 +5,30 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import nn
-
-from onefold.cost.shapes import Shape, named
+from onefold.cli.tables import console
+from onefold.cost.decoders import Decoder
+from onefold.cost.estimate import Choice
+from onefold.cost.families import model_shape
+from onefold.cost.hardware import Hardware
+from onefold.cost.search import Question
+from onefold.cost.shapes import Shape
+from onefold.cost.states import named_cost
+from onefold.cost.work import Work
 from onefold.errors import ConfigError
 from onefold.files.limited import read_json
-from onefold.optim.elementwise import cost_of
+from onefold.planner.summary import run_summary
 from onefold.settings.offload import Offload
-from onefold.settings.precision import Precision
-from onefold.settings.zero import Zero
-from onefold.train.run.model import GPT
+from onefold.settings.widths import widths_of
 
+if TYPE_CHECKING:  # a plan by formula needs no torch
+    from torch import nn
+
+    from onefold.settings.precision import Precision
+    from onefold.settings.zero import Zero
+
+MOST = 10**6  # of ranks, batches and steps: what is beyond is a mistake
 Master = Literal["fp32", "split"]
 Compute = Literal["fp32", "bf16", "fp16"]
 
@@ -28,7 +38,8 @@ class ModelOptions:
     """Which model."""
 
     model: str | None = None
-    """A GPT by name: gpt2-1.5b, 8b, 40b, 60b, 100b, 170b, 128b, 1t, gpt-tiny …"""
+    """By name: gpt2, gpt2-1.5b, 8b, 100b, 128b, 1t, gpt-tiny …; to plan also llama-3-8b, qwen3-8b, mixtral-8x7b …, or
+    the path of a Hugging Face config.json or its folder."""
 
     config: Path | None = None
     """A Hugging Face config.json, or the folder that holds it (needs transformers)."""
@@ -53,7 +64,7 @@ class ModelOptions:
         sizes = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "seq", "vocab")}
         given = {name: size for name, size in sizes.items() if size is not None}
         if self.model is not None:
-            return dataclasses.replace(named(self.model), **given)
+            return dataclasses.replace(model_shape(self.model), **given)
         if self.config is not None or not given.keys() & {"layers", "hidden", "heads"}:
             return None
         missing = [name for name in ("layers", "hidden", "heads") if name not in given]
@@ -69,10 +80,28 @@ class ModelOptions:
             return self.model
         return f"GPT {self.layers}×{self.hidden}"
 
+    def arguments(self) -> list[str]:
+        """The command line that gives these settings."""
+        given: list[str] = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                name = field.name.replace("_", "-")
+                flag = f"--no-{name}" if value is False else f"--{name}"
+                given += [flag] if isinstance(value, bool) else [flag, str(value)]
+        return given
+
     def build(self) -> nn.Module:
         """The module, on torch's default device."""
         shape = self.shape()
+        if isinstance(shape, Decoder):
+            raise ConfigError(
+                f"{self.name} is known by its shape alone, which is enough to plan; to build it give --config with a "
+                f"Hugging Face config.json (needs transformers), or the name of a GPT"
+            )
         if shape is not None:
+            from onefold.train.run.model import GPT
+
             return GPT(shape)
         if self.config is not None:
             return hugging_face(self.config)
@@ -80,6 +109,8 @@ class ModelOptions:
 
     def sample(self, batch: int) -> Any:
         """A sample input of the model."""
+        import torch
+
         shape = self.shape()
         if shape is not None:
             tokens = torch.zeros(batch, shape.seq, dtype=torch.long)
@@ -100,7 +131,10 @@ class TrialOptions(ModelOptions):
     """With 16 bits: the fp32 master that the optimizer updates."""
 
     optimizer: str = "adamw"
-    """adamw, adam, sgd, momentum, adagrad or rmsprop."""
+    """adamw, adam, sgd, momentum, adagrad, rmsprop, or muon with an AdamW beside it."""
+
+    optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """The form of the moments of adamw, adam or momentum; 8bit and bf16 are rounded at random."""
 
     bucket_mb: float = 128.0
     """Largest unit (flat buffer of parameters), in MiB."""
@@ -123,28 +157,40 @@ class TrialOptions(ModelOptions):
     json: bool = False
     """Print the figures as JSON."""
 
+    def tell_plan(self, precision: Compute, ranks: int, batch: int, activations: str, machine: Hardware) -> None:
+        """Prints what is planned, in three lines, where the model is known by its shape."""
+        shape = self.shape()
+        if self.json or shape is None or self.offload == "auto":
+            return
+        default: Master = "split" if machine.device == "cuda" and precision == "bf16" else "fp32"
+        work = Work(
+            widths=widths_of(precision, self.master or default), shape=shape, bucket_bytes=bucket_bytes(self.bucket_mb),
+            auto_wire=True,
+        )  # fmt: skip
+        question = Question(
+            work=work, ranks=ranks, hardware=machine, cost=named_cost(self.optimizer), prefetch=self.prefetch,
+            reshard_after_forward=self.reshard_after_forward,
+        )  # fmt: skip
+        choice = Choice(
+            self.stage, optimizer=self.offload or "device", parameters=self.offload_parameters or "device",
+            activations=activations,
+        )  # fmt: skip
+        for sentence in run_summary(question.price(choice, question.grid(), batch)):
+            console().print(sentence, markup=False, soft_wrap=False)
+
     def zero(self, precision: Compute, *counts: str) -> Zero:
         """The settings of shard(); raises ConfigError for settings that cannot be, before anything runs."""
         for name in counts:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is not a positive whole number")
-        cost_of(self.optimizer)
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ConfigError(f"{name}={getattr(self, name)} is not a positive whole number up to {MOST:,}")
+        from onefold.settings.zero import Zero
+
+        named_cost(self.optimizer, self.optimizer_state)
         return Zero(
             stage=self.stage, precision=policy(precision, self.master), bucket_bytes=bucket_bytes(self.bucket_mb),
             prefetch=self.prefetch, reshard_after_forward=self.reshard_after_forward,
             offload=Offload(optimizer=self.offload, parameters=self.offload_parameters, path=self.offload_path),
         )  # fmt: skip
-
-    def arguments(self) -> list[str]:
-        """The command line that gives these settings."""
-        given: list[str] = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                name = field.name.replace("_", "-")
-                flag = f"--no-{name}" if value is False else f"--{name}"
-                given += [flag] if isinstance(value, bool) else [flag, str(value)]
-        return given
 
 
 def hugging_face(path: Path) -> nn.Module:
@@ -176,4 +222,6 @@ def bucket_bytes(mebibytes: float) -> int:
 
 def policy(precision: Compute, master: Master | None) -> Precision:
     """The Precision of these settings; fp32 parameters are their own master."""
+    from onefold.settings.precision import Precision
+
     return Precision(compute=precision, master=None if precision == master else master)

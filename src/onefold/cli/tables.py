@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from onefold.cost.text import format_bytes
-from onefold.planner.plan import Plan
+from onefold.planner.answer import Plan
 from onefold.planner.rows import Row
 
+Cells: TypeAlias = "tuple[str, Sequence[str], list[list[Any]]]"  # title, heads, rows
+WIDE = 210  # columns of --all where the output is no terminal
 
-def console() -> Console:
-    """A console; where the output is no terminal, one that is wide enough for the tables."""
+
+def console(*, wide: bool = False) -> Console:
+    """A console as wide as the terminal; where the output is none, as COLUMNS says, 80 columns or WIDE."""
     found = Console(highlight=False)
-    return found if found.is_terminal else Console(highlight=False, width=210)
+    return Console(highlight=False, width=WIDE) if wide and not found.is_terminal else found
+
+
+def print_table(screen: Console, title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table, as several with the same first column where the screen is narrower; no figure is cut."""
+    widths = [max(Text.from_markup(str(cell)).cell_len for cell in column) for column in zip(heads, *rows, strict=True)]
+    first, *others = range(len(heads))
+    parts: list[list[int]] = [[first]]
+    for column in others:
+        if len(parts[-1]) > 1 and sum(widths[i] + 3 for i in (*parts[-1], column)) + 1 > screen.width:
+            parts.append([first])
+        parts[-1].append(column)
+    for number, columns in enumerate(parts):
+        cells = [[row[i] for i in columns] for row in rows]
+        screen.print(table(title if number == 0 else "", [heads[i] for i in columns], cells))
 
 
 def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    made = Table(title=title or None, title_justify="left", title_style="bold", header_style="bold")
     for number, head in enumerate(heads):
-        made.add_column(head, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        made.add_column(head, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
         made.add_row(*[str(cell) for cell in row])
     return made
@@ -43,8 +61,9 @@ def bytes_or_blank(nbytes: int) -> str:
     return format_bytes(nbytes) if nbytes else ""
 
 
-def show_plan(plan: Plan) -> None:
-    screen = console()
+def show_all(plan: Plan) -> None:
+    """Prints every choice of a plan with its bytes, traffic and time."""
+    screen = console(wide=True)
     screen.print(
         f"[bold]{escape(plan.model)}[/]: {plan.parameters:,} parameters, {plan.precision}, on {plan.ranks} × "
         f"{plan.hardware.name} ({plan.grid}), {format_bytes(plan.hardware.memory_bytes)} each"
@@ -52,10 +71,10 @@ def show_plan(plan: Plan) -> None:
     if plan.sums:
         screen.print(f"gradients: {plan.sums}", soft_wrap=True)
     rows = [*plan.stages, *plan.variants]
-    screen.print(_memory(rows))
-    screen.print(_traffic(rows))
+    print_table(screen, *_memory(rows))
+    print_table(screen, *_traffic(rows))
     if any(row.compute_s for row in rows):
-        screen.print(_time(rows))
+        print_table(screen, *_time(rows))
     screen.print("[bold]what to choose[/]")
     for number, choice in enumerate(plan.recommendations[:6], 1):
         known = rows[0].activations != "unknown"
@@ -69,7 +88,7 @@ def show_plan(plan: Plan) -> None:
         screen.print(f"note: {note}")
 
 
-def _memory(rows: Sequence[Row]) -> Table:
+def _memory(rows: Sequence[Row]) -> Cells:
     heads = ("on each rank", "params", "grads", "optimizer", "states", "grads then", "buffers",
              "gathered", "activ.", "margin", "peak", "host", "pinned", "disk", "fits", "max batch", "min ranks",
              "max model")  # fmt: skip
@@ -93,20 +112,20 @@ def _memory(rows: Sequence[Row]) -> Table:
             ]
         )
     batch = f", batch {rows[0].batch}, activations: {rows[0].activations}" if rows[0].activations != "unknown" else ""
-    return table(f"memory{batch}", heads, body)
+    return f"memory{batch}", heads, body
 
 
-def _traffic(rows: Sequence[Row]) -> Table:
+def _traffic(rows: Sequence[Row]) -> Cells:
     purposes = list(dict.fromkeys(m.purpose for row in rows for m in row.messages if m.elements))
     body = []
     for row in rows:
         sent = {m.purpose: m for m in row.messages}
         cells = [format_bytes(sent[p].bytes) if p in sent and sent[p].bytes else "" for p in purposes]
         body.append([row.label, f"{row.traffic_elements:,}", format_bytes(row.traffic_bytes), *cells])
-    return table("sent by one rank in a step", ("", "elements", "bytes", *purposes), body)
+    return "sent by one rank in a step", ("", "elements", "bytes", *purposes), body
 
 
-def _time(rows: Sequence[Row]) -> Table:
+def _time(rows: Sequence[Row]) -> Cells:
     heads = ("a step", "seconds", "compute", "waits for links", "tensor parallel", "update", "on the host",
              "transfers", "bubble", "prefetch", "break-even", "tokens/s", "days")  # fmt: skip
     body = []
@@ -128,4 +147,4 @@ def _time(rows: Sequence[Row]) -> Table:
             "" if row.days is None else f"{row.days:,.1f}",
         ]
         body.append([row.label, seconds(row.step_s), *map(seconds, parts), *rest])
-    return table("time", heads, body)
+    return "time", heads, body

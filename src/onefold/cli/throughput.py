@@ -1,15 +1,13 @@
-"""`onefold plan --scaling`: expected throughput against the number of ranks, as a table, JSON or a picture.
+"""`onefold plan --scaling`: expected throughput against the number of ranks, as a table or JSON.
 
 A model, not a measurement, and everything here says so.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from onefold.cli.plots import STAGE_COLOURS, plotter, save
-from onefold.cli.tables import console, seconds, table
+from onefold.cli.tables import console, print_table, seconds
 from onefold.cost.search import Question, check_question
 from onefold.errors import ConfigError
 from onefold.planner.throughput import STATED, Point, expected, rank_counts, scaling
@@ -69,31 +67,8 @@ def show(name: str, question: Question, found: list[Curve]) -> None:
         if not curve.points:
             body.append([f"{curve.stage}", "does not fit", *[""] * (len(HEADS) - 2)])
     title = f"expected throughput of {name} on {question.hardware.name} ({STATED})"
-    screen.print(table(title, HEADS, body))
+    print_table(screen, title, HEADS, body)
     screen.print(
         "batch: per replica, the largest that fits unless given; TFLOP/s count what is computed again; to linear: "
         "samples/s over the first row's, in proportion to ranks"
     )
-
-
-def draw(path: Path, name: str, question: Question, found: list[Curve]) -> None:
-    pyplot = plotter()
-    figure, (speed, batch) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-    figure.suptitle(f"{name} on {question.hardware.name}: {STATED}")
-    for curve in found:
-        numbers, colour, label = [p.ranks for p in curve.points], STAGE_COLOURS[curve.stage], f"stage {curve.stage}"
-        speed.plot(numbers, [p.tflops for p in curve.points], "o-", markersize=4, color=colour, label=label)
-        batch.plot(numbers, [p.batch for p in curve.points], "o-", markersize=4, color=colour, label=label)
-    speed.set_ylabel("TFLOP/s of each rank")
-    speed.set_ylim(0, question.hardware.flops * question.hardware.efficiency / 1e12 * 1.08)
-    batch.set_ylabel("sequences per replica")
-    batch.set_ylim(bottom=0)
-    for axes in (speed, batch):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set_xlabel("ranks")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    speed.legend(frameon=False, loc="lower right")
-    save(path, figure, f"{name}: {STATED}", "")
-    pyplot.close(figure)

@@ -20,25 +20,30 @@ from typing import Any
 
 import torch
 
-from onefold.checkpoint.format.folder import committed, step_name
-from onefold.checkpoint.format.storage import Storage
-from onefold.cli.launch import Launch, Launcher, is_rank, onefold_command, report_and_exit, say
+from onefold.checkpoint.format.folder import step_name
+from onefold.checkpoint.memory.places import copies_folder, remove_copies
+from onefold.cli.launch import Launch, Launcher, is_rank, onefold_command, remark, report_and_exit, say
 from onefold.cli.lifeline import FINISHED, PREPARING, TRAINING, Lifeline
 from onefold.cli.ranks import private_file
 from onefold.cli.screen import Screen
 from onefold.cli.verdict import Outcome
 from onefold.comm.shutdown import shutdown
+from onefold.cost.hardware import Hardware
+from onefold.cost.machine import here
 from onefold.cost.shapes import Shape
-from onefold.errors import ConfigError, OnefoldError
+from onefold.errors import CheckpointError, ConfigError, OnefoldError
 from onefold.offload.files import check_folder as check_disk
+from onefold.planner.summary import run_summary
 from onefold.train.run.board import Board, check_board
 from onefold.train.run.clean import clean_up
 from onefold.train.run.data import prepare
+from onefold.train.run.fits import check_fits, on_host
 from onefold.train.run.folder import RunFolder, replace
 from onefold.train.run.lock import LAUNCHED, RunLock
 from onefold.train.run.metrics import Listener
 from onefold.train.run.records import read_facts, read_metrics, read_profile
 from onefold.train.run.same import check_resumable, check_same
+from onefold.train.run.saved import saved_steps
 from onefold.train.run.settings import Settings
 from onefold.train.run.source import find_source
 from onefold.train.run.start import check_folder, train
@@ -55,6 +60,9 @@ class TrainCommand(Settings):
 
     config: Path | None = None
     """A TOML file of settings, such as the config.toml of a run; flags override it."""
+
+    plan: bool = True
+    """Ask the plan first, and refuse a run that cannot fit into memory; --no-plan starts it all the same."""
 
     json: bool = False
     """Print nothing while the run trains, and its last row of metrics as JSON at the end."""
@@ -73,11 +81,17 @@ class TrainCommand(Settings):
     def run(self) -> int:
         ranks = self.count()
         self.check(ranks)
+        if self.checkpoints.elastic is not None and self.steps.global_batch is None:
+            steps = dataclasses.replace(self.steps, global_batch=self.elastic_batch(), accumulation=None)
+            return dataclasses.replace(self, steps=steps).run()  # the same batch at any number of ranks
         if LAUNCHED not in os.environ:  # else the launcher did
             check_resumable(self)
         if is_rank():
             return self._as_rank()
         shape = self._check_data()
+        if self.plan and not torch.cuda.device_count():  # else ranks ask: this process is to load no driver
+            for count in dict.fromkeys([ranks, *self.elastic_ranks()[:1]]):
+                self._check_fits(shape, count, on_host(count))
         with ExitStack() as locks:
             for folder in dict.fromkeys([self.output.out, *(run.output.out for run in self.stages())]):
                 locks.enter_context(RunLock(folder))
@@ -87,7 +101,8 @@ class TrainCommand(Settings):
     def count(self) -> int:
         """The number of ranks."""
         if not is_rank():
-            return self.ranks or torch.cuda.device_count() or 2
+            bounds = self.checkpoints.bounds
+            return self.ranks or (bounds.most if bounds else torch.cuda.device_count() or 2)
         found = int(os.environ.get("WORLD_SIZE", "1"))
         if self.ranks not in (None, found):
             raise ConfigError(f"--ranks {self.ranks}, but torchrun started {found}; leave --ranks out")
@@ -105,9 +120,19 @@ class TrainCommand(Settings):
             check_board()
         return shape
 
+    def _check_fits(self, shape: Shape, ranks: int, machine: Hardware) -> None:
+        """Raises for a run that cannot fit; says on a terminal what is planned."""
+        for run in self.stages():
+            found = check_fits(run, shape, ranks, machine)
+            if found is not None and not self.json:
+                for sentence in run_summary(found):
+                    remark(sentence)
+
     def _check_run(self, shape: Shape) -> None:
         """Checks --out, and that a resumed run has the same settings and data; reads the data once."""
         check_folder(self)
+        if not self.json:
+            remark("reading the data, then starting the ranks …")
         prepared = prepare(self.data, self.output.out)
         for run in self.stages() if self.checkpoints.may_resume else ():
             check_same(run, prepared.digests, shape, vocab_known=prepared.entry is not None)
@@ -115,19 +140,22 @@ class TrainCommand(Settings):
     # -- the launcher ------------------------------------------------------------------------------------------------
 
     def _launch(self, ranks: int) -> int:
-        with private_file(to_toml(self, leave_out=("config",))) as path:
+        elastic = self.checkpoints.elastic is not None
+        with private_file(to_toml(self, leave_out=("config", *["ranks"] * elastic))) as path:
             if self.compare is not None:  # so that --resume knows it for a comparison
                 self.output.out.mkdir(parents=True, exist_ok=True)
                 replace(RunFolder(self.output.out).config, to_toml(self, leave_out=NOT_SAVED))
             launch = Launch(
                 ranks=ranks, command=onefold_command("train", "--config", path), files=[path],
                 max_restarts=self.checkpoints.max_restarts, timeout_s=self.checkpoints.timeout_s,
-                shutdown_s=self.checkpoints.shutdown_s,
+                shutdown_s=self.checkpoints.shutdown_s, elastic=self.elastic_ranks(),
             )  # fmt: skip
             outcome = Outcome(1)
             try:
                 outcome = Launcher(launch).run()
             finally:  # also where the launcher itself fails
+                if elastic:
+                    remove_copies(copies_folder(RunFolder(self.output.out).checkpoints.absolute()))
                 for run in self.stages() if not outcome.good else ():
                     clean_up(RunFolder(run.output.out))
         if outcome.good:
@@ -145,13 +173,19 @@ class TrainCommand(Settings):
         """How to resume, if a checkpoint was saved and the error is not about checkpoints or settings."""
         if outcome.kind in NO_ADVICE:
             return ""
-        folders = [RunFolder(run.output.out).checkpoints for run in self.stages()]
-        saved = [step for folder in folders if folder.exists() for step in committed(Storage(), folder)]
+        saved = self._saved()
         return f" (to go on from {step_name(max(saved))}: {self._resume()})" if saved else ""
+
+    def _saved(self) -> list[int]:
+        """The steps of which there is a checkpoint."""
+        try:
+            return [step for run in self.stages() for step in saved_steps(run)]
+        except CheckpointError:
+            return []  # a store that does not answer; what went wrong is said already
 
     def _resume(self) -> str:
         """The command that resumes this run."""
-        ranks = f" --ranks {self.count()}" if not is_rank() else ""
+        ranks = f" --ranks {self.count()}" if not is_rank() and self.checkpoints.elastic is None else ""
         return f"onefold train --resume --out {shlex.quote(str(self.output.out))}{ranks}"
 
     def _finish(self, signals: Sequence[str] = ()) -> None:
@@ -176,7 +210,14 @@ class TrainCommand(Settings):
     # -- a rank ------------------------------------------------------------------------------------------------------
 
     def _as_rank(self) -> int:
-        stop = Stop(lambda name: line.say({"signal": name}), lambda: line.say({"phase": TRAINING}))
+        if self.checkpoints.elastic is not None and LAUNCHED not in os.environ and not self.checkpoints.may_resume:
+            raise ConfigError(
+                "--elastic under torchrun starts the same command again after ranks were lost; add --resume-or-start"
+            )
+        stop = Stop(
+            lambda name: line.say({"signal": name}), lambda: line.say({"phase": TRAINING}),
+            limit_s=self.checkpoints.shutdown_s, on_late=lambda name: report_and_exit(line, self._late(name)),
+        )  # fmt: skip
         line = Lifeline(stop.ask)
         try:
             self._train(stop, line)
@@ -187,11 +228,24 @@ class TrainCommand(Settings):
             self._finish()
         return 0
 
+    def _late(self, signal_name: str) -> OnefoldError:
+        """What a rank says that was told to stop and could not save in time."""
+        saved = self._saved()
+        last = f"the last checkpoint is {step_name(max(saved))}" if saved else "there is no checkpoint"
+        return OnefoldError(
+            f"not saved: {self.checkpoints.shutdown_s:g} s after {signal_name} (--shutdown-s) the step in hand was not "
+            f"finished and saved; {last}"
+        )
+
     def _train(self, stop: Stop, line: Lifeline) -> None:
         """Trains every stage, until the end or a signal."""
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         again = restarted or self.checkpoints.resume
         settings = dataclasses.replace(self, checkpoints=dataclasses.replace(self.checkpoints, resume=again))
+        if self.plan and torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+            for run in settings.stages():  # with a vocabulary of 1, as long as nobody has read the data
+                check_fits(run, self.model.shape(1), int(os.environ["WORLD_SIZE"]), here(device))
         for run in settings.stages():
             check_folder(run)
         for run in settings.stages():

@@ -53,10 +53,21 @@ def cause_known(errors: Iterable[ReportedError], exits: Iterable[Exit]) -> bool:
 
 def _own(errors: Sequence[ReportedError], exits: Iterable[Exit]) -> list[tuple[float, Outcome]]:
     """When and how ranks failed for a reason of their own, not because a peer failed."""
-    reported = {error.rank for error in errors}
     failed = [(error.at_s, Outcome(1, error.message, error.kind)) for error in errors if error.level is Level.OWN]
-    lost = [end for end in exits if end.code < 0 or (end.code > 0 and end.rank not in reported)]
-    return failed + [(end.at_s, Outcome(1, how_it_ended(end), lost=True)) for end in lost]
+    return failed + [(end.at_s, Outcome(1, how_it_ended(end), lost=True)) for end in _untold(errors, exits)]
+
+
+def _untold(errors: Sequence[ReportedError], exits: Iterable[Exit]) -> list[Exit]:
+    """The ends of ranks that reported no error."""
+    reported = {error.rank for error in errors}
+    return [end for end in exits if end.code < 0 or (end.code > 0 and end.rank not in reported)]
+
+
+def lost_ranks(errors: Sequence[ReportedError], exits: Sequence[Exit]) -> set[int]:
+    """The ranks that were lost: the first that ended without a report, and those that were killed too. Others that
+    ended may have failed because these did, as NCCL aborts a process whose peer is gone. `exits` are in order."""
+    ends = _untold(errors, exits)
+    return {end.rank for end in ends if end is ends[0] or end.code == -signal.SIGKILL}
 
 
 def verdict(

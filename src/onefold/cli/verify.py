@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from onefold.cli.launch import is_rank, report_and_exit, run_ranks
 from onefold.cli.lifeline import Lifeline
 from onefold.cli.subject import Compute, TrialOptions
-from onefold.cli.tables import console, table
+from onefold.cli.tables import console, print_table
 from onefold.comm.mesh import init
 from onefold.cost.text import format_bytes
 from onefold.observe.inventory import DISK
@@ -24,10 +24,10 @@ from onefold.observe.rehearsal import Rehearsal, rehearse
 from onefold.observe.reports import MemoryReport, memory, traffic
 from onefold.observe.simulation import train_step
 from onefold.offload.files import check_folder
-from onefold.optim.elementwise import OPTIMIZERS, cost_of
-from onefold.optim.optimizer import Optimizer
+from onefold.optim.named import choose
 from onefold.settings.zero import Zero
-from onefold.shard import shard
+from onefold.sharding import shard
+from onefold.train.run.fits import on_host
 
 STATES, PEAK, EXACT = 0.02, 0.10, 0.0  # how far off a figure may be
 WARM_UP = 2  # steps until buffers are allocated and schedules learnt
@@ -71,6 +71,8 @@ class VerifyCommand(TrialOptions):
             self.build()  # raises for a mistake in the model before ranks are started
         if self.offload_path is not None:
             check_folder(self.offload_path, 0)
+        if not torch.cuda.device_count():  # else ranks use GPUs, of which this process is to load no driver
+            self.tell_plan(self.precision, self.ranks, self.batch, "keep", on_host(self.ranks))
         rows = run_ranks(self.ranks, ["verify", *self.arguments()])
         self._show(rows)
         return verdict(rows)
@@ -93,12 +95,13 @@ class VerifyCommand(TrialOptions):
         sample = self.sample(self.batch)
         with torch.device("meta"):
             blank = self.build()
-        cls, settings = OPTIMIZERS[self.optimizer.lower()]
+        chosen = choose(self.optimizer, state=self.optimizer_state)
         planned = rehearse(
-            blank, sample, zero, cost_of(self.optimizer), ranks=self.ranks, plays=backend, node_ranks=self.ranks
-        )
+            blank, sample, zero, chosen.cost, ranks=self.ranks, plays=backend, node_ranks=self.ranks,
+            optimizer=chosen.make_whole,
+        )  # fmt: skip
         model = shard(self.build().to(device), zero)
-        optimizer = Optimizer(model, cls, **settings)
+        optimizer = chosen.make(model)
         inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
         peak = 0
         for step in range(WARM_UP + 1):
@@ -121,7 +124,7 @@ class VerifyCommand(TrialOptions):
             verdict = "[green]yes[/]" if row["good"] else "[red]no[/]"
             body.append([row["what"], planned, measured, f"{off:.2%}", f"{row['tolerance']:.0%}", verdict])
         title = f"{self.name} at stage {self.stage} on {self.ranks} ranks: rank 0 in a steady step"
-        console().print(table(title, ("", "planned", "measured", "off by", "allowed", "good"), body))
+        print_table(console(), title, ("", "planned", "measured", "off by", "allowed", "good"), body)
 
 
 def compare(planned: Rehearsal, model: torch.nn.Module, peak: int) -> list[Check]:

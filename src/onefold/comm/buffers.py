@@ -7,6 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
+from onefold.comm.fitting import fit
+
 
 def key_of(tensor: Tensor) -> int:
     """A number that identifies the storage of a plain tensor among all that are alive."""
@@ -36,13 +38,12 @@ class Pool:
             return self._hand_out(self._fitting(wanted_bytes))[:wanted_bytes].view(dtype)
 
     def _fitting(self, wanted_bytes: int) -> Tensor:
-        fitting = [buffer for buffer in self._free if buffer.numel() >= wanted_bytes]
-        if fitting:
-            buffer = min(fitting, key=Tensor.numel)
-            self._remove(buffer)
-            return buffer
-        if self._free:  # grow one that is too small rather than keep it beside a larger one
-            self._remove(max(self._free, key=Tensor.numel))
+        index, large_enough = fit([buffer.numel() for buffer in self._free], wanted_bytes)
+        if index is not None:
+            buffer = self._free.pop(index)
+            if large_enough:
+                return buffer
+            del buffer  # before the larger one is made
         return self._make(wanted_bytes)
 
     def _hand_out(self, buffer: Tensor) -> Tensor:
@@ -69,9 +70,6 @@ class Pool:
     def trim(self) -> None:
         """Frees the buffers that are not taken."""
         self._free.clear()
-
-    def _remove(self, buffer: Tensor) -> None:
-        self._free = [other for other in self._free if other is not buffer]
 
     def buffers(self) -> list[Tensor]:
         """All buffers, free and taken."""

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onefold.comm.endpoint import Endpoint, Pending, Reduction
-from onefold.comm.maximum import Maximum, bytes_tensor, max_rounds, tensor_bytes
+from onefold.comm.links import BOTH
+from onefold.comm.maximum import Maximum, bytes_tensor, tensor_bytes
 from onefold.comm.mesh import Axes, Axis, new_gloo_axis
 from onefold.comm.meter import Label, Meter
 from onefold.comm.nodes import ranks_per_node
-from onefold.comm.strategy import Strategy
+from onefold.comm.strategy import Strategy, max_rounds
 from onefold.comm.streams import StreamEvent
 from onefold.comm.wires import PairwiseWire, wire_for
 from onefold.errors import CommError
@@ -37,7 +38,7 @@ class Comm(Endpoint):
     """Collectives over one axis of a mesh."""
 
     def __init__(
-        self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter, *, one_link: bool = False
+        self, axis: Axis, device: torch.device, timeout_s: float, meter: Meter, *, one_link: str | None = None
     ) -> None:
         super().__init__(axis, timeout_s)
         self.meter = meter
@@ -130,6 +131,15 @@ class Comm(Endpoint):
             return Reduction(Pending(self, label, ()), [flat])
         with self.span("start", label):
             return self._wire.reduce_scatter(flat, scratch, label)
+
+    def swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
+        """Starts to send vectors to some ranks and to receive vectors from some, of any sizes and dtypes. Every rank
+        calls it, also with nothing to send; what one rank sends another receives."""
+        self.meter.count(label.purpose, "all-to-all", sum(tensor.nbytes for tensor in sends.values()))
+        if self.size == 1:
+            return Pending(self, label, ())
+        with self.span("start", label):
+            return self._wire.swap(_as_bytes(sends), _as_bytes(receives), label)
 
     def broadcast(self, tensors: Sequence[Tensor], label: Label) -> None:
         """Copies rank 0's tensors to all ranks, in one message, whatever their dtypes."""
@@ -285,6 +295,7 @@ class Comms(NamedTuple):
     everyone: Comm
     tp: Comm
     pp: Comm
+    sequence: Comm
     holders: Comm
     world: Comm
 
@@ -294,7 +305,7 @@ class Comms(NamedTuple):
         made: dict[Axis, Comm] = {}
         for name, axis in zip(cls._fields, axes, strict=True):
             if axis not in made:
-                made[axis] = Comm(axis, device, timeout_s, meter, one_link=name == "replica")
+                made[axis] = Comm(axis, device, timeout_s, meter, one_link=BOTH if name == "replica" else None)
         return cls(*(made[axis] for axis in axes))
 
     def connect(self) -> None:
@@ -306,6 +317,10 @@ class Comms(NamedTuple):
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as uint8."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _as_bytes(vectors: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {peer: vector.view(torch.uint8) for peer, vector in vectors.items()}
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:

@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onefold.comm.hang_record import record_hang
 from onefold.comm.inflight import PostedShards, keep
+from onefold.comm.last_words import first_words
 from onefold.comm.mesh import Axis, link_name
 from onefold.comm.meter import Label
 from onefold.comm.spans import NOTHING, span
 from onefold.comm.streams import StreamEvent
 from onefold.comm.sums import sum_in_order, sum_wide
+from onefold.comm.waits import Waits
 from onefold.comm.watching import check_watcher, current_watcher
 from onefold.errors import CommError
 
@@ -29,6 +32,7 @@ HINTS = {
         "At stage 3 all ranks run equally many micro-batches; if it ran fewer forwards or repeated other blocks, see "
         'schedule="negotiate", full_parameters. '
     ),
+    "sequence": "If it runs other attention calls, or has stretches of another length: those of one batch are equal. ",
     "used-flags": "If it runs more micro-batches in this step: at stage 3 all ranks must run equally many. ",
     "gather-backward": "If ranks use a unit again after others, each in its own way, give it its own unit (units=). ",
 }
@@ -44,6 +48,7 @@ class Endpoint:
         self.posted = PostedShards()
         self.salt = 0  # distinguishes this model's messages from another's; the same on all ranks
         self.axis, self.timeout = axis, timedelta(seconds=timeout_s)
+        self.waits: Waits | None = None  # where somebody wants to know how long this rank waits
 
     def world_rank(self, rank: int) -> int:
         """The global rank of a rank of this axis."""
@@ -62,13 +67,25 @@ class Endpoint:
             if (watcher := current_watcher()) is not None:
                 broke = time.monotonic() - began_s < BROKE * self.timeout.total_seconds()
                 watcher.explain(self.world_rank(peer) if broke and peer is not None else None)
-            who = "its peers" if peer is None else f"rank {self.world_rank(peer)}"
-            raise CommError(
-                f"rank {self.world_rank(self.rank)}: {label} got no answer from {who} within "
-                f"{self.timeout.total_seconds():g} s, or {who} has ended; look at that rank's output first. "
-                f"{HINTS.get(label.purpose, '')}"
-                f"The backend says: {(str(error) or type(error).__name__).splitlines()[0]}"
-            ) from error
+            raise self._unanswered(label, peer, error) from error  # no local name: it would keep this frame alive
+        if self.waits is not None:
+            self.waits.host_s += time.monotonic() - began_s
+
+    def _unanswered(self, label: Label, peer: int | None, error: Exception) -> CommError:
+        """What is raised for a message that failed; where hangs are recorded, peers hear of it."""
+        who, words = "its peers" if peer is None else f"rank {self.world_rank(peer)}", first_words()
+        found = f"{words}. Here " if words else ""
+        found += (
+            f"{label} got no answer from {who} within {self.timeout.total_seconds():g} s, or {who} has ended; look "
+            f"at that rank's output first. {HINTS.get(label.purpose, '')}"
+            f"The backend says: {(str(error) or type(error).__name__).splitlines()[0]}"
+        )
+        rank = self.world_rank(self.rank)
+        record_hang(rank, dist.get_world_size(), found)
+        told = CommError(f"rank {rank}: {found}")
+        if (watcher := current_watcher()) is not None:
+            watcher.announce(told)
+        return told
 
     @contextmanager
     def watched(self, label: Label) -> Iterator[None]:
@@ -115,7 +132,9 @@ class StreamPending(Pending):
         event, self._event = self._event, None
         if event is not None:
             check_watcher()
-            event.stream_wait()
+            waits = self._endpoint.waits
+            with waits.stream() if waits is not None and waits.on_stream else NOTHING:
+                event.stream_wait()
 
     def __del__(self) -> None:
         """Orders the current stream after the message, whose buffers may be freed from here on."""

@@ -26,7 +26,7 @@ from onefold.comm.streams import FIRST, SideStream
 from onefold.comm.watcher import end_process
 from onefold.comm.watching import current_watcher, ensure_watcher
 
-GATHER, REDUCE, BOTH = "gather", "reduce", "replica"
+GATHER, REDUCE, BOTH, SEQUENCE = "gather", "reduce", "replica", "sequence"
 ABORTED_WITHIN_S = 1.0
 PATIENCE = 10  # times a time limit: NCCL's own watchdog ends the process, ours names the culprit before
 

@@ -15,16 +15,8 @@ from torch import Tensor
 
 from onefold.comm.endpoint import Endpoint
 from onefold.comm.meter import Label
+from onefold.comm.strategy import max_rounds
 from onefold.comm.wires import PairwiseWire
-
-
-def max_rounds(ranks: int) -> int:
-    """Rounds of an all-reduce of the maximum: ceil(log2 N).
-
-    >>> [max_rounds(ranks) for ranks in (1, 2, 3, 4, 5, 4096)]
-    [0, 1, 2, 2, 3, 12]
-    """
-    return (ranks - 1).bit_length()
 
 
 class Maximum:

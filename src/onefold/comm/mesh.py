@@ -1,7 +1,8 @@
 """Process groups: init(), device meshes, and the axes of ranks along which one model communicates.
 
-State is sharded along "shard" and replicated along "replica". "tp" splits tensors and "pp" splits the model: ranks with
-different coordinates there hold different parameters, so ZeRO runs among ranks of equal "tp" and "pp" coordinates.
+State is sharded along "shard" and "sequence" together, and replicated along "replica". "sequence" cuts the sequences of
+a batch. "tp" splits tensors and "pp" splits the model: ranks with different coordinates there hold different
+parameters, so ZeRO runs among ranks of equal "tp" and "pp" coordinates.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
 import torch
@@ -20,13 +21,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from onefold.comm.last_words import leave_last_words
 from onefold.comm.nccl_settings import prepare_nccl
 from onefold.comm.rendezvous import Place, join
 from onefold.comm.spans import named_span
 from onefold.comm.watching import ensure_watcher
 from onefold.errors import ConfigError, StateError
 
-NAMES = ("replica", "pp", "shard", "tp")  # of axes, the outermost first: neighbouring ranks share "tp"
+Mesh: TypeAlias = DeviceMesh  # for other rooms, which do not import torch.distributed
+NAMES = ("replica", "pp", "shard", "sequence", "tp")  # of axes, the outermost first: neighbouring ranks share "tp"
 
 
 def init(*, timeout_s: float = 600.0) -> None:
@@ -39,11 +42,13 @@ def init(*, timeout_s: float = 600.0) -> None:
     >>> import onefold
     >>> onefold.init()
     """
+    leave_last_words()
     if dist.is_initialized():
         ensure_watcher()
         return
     if not torch.cuda.is_available():
         join("gloo", timeout_s)
+        ensure_watcher()
         return
     place = Place.here()
     prepare_nccl(place.world if place else 1)
@@ -83,19 +88,26 @@ class Axes(NamedTuple):
     State is sharded along `shard` and replicated along `replica`; `everyone` is both together.
     """
 
-    shard: Axis
+    shard: Axis  # "shard" and "sequence" of the mesh
     replica: Axis
     everyone: Axis
     tp: Axis  # tensors are split along it; block inputs are the same
     pp: Axis  # the model is split along it
+    sequence: Axis  # sequences are cut along it; a part of `shard`
     holders: Axis  # shard, tp and pp: together these ranks hold one model, each element once
     world: Axis  # all ranks of the mesh
 
 
 def mesh(
-    *, shard: int | None = None, tp: int = 1, replica: int = 1, pp: int = 1, device: str | None = None
+    *,
+    shard: int | None = None,
+    tp: int = 1,
+    replica: int = 1,
+    pp: int = 1,
+    sequence: int = 1,
+    device: str | None = None,
 ) -> DeviceMesh:
-    """All ranks as a torch DeviceMesh with the axes "replica", "pp", "shard" and "tp", the outermost first.
+    """All ranks as a torch DeviceMesh with the axes "replica", "pp", "shard", "sequence" and "tp", the outermost first.
 
     The sizes multiply to the number of ranks. One of them may be -1, which stands for the ranks that are left; by
     default that one is `shard`. Neighbouring ranks share "tp". Axes of size 1 are left out. `device` is by default
@@ -107,10 +119,11 @@ def mesh(
     ('shard',)
     """
     if shard is None:
-        shard = 1 if -1 in (tp, replica, pp) else -1
+        shard = 1 if -1 in (tp, replica, pp, sequence) else -1
     if not dist.is_initialized():
         raise StateError("no process group: call onefold.init() before onefold.mesh()")
-    sizes = _sizes({"replica": replica, "pp": pp, "shard": shard, "tp": tp}, dist.get_world_size())
+    asked = {"replica": replica, "pp": pp, "shard": shard, "sequence": sequence, "tp": tp}
+    sizes = _sizes(asked, dist.get_world_size())
     kept = {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return init_device_mesh(kind, tuple(kept.values()), mesh_dim_names=tuple(kept))
@@ -141,7 +154,7 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
         group = dist.group.WORLD
         assert group is not None
         world, alone = _axis(group), _alone(group)
-        return Axes(world, alone, world, alone, alone, world, world)
+        return Axes(world, alone, world, alone, alone, alone, world, world)
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh={mesh!r} is not a torch DeviceMesh; make one with onefold.mesh or init_device_mesh")
     if mesh.get_coordinate() is None:
@@ -149,26 +162,27 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
             f"rank {dist.get_rank()} is not in {mesh.mesh.tolist()}; call shard() on the mesh's ranks only"
         )
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1 and not set(names) & {"replica", "pp", "tp"}:  # its one axis is "shard", whatever its name
+    if mesh.ndim == 1 and not set(names) & set(NAMES) - {"shard"}:  # its one axis is "shard", whatever its name
         shard = _axis(mesh.get_group())
         alone = _alone(mesh.get_group())
-        return Axes(shard, alone, shard, alone, alone, shard, shard)
+        return Axes(shard, alone, shard, alone, alone, alone, shard, shard)
     if not set(names) <= set(NAMES) or len(names) != mesh.ndim:
         raise ConfigError(
-            f"mesh has axes {names or mesh.ndim}; use one axis, or several named 'replica', 'shard', 'pp' or 'tp': see "
-            f"onefold.mesh"
+            f"mesh has axes {names or mesh.ndim}; use one axis, or several named 'replica', 'shard', 'sequence', 'pp' "
+            f"or 'tp': see onefold.mesh"
         )
 
     def along(*wanted: str) -> Axis:
         return _along(mesh, [name for name in names if name in wanted])
 
     return Axes(
-        shard=along("shard"),
+        shard=along("shard", "sequence"),
         replica=along("replica"),
-        everyone=along("replica", "shard"),
+        everyone=along("replica", "shard", "sequence"),
         tp=along("tp"),
         pp=along("pp"),
-        holders=along("pp", "shard", "tp"),
+        sequence=along("sequence"),
+        holders=along("pp", "shard", "sequence", "tp"),
         world=along(*names),
     )
 
@@ -216,7 +230,7 @@ class EchoPeers(NoPeers):
     def alltoall(self, received: list[Tensor], sent: list[Tensor], _: Any) -> Any:
         work = FakeWork()
         for target, source in zip(received, sent, strict=True):
-            work = self._stand_in(target, source)
+            work = self._stand_in(target, source if source.shape == target.shape else None)
         return work
 
     def alltoall_base(self, target: Tensor, source: Tensor, *_: Any) -> Any:
@@ -254,7 +268,7 @@ def simulated_axes(
     shard, everyone, alone = axis(ranks, rank, tp), axis(ranks * replicas, rank, tp), axis(1, 0)
     holders = axis(ranks * tp, rank * tp) if tp > 1 else shard
     world = axis(ranks * replicas * tp, rank * tp) if tp > 1 else everyone
-    return Axes(shard, axis(replicas, 0), everyone, axis(tp, 0), alone, holders, world)
+    return Axes(shard, axis(replicas, 0), everyone, axis(tp, 0), alone, alone, holders, world)
 
 
 def new_gloo_axis(axis: Axis, name: str, timeout_s: float) -> Axis:

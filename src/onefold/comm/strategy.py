@@ -118,3 +118,12 @@ def pairwise(ranks: int) -> Strategy:
 def over_nccl(ranks: int, per_node: int) -> Strategy:
     """Over NCCL, where each node has so many ranks of the axis."""
     return Strategy(sums_of(ranks, per_node), Sums.BY_NCCL, ranks, per_node)
+
+
+def max_rounds(ranks: int) -> int:
+    """Rounds of an all-reduce of the maximum: ceil(log2 N).
+
+    >>> [max_rounds(ranks) for ranks in (1, 2, 3, 4, 5, 4096)]
+    [0, 1, 2, 2, 3, 12]
+    """
+    return (ranks - 1).bit_length()

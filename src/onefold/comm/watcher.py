@@ -39,6 +39,7 @@ from onefold.comm.diagnosis import (
     obituary,
     store_silent,
 )
+from onefold.comm.hang_record import record_hang
 from onefold.comm.issued import IssuedMessages, Message
 from onefold.comm.meter import Label
 from onefold.errors import CommError, visible
@@ -310,6 +311,7 @@ class Watcher:
         """Makes `check` raise, aborts the groups, and ends the process if its main thread is stuck."""
         found_s = time.monotonic()
         self.finding = CommError(f"rank {self.rank}: {sentence}")
+        record_hang(self.rank, self._world, sentence, list(self._links.values()))
         for callback in self._on_abort:
             threading.Thread(target=callback, name="onefold-abort", daemon=True).start()  # it may block
         while not (self._raised or self._ended):

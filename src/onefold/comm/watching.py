@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.diagnosis import SHUTDOWN
+from onefold.comm.hang_record import RECORDS
 from onefold.comm.watcher import Watcher
 
 _current: Watcher | None = None
@@ -27,15 +28,20 @@ def check_watcher() -> None:
 
 
 def ensure_watcher() -> Watcher | None:
-    """The watcher of this process, made where NCCL moves messages between several ranks; None elsewhere.
+    """The watcher of this process, made where NCCL moves messages between several ranks, or where ranks record hangs;
+    None elsewhere.
 
-    On gloo a message whose peer is gone raises by itself.
+    On gloo a message whose peer is gone raises by itself. But the peer that is late hears of that from a watcher only,
+    and its record says where it is.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1 or "nccl" not in dist.get_backend_config():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    nccl = "nccl" in dist.get_backend_config()
+    if not nccl and not os.environ.get(RECORDS):
         return None
     if _watched is not dist.group.WORLD:
         end_watcher(SHUTDOWN)  # of a group that the user has destroyed
-    return _current or start_watcher(torch.device("cuda", torch.cuda.current_device()))
+    return _current or start_watcher(torch.device("cuda", torch.cuda.current_device()) if nccl else None)
 
 
 def start_watcher(device: torch.device | None = None) -> Watcher:

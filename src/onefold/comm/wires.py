@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 from onefold.comm.endpoint import Endpoint, Pending, Reduction
-from onefold.comm.links import BOTH, GATHER, REDUCE, Link, link_of
+from onefold.comm.last_words import first_words
+from onefold.comm.links import GATHER, REDUCE, Link, link_of
 from onefold.comm.mesh import Axis
 from onefold.comm.meter import Label
 from onefold.comm.nodes import node_axes
@@ -82,10 +83,13 @@ class Wire(Protocol):
     def reduce_scatter(self, flat: Tensor, scratch: Tensor, label: Label) -> Reduction:
         """Starts a reduce-scatter; overwrites both buffers."""
 
+    def swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
+        """Starts to send and to receive tensors of any sizes, each with the rank at the other end."""
 
-def wire_for(endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: bool = False) -> Wire:
-    """The wire for tensors on this device over the backend of the axis. With `one_link`, all-gathers and
-    reduce-scatters are issued in one common order, and share a communicator where there are several."""
+
+def wire_for(endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: str | None = None) -> Wire:
+    """The wire for tensors on this device over the backend of the axis. With `one_link`, all
+    messages are issued in one common order, and share the link of that kind where there are several."""
     backend = endpoint.axis.backend(device)
     if backend == "gloo" and device.type == "cpu":
         return PairwiseWire(endpoint)
@@ -152,10 +156,11 @@ class PairwiseWire:
             if (watcher := current_watcher()) is not None:
                 watcher.explain(lost[0])
             who = ", ".join(f"rank {rank}" for rank in lost)
-            first = next(iter(gone.values()))
+            first, words = next(iter(gone.values())), first_words()
             raise CommError(
-                f"rank {self._endpoint.world_rank(self._endpoint.rank)}: {label} could not start, {who} has ended; "
-                f"look at its output first. The backend says: {str(first).splitlines()[0]}"
+                f"rank {self._endpoint.world_rank(self._endpoint.rank)}: {f'{words}. Here ' if words else ''}{label} "
+                f"could not start, {who} has ended; look at its output first. The backend says: "
+                f"{str(first).splitlines()[0]}"
             ) from first
         return Pending(self._endpoint, label, works)
 
@@ -170,9 +175,9 @@ class NcclWire:
     any_order = on_host = False
     on_stream = True
 
-    def __init__(self, endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: bool) -> None:
+    def __init__(self, endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: str | None) -> None:
         self._endpoint, self._device, self._timeout_s = endpoint, device, timeout_s
-        self._gather, self._reduce = (BOTH, BOTH) if one_link else (GATHER, REDUCE)
+        self._gather, self._reduce = (one_link, one_link) if one_link else (GATHER, REDUCE)
         self._links: dict[tuple[Axis | None, str], Link] = {}  # None: of this endpoint's own axis
         self.strategy = over_nccl(endpoint.size, 1)
         self._near = self._far = endpoint.axis
@@ -227,6 +232,14 @@ class NcclWire:
             else:
                 parts = [self._sum_by_node(flat, scratch)]
             return Reduction(link.pending(self._endpoint, label), parts)
+
+    def swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
+        link, ranks = self._link(self._reduce), range(self._endpoint.size)
+        with link.stream.after_current(), link.explained(label):
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+            received = [receives.get(rank, nothing) for rank in ranks]
+            link.group.alltoall(received, [sends.get(rank, nothing) for rank in ranks], _EXCHANGING)
+            return link.pending(self._endpoint, label)
 
     def _exchange(self, link: Link, flat: Tensor, scratch: Tensor) -> list[Tensor]:
         """An all-to-all: this rank's slot of every rank's buffer, in rank order."""
@@ -290,6 +303,14 @@ class StagedWire:
         received = iter(scratch.view(self._endpoint.size - 1, -1))
         parts = [mine if rank == self._endpoint.rank else next(received) for rank in range(self._endpoint.size)]
         return Reduction(Staged(reduction.pending, staged, scratch, holds=reduction.parts), parts)
+
+    def swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
+        sent = {peer: tensor.cpu() for peer, tensor in sends.items()}
+        staged = {peer: torch.empty_like(tensor, device="cpu") for peer, tensor in receives.items()}
+        self._host.swap(sent, staged, label).wait()
+        for peer, tensor in receives.items():
+            tensor.copy_(staged[peer])
+        return Pending(self._endpoint, label, ())
 
 
 class Staged(Pending):

@@ -1,10 +1,10 @@
 """Bytes of activations of a GPT-like shape, in closed form: kept until backward, and needed while one block computes.
 
-A block keeps 16·h elements per token: what its two norms read and write, queries, keys and values, what attention
-gives, and 4·h on each side of the nonlinearity. (The paper counts about 12.) Checkpointing keeps the block's input
-alone, h, in an arena, and computes the rest again. With tensor parallelism every rank of the group holds the same block
-input; P_a ("partition") keeps 1/tp of it on each, and P_a+cpu ("partition+host") moves that to host memory. Inside a
-block, tensor parallelism divides all but what norms read and write.
+A block of GPT-2 keeps 16·h elements per token: what its two norms read and write, queries, keys and values, what
+attention gives, and 4·h on each side of the nonlinearity. (The paper counts about 12.) Checkpointing keeps the block's
+input alone, h, in an arena, and computes the rest again. With tensor parallelism every rank of the group holds the same
+block input; P_a ("partition") keeps 1/tp of it on each, and P_a+cpu ("partition+host") moves that to host memory.
+Inside a block, tensor parallelism divides all but what norms read and write.
 
 `choose_activations` is the decision between them, for plans and for activations="auto" alike.
 """
@@ -17,12 +17,10 @@ from typing import NamedTuple
 from onefold.cost.layout import part_numel
 from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError
-from onefold.settings.zero import ACTIVATIONS
+from onefold.settings.values import ACTIVATIONS
 
 SPEED_TOLERANCE = 0.05  # choices whose speeds differ by less count as equally fast
-PER_BLOCK = 16  # elements kept per token and hidden unit
-UNSPLIT = 4  # of these, what tensor parallelism does not split: inputs and outputs of norms
-WIDEST = 4  # elements per token and hidden unit on each side of the nonlinearity
+NORMS = 4  # statistics per token: a mean and a deviation of each of two norms
 
 
 class ActivationBytes(NamedTuple):
@@ -62,14 +60,15 @@ def shape_activations(shape: Shape, batch: int, policy: str, tp: int = 1, itemsi
     check_policy(policy, tp)
     tokens = batch * shape.seq
     row = tokens * shape.hidden * itemsize
-    sums = 4 * tokens * (shape.heads // tp + UNSPLIT)  # in fp32: statistics of attention's and the norms' rows
-    kept = UNSPLIT * row + (PER_BLOCK - UNSPLIT) * row // tp + sums
+    unsplit, split = shape.block_numel
+    sums = 4 * tokens * (shape.heads // tp + NORMS)  # in fp32: statistics of attention's and the norms' rows
+    kept = tokens * unsplit * itemsize + tokens * split * itemsize // tp + sums
     logits = tokens * -(-shape.vocab // tp)
     kept_all = ActivationBytes(
         kept_per_block=kept,
         host_per_block=0,
         block=row,  # the gradient of its output
-        widest=WIDEST * row // tp,
+        widest=tokens * shape.widest_numel * itemsize // tp,
         head=2 * row + 3 * 4 * logits,  # the loss is computed in fp32: softmax, and the gradients of both
         logits=2 * row + itemsize * logits,
         outside=2 * row,
@@ -117,8 +116,8 @@ def choose_activations(options: Sequence[Option]) -> tuple[str, str]:
 
 def flops_per_sample(shape: Shape, policy: str) -> float:
     """Flops of forward and backward of one sequence, with a second forward where blocks are recomputed."""
-    matrices = 12 * shape.layers * shape.hidden**2 + shape.vocab * shape.hidden
-    forward = shape.seq * (2 * matrices + 4 * shape.layers * shape.seq * shape.hidden)
+    attention = 4 * shape.layers * shape.seq * shape.attention_numel
+    forward = shape.seq * (2 * shape.matmul_numel + attention)
     return forward * (3 if policy == "keep" else 4)
 
 

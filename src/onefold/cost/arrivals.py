@@ -2,7 +2,7 @@
 
 A reduction takes buffers from the pool and leaves a gradient that waits for the update. On CUDA the allocator reuses
 both, so they grow as backward goes on. On a CPU a pool keeps the buffers and units keep their gradients, so after the
-first step a rank always has them all. The reductions are simulated with the runtime's own rules and its own pool.
+first step a rank always has them all. The reductions are simulated with the rules of the runtime and of its pool.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-
-from onefold.comm.buffers import Pool
+from onefold.comm.fitting import fit
 from onefold.comm.strategy import Strategy
 from onefold.cost.limits import COPYING, IN_FLIGHT
 from onefold.cost.sizes import UnitSize
@@ -42,12 +40,42 @@ class Arrival(NamedTuple):
     after: GradientBytes = GradientBytes()  # of the last unit: backward has ended, and the remaining reductions end
 
 
+class Buffer(NamedTuple):
+    """A buffer that was taken from the pool."""
+
+    nbytes: int  # that were asked for
+    whole_bytes: int  # of the pool's buffer, which may be larger
+
+
+class Pool:
+    """The bytes of the runtime's pool of buffers."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
+        self._free: list[int] = []
+        self.all_bytes = 0  # of all buffers, free and taken
+
+    def take(self, nbytes: int) -> Buffer:
+        index, large_enough = fit(self._free, nbytes)
+        found = 0 if index is None else self._free.pop(index)
+        if large_enough:
+            return Buffer(nbytes, found)
+        self.all_bytes += nbytes - found
+        return Buffer(nbytes, nbytes)
+
+    def give(self, buffer: Buffer) -> None:
+        if self._keeps:
+            self._free.append(buffer.whole_bytes)
+        else:
+            self.all_bytes -= buffer.whole_bytes
+
+
 class ReductionInFlight(NamedTuple):
     """A reduction in flight, and the buffers it has taken."""
 
     unit: UnitSize
     placement: Placement
-    taken: list[torch.Tensor]
+    taken: list[Buffer]
 
 
 class Reductions:
@@ -58,19 +86,18 @@ class Reductions:
     def __init__(
         self, strategy: Strategy, *, cuda: bool, in_backward: bool, counted: bool, room: int, accumulates: bool
     ) -> None:
-        self._pool = Pool(torch.device("meta"), keeps=not cuda)
+        self._pool = Pool(keeps=not cuda)
         self._strategy, self._ranks, self._cuda, self._in_backward = strategy, strategy.ranks, cuda, in_backward
         self._counted, self._accumulates = counted, accumulates
         self._waiting = 0  # bytes of gradients
         self._room, self._used_room = room, 0  # bytes that may wait for the host, and the most that have waited
         self._flight: deque[ReductionInFlight] = deque()
-        self._copying: deque[list[torch.Tensor]] = deque()  # buffers being copied to the host
+        self._copying: deque[list[Buffer]] = deque()  # buffers being copied to the host
         self._fullest = GradientBytes()  # while reductions end
 
     @property
     def _current(self) -> GradientBytes:
-        buffers = sum(buffer.numel() for buffer in self._pool.buffers())
-        return GradientBytes(self._waiting, buffers + min(self._room, self._used_room))
+        return GradientBytes(self._waiting, self._pool.all_bytes + min(self._room, self._used_room))
 
     def add(self, unit: UnitSize, placement: Placement) -> Arrival:
         """Adds the gradients of a unit, and starts its reduction."""
@@ -149,14 +176,14 @@ class Reductions:
         """Whether sums are enqueued when a reduction starts, and not computed when it ends: over NCCL."""
         return self._cuda and self._ranks > 1
 
-    def _take_for_sum(self, unit: UnitSize, placement: Placement, taken: list[torch.Tensor]) -> None:
+    def _take_for_sum(self, unit: UnitSize, placement: Placement, taken: list[Buffer]) -> None:
         """Takes the gradient that waits for the update, and scratch of the sum."""
         if not placement.updated_on_host and not self._in_place(unit, placement):
             self._wait_for_update(unit, placement)
         if unit.widths.narrow and not self._unflattened(unit, placement):
             taken.append(self._take(unit.shard, 4))
 
-    def _local(self, unit: UnitSize, placement: Placement) -> torch.Tensor | None:
+    def _local(self, unit: UnitSize, placement: Placement) -> Buffer | None:
         """The fp32 buffer in which 16-bit gradients of a micro-batch add up, where another one travels."""
         apart = unit.widths.narrow and placement.gradients is Scope.SHARDED and self._wire(unit) < 4
         return self._take(unit.numel, 4) if self._accumulates and apart else None
@@ -178,8 +205,8 @@ class Reductions:
     def _wait_for_update(self, unit: UnitSize, placement: Placement) -> None:
         self._waiting += self._counted * gradient_bytes(unit, placement)
 
-    def _take(self, numel: int, width: int) -> torch.Tensor:
-        return self._pool.take(numel * width, torch.uint8)
+    def _take(self, numel: int, width: int) -> Buffer:
+        return self._pool.take(numel * width)
 
 
 def arrivals(

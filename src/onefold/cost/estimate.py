@@ -10,9 +10,10 @@ from typing import NamedTuple
 from onefold.comm.strategy import Strategy, over_nccl, pairwise
 from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import arrivals
+from onefold.cost.cut_sequences import attention_calls
 from onefold.cost.hardware import Hardware
 from onefold.cost.peak import Instant, Segment, Staging, instants, lent_bytes, segments, staging_bytes
-from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_need
+from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_for_equal_units, prefetch_need
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.cost.states import StateBytes, StateCost, state_bytes
 from onefold.cost.traffic import Sent, reduce_default, step_traffic, total
@@ -27,6 +28,7 @@ from onefold.cost.transfers import (
 from onefold.cost.work import Grid, Work
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
 
+WHOLE = ("whole-gradient", "whole-master", "whole-updated")  # purposes of messages for updates of whole tensors
 FEW = 8  # units that stand for all where only a number of parameters is known: more than are in flight at once
 USABLE = 0.95  # of a GPU: its context and the buffers of the communication library take the rest
 FRAGMENTS = 0.03  # of memory allocated and freed in a step: lost to fragmentation; 0.016 and 0.002 were measured
@@ -87,7 +89,7 @@ class Estimate:
     @property
     def sums(self) -> str:
         """How gradients are summed, over which backend and nodes, in one line; empty where each rank has its own."""
-        if self.grid.data == 1 or not self.sizes.trained:
+        if self.grid.everyone == 1 or not self.sizes.trained:
             return ""
         if self.grid.shard == 1:
             return "replicas alone: fp32 travels"
@@ -167,7 +169,10 @@ class Estimate:
     @cached_property
     def staging(self) -> Staging:
         units, placements = self._simulated_units
-        return staging_bytes(units, placements, self.cost, in_backward=self.in_backward)
+        return self.work.remember(
+            ("staging", self._placement_key, len(units), self.cost, self.in_backward),
+            lambda: staging_bytes(units, placements, self.cost, in_backward=self.in_backward),
+        )
 
     @cached_property
     def activations(self) -> ActivationBytes:
@@ -194,10 +199,15 @@ class Estimate:
     @cached_property
     def fullest(self) -> Instant:
         """The instant of a step at which most bytes are in memory."""
+        found = instants(self.segments, self.activations, self.in_flight)
+        return max(found, key=lambda instant: instant.total, default=Instant(""))
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Forward and backward, block by block."""
         flags = (self._cuda, self.cost.one_pass, self.in_backward, self._accumulates)
         key = ("segments", self._placement_key, self.prefetch, self.reshard_after_forward, flags, self.strategy)
-        found = instants(self.work.remember(key, self._segments), self.activations, self.in_flight)
-        return max(found, key=lambda instant: instant.total, default=Instant(""))
+        return self.work.remember(key, self._segments)
 
     def _segments(self) -> list[Segment]:
         units, placements = self._simulated_units
@@ -293,18 +303,24 @@ class Estimate:
         again = backward if self.reshard_after_forward else []
         sent = step_traffic(
             self.sizes, self.placements, strategy=self.strategy, forward=forward, backward=again,
-            micro_batches=self.micro_batches, reduce=self.reduce, replicas=self.grid.replica,
+            micro_batches=self.micro_batches, reduce=self.reduce, replicas=self.grid.replica, whole=self.cost.whole,
         )  # fmt: skip
         if self.grid.tp > 1:
             elements = self.work.tensor_elements(self.batch, self.choice.activations, self.grid) * self.micro_batches
             width, calls = self.work.widths.compute, 6 * self.work.layers_here(self.grid) * self.micro_batches
             sent["tensor-parallel"] = Sent(elements, elements * width, calls, "all-reduce", "tp")
+        if self.grid.sequence > 1 and self.work.shape is not None:
+            policy, width = self.choice.activations, self.work.widths.compute
+            traded = self.work.sequence_bytes(self.batch, policy, self.grid) * self.micro_batches
+            calls = attention_calls(self.work.shape, policy, self.grid.tp, self.grid.sequence)
+            calls *= self.work.layers_here(self.grid) * self.micro_batches
+            sent["sequence"] = Sent(traded // width, traded, calls, "all-to-all", "sequence")
         return sent
 
     @property
     def traffic_elements(self) -> int:
-        """Elements that one rank sends in a step, without tensor parallelism."""
-        return total({k: v for k, v in self.traffic.items() if k != "tensor-parallel"})[0]
+        """Elements that one rank sends in a step, without tensor parallelism and attention over cut sequences."""
+        return total({k: v for k, v in self.traffic.items() if k not in ("tensor-parallel", "sequence")})[0]
 
     def link(self, axis: str) -> float:
         """Bytes per second along an axis; tensor parallelism uses neighbouring ranks."""
@@ -313,9 +329,11 @@ class Estimate:
         if axis == "tp":
             return self.hardware.link(self.grid.tp, node)
         shards = max(1, node // tp_in_node)
+        if axis == "sequence":
+            return self.hardware.link(self.grid.sequence, shards)
         if axis == "replica":
             return self.hardware.link(self.grid.replica, max(1, shards // self.grid.shard))
-        return self.hardware.link(self.grid.data if axis == "all" else self.grid.shard, shards)
+        return self.hardware.link(self.grid.everyone if axis == "all" else self.grid.shard, shards)
 
     # -- seconds -----------------------------------------------------------------------------------------------------
 
@@ -326,7 +344,7 @@ class Estimate:
         return self.work.flops(self.batch, self.choice.activations, self.grid) / rate
 
     def _message_s(self, sent: Sent) -> float:
-        if not sent.bytes or (self.grid.data == 1 and sent.axis != "tp"):
+        if not sent.bytes or (self.grid.everyone == 1 and sent.axis != "tp"):
             return 0.0
         return sent.calls * self.hardware.latency_s + self.moving_s(sent)
 
@@ -364,7 +382,19 @@ class Estimate:
         )
         bubble = compute * (self.grid.pp - 1) / self.micro_batches
         update, transfer = self._update_s(compute)
-        return StepSeconds(compute, exposed, messages.get("tensor-parallel", 0.0), update, transfer, bubble)
+        update += sum(messages.get(purpose, 0.0) for purpose in WHOLE) + self._matrices_s
+        unhidden = messages.get("tensor-parallel", 0.0) + messages.get("sequence", 0.0)
+        return StepSeconds(compute, exposed, unhidden, update, transfer, bubble)
+
+    @property
+    def _matrices_s(self) -> float:
+        """Seconds of the products of an update of whole matrices, as Muon's: each rank's share, if the optimizer is
+        sharded."""
+        if not self.cost.whole or not self.placements:
+            return 0.0
+        shares = 1 if self.placements[0].optimizer is Scope.REPLICATED else self.grid.shard
+        flops = sum(self.work.matrices.values()) / (self.grid.tp * self.grid.pp * shares)
+        return flops / (self.hardware.flops * self.hardware.efficiency)
 
     @property
     def _ranks_per_node(self) -> int:
@@ -405,6 +435,12 @@ class Estimate:
         return self.step.total
 
     @property
+    def mfu(self) -> float:
+        """The share of the device's peak flop rate that the model's own flops reach, without those computed again."""
+        flops = self.work.flops(self.batch, "keep", self.grid) * self.micro_batches
+        return flops / self.step_s / self.hardware.flops if self.step_s else 0.0
+
+    @property
     def prefetch_needed(self) -> tuple[int, bool]:
         """The number of units to prefetch, and whether the link is the limit however many are prefetched."""
         if not self.gather_s or not self.compute_s:
@@ -414,6 +450,15 @@ class Estimate:
             self.gather_s, [self.compute_s / (4 if self.choice.activations != "keep" else 3) / units] * units
         )
         return found.units, found.bandwidth_bound
+
+    @property
+    def k_star(self) -> int:
+        """The number of units whose compute, in forward, takes as long as the longest all-gather, however many there
+        are."""
+        if not self.gather_s or not self.compute_s:
+            return 0
+        share = 4 if self.choice.activations != "keep" else 3
+        return prefetch_for_equal_units(max(self.gather_s), self.compute_s / share / len(self.gather_s))
 
     @property
     def samples_per_step(self) -> int:

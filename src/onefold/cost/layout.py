@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from onefold.settings.zero import SHARED_BYTES
+from onefold.settings.values import SHARED_BYTES
 
 ALIGN = 64  # elements: every element goes through the same vector code at every stage and at every N
 
@@ -175,34 +175,38 @@ def _runs(params: Sequence[ParamInfo], share: int) -> list[_Run]:
     runs: list[_Run] = []
     for container, neighbours in groupby(each, key=lambda run: _container(run.blocks[0])):
         found = list(neighbours)
-        runs += found if container is None else _joined(found, share)
+        runs += found if container is None or not share else _joined(found, share)
     return runs
 
 
 def _joined(blocks: list[_Run], share: int) -> list[_Run]:
     """Blocks joined into as few runs as `share` bytes allow, and these as equal as can be: equal units share buffers,
     and the last one is not much shorter than the others."""
-    fewest, low, high = len(_cut(blocks, share)), 0, share
+    sizes = [sum(padded(p.numel) * p.itemsize for p in block.params) for block in blocks]
+    fewest, low, high = len(_starts(sizes, share)), 0, share
     while low < high:  # the smallest limit that makes no more
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_cut(blocks, middle)) == fewest else (middle + 1, high)
-    return _cut(blocks, high)
+        low, high = (low, middle) if len(_starts(sizes, middle)) == fewest else (middle + 1, high)
+    starts = _starts(sizes, high)
+    runs = (blocks[start:stop] for start, stop in zip(starts, [*starts[1:], len(blocks)]))
+    return [_Run([name for one in run for name in one.blocks], [p for one in run for p in one.params]) for run in runs]
 
 
-def _cut(blocks: Sequence[_Run], limit: int) -> list[_Run]:
-    """Blocks joined from the first on, each run as long as `limit` bytes allow."""
-    runs: list[_Run] = []
+def _starts(sizes: Sequence[int], limit: int) -> list[int]:
+    """Where runs start, if blocks of these bytes are joined from the first on and each run is as long as `limit`
+    allows.
+
+    >>> _starts([5, 5, 5, 20, 5], 10)
+    [0, 2, 3, 4]
+    """
+    starts: list[int] = []
     filled = 0
-    for names, members in blocks:
-        size = sum(padded(p.numel) * p.itemsize for p in members)
-        if runs and filled + size <= limit:
-            runs[-1].blocks.extend(names)
-            runs[-1].params.extend(members)
-            filled += size
-        else:
-            runs.append(_Run([*names], [*members]))
+    for index, size in enumerate(sizes):
+        filled += size
+        if not starts or filled > limit:
+            starts.append(index)
             filled = size
-    return runs
+    return starts
 
 
 def blocks_of(params: Iterable[ParamInfo]) -> tuple[str, ...]:

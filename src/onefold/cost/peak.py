@@ -41,6 +41,7 @@ class Segment(NamedTuple):
     gathered: int  # bytes of unsharded units: its own, and prefetched ones
     arrivals: tuple[Arrival, ...]  # of its units, in the order of forward
     tied: int = 0  # bytes of a gradient of tied embedding and head weights, which autograd keeps to sum both
+    between: bool = False  # its bytes are halfway between its neighbours', so that it is never the fullest alone
 
 
 def lent_bytes(units: Sequence[UnitSize], placements: Sequence[Placement]) -> int:
@@ -87,7 +88,7 @@ def segments(
     runs = _runs(units)
     last_block = max((number for number, (block, _) in enumerate(runs) if block), default=len(runs))
     sharded = {i for i, placement in enumerate(placements) if placement.parameters is Scope.SHARDED}
-    shared = units[tied].largest_numel * units[tied].widths.compute if tied is not None else 0
+    shared = units[tied].largest_numel * units[tied].widths.compute if tied is not None and units[tied].trained else 0
     found = []
     for backward in (False, True):
         order = [i for i in range(len(units)) if i in sharded]
@@ -111,7 +112,23 @@ def segments(
             )
             waiting = shared * (3 if tied in run else 1) if backward else 0
             found.append(Segment(where, bool(block), backward, number > last_block, gathered, here, waiting))
-    return found
+    inner = [
+        one._replace(between=_halfway(before, one, after))
+        for before, one, after in zip(found, found[1:], found[2:], strict=False)
+    ]
+    return [*found[:1], *inner, *found[-1:]] if len(found) > 1 else found
+
+
+def _halfway(before: Segment, one: Segment, after: Segment) -> bool:
+    """Whether a segment's bytes, as those of activations, change by as much from the one before as to the one after."""
+    rows = [(s.block, s.backward, s.head, [(a.fresh, a.beside) for a in s.arrivals]) for s in (before, one, after)]
+    if not rows[0] == rows[1] == rows[2]:
+        return False
+    low, middle, high = (
+        [s.gathered, s.tied, *(n for a in s.arrivals for held in (a.before, a.filling, a.done, a.after) for n in held)]
+        for s in (before, one, after)
+    )
+    return all(a + c == 2 * b for a, b, c in zip(low, middle, high, strict=True))
 
 
 def _runs(units: Sequence[UnitSize]) -> list[tuple[str, list[int]]]:
@@ -134,13 +151,19 @@ def _in_block(arrival: Arrival, unit: UnitSize, block: str) -> Arrival:
     return arrival._replace(filling=filling, done=filling if at else arrival.done, beside=arrival.fresh)
 
 
-def instants(step: Sequence[Segment], activations: ActivationBytes, in_flight: int = 1) -> Iterator[Instant]:
-    """The instants that can be the fullest; `in_flight` micro-batches are between forward and backward at once."""
+def instants(
+    step: Sequence[Segment], activations: ActivationBytes, in_flight: int = 1, *, every: bool = False
+) -> Iterator[Instant]:
+    """The instants that can be the fullest, or all (`every`); `in_flight` micro-batches are between forward and
+    backward at once."""
     blocks = sum(segment.block and not segment.backward for segment in step)
     earlier = (in_flight - 1) * blocks * activations.kept_per_block
     kept = blocks if activations.arena else 0
-    for where, block, backward, head, gathered, arriving, tied in step:
+    for where, block, backward, head, gathered, arriving, tied, between in step:
         kept += block and not (backward or activations.arena)
+        if between and not every:
+            kept -= block and backward and not activations.arena
+            continue
         base = earlier + kept * activations.kept_per_block
         for held, working in _instants_of(arriving, activations, block=block, head=head, tied=tied):
             yield Instant(where, gathered, *held, base + working)

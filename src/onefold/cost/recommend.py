@@ -13,8 +13,9 @@ from typing import NamedTuple
 from onefold.cost.activations import SPEED_TOLERANCE, Option, choose_activations
 from onefold.cost.estimate import Choice, Estimate
 from onefold.cost.search import AUTO, Question, fits, largest_batch, most, within_global_batch
-from onefold.cost.text import format_bytes
+from onefold.cost.text import format_bytes, format_seconds
 from onefold.cost.work import Grid
+from onefold.errors import ConfigError
 
 MIN_SPEEDUP = 1.25  # of sharded parameters or offload, to be chosen where stages 0 to 2 fit
 
@@ -39,7 +40,25 @@ class Ranked(NamedTuple):
 
 
 def recommend(question: Question) -> list[Ranked]:
-    """All choices, the best first."""
+    """All choices, the best first; those that are asked about come before the others."""
+    ranked = _ranked(question)
+    asked = [r for r in ranked if question.asks_about(r.estimate.choice)]
+    if not asked:
+        raise ConfigError(
+            f"stage={question.stage} with the optimizer on {question.optimizer_tier or 'any tier'} and parameters on "
+            f"{question.parameters_tier or 'any tier'} is no choice of the plan; offload starts at stage 2, and "
+            f"parameters go to host or disk at stage 3, with the optimizer"
+        )
+    best = ranked[0]
+    if asked[0] is not best and asked[0].fits:
+        good = sorted((r.estimate for r in asked if r.fits), key=_rank_in_choices)
+        chosen = _simplest(good)
+        rest = [r for r in asked if r.estimate is not chosen]
+        asked = [Ranked(chosen, True, _why_asked(chosen, best.estimate)), *rest]
+    return asked + [r for r in ranked if not question.asks_about(r.estimate.choice)]
+
+
+def _ranked(question: Question) -> list[Ranked]:
     found = [_best_activations(question, choice, grid) for grid in _grids(question) for choice in _choices(question)]
     found += [filled for e in found if (filled := fill_device(question, e)) is not None]
     good = [e for e in found if e.batch and fits(e) and within_global_batch(question, e)]
@@ -89,7 +108,7 @@ def _speed(estimate: Estimate) -> float:
 
 def _choices(question: Question) -> Iterator[Choice]:
     """The choices to consider; with one rank only stage 0, with and without offload."""
-    alone = question.grid().shard == 1
+    alone = question.grid().shard == 1 and question.stage is None
     for choice in CHOICES:
         if alone and choice in (Choice(1), Choice(2), Choice(2, optimizer="host"), Choice(3)):
             continue
@@ -214,6 +233,13 @@ def _why_chosen(chosen: Estimate, others: list[Estimate], found: list[Estimate])
     return "; ".join(parts)
 
 
+def _why_asked(asked: Estimate, best: Estimate) -> str:
+    faster = _speed(best) / _speed(asked) - 1
+    better = f"{_percent(faster)} faster" if faster > SPEED_TOLERANCE else "simpler and no slower"
+    batch = f" at batch {best.batch}" if best.work.knows_activations else ""
+    return f"it was asked for; {best.choice}{batch} would be {better}"
+
+
 def _why_activations(chosen: Estimate) -> str:
     if chosen.choice.activations == "partition":
         return f"block inputs are shared {chosen.grid.tp} ways (P_a) for under 10% more tensor-parallel traffic"
@@ -225,7 +251,9 @@ def _why_not(estimate: Estimate, chosen: Estimate) -> str:
     if slower > SPEED_TOLERANCE:
         waits = estimate.step.exposed + estimate.step.transfer
         waiting = (
-            f", waiting {waits:.2g} s of {estimate.step_s:.2g} s per step" if waits > 0.1 * estimate.step_s else ""
+            f", waiting {format_seconds(waits)} of {format_seconds(estimate.step_s)} per step"
+            if waits > 0.1 * estimate.step_s
+            else ""
         )
         return f"{_percent(slower)} slower{waiting}"
     if _rank_in_choices(estimate) > _rank_in_choices(chosen):

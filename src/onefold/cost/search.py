@@ -16,6 +16,8 @@ from onefold.errors import ConfigError
 
 STATES_SHARE = 0.7  # of a device's memory: what states may take where activations are unknown
 LARGEST_BATCH = 1 << 14
+SEQUENCE_STEP, LONGEST = 1024, 1 << 26  # tokens
+MOST = 10**6  # of batches, micro-batches and prefetched units
 
 AUTO = "auto"  # also consider to keep all activations: faster, if the memory that a higher stage frees is used for it
 
@@ -31,6 +33,7 @@ class Question:
     tp: int | None = 1
     pp: int = 1
     replica: int = 1
+    sequence: int = 1
     batch: int | None = None
     micro_batches: int = 1
     max_global_batch: int | None = None
@@ -39,9 +42,18 @@ class Question:
     reshard_after_forward: bool = True
     in_backward: bool = False  # updates run in backward
     strategy: Strategy | None = None  # how gradients are summed; None: as on the hardware
+    stage: int | None = None  # the stage that is asked about; the others are weighed all the same
+    optimizer_tier: str | None = None  # device, host or disk, likewise
+    parameters_tier: str | None = None
+
+    def asks_about(self, choice: Choice) -> bool:
+        """Whether a choice is one of those that are asked about: all, unless a stage or a tier is given."""
+        wanted = (self.stage, self.optimizer_tier, self.parameters_tier)
+        there = (choice.stage, choice.optimizer, choice.parameters)
+        return all(want is None or want == have for want, have in zip(wanted, there, strict=True))
 
     def grid(self, tp: int | None = None) -> Grid:
-        return grid_of(self.ranks, tp=tp or self.tp or 1, pp=self.pp, replica=self.replica)
+        return grid_of(self.ranks, tp=tp or self.tp or 1, pp=self.pp, replica=self.replica, sequence=self.sequence)
 
     def price(self, choice: Choice, grid: Grid, batch: int) -> Estimate:
         return Estimate(
@@ -81,9 +93,23 @@ def largest_batch(question: Question, choice: Choice, grid: Grid) -> int:
     return most(lambda batch: fits(question.price(choice, grid, batch)), limit) if limit else 0
 
 
+def longest_sequence(question: Question, choice: Choice, grid: Grid) -> int:
+    """The most tokens, in steps of 1024 on each rank, of which one sequence fits; 0 if not even 1024 do."""
+    step = SEQUENCE_STEP * grid.sequence
+
+    def accept(steps: int) -> bool:
+        assert question.work.shape is not None
+        work = dataclasses.replace(
+            question.work, shape=dataclasses.replace(question.work.shape, seq=steps * step), _cache={}
+        )
+        return fits(dataclasses.replace(question, work=work).price(choice, grid, 1))
+
+    return most(accept, LONGEST // step) * step
+
+
 def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> int | None:
     """The smallest number of ranks, in steps of the grid's other axes, on which a choice fits."""
-    step = (question.tp or 1) * question.pp * question.replica
+    step = (question.tp or 1) * question.pp * question.replica * question.sequence
     numbers = [step]
     while numbers[-1] < limit:
         numbers.append(numbers[-1] * 2)
@@ -127,8 +153,11 @@ def check_question(question: Question) -> None:
         check_policy(str(question.activations), question.tp or 2)
     for name in ("batch", "micro_batches", "max_global_batch", "prefetch"):
         value = getattr(question, name)
-        if value is not None and (type(value) is not int or value < (0 if name == "prefetch" else 1)):
-            raise ConfigError(f"{name}={value!r} is not a positive whole number")
+        least = 0 if name == "prefetch" else 1
+        if value is not None and (type(value) is not int or not least <= value <= MOST):
+            raise ConfigError(f"{name}={value!r} is not a whole number from {least} to {MOST:,}")
+    if question.stage is not None and question.stage not in range(4):
+        raise ConfigError(f"stage={question.stage!r} is not 0, 1, 2 or 3")
     if question.in_backward and question.micro_batches > 1:
         raise ConfigError("updates in backward leave nothing to accumulate: use one micro-batch, or leave them out")
     grid = question.grid()

@@ -86,7 +86,7 @@ class StepSeconds(NamedTuple):
 
     compute: float
     exposed: float  # waiting for all-gathers and reductions that compute does not hide
-    tensor: float  # tensor-parallel all-reduces, which nothing hides
+    tensor: float  # tensor-parallel all-reduces and attention over cut sequences, which nothing hides
     update: float
     transfer: float  # between device, host and disk, as far as compute does not hide it
     bubble: float  # pipeline stages waiting for each other

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from onefold.errors import ConfigError
 
 VOCAB = 50257
+MOST_LAYERS, MOST = 10_000, 10**8  # beyond any model, and still quick to count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,50 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "vocab"):
             value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}={value!r} is not a positive whole number")
+            most = MOST_LAYERS if name == "layers" else MOST
+            if type(value) is not int or not 1 <= value <= most:
+                raise ConfigError(f"{name}={value!r} is not a positive whole number up to {most:,}")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
         if self.hidden % self.heads:
             raise ConfigError(f"heads={self.heads} does not divide hidden={self.hidden}; choose a divisor of it")
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the output layer is the token embedding."""
+        return True
+
+    @property
+    def attention_numel(self) -> int:
+        """Elements of one token that attention computes with: those of all heads."""
+        return self.hidden
+
+    @property
+    def head_numel(self) -> int:
+        """Elements of one token in one head."""
+        return self.hidden // self.heads
+
+    @property
+    def key_numel(self) -> int:
+        """Elements of one token's keys, and of its values."""
+        return self.hidden
+
+    @property
+    def block_numel(self) -> tuple[int, int]:
+        """Elements per token that a block keeps for backward: what norms read and write, which tensor parallelism does
+        not split, and the rest."""
+        return 4 * self.hidden, 12 * self.hidden
+
+    @property
+    def widest_numel(self) -> int:
+        """Elements per token of the largest activation inside a block."""
+        return 4 * self.hidden
+
+    @property
+    def matmul_numel(self) -> int:
+        """Elements of the matrices that a token is multiplied with, of the output layer too."""
+        return 12 * self.layers * self.hidden**2 + self.vocab * self.hidden
 
     @property
     def numel(self) -> int:
@@ -66,6 +107,15 @@ class Shape:
         yield Part("norm.weight", h)
         yield Part("norm.bias", h)
 
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """The matrices of the blocks, which Muon updates, by name: rows and columns."""
+        h = self.hidden
+        of_block = {
+            "attention.qkv.weight": (3 * h, h), "attention.out.weight": (h, h),
+            "mlp.up.weight": (4 * h, h), "mlp.down.weight": (h, 4 * h),
+        }  # fmt: skip
+        return {f"blocks.{layer}.{name}": size for layer in range(self.layers) for name, size in of_block.items()}
+
     def check(self, tp: int, pp: int) -> None:
         """Raises unless tp and pp divide this model."""
         for name, size in (("heads", self.heads), ("hidden", self.hidden)):
@@ -81,6 +131,27 @@ class Part(NamedTuple):
     name: str
     numel: int
     block: str = ""
+
+
+WIDE_INPUT = ("out.weight", "down.weight", "o_proj.weight", "down_proj.weight")  # the hidden size is their output
+
+
+def adapters(part: Part, hidden: int, rank: int) -> Iterator[tuple[str, int]]:
+    """Names and sizes of the two matrices of LoRA on a linear layer of a block; none for other parameters. One side of
+    each of these layers is as wide as the hidden size.
+
+    >>> list(adapters(Part("mlp.up.weight", 4 * 64 * 64, "blocks.0"), 64, 8))
+    [('mlp.up.lora_A.weight', 512), ('mlp.up.lora_B.weight', 2048)]
+    """
+    layer, dot, kind = part.name.rpartition(".")
+    if not rank or not part.block or kind != "weight" or part.numel % hidden or part.numel == hidden:
+        return
+    if layer.endswith((".mlp.gate", "norm")):
+        return
+    other = part.numel // hidden
+    inputs, outputs = (other, hidden) if part.name.endswith(WIDE_INPUT) else (hidden, other)
+    yield f"{layer}.lora_A{dot}weight", rank * inputs
+    yield f"{layer}.lora_B{dot}weight", rank * outputs
 
 
 class Run(NamedTuple):

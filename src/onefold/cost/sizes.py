@@ -5,6 +5,7 @@ Sizes come from the layout that the runtime itself uses, or from a number of par
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ class UnitSize(NamedTuple):
     blocks: tuple[str, ...] = ()  # that its parameters belong to, in order; none outside every block
     trained: bool = True
     largest_numel: int = 0  # elements of its largest parameter, where parameters are known
+    whole_numel: int = 0  # elements of matrices of hidden layers, which Muon updates
+    whole_count: int = 0  # how many those matrices are
 
     @property
     def unsharded_bytes(self) -> int:
@@ -33,8 +36,11 @@ class UnitSize(NamedTuple):
 
 
 def size_of_layout(
-    layout: UnitLayout, rank: int, widths: Widths, *, blocks: tuple[str, ...] = (), trained: bool = True
-) -> UnitSize:
+    layout: UnitLayout, rank: int, widths: Widths, *, blocks: tuple[str, ...] = (), trained: bool = True,
+    matrices: Container[str] = (),
+) -> UnitSize:  # fmt: skip
+    """`matrices` are the names of parameters that Muon updates."""
+    whole = [slot.numel for slot in layout.slots if slot.name in matrices]
     return UnitSize(
         name=layout.name,
         used_numel=layout.used_numel,
@@ -47,6 +53,8 @@ def size_of_layout(
         blocks=blocks,
         trained=trained,
         largest_numel=max((slot.numel for slot in layout.slots), default=0),
+        whole_numel=sum(whole),
+        whole_count=len(whole),
     )
 
 
@@ -57,7 +65,8 @@ def sizes_of_count(numel: int, ranks: int, widths: Widths, units: int) -> list[U
     for index in range(units):
         unit_numel = each + (index < more)
         shard = -(-unit_numel // ranks)
-        sizes.append(UnitSize(f"unit {index}", unit_numel, unit_numel, shard, unit_numel, shard, 0, widths))
+        size = UnitSize(f"unit {index}", unit_numel, unit_numel, shard, unit_numel, shard, 0, widths)
+        sizes.append(size._replace(whole_numel=unit_numel, whole_count=1))
     return sizes
 
 

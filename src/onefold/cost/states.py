@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from onefold.cost.layout import ALIGN
 from onefold.cost.sizes import UnitSize
+from onefold.errors import ConfigError
 from onefold.settings.placement import Placement, Scope, Tier
+from onefold.settings.values import STATE_BYTES
 
 PAGE = 4096  # bytes: the length of a file is a multiple
 LEAF = 256  # bytes: the offset of a tensor in a file is a multiple
@@ -18,6 +21,58 @@ class StateCost(NamedTuple):
     per_element: int
     per_tensor: int = 0
     one_pass: bool = False  # whether Onefold's kernels support it, which need no scratch where 16 bits compute
+    whole: bool = False  # tensors are updated whole, each by the rank that owns it
+    rest_per_element: int | None = None  # of what another class beside it updates: all but matrices of hidden layers
+    per_block: int = 0  # per ALIGN elements: the scales of state in 8 bits
+    small: bool = False  # in a small form, which kernels update in one pass in every precision
+
+    def vectors(self, numel: int) -> int:
+        """Bytes of all state that has a value for each element, or for each block of them."""
+        return numel * self.per_element + -(-numel // ALIGN) * self.per_block
+
+    def in_form(self, form: str) -> StateCost:
+        """The cost with moments in another form; a small one counts its steps, if there are any moments.
+
+        >>> StateCost(8, 4).in_form("8bit").vectors(6400)
+        13000
+        """
+        moments = self.per_element // 4
+        if form == "fp32" or not moments:
+            return self
+        scales = moments if form == "8bit" else 0
+        return self._replace(per_element=moments * STATE_BYTES[form], per_tensor=4, per_block=scales, small=True)
+
+
+# Of torch's classes by name, with torch's own settings: what running them shows, written down to plan without torch.
+STATE_COSTS = {
+    "adamw": StateCost(8, 4, one_pass=True), "adam": StateCost(8, 4, one_pass=True), "sgd": StateCost(0, one_pass=True),
+    "momentum": StateCost(4, one_pass=True), "adagrad": StateCost(4, 4), "rmsprop": StateCost(4, 4),
+    "muon": StateCost(4, 4, whole=True, rest_per_element=8),
+}  # fmt: skip
+
+
+def named_cost(name: str, form: str = "fp32") -> StateCost:
+    """The bytes of state of an optimizer by name, with its moments in a form.
+
+    >>> named_cost("AdamW").per_element, named_cost("AdamW", "bf16").per_element
+    (8, 4)
+    """
+    if name.lower() not in STATE_COSTS:
+        raise ConfigError(f"optimizer {name!r} is unknown; use one of {', '.join(STATE_COSTS)}")
+    cost = STATE_COSTS[name.lower()]
+    check_form(form, name, known=cost.one_pass)
+    return cost.in_form(form)
+
+
+def check_form(form: object, name: str, *, known: bool) -> None:
+    """Raises for a form of optimizer state that does not exist, or that the class `name` does not have."""
+    if not isinstance(form, str) or form not in STATE_BYTES:
+        raise ConfigError(f"state={form!r} is unknown; use one of {', '.join(map(repr, STATE_BYTES))}")
+    if form != "fp32" and not known:
+        raise ConfigError(
+            f"state={form!r}: {name} has no such form of its state; use torch's AdamW, Adam or SGD (without amsgrad, "
+            f"maximize, capturable, differentiable and dampening), or state='fp32'"
+        )
 
 
 class StateBytes(NamedTuple):
@@ -70,9 +125,18 @@ def optimizer_bytes(unit: UnitSize, placement: Placement, cost: StateCost, tier:
     numel = updated_numel(unit, placement)
     counts = cost.per_tensor if numel else 0
     if placement.optimizer_tier is Tier.DISK:
-        in_file = file_bytes(numel * unit.widths.master, numel * cost.per_element)
+        in_file = file_bytes(numel * unit.widths.master, moment_bytes(unit, numel, cost))
         return in_file if tier is Tier.DISK else counts if tier is Tier.HOST else 0
-    return numel * (unit.widths.master + cost.per_element) + counts if tier is placement.optimizer_tier else 0
+    held = numel * unit.widths.master + moment_bytes(unit, numel, cost) + counts
+    return held if tier is placement.optimizer_tier else 0
+
+
+def moment_bytes(unit: UnitSize, numel: int, cost: StateCost) -> int:
+    """Bytes of optimizer state of so many elements of a unit. Of whole tensors, as if all ranks owned equal parts."""
+    if cost.rest_per_element is None:
+        return cost.vectors(numel)
+    whole = numel * unit.whole_numel // max(1, unit.used_numel)
+    return whole * cost.per_element + (numel - whole) * cost.rest_per_element
 
 
 def file_bytes(*tensors: int) -> int:

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from onefold.comm.maximum import max_rounds
-from onefold.comm.strategy import Strategy
+from onefold.comm.strategy import Strategy, max_rounds
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.settings.placement import Placement, Scope
 
@@ -54,6 +53,21 @@ def reduced_once(units: Sequence[UnitSize], strategy: Strategy) -> Sent:
     )
 
 
+def to_owners(units: Sequence[tuple[UnitSize, Placement]], ranks: int) -> dict[str, Sent]:
+    """What one rank sends in a step to owners of whole tensors and, as an owner, to others, if all ranks own and hold
+    equal parts of each tensor."""
+    away = [(unit, placement, unit.whole_numel * (ranks - 1) // ranks**2) for unit, placement in units]
+    rounds = -(-sum(unit.whole_count for unit, _ in units) // ranks)
+    told = [row for row in away if row[0].widths.narrow or row[1].parameters is Scope.SHARDED]
+
+    def sent(rows: Sequence[tuple[UnitSize, Placement, int]], width: str) -> Sent:
+        nbytes = sum(numel * getattr(unit.widths, width) for unit, _, numel in rows)
+        return Sent(sum(row[2] for row in rows), nbytes, rounds, "all-to-all", messages=rounds * (ranks - 1))
+
+    rows = {"whole-gradient": sent(away, "grad"), "whole-master": sent(told, "updated")}
+    return {**rows, "whole-updated": sent(away, "updated")}
+
+
 def times(sent: Sent, count: int) -> Sent:
     return sent._replace(
         elements=sent.elements * count,
@@ -80,9 +94,10 @@ def step_traffic(
     reduce: str | None = None,
     replicas: int = 1,
     clip: bool = False,
+    whole: bool = False,
 ) -> dict[str, Sent]:
     """What one rank sends in a step, by purpose; `forward` and `backward` list the units that are unsharded in each,
-    `strategy` is how the ranks that share the states sum gradients."""
+    `strategy` is how the ranks that share the states sum gradients; `whole`: matrices are updated by their owners."""
     n, units = sizes.ranks, sizes.units
     trained = [(unit, placement) for unit, placement in zip(units, placements, strict=True) if unit.trained]
     rounds = micro_batches if (reduce or (placements and reduce_default(placements[0]))) == "each" else 1
@@ -92,6 +107,8 @@ def step_traffic(
         sent["gather-updated"] = gathered_once(kept, "compute", n)
     elif kept:
         sent["gather-gradient"] = gathered_once(kept, "grad", n)
+    if whole and n > 1:
+        sent |= to_owners([row for row in trained if row[1].optimizer is Scope.SHARDED], n)
     for purpose, order in (("gather-forward", forward), ("gather-backward", backward)):
         if order:
             sent[purpose] = times(gathered_once((units[i] for i in order), "compute", n), micro_batches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
@@ -16,38 +16,51 @@ from onefold.cost.activations import (
     shape_activations,
     tensor_parallel_elements,
 )
+from onefold.cost.cut_sequences import attention_bytes, cut_shape, with_trades
 from onefold.cost.layout import ParamInfo, UnitLayout, blocks_of, plan_units
-from onefold.cost.shapes import Shape
+from onefold.cost.owners import newton_schulz_flops
+from onefold.cost.shapes import Shape, adapters
 from onefold.cost.sizes import Sizes, size_of_layout, sizes_of_count
 from onefold.errors import ConfigError
 from onefold.settings.placement import Placement, Scope
 from onefold.settings.widths import Widths
 
 T = TypeVar("T")
+TRAINED, FROZEN = "trained", "frozen"  # kinds of a shape's parameters
+MOST_RANKS = 1 << 20
 
 
 class Grid(NamedTuple):
-    """The number of ranks along each axis; `shard` × `replica` ranks are data-parallel."""
+    """The number of ranks along each axis. Of the `shard` ranks that share states, runs of `sequence` ranks cut their
+    sequences among themselves, so that `shard` × `replica` / `sequence` read data of their own."""
 
     shard: int = 1
     tp: int = 1
     pp: int = 1
     replica: int = 1
+    sequence: int = 1
 
     @property
     def ranks(self) -> int:
         return self.shard * self.tp * self.pp * self.replica
 
     @property
-    def data(self) -> int:
+    def everyone(self) -> int:
+        """Ranks that average their gradients."""
         return self.shard * self.replica
+
+    @property
+    def data(self) -> int:
+        """Ranks, or groups of them, that read data of their own."""
+        return self.everyone // self.sequence
 
     def shards_per_node(self, node_ranks: int) -> int:
         """How many ranks of the shard axis of rank 0 each node has; 1 if not all nodes have as many."""
         return _shards_per_node(self.shard, self.tp, node_ranks)
 
     def __str__(self) -> str:
-        axes = zip(("shard", "tp", "pp", "replica"), self, strict=True)
+        sizes = (self.shard // self.sequence, *self[1:])
+        axes = zip(("shard", "tp", "pp", "replica", "sequence"), sizes, strict=True)
         return " × ".join(f"{size} {name}" for name, size in axes if size > 1 or name == "shard")
 
 
@@ -56,21 +69,24 @@ def _shards_per_node(shard: int, tp: int, node_ranks: int) -> int:
     return equal_per_node(range(0, shard * tp, tp), node_ranks)  # neighbouring ranks share "tp"
 
 
-def grid_of(ranks: int, tp: int = 1, pp: int = 1, replica: int = 1) -> Grid:
+def grid_of(ranks: int, tp: int = 1, pp: int = 1, replica: int = 1, sequence: int = 1) -> Grid:
     """All axes from the number of ranks; raises unless their sizes multiply to it.
 
     >>> grid_of(64, tp=4)
-    Grid(shard=16, tp=4, pp=1, replica=1)
+    Grid(shard=16, tp=4, pp=1, replica=1, sequence=1)
     """
-    for name, size in (("ranks", ranks), ("tp", tp), ("pp", pp), ("replica", replica)):
-        if type(size) is not int or size < 1:
-            raise ConfigError(f"{name}={size!r} is not a positive whole number")
-    if ranks % (tp * pp * replica):
+    for name, size in (("ranks", ranks), ("tp", tp), ("pp", pp), ("replica", replica), ("sequence", sequence)):
+        if type(size) is not int or not 1 <= size <= MOST_RANKS:
+            raise ConfigError(f"{name}={size!r} is not a positive whole number up to {MOST_RANKS:,}")
+    if ranks % (tp * pp * replica * sequence):
+        more = (" × sequence", f" × {sequence}") if sequence > 1 else ("", "")
         raise ConfigError(
-            f"{ranks} ranks is not a multiple of tp × pp × replica = {tp} × {pp} × {replica}; choose axes whose "
-            f"product divides it"
+            f"{ranks} ranks is not a multiple of tp × pp × replica{more[0]} = {tp} × {pp} × {replica}{more[1]}; choose "
+            f"axes whose product divides it"
         )
-    return Grid(ranks // (tp * pp * replica), tp, pp, replica)
+    if sequence > 1 and pp > 1:
+        raise ConfigError(f"sequence={sequence} with pp={pp}: a mesh with both is unsupported; use one of the two")
+    return Grid(ranks // (tp * pp * replica), tp, pp, replica, sequence)
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,7 @@ class Module:
     flops: dict[str, int]  # policy -> of one forward and backward
     frozen: frozenset[str] = frozenset()  # kinds that are not trained
     buffers_bytes: int = 0
+    matrices: Mapping[str, int] = field(default_factory=dict)  # that Muon updates: flops of the update of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +115,7 @@ class Work:
     module: Module | None = None
     bucket_bytes: int = 128 << 20
     shared_bytes: int | None = None  # neighbouring blocks share units up to so many bytes; None: `bucket_bytes`
+    lora: int = 0  # of a shape: the rank of adapters on every linear layer of its blocks; all else is frozen
     auto_wire: bool = False  # where NCCL sums, 16-bit gradients travel in fp32: Precision(wire=…) says nothing
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -113,12 +131,17 @@ class Work:
             raise ConfigError("a plan is for a number of parameters, or for a shape: give one of them")
         if self.numel is not None and self.numel < 1:
             raise ConfigError(f"{self.numel} parameters is not a positive number")
+        if self.lora and (self.shape is None or not 1 <= self.lora <= self.shape.hidden):
+            most = f"1 to {self.shape.hidden}, the hidden size" if self.shape else "a shape, by --model or --layers"
+            raise ConfigError(f"lora={self.lora} needs {most}")
 
     @property
     def parameters(self) -> int:
         """The number of parameters of the whole model."""
         if self.module:
             return sum(info.numel for info in self.module.infos)
+        if self.shape and self.lora:
+            return sum(info.numel for info in self._infos(self.shape, Grid()))
         return self.shape.numel if self.shape else self.numel or 0
 
     @property
@@ -145,12 +168,42 @@ class Work:
             local = -(-self.numel // (grid.tp * grid.pp))
             units = max(1, min(4096, -(-local * self.widths.compute // self.bucket_bytes)))
             return Sizes(tuple(sizes_of_count(local, grid.shard, self.widths, units)), grid.shard)
-        infos = [
-            ParamInfo(part.name, part.numel, self.widths.compute, "trained", part.block)
-            for part in self.shape.parts(grid.tp, grid.pp)
+        infos = self._infos(self.shape, grid)
+        rows = [
+            size_of_layout(
+                unit,
+                rank,
+                self._widths_of(unit.kind),
+                blocks=blocks,
+                trained=unit.kind == TRAINED,
+                matrices=self.matrices,
+            )
+            for unit, blocks in self._units(infos, grid)
         ]
-        rows = [size_of_layout(u, rank, self.widths, blocks=blocks) for u, blocks in self._units(infos, grid)]
-        return Sizes(tuple(rows), grid.shard, flags=len(infos))
+        return Sizes(tuple(rows), grid.shard, flags=sum(info.kind == TRAINED for info in infos))
+
+    def _infos(self, shape: Shape, grid: Grid) -> list[ParamInfo]:
+        """The parameters of a shape; of one with adapters these are trained, after the frozen matrix they belong to."""
+        if self.lora and grid.tp > 1:
+            raise ConfigError(f"lora={self.lora} is planned without tensor parallelism, and tp={grid.tp}; use tp=1")
+        base, found = FROZEN if self.lora else TRAINED, []
+        for part in shape.parts(grid.tp, grid.pp):
+            found.append(ParamInfo(part.name, part.numel, self.widths.compute, base, part.block))
+            for name, numel in adapters(part, shape.hidden, self.lora):
+                found.append(ParamInfo(name, numel, self.widths.compute, TRAINED, part.block))
+        return found
+
+    def _widths_of(self, kind: str) -> Widths:
+        return self.widths if kind == TRAINED else self.widths._replace(master=0)
+
+    @property
+    def matrices(self) -> Mapping[str, int]:
+        """The parameters that Muon updates, with the flops of the update of each; none where only a number of
+        parameters is known."""
+        if self.module:
+            return self.module.matrices
+        known = self.shape.matrices() if self.shape else {}
+        return self.remember("matrices", lambda: {name: newton_schulz_flops(*size) for name, size in known.items()})
 
     def _units(self, infos: Sequence[ParamInfo], grid: Grid) -> Iterator[tuple[UnitLayout, tuple[str, ...]]]:
         """The units, and the blocks of each."""
@@ -160,15 +213,18 @@ class Work:
 
     def _module_sizes(self, module: Module, grid: Grid, rank: int) -> Sizes:
         rows = [
-            size_of_layout(unit, rank, module.widths[unit.kind], blocks=blocks, trained=unit.kind not in module.frozen)
+            size_of_layout(
+                unit, rank, module.widths[unit.kind], blocks=blocks, trained=unit.kind not in module.frozen,
+                matrices=module.matrices,
+            )
             for unit, blocks in self._units(module.infos, grid)
-        ]
+        ]  # fmt: skip
         flags = sum(info.kind not in module.frozen for info in module.infos)
         return Sizes(tuple(rows), grid.shard, module.buffers_bytes, flags)
 
     def tied(self, sizes: Sizes) -> int | None:
         """The index of the unit that the output layer shares with the token embedding."""
-        return 0 if self.shape and sizes.units else None
+        return 0 if self.shape and self.shape.is_tied and sizes.units else None
 
     def passes(self, sizes: Sizes, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
         """The units that are all-gathered in forward and in backward, as in the runtime; where only a number of
@@ -189,14 +245,19 @@ class Work:
             return _module_activations(self.module, batch, policy, grid)
         if self.shape is None:
             return NOTHING
-        return shape_activations(self.shape, batch, policy, grid.tp, self.widths.compute)
+        found = shape_activations(cut_shape(self.shape, grid.sequence), batch, policy, grid.tp, self.widths.compute)
+        return with_trades(found, self.shape, batch, policy, grid.tp, grid.sequence, self.widths.compute)
 
     def flops(self, batch: int, policy: str, grid: Grid) -> float:
         """Flops of one rank for forward and backward of one micro-batch."""
         if self.module and self.module.flops:
             rehearsed = "keep" if policy == "keep" else "checkpoint"
             return self.module.flops[rehearsed] * batch / self.module.batch
-        return flops_per_sample(self.shape, policy) * batch / (grid.tp * grid.pp) if self.shape else 0.0
+        if self.shape is None:
+            return 0.0
+        passes = 3 if policy == "keep" else 4  # of which a frozen model leaves out one: the gradients of its matrices
+        trained = (passes - 1) / passes if self.lora else 1.0
+        return trained * flops_per_sample(self.shape, policy) * batch / (grid.tp * grid.pp * grid.sequence)
 
     def layers_here(self, grid: Grid) -> int:
         if self.module:
@@ -207,7 +268,15 @@ class Work:
         """Elements that one rank sends for tensor parallelism in one micro-batch."""
         if self.shape is None:
             return 0
-        return self.layers_here(grid) * tensor_parallel_elements(self.shape, batch, policy, grid.tp)
+        shape = cut_shape(self.shape, grid.sequence)
+        return self.layers_here(grid) * tensor_parallel_elements(shape, batch, policy, grid.tp)
+
+    def sequence_bytes(self, batch: int, policy: str, grid: Grid) -> int:
+        """Bytes that one rank sends for attention over cut sequences in one micro-batch."""
+        if self.shape is None:
+            return 0
+        each = attention_bytes(self.shape, batch, policy, grid.tp, grid.sequence, self.widths.compute)
+        return self.layers_here(grid) * each
 
 
 def _module_activations(module: Module, batch: int, policy: str, grid: Grid) -> ActivationBytes:

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onefold.hf.accelerator import Accelerator
     from onefold.hf.loading import from_pretrained
+    from onefold.hf.sequences import cut_sequences
+    from onefold.hf.tiled_loss import tile_loss
     from onefold.hf.trainer import Trainer, sharded
 
-__all__ = ["Accelerator", "Trainer", "from_pretrained", "sharded"]
+__all__ = ["Accelerator", "Trainer", "cut_sequences", "from_pretrained", "sharded", "tile_loss"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,6 +22,14 @@ def __getattr__(name: str) -> Any:
         from onefold.hf.loading import from_pretrained
 
         return from_pretrained
+    if name == "cut_sequences":
+        from onefold.hf.sequences import cut_sequences
+
+        return cut_sequences
+    if name == "tile_loss":
+        from onefold.hf.tiled_loss import tile_loss
+
+        return tile_loss
     if name in ("Trainer", "sharded"):
         from onefold.hf import trainer
 

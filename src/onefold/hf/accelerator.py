@@ -7,6 +7,7 @@ accelerate's own way.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import Tensor, nn
 
 from onefold import (
@@ -33,7 +35,7 @@ from onefold import (
 from onefold.hf.checkpoints import load_state, save_state
 from onefold.hf.loading import deferred_values
 from onefold.hf.optimizers import ShardedOptimizer, groups_by_name, sharded_optimizer
-from onefold.hf.refusals import refuse_engines, refuse_wrapped, with_precision
+from onefold.hf.refusals import refuse_cut_sequences, refuse_engines, refuse_wrapped, with_precision
 from onefold.hf.whole_model import whole_model_methods
 from onefold.runtime.engine import is_sharded
 
@@ -61,10 +63,16 @@ class Accelerator(accelerate.Accelerator):
         refuse_engines(kwargs)
         super().__init__(*args, **kwargs)
         init()
+        refuse_cut_sequences(zero)
         self.zero = with_precision(zero or Zero(), self.mixed_precision)
         self.native_amp, self.scaler = False, None  # the sharded model computes in 16 bits itself
         self._saving, self._hidden = False, list[AcceleratedOptimizer]()
         self._optimizers: list[AcceleratedOptimizer]
+
+    @property
+    def non_blocking(self) -> bool:
+        """Batches are sent to the device while the host goes on, whatever the data loaders' configuration says."""
+        return True
 
     # -- prepare -----------------------------------------------------------------------------------------------------
 
@@ -105,12 +113,37 @@ class Accelerator(accelerate.Accelerator):
                 )
             moves = self.device_placement if device_placement is None else device_placement
             zero = replace(self.zero, device=self.zero.device or str(self.device)) if moves else self.zero
-            shard(model, zero, init=deferred_values(model) or zero.init)
+            compiled = zero.compile or self._compiled_blocks()
+            shard(model, zero, init=deferred_values(model) or zero.init, compile=compiled)
+            self._compile_checkpointed(model)
             whole_model_methods(model)
-        # for evaluation: no DistributedDataParallel around it
-        result = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        plugin = self.state.dynamo_plugin
+        if plugin.use_regional_compilation:  # done; accelerate's way would call the blocks of before
+            self.state.dynamo_plugin = TorchDynamoPlugin(backend=DynamoBackend.NO)
+        try:  # for evaluation: no DistributedDataParallel around it
+            result = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        finally:
+            self.state.dynamo_plugin = plugin
         setattr(model, PREPARED, True)
         return result
+
+    def _compiles(self) -> bool:
+        return bool(self.state.dynamo_plugin.backend != DynamoBackend.NO)
+
+    def _compiled_blocks(self) -> bool | dict[str, Any]:
+        """What Zero.compile is for accelerate's regional compilation."""
+        plugin = self.state.dynamo_plugin
+        options = {name: value for name, value in plugin.to_kwargs().items() if name != "disable"}
+        return options if self._compiles() and plugin.use_regional_compilation and not plugin.disable else False
+
+    def _compile_checkpointed(self, model: nn.Module) -> None:
+        """Compiles the layers that transformers may recompute one by one: torch.compile(model) does not see through its
+        checkpoint function where parameters are sharded."""
+        layers = sys.modules.get("transformers.modeling_layers")
+        if layers is not None and self._compiles() and not self.state.dynamo_plugin.use_regional_compilation:
+            for layer in model.modules():
+                if isinstance(layer, layers.GradientCheckpointingLayer):
+                    layer.compile(**self.state.dynamo_plugin.to_kwargs())
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """An onefold.Optimizer of the class and settings of a torch optimizer, whose model was prepared before."""

@@ -38,7 +38,7 @@ def run(launch: Launch) -> None:
 
 
 def _trainer(cls: type, launch: Launch) -> type:
-    found: type = sharded(cls, launch.zero)
+    found: type = sharded(cls, launch.zero, tile_loss=launch.tile_loss)
     return found if launch.deepspeed is None else following(found, launch.deepspeed)
 
 

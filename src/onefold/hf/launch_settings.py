@@ -31,6 +31,9 @@ class Launch:
     deepspeed: DeepSpeedConfig | None
     """The file of --zero, if it is a DeepSpeed configuration."""
 
+    tile_loss: int | None
+    """How many tokens a tile of the loss has, if the loss is to be tiled."""
+
     script: str
     """The path of a script, or the name of a module."""
 
@@ -55,6 +58,9 @@ def parse(words: Sequence[str]) -> Launch:
     parser.add_argument("--stage", help="ZeRO stage 0, 1, 2 or 3, or auto; 2 unless the file of --zero says another")
     parser.add_argument("--offload", help="host or auto: keep the optimizer state, and update, in host memory")
     parser.add_argument(
+        "--tile-loss", type=int, metavar="TOKENS", help="compute the loss over tiles of so many tokens, without logits"
+    )
+    parser.add_argument(
         "--zero", type=Path, help="a TOML file of settings of onefold.Zero, or a DeepSpeed ds_config.json"
     )
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m does")
@@ -66,9 +72,12 @@ def parse(words: Sequence[str]) -> Launch:
     if found.module is None and not Path(run[0]).is_file():
         raise ConfigError(f"{run[0]} is no file; give a Python script, or -m and the name of a module")
     zero, deepspeed = _settings(found.zero, _options(found))
+    if found.tile_loss is not None and found.tile_loss < 1:
+        raise ConfigError(f"--tile-loss {found.tile_loss}: a tile has at least one token; give a number from 1 on")
     return Launch(
-        zero=zero, deepspeed=deepspeed, script=run[0], module=found.module is not None, arguments=tuple(run[1:])
-    )
+        zero=zero, deepspeed=deepspeed, tile_loss=found.tile_loss, script=run[0], module=found.module is not None,
+        arguments=tuple(run[1:]),
+    )  # fmt: skip
 
 
 def _options(found: argparse.Namespace) -> dict[str, Any]:

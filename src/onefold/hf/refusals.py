@@ -67,6 +67,28 @@ def refuse_engine_flags(args: TrainingFlags) -> None:
             )
 
 
+class TrainerWithLoss(Protocol):
+    """What a Trainer may compute a loss by, instead of the model's own."""
+
+    compute_loss_func: object
+    label_smoother: object
+    args: Any
+
+
+def refuse_untiled(trainer: TrainerWithLoss) -> None:
+    """Raises if a Trainer whose loss is to be tiled makes a loss of logits by itself."""
+    asked = {
+        "compute_loss_func": trainer.compute_loss_func,
+        "label_smoothing_factor": trainer.label_smoother,
+        "use_liger_kernel": getattr(trainer.args, "use_liger_kernel", False),
+    }
+    for name, given in asked.items():
+        if given:
+            raise ConfigError(
+                f"tile_loss computes the model's own loss, without logits, and {name} another one; leave one out"
+            )
+
+
 def refuse_flags(args: TrainingFlags) -> None:
     """Raises if TrainingArguments ask for another engine, for DataParallel, or for a dtype that Zero decides."""
     refuse_engine_flags(args)
@@ -100,6 +122,17 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"the model is wrapped by {cls.__name__} already, and one model has one engine; prepare the model "
                 f"itself"
             )
+
+
+def refuse_cut_sequences(zero: Zero | None) -> None:
+    """Raises for a mesh that cuts sequences: data loaders give every rank data of its own."""
+    names = (zero.mesh.mesh_dim_names or ()) if zero is not None and zero.mesh is not None else ()
+    if "sequence" in names:
+        raise ConfigError(
+            'the mesh cuts sequences over ranks ("sequence"), which then read the same batch, and accelerate gives '
+            "every rank a batch of its own; write the loop with onefold.hf.cut_sequences and onefold.shard: see "
+            "docs/long-context.md"
+        )
 
 
 def with_precision(zero: Zero, mixed_precision: str | None) -> Zero:

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from onefold import ConfigError, Zero, full_parameters, load
@@ -22,7 +23,8 @@ from onefold.hf.adapters import adapters_state_dict, has_adapters, has_prompts, 
 from onefold.hf.checkpoints import FOLDER, PLAIN_OPTIMIZER, load_plain, load_state, save_state
 from onefold.hf.fits import Step, random_states_kept, refuse_too_large, total_bytes, warn_of_too_large
 from onefold.hf.optimizers import settings_of
-from onefold.hf.refusals import refuse_flags, refuse_instance
+from onefold.hf.refusals import refuse_flags, refuse_instance, refuse_untiled
+from onefold.hf.tiled_loss import TOKENS, loss_only, tile_loss
 from onefold.optim.elementwise import cost_of
 from onefold.runtime.engine import is_sharded
 from onefold.settings.offload import AUTO
@@ -34,20 +36,48 @@ else:
 
 
 class ShardedTrainer(Base):
-    """What comes before a Trainer class. `zero=` of a Trainer goes before the class's `default_zero`."""
+    """What comes before a Trainer class. `zero=` and `tile_loss=` of a Trainer go before the class's defaults."""
 
     default_zero: ClassVar[Zero | None] = None
+    default_tile_loss: ClassVar[int | bool] = False
     model: Any  # of the Trainer: a model of transformers or of PEFT, or any module
     optimizer: Any  # of the Trainer: a torch optimizer, and after prepare() a ShardedOptimizer
 
-    def __init__(self, *args: Any, zero: Zero | None = None, budget_bytes: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        zero: Zero | None = None,
+        budget_bytes: int | None = None,
+        tile_loss: int | bool | None = None,
+        **kwargs: Any,
+    ) -> None:
         """`budget_bytes` is what a step may take on each rank's device; train() raises at once if it takes more.
-        Without it train() warns if a step takes more than a CUDA device has."""
+        Without it train() warns if a step takes more than a CUDA device has. `tile_loss` computes the loss of a causal
+        model over tiles of so many tokens (True: 1024), without logits: see `onefold.hf.tile_loss`."""
         refuse_instance(kwargs.get("optimizer_cls_and_kwargs"))
         self.zero = zero or self.default_zero or Zero()
+        tokens = self.default_tile_loss if tile_loss is None else tile_loss
+        self._tile_tokens: int | None = None if tokens is False else TOKENS if tokens is True else tokens
         self._budget_bytes = budget_bytes
         self._collected: dict[str, Any] | None = None  # the full state dict, while it is saved
+        self._filters_losses = False  # whether training_step() does what args.logging_nan_inf_filter asks for
         super().__init__(*args, **kwargs)
+        if self._tile_tokens is not None:
+            refuse_untiled(self)
+            self._tile_loss(self.model)
+
+    def _tile_loss(self, model: Any) -> Any:
+        return model if self._tile_tokens is None else tile_loss(model, tokens=self._tile_tokens)
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tile_loss(super().call_model_init(*args, **kwargs))
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        """Evaluation makes logits only if they are used, where the loss is tiled."""
+        with nullcontext() if self._tile_tokens is None else loss_only(self.model, prediction_loss_only):
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_flags(self.args)
@@ -60,6 +90,35 @@ class ShardedTrainer(Base):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         self._accelerator_settings = super()._build_accelerator_args(**kwargs)
         return self._accelerator_settings
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does. Losses that are not finite are kept out of the logs on the device: the host does
+        not wait for each loss to see whether it is finite."""
+        asked = self.args.logging_nan_inf_filter
+        # a training_step() that calls ours may make a loss that ours does not see
+        self._filters_losses = asked and type(self).training_step is ShardedTrainer.training_step
+        try:
+            with self._host_filter(asked and not self._filters_losses):
+                return super().train(*args, **kwargs)
+        finally:
+            self._filters_losses = False
+
+    @contextmanager
+    def _host_filter(self, on: bool) -> Iterator[None]:
+        """Inside, args.logging_nan_inf_filter is as the Trainer or a reader of the arguments must find it."""
+        given, self.args.logging_nan_inf_filter = self.args.logging_nan_inf_filter, on
+        try:
+            yield
+        finally:
+            self.args.logging_nan_inf_filter = given
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward and backward. A loss that is not finite is returned as the mean of those since the last log."""
+        loss: Tensor = super().training_step(*args, **kwargs)
+        if not self._filters_losses or loss.device != self._tr_loss.device:
+            return loss
+        mean = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        return torch.where(loss.isfinite(), loss, mean)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
@@ -113,7 +172,8 @@ class ShardedTrainer(Base):
             self._collected = None
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict=self._collected if state_dict is None else state_dict)
+        with self._host_filter(self.args.logging_nan_inf_filter or self._filters_losses):  # the arguments are saved
+            super()._save(output_dir, state_dict=self._collected if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_state(output_dir, [(self.model, [self.optimizer.optimizer])])
@@ -179,26 +239,30 @@ class Elsewhere:
         pass
 
 
-def sharded(cls: type, zero: Zero | None = None) -> Any:
+def sharded(cls: type, zero: Zero | None = None, *, tile_loss: int | bool | None = None) -> Any:
     """A subclass of a transformers Trainer class that shards its model by Onefold.
 
     `zero` are the settings of `onefold.shard`, by default Zero(); a Trainer of the class may get others as `zero=`.
+    `tile_loss` computes losses over tiles of so many tokens, without logits: see `onefold.hf.tile_loss`.
 
     >>> import transformers, onefold.hf
     >>> trainer_class = onefold.hf.sharded(transformers.Seq2SeqTrainer, onefold.Zero(stage=3))
     >>> issubclass(trainer_class, transformers.Seq2SeqTrainer)
     True
     """
-    if issubclass(cls, ShardedTrainer) and zero is None:
+    given = {"default_zero": zero, "default_tile_loss": tile_loss}
+    defaults = {name: value for name, value in given.items() if value is not None}
+    if issubclass(cls, ShardedTrainer) and not defaults:
         return cls
     bases = (cls,) if issubclass(cls, ShardedTrainer) else (ShardedTrainer, cls)
-    return type(f"Sharded{cls.__name__}", bases, {"default_zero": zero, "__module__": __name__})
+    return type(f"Sharded{cls.__name__}", bases, {**defaults, "__module__": __name__})
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):
     """transformers' Trainer that shards its model by Onefold in place of DDP.
 
-    `zero` are the settings of `onefold.shard`, by default Zero(). All other arguments are the Trainer's.
+    `zero` are the settings of `onefold.shard`, by default Zero(); `tile_loss` computes the loss over tiles of so many
+    tokens. All other arguments are the Trainer's.
 
     >>> import tempfile, torch, transformers, onefold.hf
     >>> with tempfile.TemporaryDirectory() as folder:

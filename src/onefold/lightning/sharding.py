@@ -10,15 +10,9 @@ from torch import nn
 
 from onefold import ConfigError, shard, unshard
 from onefold.lightning.precisions import Settings
-from onefold.model.survey import ATTRIBUTE
-from onefold.runtime.engine import engine_of
+from onefold.runtime.engine import engine_of, is_sharded
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """False also for a module that onefold.unshard has made plain again."""
-    return ATTRIBUTE in vars(module)
 
 
 def stage_of(module: nn.Module) -> int:

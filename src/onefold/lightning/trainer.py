@@ -32,7 +32,8 @@ from onefold.lightning.optimizers import as_sharded, check_apart, follow
 from onefold.lightning.plugins import ZeroPrecision
 from onefold.lightning.precisions import checked, settings_of
 from onefold.lightning.processes import join
-from onefold.lightning.sharding import is_sharded, sharded, stage_of
+from onefold.lightning.sharding import sharded, stage_of
+from onefold.runtime.engine import is_sharded
 
 
 class ZeroStrategy(DDPStrategy):
@@ -80,9 +81,7 @@ class ZeroStrategy(DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is None or isinstance(
-            plugin, ZeroPrecision
-        ):  # not known yet; or this strategy's, in a second Trainer
+        if plugin is None or isinstance(plugin, ZeroPrecision):  # not known yet; or ours, in a second Trainer
             return
         self._settings = self._settings.with_plugin(plugin)
         self._precision_plugin = ZeroPrecision(self._settings.name, lambda: self.optimizers)

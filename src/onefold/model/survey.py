@@ -16,6 +16,7 @@ from onefold.model.blocks import block_of, find_blocks
 from onefold.model.device import check_device
 from onefold.model.dtensor_shards import check, local_tensor, split_info
 from onefold.model.inputs import chosen_inputs
+from onefold.model.mixing import check_mixing
 from onefold.model.quantized import check_quantized, keep_dtype
 from onefold.model.storage import dense_stride
 from onefold.model.unit_spec import UnitSpec, place
@@ -46,6 +47,13 @@ def survey_or_mistake(model: nn.Module, zero: Zero | None, fields: dict[str, Any
     settings = Zero()
     try:
         settings = Zero.of(zero, fields)
+        if axes.sequence.size > 1:
+            if axes.pp.size > 1:
+                raise ConfigError(
+                    'a mesh with both "sequence" and "pp" is unsupported: a pipeline stage would have to cut the '
+                    "batches of its schedule; use one of the two axes"
+                )
+            check_mixing(model)
         return survey(model, settings, axes.shard.size, axes.replica.size, axes.tp.world_ranks)
     except Exception as mistake:
         return Survey(settings=settings, mistake=mistake)
@@ -93,6 +101,7 @@ def survey(model: nn.Module, settings: Zero, ranks: int, replicas: int = 1, tp_r
     lines += [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()]
     lines += [f"unit {unit.layout.name}: {unit.layout.numel} elements, {unit.placement}" for unit in units]
     _check_activations(settings.activations, blocks, len(tp_ranks))
+    _check_compile(model, settings, blocks)
     for name in settings.methods:
         if name == "forward" or not callable(getattr(model, name, None)):
             raise ModelError(f"methods= names {name!r}, no method of {type(model).__name__} other than forward")
@@ -144,6 +153,21 @@ def _check_activations(policy: str, blocks: Sequence[str], tp: int) -> None:
             f"activations={policy!r} shares block inputs among the ranks of the mesh axis 'tp', and there is none, or "
             f"of one rank; give mesh= such an axis, or use {policy.replace('partition', 'checkpoint')!r}"
         )
+
+
+def _check_compile(model: nn.Module, settings: Zero, blocks: Sequence[str]) -> None:
+    """Raises if compile= cannot be honoured for this model."""
+    if settings.compile_options is None:
+        return
+    if not blocks:
+        raise ConfigError(
+            "compile= compiles blocks, and this model has none: no list of two or more modules of one class; name them "
+            "with units=, or compile the whole model: torch.compile(model)"
+        )
+    try:
+        torch.compile(model.forward, **settings.compile_options)  # compiles nothing before it is called
+    except Exception as error:
+        raise ConfigError(f"torch.compile refuses compile={settings.compile!r}: {error}") from error
 
 
 def _check_unsharded(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ from onefold.model.containers import tensors_in
 from onefold.model.storage import storage_bytes
 from onefold.model.unit_spec import place
 from onefold.observe.inventory import sizes_of
+from onefold.observe.rehearsed_update import MakeOptimizer, RehearsedWhole
 from onefold.observe.reports import memory, track_memory, traffic
 from onefold.optim.host_update import HostGradients
 from onefold.optim.kernels.cpu import available
@@ -47,7 +49,7 @@ from onefold.runtime.update_policy import NoUpdates
 from onefold.settings.offload import AUTO, Offload
 from onefold.settings.placement import Placement, Scope, Tier
 from onefold.settings.zero import Zero
-from onefold.shard import shard_over
+from onefold.sharding import shard_over
 
 Loss = Callable[[nn.Module, Any], Tensor]
 BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -101,10 +103,12 @@ def rehearse(
     count_flops: bool = False,
     micro_batches: int = 1,
     device: torch.device | None = None,
+    optimizer: MakeOptimizer | None = None,
 ) -> Rehearsal:
     """Rehearses a step of one rank of `ranks`. `sample` is the model's input: a tensor, a tuple of arguments, or a dict
     of keywords. `plays` is the backend, `node_ranks` the number of ranks on each node. With `tp`, the model must be
-    this rank's part already. Tensors without memory are on `device`, by default the model's. A kernel that is not an
+    this rank's part already. `optimizer` makes an Optimizer that updates whole tensors; others are rehearsed by their
+    `cost`. Tensors without memory are on `device`, by default the model's. A kernel that is not an
     operator of torch (Triton, Liger) launches on a CUDA tensor without memory, and breaks the process; on the CPU it
     raises."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
@@ -124,7 +128,8 @@ def rehearse(
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
             inputs = sample if values else tree_map_only(Tensor, lambda tensor: _blank(tensor, device), sample)
             whole = _whole_step(loss or default_loss, micro_batches)
-            return _some_steps(twin, inputs, whole, cost, asked, count_flops)
+            update = RehearsedWhole(engine_of(twin), optimizer) if optimizer is not None else None
+            return _some_steps(twin, inputs, whole, cost, asked, count_flops, update)
         except BY_VALUES as error:
             raise ModelError(
                 f"{type(model).__name__} decides by values ({str(error).splitlines()[0]}), so a plan needs a real "
@@ -133,32 +138,39 @@ def rehearse(
 
 
 def _some_steps(
-    model: nn.Module, inputs: Any, loss: Loss, cost: StateCost, asked: Zero, count_flops: bool
+    model: nn.Module,
+    inputs: Any,
+    loss: Loss,
+    cost: StateCost,
+    asked: Zero,
+    count_flops: bool,
+    update: RehearsedWhole | None,
 ) -> Rehearsal:
     engine = engine_of(model)
-    engine.optimizers.rehearse(GradientsToHost(engine))
-    one_pass = engine.resolved.precision.narrow and cost.one_pass and (not engine.comm.on_host or available())
-    _step(engine, inputs, loss, one_pass)  # the first step learns the order of units and allocates buffers
+    engine.optimizers.rehearse(GradientsToHost(engine) if update is None else update)
+    supported = cost.one_pass and (not engine.comm.on_host or available())
+    one_pass = supported and (cost.small or engine.resolved.precision.narrow)
+    step = partial(_step, engine, inputs, loss, one_pass, update)
+    step()  # the first step learns the order of units and allocates buffers
     flops = 0
     if count_flops:
         with FlopCounterMode(display=False) as counter:
-            _step(engine, inputs, loss, one_pass)
+            step()
         flops = counter.get_total_flops()
     elif engine.pool.keeps:  # buffers that are kept grow in the second step too, where units differ in size
-        _step(engine, inputs, loss, one_pass)
+        step()
     with track_memory(model) as tracker:
-        gradients = _step(engine, inputs, loss, one_pass)
+        gradients = step()
     now = memory(model)
-    moments = sum(
-        unit.master.owned.numel * cost.per_element + (cost.per_tensor if unit.master.owned.numel else 0)
-        for unit in engine.units
-        if not unit.updated_on_host
-    )
+    owned = [unit.master.owned.numel for unit in engine.units if not unit.updated_on_host]
+    moments = sum(cost.vectors(numel) + (cost.per_tensor if numel else 0) for numel in owned)
+    if update is not None:
+        moments = update.state_bytes(on_host=False)
     states = StateBytes(now.parameters.measured, gradients, now.optimizer.measured + moments)
     peak = tracker.peak()
     peak["optimizer"] = states.optimizer
     updating = {**dict.fromkeys(peak, 0), **states._asdict(), "communication": now.communication.measured}
-    updating |= {"buffers": now.buffers.measured, "activations": _update_temporaries(engine, one_pass)}
+    updating |= {"buffers": now.buffers.measured, "activations": _update_temporaries(engine, one_pass, cost, update)}
     updating["checkpoints"] = now.checkpoints.measured
     peak = max(peak, updating, key=lambda rows: sum(rows.values()))
     sent = dict(traffic(model).flows)
@@ -166,13 +178,16 @@ def _some_steps(
     if asked.stage == 3 and engine.resolved.settings.stage != 3:
         shards = sum(map(parameter_bytes, units, placements))
         states, peak, sent = _as_stage_3(engine, states._replace(parameters=shards), peak, sent)
+    host, disk = (state_bytes(units, placements, cost, tier) for tier in (Tier.HOST, Tier.DISK))
+    if update is not None:
+        master = state_bytes(units, placements, StateCost(0), Tier.HOST).optimizer
+        host = host._replace(optimizer=master + update.state_bytes(on_host=True))
     padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
     store, used = engine.checkpoints, engine.pool.most_bytes + engine.tiers.host.waiting.most_bytes
     return Rehearsal(
         states, now.buffers.measured, max(now.communication.measured, used), peak, sent, flops, padding,
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
-        now.checkpoints_host.measured,
-        *(state_bytes(units, placements, cost, tier) for tier in (Tier.HOST, Tier.DISK)),
+        now.checkpoints_host.measured, host, disk,
     )  # fmt: skip
 
 
@@ -183,7 +198,7 @@ def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
     return [place(unit.layout, asked, decided) for unit in engine.all_units]
 
 
-def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
+def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool, update: RehearsedWhole | None) -> int:
     """A step without the arithmetic of the update; the bytes of gradients at its end."""
     half = engine.resolved.precision.compute is torch.float16
     with scaled_backward(1.0):
@@ -193,25 +208,32 @@ def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool) -> int:
         if half:
             engine.pipeline.any_rank(engine.comms.world, bytes(len(engine.units)), Label("overflow", "step"))
         engine.unsharding.reshard_all()
-        for index, unit in enumerate(engine.units):
-            engine.wait_reduced(index)
-            if engine.updates.reduced(index, final=True):
-                continue
-            # Scratch of an update by torch's class: see unit_optimizer.py.
-            if unit.dtypes.narrow and not one_pass and engine.comm.on_host:
-                vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
-                scratch = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
-                for wide in scratch:
-                    engine.pool.give(wide)
-        for unit in engine.units:
-            if unit.placement.optimizer is Scope.SHARDED and unit.placement.parameters is Scope.REPLICATED:
-                unit.flat_params.gather_updated().wait()
+        if update is not None:
+            update.update()
+        else:
+            _update_shards(engine, one_pass)
     engine.after_step()
     gradients = storage_bytes(
         [t for unit in engine.units if not unit.updated_on_host for t in unit.gradients.tensors()]
     )
     engine.drop_gradients()
     return gradients
+
+
+def _update_shards(engine: Engine, one_pass: bool) -> None:
+    for index, unit in enumerate(engine.units):
+        engine.wait_reduced(index)
+        if engine.updates.reduced(index, final=True):
+            continue
+        # Scratch of an update by torch's class: see unit_optimizer.py.
+        if unit.dtypes.narrow and not one_pass and engine.comm.on_host:
+            vectors = 2 if unit.dtypes.master == "split" else 1  # the gradient's, and the master's if that is split
+            scratch = [engine.pool.take(unit.master.owned.numel, torch.float32) for _ in range(vectors)]
+            for wide in scratch:
+                engine.pool.give(wide)
+    for unit in engine.units:
+        if unit.placement.optimizer is Scope.SHARDED and unit.placement.parameters is Scope.REPLICATED:
+            unit.flat_params.gather_updated().wait()
 
 
 def _whole_step(loss: Loss, micro_batches: int) -> Loss:
@@ -226,14 +248,17 @@ def _whole_step(loss: Loss, micro_batches: int) -> Loss:
     return last
 
 
-def _update_temporaries(engine: Engine, one_pass: bool) -> int:
+def _update_temporaries(engine: Engine, one_pass: bool, cost: StateCost, update: RehearsedWhole | None) -> int:
     """Bytes of temporaries in an update: torch's Adam on a CPU makes two vectors per vector it updates; Onefold's
-    kernels, and those on CUDA, none. The overflow check of fp16 makes the absolute values and three masks."""
+    kernels, and those on CUDA, none. The overflow check of fp16 makes the absolute values and three masks. A class that
+    updates whole tensors makes two copies of the largest in fp32, as Muon does."""
+    if update is not None:
+        return 2 * 4 * update.largest_numel
     if not engine.comm.on_host:
         return 0
     here = [unit for unit in engine.units if not unit.updated_on_host]
     looked = here if engine.resolved.precision.compute is torch.float16 else []
-    made = [2 * 4 * unit.master.owned.numel for unit in here if not (unit.dtypes.narrow and one_pass)]
+    made = [2 * 4 * unit.master.owned.numel for unit in here if not (one_pass and (cost.small or unit.dtypes.narrow))]
     made += [unit.mine.numel * (unit.gradients.dtype.itemsize + 3) for unit in looked]
     return max(made, default=0)
 

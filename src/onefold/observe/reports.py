@@ -28,6 +28,7 @@ from onefold.observe.inventory import (
     sizes_of,
 )
 from onefold.observe.tracker import CATEGORIES, Tracker
+from onefold.runtime.attached import Update
 from onefold.runtime.engine import Engine, engine_of
 from onefold.settings.placement import Scope, Tier
 
@@ -150,7 +151,8 @@ class TrafficReport:
 
 @dataclass(frozen=True)
 class PlacementRow:
-    """Where the states of one unit are kept: "sharded" or "replicated", with the tier if it is not the device."""
+    """Where the states of one unit are kept: "sharded" or "replicated", with the tier if it is not the device, and the
+    form of optimizer state if it is not fp32."""
 
     unit: str
     elements: int
@@ -170,6 +172,8 @@ class PlacementReport:
     """What "auto" settings chose, and the reason; empty where nothing was left to choose."""
     sums: str = ""
     """How gradients are summed over ranks; empty for one rank."""
+    updates: tuple[Update, ...] = ()
+    """What updates each parameter, if an optimizer such as Muon updates whole tensors."""
 
     def __str__(self) -> str:
         cells = [("unit", "elements", "optimizer", "gradients", "parameters", "bytes here")]
@@ -177,14 +181,31 @@ class PlacementReport:
             (r.unit, f"{r.elements:,}", r.optimizer, r.gradients, r.parameters, f"{r.parameter_bytes:,}")
             for r in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        sides = "<><<<>"  # text to the left, numbers to the right
-        lines = [
-            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True))
-            for row in cells
-        ]
         above = [f"gradients: {self.sums}"] * bool(self.sums) + [self.why] * bool(self.why)
-        return "\n".join(above + lines)
+        lines = above + _columns(cells, "<><<<>")
+        return "\n".join(lines + (["", *_columns(_alike(self.updates), "<<><<<")] if self.updates else []))
+
+
+def _alike(updates: Sequence[Update]) -> list[tuple[str, ...]]:
+    """A line for parameters that all layers have, and that are updated alike; ranks that own any of them."""
+    groups: dict[tuple[str, str, str, str], list[Update]] = {}
+    for one in updates:
+        name = ".".join("*" if part.isdigit() else part for part in one.name.split("."))
+        shape = " x ".join(map(str, one.shape))
+        groups.setdefault((name, shape, one.cls, one.why), []).append(one)
+    cells: list[tuple[str, ...]] = [("parameter", "shape", "tensors", "updated by", "on rank", "because")]
+    for (name, shape, cls, why), alike in groups.items():
+        ranks = sorted({one.owner for one in alike if one.owner is not None})
+        some = ", ".join(map(str, ranks)) if len(ranks) < 5 else f"{ranks[0]} … {ranks[-1]}"
+        cells.append((name, shape, f"{len(alike)}", cls, some or "all", why or "a param group"))
+    return cells
+
+
+def _columns(cells: Sequence[tuple[str, ...]], sides: str) -> list[str]:
+    """Rows of cells as lines; `sides` has < for text and > for numbers."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rows = ([f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in cells)
+    return ["  ".join(row).rstrip() for row in rows]
 
 
 def placement(model: nn.Module) -> PlacementReport:
@@ -196,6 +217,8 @@ def placement(model: nn.Module) -> PlacementReport:
     72
     """
     engine = engine_of(model)
+    forms = dict.fromkeys(optimizer.state_form for optimizer in engine.optimizers)
+    form = f", {' and '.join(forms)}" if forms.keys() - {"fp32"} else ""
     rows = []
     for unit, size in zip(engine.all_units, sizes_of(engine).units, strict=True):
         trained = unit in engine.units
@@ -204,13 +227,14 @@ def placement(model: nn.Module) -> PlacementReport:
             PlacementRow(
                 unit=unit.name,
                 elements=unit.layout.used_numel,
-                optimizer=_text(unit.placement.optimizer, unit.placement.optimizer_tier) if trained else "frozen",
+                optimizer=_text(unit.placement.optimizer, unit.placement.optimizer_tier, form) if trained else "frozen",
                 gradients=_text(unit.placement.gradients, offloaded) if trained else "frozen",
                 parameters=_text(unit.placement.parameters, unit.placement.parameters_tier),
                 parameter_bytes=parameter_bytes(size, unit.placement),
             )
         )
-    return PlacementReport(tuple(rows), engine.why, _sums(engine))
+    updates = tuple(update for optimizer in engine.optimizers for update in optimizer.updates())
+    return PlacementReport(tuple(rows), engine.why, _sums(engine), updates)
 
 
 def _sums(engine: Engine) -> str:
@@ -220,8 +244,8 @@ def _sums(engine: Engine) -> str:
     return engine.comm.strategy.text(min((unit.dtypes.wire.itemsize for unit in engine.units), default=WIDE))
 
 
-def _text(scope: Scope, tier: Tier) -> str:
-    return scope.value if tier is Tier.DEVICE else f"{scope.value}, {tier.value}"
+def _text(scope: Scope, tier: Tier, form: str = "") -> str:
+    return (scope.value if tier is Tier.DEVICE else f"{scope.value}, {tier.value}") + form
 
 
 def memory(model: nn.Module) -> MemoryReport:
@@ -317,6 +341,9 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
         strategy=engine.comm.strategy,
     )
     planned = {purpose: row.bytes for purpose, row in sent.items()}
+    for optimizer in engine.optimizers:
+        for purpose, sent_bytes in optimizer.planned_traffic().items():
+            planned[purpose] = planned.get(purpose, 0) + sent_bytes
     if engine.units:
         planned["norm"] = NORM_BYTES * (engine.comms.holders.size - 1)
     if engine.checkpoints and (gathered := engine.checkpoints.planned_gathers()):

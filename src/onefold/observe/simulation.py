@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,10 @@ from onefold.errors import ConfigError
 from onefold.observe.rehearsal import Rehearsal, default_loss, rehearse
 from onefold.observe.reports import memory, track_memory, traffic
 from onefold.observe.utilization import Busy, busy
-from onefold.optim.elementwise import OPTIMIZERS, cost_of
+from onefold.optim.named import choose
 from onefold.optim.optimizer import Optimizer
 from onefold.settings.zero import Zero
-from onefold.shard import shard_over
+from onefold.sharding import shard_over
 
 NOISE = 0.05  # the part of a step's time by which two steps may differ
 
@@ -88,6 +88,7 @@ def simulate(
     device: str | None = None,
     init: Callable[[nn.Module], None] | None = None,
     optimizer: str = "adamw",
+    optimizer_state: Literal["fp32", "bf16", "8bit"] = "fp32",
     backend: str | None = None,
 ) -> Simulation:
     """Takes `steps` steps as rank 0 of `ranks`. `build` makes the model; it is called under the meta device. `backend`
@@ -98,15 +99,14 @@ def simulate(
     plays = backend or ("nccl" if target.type == "cuda" else "gloo")
     with torch.device("meta"):
         blank, model = build(), build()
-    cost, clock = cost_of(optimizer), time.perf_counter
+    chosen, clock = choose(optimizer, state=optimizer_state), time.perf_counter
     began = clock()
-    planned = rehearse(blank, sample, zero, cost, ranks=ranks, plays=plays)
+    planned = rehearse(blank, sample, zero, chosen.cost, ranks=ranks, plays=plays, optimizer=chosen.make_whole)
     plan_s, began = clock() - began, clock()
     del blank
     axes = simulated_axes(ranks, plays=plays)
     shard_over(axes, model, zero, {"device": str(target), "init": init})
-    cls, settings = OPTIMIZERS[optimizer.lower()]
-    opt = Optimizer(model, cls, **settings)
+    opt = chosen.make(model)
     inputs = tree_map_only(Tensor, lambda tensor: tensor.to(target), sample)
     cuda, build_s = target.type == "cuda", clock() - began
     if cuda:

@@ -1,4 +1,4 @@
-"""Whether gradients are finite; if not, every rank skips the step, or every rank raises.
+"""Whether a step may be taken: gradients are finite, and it is no spike. If not, every rank skips it, or all raise.
 
 Norms from clipping say so at no cost. With fp16 gradients are always checked, and an overflow lowers the loss scale.
 Where all units are updated on a CUDA device, the flag stays there: kernels that see it set write nothing, and what a
@@ -10,9 +10,10 @@ for the host. Where the host updates units itself, it must know the flag first, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
@@ -21,6 +22,7 @@ from onefold.errors import PrecisionError
 from onefold.optim.clipping import Clipping
 from onefold.optim.guarded_step import can_be_guarded
 from onefold.optim.loss_scale import Scaler
+from onefold.optim.spikes import SpikeCheck
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.runtime.engine import Engine
 
@@ -29,12 +31,25 @@ FLAG_STAYS_ON = {"cuda"}  # types of devices
 TOO_LARGE = "(none: each is finite, and the norm of all together overflows)"
 
 
+class Bad(NamedTuple):
+    """Why a step must not be taken: gradients of a unit are not finite, or else the step is a spike."""
+
+    unit: str = ""
+    spike: str = ""
+
+    def __str__(self) -> str:
+        return self.spike or f"gradients were infinite or NaN, first in unit {self.unit}"
+
+
 class FiniteCheck:
     def __init__(
-        self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str, clipping: Clipping
-    ) -> None:
+        self, engine: Engine, by_unit: Sequence[UnitOptimizer], scaler: Scaler | None, policy: str, clipping: Clipping,
+        spikes: SpikeCheck | None = None,
+    ) -> None:  # fmt: skip
         self._engine, self._by_unit, self._scaler, self._policy = engine, by_unit, scaler, policy
-        self._clipping = clipping
+        self._clipping, self._spikes = clipping, spikes
+        self.why, self.spikes = "", 0  # why the last skipped step was; skipped steps that are no overflow of fp16
+        self._in_a_row = 0  # skipped, but for overflows of fp16
         self._on_device = not any(one.unit.updated_on_host for one in by_unit) and _guardable(engine, by_unit)
         self.skipped = 0
         self.taken_back = False  # the last step, by the device
@@ -43,11 +58,12 @@ class FiniteCheck:
     def reset(self, skipped: int) -> None:
         """Forgets the last step, after a load; `skipped` steps were counted before."""
         self._device_flags, self.skipped, self.taken_back = None, skipped, False
+        self.why, self.spikes, self._in_a_row = "", 0, 0
 
     def flag_on_device(self) -> Tensor | None:
         """A flag on the device, 1 if gradients are not finite on some rank, else 0: updates that see it set change
-        nothing. None where some update cannot see it, or where gradients are not checked: then `bad_unit` decides.
-        Collective with fp16."""
+        nothing. None where some update cannot see it, or where gradients are not checked: then `bad` decides.
+        Collective with fp16, and where spikes are skipped."""
         self.taken_back = False
         if not self._on_device or (self._clipping.norms is None and self._scaler is None):
             return None
@@ -56,8 +72,17 @@ class FiniteCheck:
             total = self._on_all_ranks(units.all())
         else:
             units, total = torch.isfinite(self._clipping.norms.units), torch.isfinite(self._clipping.norms.total)
-        self._device_flags = torch.cat([units, total.view(1)]).to("cpu", non_blocking=True), event_now(total.device)
-        return 1.0 - total.float()
+        judged = self._judge(total)
+        found = torch.cat([units, total.view(1)])
+        found = found if judged is None else torch.cat([found.double(), judged])
+        self._device_flags = found.to("cpu", non_blocking=True), event_now(total.device)
+        return 1.0 - total.float() if judged is None else judged[0].float()
+
+    def _judge(self, finite: Tensor) -> Tensor | None:
+        """What is found of spikes, on the device; None where none are looked for. Collective."""
+        if self._spikes is None or self._clipping.norms is None:
+            return None
+        return self._spikes.judge(self._clipping.norms.total / self._engine.scale.value, finite)
 
     def _finite_units(self) -> Tensor:
         """For each unit whether the gradients that this rank holds of it are finite."""
@@ -78,34 +103,51 @@ class FiniteCheck:
         """Reads the flags that the last step left on the device, and counts that step as good or as skipped."""
         if self._device_flags is None:
             return
-        (finite, event), self._device_flags = self._device_flags, None
+        (found, event), self._device_flags = self._device_flags, None
         event.wait()  # recorded before the update of the last step
-        *units, total = finite.tolist()
-        if total and self._scaler:
-            self._scaler.good()
-        if not total:
-            self.taken_back = True
-            for unit in self._by_unit:
-                unit.undo_step()
-            # Nothing is exchanged: a property of the optimizer may come here on one rank alone.
-            self.skip(self._first(bytes(not fine for fine in units)) or NOT_HERE)
+        numbers, count = found.tolist(), len(self._engine.units)
+        units, total, judged = numbers[:count], numbers[count], numbers[count + 1 :]
+        spike = self._spike(judged) if total and judged else None
+        if total and spike is None:
+            self._in_a_row = 0
+            if self._scaler:
+                self._scaler.good()
+            return
+        self.taken_back = True
+        for unit in self._by_unit:
+            unit.undo_step()
+        # Nothing is exchanged: a property of the optimizer may come here on one rank alone.
+        self.skip(spike or Bad(self._first(bytes(not fine for fine in units)) or NOT_HERE))
+
+    def _spike(self, judged: list[float]) -> Bad | None:
+        verdict = SpikeCheck.read(judged)
+        return Bad(spike=str(verdict)) if verdict.bad else None
 
     def _first(self, bad: bytes) -> str | None:
         """The first unit in backward order that has a flag."""
         return next((self._engine.units[index].name for index in self._engine.schedule.order if bad[index]), None)
 
-    def bad_unit(self) -> str | None:
-        """The first unit in backward order whose gradients are not finite on some rank. None if all are, or if neither
-        clipping nor fp16 asks for the check. Collective with fp16, and where gradients are not finite."""
+    def bad(self) -> Bad | None:
+        """Why this step must not be taken; None if it may, or if neither clipping nor fp16 asks for the check.
+        Collective with fp16, where spikes are skipped, and where gradients are not finite."""
+        found = self._found()
+        if found is None:
+            self._in_a_row = 0
+        return found
+
+    def _found(self) -> Bad | None:
         engine = self._engine
         if self._clipping.norms is not None:
-            if torch.isfinite(self._clipping.norms.total):
-                return None
-            finite = torch.isfinite(self._clipping.norms.units)
+            finite = torch.isfinite(self._clipping.norms.total)
+            judged = self._judge(finite)
+            if finite:
+                return None if judged is None else self._spike(judged.tolist())
+            by_unit = torch.isfinite(self._clipping.norms.units)
             label = Label("norm", "units that are not finite")
-            return self._first_bad(engine.comms.holders, finite, label) or TOO_LARGE
+            return Bad(self._first_bad(engine.comms.holders, by_unit, label) or TOO_LARGE)
         if self._scaler:
-            return self._first_bad(engine.comms.world, self._finite_units(), Label("overflow", "step"))
+            unit = self._first_bad(engine.comms.world, self._finite_units(), Label("overflow", "step"))
+            return None if unit is None else Bad(unit)
         return None
 
     def _first_bad(self, comm: Comm, finite: Tensor, label: Label) -> str | None:
@@ -114,19 +156,29 @@ class FiniteCheck:
         near, far = self._engine.pipeline.any_rank(comm, mine, label)
         return self._first(near) or ("of another pipeline stage" if far else None)
 
-    def skip(self, bad: str) -> None:
+    def skip(self, bad: Bad) -> None:
         """Counts a skipped step and lowers the loss scale, or raises; the same on every rank. Nothing was updated."""
         self.skipped += 1
-        if self._scaler:
+        self.why = str(bad)
+        if self._scaler and not bad.spike:
             if not self._scaler.overflow():
                 raise PrecisionError(
-                    f"gradients overflow at the lowest loss scale ({self._scaler.scale:g}), first in unit {bad}; look "
-                    f"there for an exploding loss, train in bf16, or keep that module in fp32 (Precision(keep_fp32=…))"
+                    f"gradients overflow at the lowest loss scale ({self._scaler.scale:g}), first in unit {bad.unit}; "
+                    f"look there for an exploding loss, train in bf16, or keep that module in fp32 "
+                    f"(Precision(keep_fp32=…))"
                 )
-        elif self._policy == "raise":
+            return
+        if self._policy == "raise" and self._spikes is None:
             raise PrecisionError(
-                f"gradients are infinite or NaN, first in unit {bad}; nothing was updated. Look there, or skip such "
-                f"steps with Optimizer(on_nonfinite='skip')"
+                f"gradients are infinite or NaN, first in unit {bad.unit}; nothing was updated. Look there, or skip "
+                f"such steps with Optimizer(on_nonfinite='skip')"
+            )
+        self.spikes += 1
+        self._in_a_row += 1
+        if self._spikes is not None and self._in_a_row >= self._spikes.settings.in_a_row:
+            raise PrecisionError(
+                f"{self._in_a_row} steps in a row were skipped as spikes, the last because {bad}: the batch is not "
+                f"what is bad; load an earlier checkpoint, lower the learning rate, or allow more (Spikes(norm=…))"
             )
 
 
@@ -134,5 +186,4 @@ def _guardable(engine: Engine, by_unit: Sequence[UnitOptimizer]) -> bool:
     """Whether a step of the wrapped class can be taken back; found by making one, so that all ranks answer alike."""
     if engine.device.type not in FLAG_STAYS_ON or not by_unit:
         return False
-    param = nn.Parameter(torch.empty(1, device=engine.device))
-    return can_be_guarded(by_unit[0].cls([param], **by_unit[0].kwargs))
+    return all(can_be_guarded(sample) for sample in by_unit[0].samples())

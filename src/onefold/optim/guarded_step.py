@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from onefold.optim.elementwise import bare_step
+from onefold.optim.trials import bare_step
 
 PLAIN = (bool, int, float, str, type(None))
 

@@ -1,6 +1,7 @@
 """onefold.Optimizer: a torch.optim.Optimizer over the model's parameters, which runs a wrapped class on shards.
 
-The wrapped class never sees the model's parameters, only the elements of each unit that this rank updates.
+The wrapped class never sees the model's parameters, only the elements of each unit that this rank updates; or, if it
+needs whole tensors, copies of those that this rank owns.
 
 A step: 1 complete the gradients: the ranks agree on which parameters were used, and reduce what is left  2 if gradients
 are not finite, skip or raise, on every rank alike  3 the update policy updates the units, and all-gathers parameters
@@ -12,30 +13,32 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from onefold.comm.agreement import agree, together
 from onefold.comm.spans import spanned
-from onefold.errors import ConfigError, OnefoldError, OptimizerError, StateError
+from onefold.errors import OptimizerError, StateError
+from onefold.optim.arguments import check_policies, ids_of, listed
 from onefold.optim.clipping import Clipping, check_norm
-from onefold.optim.elementwise import examine
 from onefold.optim.finite import FiniteCheck
 from onefold.optim.foreign_checkpoints import StateOfUnits
 from onefold.optim.host_update import HostUpdates, UpdateOnHost
 from onefold.optim.loss_scale import LossScale, Scaler
-from onefold.optim.preflight import agree_on_kernel, reserve, updated_dtype
+from onefold.optim.param_groups import GroupedOptimizer
+from onefold.optim.preflight import agree_on_kernel
 from onefold.optim.reduced_gradients import complete, pieces, share_writes
-from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
+from onefold.optim.small_state import form_of
+from onefold.optim.spikes import SpikeCheck, Spikes
+from onefold.optim.unit_optimizer import NOT_SETTINGS
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
+from onefold.optim.update_whole import UpdateWhole, UpdateWholeInBackward
+from onefold.optim.whole_tensors import whole
 from onefold.runtime.engine import engine_of
-from onefold.runtime.refusals import Call, Situation, refuse
+from onefold.runtime.refusals import Call
 from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import NoUpdates, StepInputs, UpdatePolicy
 from onefold.settings.precision import Precision
@@ -43,8 +46,9 @@ from onefold.settings.precision import Precision
 FORMAT = 1  # of state_dict()
 
 
-class Optimizer(torch.optim.Optimizer):
-    """A torch.optim.Optimizer for a sharded model: it runs an element-wise torch optimizer on this rank's shards.
+class Optimizer(GroupedOptimizer):
+    """A torch.optim.Optimizer for a sharded model: it runs an element-wise torch optimizer on this rank's shards, or
+    one that needs whole tensors, such as Muon, on those that this rank owns.
 
     Making an Optimizer is collective. A model may have several, each for parameters of its own (`groups`); a new one
     replaces older ones that have any of its parameters, and the state of those is freed. Where there are several,
@@ -60,6 +64,8 @@ class Optimizer(torch.optim.Optimizer):
     >>> optimizer.step(); optimizer.zero_grad()
     """
 
+    _chooses_groups = False  # a subclass has param groups for all parameters, also for those that are frozen now
+
     def __init__(
         self,
         model: nn.Module,
@@ -69,34 +75,42 @@ class Optimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
         on_nonfinite: Literal["raise", "skip"] = "raise",
         step_in_backward: bool = False,
+        state: Literal["fp32", "bf16", "8bit"] = "fp32",
+        state_seed: int = 0,
+        skip_spikes: Spikes | None = None,
         **kwargs: Any,
     ) -> None:
         """`cls` and `kwargs` are the torch class and its settings, `groups` are param groups of the model's parameters.
+        Beside a class that needs whole tensors, such as Muon, groups may name an element-wise one: `"cls": AdamW`.
         `loss_scale` is for fp16. `on_nonfinite` says whether a step raises or is skipped if clip_grad_norm found a norm
-        that is not finite. With `step_in_backward` each unit is updated as soon as its gradient is reduced, and no
-        gradients are kept: for runs without clipping, accumulation and fp16."""
+        that is not finite; with `skip_spikes` such steps are skipped, and spikes too. With `step_in_backward` each unit
+        is updated as soon as its gradient is reduced, and no gradients are kept: for runs without clipping,
+        accumulation and fp16. `state` is the form of the moments of Adam, AdamW and SGD: with "bf16" or "8bit" they are
+        rounded at random, from `state_seed`, the step and the element's place in its parameter, and take 4 or 2 bytes
+        per parameter with Adam instead of 8."""
         engine = self._engine = engine_of(model)
         engine.check(Call.OPTIMIZER)
-        groups = None if groups is None else [_listed(group) for group in groups]
-        engine.unfreezing.follow(_ids_of(groups or []))
+        groups = None if groups is None else [listed(group) for group in groups]
+        engine.unfreezing.follow(ids_of(groups or []))
         engine.freezing.train_again()
         self._stepped = False  # the last step() was not skipped by the host
         self._tried = 0  # steps, taken or skipped
         self._clipping = Clipping(engine)
-        self._agreed = False
         self._hooks: OrderedDict[int, Callable[[str, Tensor], object]] = OrderedDict()
         self._hooked = False  # the gradients of this step have been shown to the hooks
         self._written = False  # pieces of gradients were given out, and may have been changed
-        self._replaced = ""  # a parameter that a newer Optimizer has
-        self._by_unit: list[UnitOptimizer] = []
+        self._by_unit = []
         error: Exception | None = None
         try:
             half = engine.resolved.precision.compute is torch.float16
-            _check_policies(half, loss_scale, on_nonfinite, step_in_backward)
+            check_policies(half, loss_scale, on_nonfinite, step_in_backward, skip_spikes)
             self._scaler = Scaler(loss_scale or LossScale()) if half else None
-            self._all, self._on_nonfinite, self._in_backward = groups is None, on_nonfinite, step_in_backward
+            self._all = groups is None or self._chooses_groups
+            self._on_nonfinite, self._in_backward = on_nonfinite, step_in_backward
+            self._form = form_of(state, state_seed)
             self._build(cls, groups, kwargs)
-            self._finite = FiniteCheck(engine, self._by_unit, self._scaler, on_nonfinite, self._clipping)
+            self._spikes = SpikeCheck(engine, skip_spikes) if skip_spikes else None
+            self._finite = self._new_check()
             self._check_others(half, step_in_backward)
         except Exception as mistake:  # all ranks raise it, or the others would hang in the next collective
             error = mistake
@@ -107,9 +121,16 @@ class Optimizer(torch.optim.Optimizer):
                 one.detach()
             raise
         self.state = StateOfUnits(dict, self.state)
-        agree_on_kernel(engine, self._by_unit, cls)
+        self._agree_on_kernels(cls)
         self._policy: UpdatePolicy = self._new_policy()
         engine.update_by(self._policy, self)
+
+    def _agree_on_kernels(self, cls: type[torch.optim.Optimizer]) -> None:
+        """Collective; on stages of a pipeline, also where only another stage has parameters of a class beside."""
+        agree_on_kernel(self._engine, self._by_unit, cls)
+        if self._rest is not None or (self._whole is not None and self._engine.comms.pp.size > 1):
+            rests = [one.rest for one in map(whole, self._by_unit) if one.rest]
+            agree_on_kernel(self._engine, rests, self._rest.cls if self._rest is not None else cls)
 
     def _check_others(self, half: bool, in_backward: bool) -> None:
         """Raises if this Optimizer cannot stand beside those that the model has for other parameters."""
@@ -123,8 +144,16 @@ class Optimizer(torch.optim.Optimizer):
                 f"one Optimizer several groups="
             )
 
+    def _new_check(self) -> FiniteCheck:
+        return FiniteCheck(self._engine, self._by_unit, self._scaler, self._on_nonfinite, self._clipping, self._spikes)
+
     def _new_policy(self) -> UpdatePolicy:
         engine = self._engine
+        if self._whole is not None:
+            by_unit, owners = [whole(one) for one in self._by_unit], self._whole.owners
+            if self._in_backward:
+                return UpdateWholeInBackward(engine, by_unit, self.param_groups, owners)
+            return UpdateWhole(engine, by_unit, owners)
         host = HostUpdates(engine, self._by_unit) if any(unit.updated_on_host for unit in engine.units) else None
         if self._in_backward:
             return UpdateInBackward(engine, self._by_unit, self.param_groups, host)
@@ -133,7 +162,12 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def precision(self) -> Precision:
         """The dtypes that were decided for this model; print it for a table."""
-        return self._engine.resolved.precision
+        return self._engine.resolved.precision.with_state(self._form.name)
+
+    @property
+    def state_form(self) -> str:
+        """The form of the optimizer state: "fp32", "bf16" or "8bit"."""
+        return self._form.name
 
     @property
     def stepped(self) -> bool:
@@ -145,10 +179,24 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped(self) -> int:
-        """The number of steps that were skipped because gradients were not finite. Waits for a CUDA device that was to
-        skip the last one by itself."""
+        """The number of steps that were skipped: gradients were not finite, or the step was a spike. Waits for a CUDA
+        device that was to skip the last one by itself."""
         self._finite.read_last_step()
         return self._finite.skipped
+
+    @property
+    def spikes(self) -> int:
+        """The number of steps that were skipped since the Optimizer was made or loaded, without overflows of fp16.
+        Waits as `skipped` does."""
+        self._finite.read_last_step()
+        return self._finite.spikes
+
+    @property
+    def why_skipped(self) -> str:
+        """Why the last of the skipped steps was; empty if none was since the Optimizer was made or loaded. Waits as
+        `skipped` does."""
+        self._finite.read_last_step()
+        return self._finite.why
 
     @property
     def steps(self) -> int:
@@ -164,115 +212,13 @@ class Optimizer(torch.optim.Optimizer):
         return self._scaler.scale if self._scaler else 1.0
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run loss.backward(), with the loss multiplied by the loss scale in fp16."""
+        """Run loss.backward(), with the loss multiplied by the loss scale in fp16. With `skip_spikes` the losses of a
+        step's micro-batches, each divided by their number, are compared with those of the steps before."""
         scale = self.loss_scale
+        if self._spikes:
+            self._spikes.add_loss(loss)
         with scaled_backward(scale):
             (loss.float() * scale if self._scaler else loss).backward(**kwargs)
-
-    def _agree(self, error: Exception | None, where: str) -> None:
-        """Raises on every rank if one rank has an `error`, or if param groups or their settings differ. Collective."""
-        comms, lines = self._engine.comms, self._describe() if error is None else []
-        if comms.pp.size == 1:
-            agree(comms.world, lines, error, where=where)
-        else:  # pipeline stages have different parameters
-            agree(comms.world, [], error, where=where)
-            for near in (comms.everyone, comms.tp):
-                together(comms, partial(agree, near, lines, where=where), where=where)
-        self._engine.comm.meter.cut()
-        self._agreed = True
-        self._see_groups()
-
-    def _see_groups(self) -> None:
-        self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
-
-    def _build(self, cls: type[torch.optim.Optimizer], groups: list[Any] | None, kwargs: dict[str, Any]) -> None:
-        engine = self._engine
-        if not engine.params:
-            raise OptimizerError(
-                "the model has no parameter that requires grad, so there is nothing to update; set requires_grad first"
-            )
-        _check_finite(kwargs, "the settings")
-        self._cls, self._settings = cls, kwargs
-        defaults = self._examine_units()
-        self._name = cls.__name__
-        self._by_unit = [UnitOptimizer(unit, cls, kwargs) for unit in engine.units]
-        with _as_optimizer_errors():
-            super().__init__([{"params": list(engine.params)}] if groups is None else groups, defaults)
-        self._check_hyperparameters()
-
-    def _examine_units(self) -> dict[str, Any]:
-        """Raises unless the class can update the model's units, and its state fits. Its default settings."""
-        engine, defaults = self._engine, dict[str, Any]()
-        self._index = {id(p): index for index, p in enumerate(engine.params)}
-        self._costs = {}
-        for dtype in dict.fromkeys(updated_dtype(unit) for unit in engine.units):
-            defaults, self._costs[dtype] = examine(self._cls, self._settings, engine.units[0].pool.device, dtype)
-        reserve(engine, self._costs)
-        return defaults
-
-    def _describe(self) -> list[str]:
-        """Lines that must be equal on all ranks: the class, the param groups, their settings and parameters."""
-        lines = [f"optimizer {self._name}"]
-        for number, (group, names) in enumerate(zip(self.param_groups, self._names(), strict=True)):
-            settings = {key: value for key, value in sorted(group.items()) if key not in NOT_SETTINGS}
-            lines += [f"param group {number}: {settings}", f"param group {number}: {names}"]
-        return lines
-
-    def _names(self) -> list[list[str]]:
-        return [[self._engine.names[self._index[id(p)]] for p in group["params"]] for group in self.param_groups]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters of the model to the optimizer, with settings of their own: any that require grad, also those
-        that were frozen when shard() was called. Collective."""
-        error: Exception | None = None
-        param_group = _listed(param_group)
-        if self._agreed:
-            self._check_state()
-            self._engine.unfreezing.follow(_ids_of([param_group]))
-        try:
-            self._add_group(param_group)
-        except Exception as mistake:
-            error = mistake
-        if self._agreed:
-            self._agree(error, "add_param_group()")
-        elif error is not None:
-            raise error
-
-    def _add_group(self, param_group: dict[str, Any]) -> None:
-        self._engine.updates.wait()  # host updates must finish with the groups of their step
-        with _as_optimizer_errors():
-            given = param_group["params"]
-            params = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
-            for param in params:
-                bare = param[1] if isinstance(param, tuple) else param
-                index = self._index.get(id(bare))
-                if index is not None and any(bare is other for group in self.param_groups for other in group["params"]):
-                    raise OptimizerError(
-                        f"{self._engine.names[index]} is in another param group already; name it in one"
-                    )
-            super().add_param_group({**param_group, "params": params})
-        try:
-            by_unit = self._by_unit_slots(self.param_groups[-1])
-        except OptimizerError:
-            self.param_groups.pop()
-            raise
-        for unit_index, slots in by_unit.items():
-            self._by_unit[unit_index].add_group(len(self.param_groups) - 1, slots)
-
-    def _by_unit_slots(self, group: dict[str, Any]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
-        for param in group["params"]:
-            index = self._index.get(id(param))
-            if index is None:
-                raise OptimizerError(
-                    f"a parameter of shape {tuple(param.shape)} in groups is not a trained parameter of the sharded "
-                    f"model; give parameters of that model that require grad"
-                )
-            place = self._engine.places[index]
-            if place.slot in found.setdefault(place.unit, []):
-                raise OptimizerError(f"{self._engine.names[index]} is twice in one param group; name it once")
-            found[place.unit].append(place.slot)
-        return found
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; a step whose gradients are not finite may raise or be skipped. Collective.
@@ -294,6 +240,8 @@ class Optimizer(torch.optim.Optimizer):
         self._check_hyperparameters()
         engine = self._engine
         self._refuse_if_replaced(Call.STEP)
+        if self._spikes and self._clipping.norms is None:
+            self.clip_grad_norm(math.inf)
         engine.check(Call.STEP)
         engine.check_parameters()
         if self._hooks:
@@ -307,7 +255,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.unsharding.reshard_all()
         self._finite.read_last_step()
         flag = self._finite.flag_on_device()
-        bad = self._finite.bad_unit() if flag is None else None
+        bad = self._finite.bad() if flag is None else None
         self._stepped = bad is None
         self._tried += 1
         if bad is not None:
@@ -328,19 +276,6 @@ class Optimizer(torch.optim.Optimizer):
         self._refuse_if_replaced(Call.ZERO_GRAD)
         self._engine.drop_gradients_of(self, keep_as_zeros=not set_to_none)
 
-    def _check_state(self) -> None:
-        self._refuse_if_replaced(Call.OPTIMIZER_STATE)
-        self._engine.check(Call.OPTIMIZER_STATE)
-
-    def _refuse_if_replaced(self, call: Call) -> None:
-        if self._replaced:
-            refuse(call, Situation.REPLACED, name=self._replaced)
-
-    @property
-    def indices(self) -> frozenset[int]:
-        """The model's trained parameters, by number, that are in a param group."""
-        return frozenset(self._index[id(param)] for group in self.param_groups for param in group["params"])
-
     def replaced(self, index: int) -> None:
         """A newer Optimizer was made for this parameter: the state of this one is freed."""
         self._replaced, self._by_unit = self._engine.names[index], []
@@ -350,31 +285,33 @@ class Optimizer(torch.optim.Optimizer):
         engine, known = self._engine, {id(one.unit): one for one in self._by_unit}
         self._examine_units()
         self._finite.read_last_step()
-        self._by_unit = [
-            known[id(unit)] if id(unit) in known else UnitOptimizer(unit, self._cls, self._settings)
-            for unit in engine.units
-        ]
+        self._by_unit = [known[id(unit)] if id(unit) in known else self._unit_optimizer(unit) for unit in engine.units]
         skipped, self._clipping.norms = self._finite.skipped, None
-        self._finite = FiniteCheck(engine, self._by_unit, self._scaler, self._on_nonfinite, self._clipping)
+        self._finite = self._new_check()
         self._finite.reset(skipped)
         self._policy = self._new_policy()
         return self._policy
 
     def adopt(self, taken: frozenset[int]) -> None:
-        """Called when parameters have been unfrozen: they join the first param group if this Optimizer was made without
-        groups=, for all that train. Those with the ids `taken` have a group, or are about to."""
+        """Called when parameters have been unfrozen: they join a param group if this Optimizer was made for all that
+        train. Those with the ids `taken` have a group, or are about to."""
         added = [param for param in self._engine.params if param.requires_grad and id(param) not in taken]
         if not self._all or not added:
             return
-        self.param_groups[0]["params"] += added
+        for number, group in enumerate(self.param_groups):
+            if joining := [param for param in added if self._group_to_join(param) == number]:
+                group["params"] += joining
+                self._add_params(number, joining)
         self._see_groups()
-        for unit_index, slots in self._by_unit_slots({"params": added}).items():
-            self._by_unit[unit_index].add_group(0, slots)
+
+    def _group_to_join(self, param: nn.Parameter) -> int:
+        """The param group of a parameter that is unfrozen."""
+        return 0
 
     def unsharded(self) -> None:
         """Called when the model is plain again: the state is freed."""
         self._by_unit, self._policy, self._clipping.norms = [], NoUpdates(), None
-        self._finite = FiniteCheck(self._engine, [], self._scaler, self._on_nonfinite, self._clipping)
+        self._finite = self._new_check()
 
     @property
     def clipped(self) -> bool:
@@ -389,6 +326,8 @@ class Optimizer(torch.optim.Optimizer):
         """Called when the gradients that were clipped are dropped."""
         self._clipping.forget()
         self._hooked = False
+        if self._spikes:
+            self._spikes.forget_losses()
 
     @property
     def pending_clip(self) -> float | Tensor:
@@ -466,33 +405,10 @@ class Optimizer(torch.optim.Optimizer):
         self._complete(Call.CLIP)
         return self._clipping.clip(max_norm, norm_type, self._names_of_others())
 
-    def _check_hyperparameters(self) -> None:
-        if self._agreed:
-            now = [(group, group["params"], len(group["params"])) for group in self.param_groups]
-            alike = len(now) == len(self._seen_groups) and all(
-                a is b and c is d and m == n for (a, c, m), (b, d, n) in zip(now, self._seen_groups, strict=True)
-            )
-            if not alike:
-                raise OptimizerError(
-                    "param_groups was reordered, replaced or edited; change settings inside a group "
-                    "(group['lr'] = ...), and add parameters with add_param_group()"
-                )
-        for index, group in enumerate(self.param_groups):
-            _check_finite(group, f"param group {index}")
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def state_tensors(self) -> list[Tensor]:
-        return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
-
-    def planned_state(self, index: int) -> tuple[int, int]:
-        """Bytes of a unit's optimizer state by formula: of its vectors, and of its step counts."""
-        unit = self._by_unit[index]
-        return unit.planned_state(self._costs[updated_dtype(unit.unit)])
-
     def _identity(self) -> dict[str, Any]:
         world = self._engine.comms.world
-        return {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.resolved.digest}
+        of_rank = {"format": FORMAT, "rank": world.rank, "ranks": world.size, "layout": self._engine.resolved.digest}
+        return of_rank | ({"state": self._form.name} if self._form.small else {})
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer state of this rank's shards; only the same rank at the same number of ranks and stage can load
@@ -504,8 +420,11 @@ class Optimizer(torch.optim.Optimizer):
         scale = self._scaler.state() if self._scaler else None
         return {
             "onefold": self._identity(), "param_groups": groups, "names": self._names(), "slices": slices,
-            "tried": self._tried, "skipped": self.skipped, "loss_scale": scale,
+            "tried": self._tried, "skipped": self.skipped, "loss_scale": scale, **self._spike_notes(),
         }  # fmt: skip
+
+    def _spike_notes(self) -> dict[str, Any]:
+        return {"spikes": self._spikes.state()} if self._spikes else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() returned on this rank; state of another rank, number of ranks or stage raises."""
@@ -524,13 +443,10 @@ class Optimizer(torch.optim.Optimizer):
         self._tried = state_dict["tried"]
         if self._scaler:
             self._scaler.load(state_dict["loss_scale"])
+        if self._spikes:
+            self._spikes.load(state_dict.get("spikes"))
         for unit in self._by_unit:
             unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
-
-    @property
-    def by_unit(self) -> list[UnitOptimizer]:
-        """The unit optimizers, in the order of the engine's units."""
-        return self._by_unit
 
     def notes(self) -> dict[str, Any]:
         """What a checkpoint records of the optimizer beside the state of parameters; equal on all ranks."""
@@ -540,7 +456,8 @@ class Optimizer(torch.optim.Optimizer):
         ]
         steps = self.steps  # reads what the last step found, which may change the loss scale
         scale = self._scaler.state() if self._scaler else None
-        return {"class": self._name, "steps": steps, "skipped": self.skipped, "loss_scale": scale, "groups": rows}
+        found = {"class": self._name, "steps": steps, "skipped": self.skipped, "loss_scale": scale, "groups": rows}
+        return {**found, **self._spike_notes()}
 
     def load_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:
         """Loads the `notes` of the optimizer that wrote a checkpoint. `settings` has the settings of each of this
@@ -551,6 +468,8 @@ class Optimizer(torch.optim.Optimizer):
         self._tried = notes["steps"] + notes["skipped"]
         if self._scaler and notes["loss_scale"]:
             self._scaler.load(notes["loss_scale"])
+        if self._spikes:
+            self._spikes.load(notes.get("spikes"))
 
     def __getstate__(self) -> NoReturn:
         raise StateError(
@@ -565,53 +484,3 @@ class Optimizer(torch.optim.Optimizer):
             "torch.amp.GradScaler sees the gradients of one rank only; with precision='fp16' call "
             "optimizer.backward(loss), which scales by itself"
         )
-
-
-def _check_policies(half: bool, loss_scale: Any, on_nonfinite: Any, step_in_backward: Any) -> None:
-    if on_nonfinite not in ("raise", "skip"):
-        raise ConfigError(f"on_nonfinite={on_nonfinite!r} is unknown; use 'raise' or 'skip'")
-    if loss_scale is not None and not (half and isinstance(loss_scale, LossScale)):
-        raise ConfigError(f"loss_scale={loss_scale!r}: give a LossScale, and only with precision='fp16'")
-    if type(step_in_backward) is not bool:
-        raise ConfigError(f"step_in_backward={step_in_backward!r} is neither True nor False")
-    if step_in_backward and half:
-        raise ConfigError("step_in_backward=True cannot skip a step, which fp16 needs; train in bf16")
-    if step_in_backward and on_nonfinite == "skip":
-        raise ConfigError("step_in_backward=True cannot skip a step: it looks at no norm before it updates")
-
-
-def _check_finite(settings: dict[str, Any], where: str) -> None:
-    lr = settings.get("lr")
-    readable = isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.device.type == "cpu")
-    if readable and not math.isfinite(lr or 0.0):
-        raise OptimizerError(f"lr={lr} in {where} is not finite: look at the LR schedule")
-
-
-def _listed(group: Any) -> Any:
-    """A param group whose parameters are no generator, which could be read once."""
-    if not isinstance(group, dict) or not hasattr(group.get("params"), "__next__"):
-        return group
-    return {**group, "params": list(group["params"])}
-
-
-def _ids_of(groups: list[Any]) -> frozenset[int]:
-    """The ids of all parameters of param groups, which are given as parameters or as pairs of names and parameters."""
-    found = []
-    for group in groups:
-        given = group.get("params") if isinstance(group, dict) else group
-        found += [given] if isinstance(given, Tensor | None) else list(given)
-    return frozenset(id(one[1] if isinstance(one, tuple) and len(one) == 2 else one) for one in found)
-
-
-@contextmanager
-def _as_optimizer_errors() -> Iterator[None]:
-    """Raises torch's own errors about param groups as OptimizerError, with a remedy."""
-    try:
-        yield
-    except OnefoldError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise OptimizerError(
-            f"the param groups cannot be used: {error}; give groups=[{{'params': [parameters of the model], ...}}], "
-            f"each parameter in one group"
-        ) from error

@@ -31,7 +31,7 @@ def reserve(engine: Engine, costs: Mapping[torch.dtype, StateCost]) -> None:
     needed = dict.fromkeys(Tier, 0)
     for unit in engine.units:
         if unit.updated_on_host:
-            needed[unit.placement.optimizer_tier] += unit.master.owned.numel * costs[updated_dtype(unit)].per_element
+            needed[unit.placement.optimizer_tier] += costs[updated_dtype(unit)].vectors(unit.master.owned.numel)
             needed[Tier.HOST] += unit.layout.shard_numel * unit.gradients.dtype.itemsize
     path = Offload.of(engine.resolved.settings.offload).path
     what = "the optimizer state"

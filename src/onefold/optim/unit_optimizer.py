@@ -17,16 +17,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from onefold.cost.layout import Span
+from onefold.cost.layout import ALIGN, Span
 from onefold.cost.states import StateCost
-from onefold.errors import StateError
+from onefold.errors import OptimizerError, StateError
 from onefold.offload.transfer import GradientTransfer
-from onefold.optim.elementwise import bare_step
 from onefold.optim.guarded_step import GuardedStep
+from onefold.optim.kernels.codec import keys_of
 from onefold.optim.kernels.cpu import fits as fits_cpu
 from onefold.optim.kernels.cpu import update as update_on_cpu
 from onefold.optim.kernels.cuda import fits, update
-from onefold.optim.kernels.rule import KNOWN, next_step, undo_count
+from onefold.optim.kernels.rule import KNOWN, SCALE, knows, moments_of, next_step, undo_count
+from onefold.optim.kernels.small import SmallStep, moments_in
+from onefold.optim.small_state import FP32, StateForm
+from onefold.optim.small_update import update_small
+from onefold.optim.trials import bare_step
 from onefold.state.master import StoredMaster
 from onefold.state.unit import Unit
 
@@ -42,8 +46,10 @@ class OptimizerParam(NamedTuple):
 
 
 class UnitOptimizer:
-    def __init__(self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
-        self.unit, self._pool = unit, unit.pool
+    def __init__(
+        self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], form: StateForm = FP32
+    ) -> None:
+        self.unit, self._pool, self.form = unit, unit.pool, form
         self._on_master = unit.dtypes.narrow or unit.updated_on_host  # the wrapped class gets vectors of the master
         unit.attach_state(self.state_tensors)
         self.cls, self.kwargs = cls, kwargs
@@ -120,7 +126,10 @@ class UnitOptimizer:
             self._split_unused(group, inner_group, to_update)
             inner_group.update((key, value) for key, value in groups[group].items() if key not in NOT_SETTINGS)
             for piece in self.by_group[group]:
-                if to_update[piece.slots[0]] and self.fused(inner_group):
+                if to_update[piece.slots[0]] and self.small(inner_group):
+                    self._fused_params.append(piece)
+                    self._update_small(piece, inner_group, factor, bad)
+                elif to_update[piece.slots[0]] and self.fused(inner_group):
                     self._fused_params.append(piece)
                     self._update_fused(piece, inner_group, factor, bad)
                 elif to_update[piece.slots[0]]:
@@ -173,6 +182,37 @@ class UnitOptimizer:
                 update_on_cpu(rule.at(at.start, at.stop), grad, copy, master, float(factor), threads, edits=edits)
             else:
                 update(rule.at(at.start, at.stop), grad, copy, master, factor, bad, edits=edits)
+
+    def small(self, group: dict[str, Any]) -> bool:
+        """Whether the moments of this param group are in a small form."""
+        if not self.form.small or not moments_of(self.cls, group):
+            return False
+        if not knows(self.cls, group):
+            raise OptimizerError(
+                f"state={self.form.name!r}: a param group has a setting with which {self.cls.__name__} has no such "
+                f"form (amsgrad, maximize, capturable, differentiable or dampening); take it back, or use state='fp32'"
+            )
+        return True
+
+    def _update_small(
+        self, piece: OptimizerParam, group: dict[str, Any], factor: float | Tensor, bad: Tensor | None
+    ) -> None:
+        """Parameter by parameter: random bits are a function of an element's index in its parameter."""
+        assert self.inner is not None
+        state = self.inner.state[piece.tensor]
+        rule = next_step(self.cls, group, state, piece.span.numel, self.device, self.form.name)
+        moments, threads = moments_in(self.cls, group, state), (self.threads or torch.get_num_threads()) * self.native
+        for place in (self.unit.layout.slots[slot] for slot in piece.slots):
+            keys = keys_of(self.form.seed, place.name, int(state["step"]))
+            part = place.span.clip(piece.span)
+            for span, grad in self._gradient(part) if part.numel else ():
+                at = span.shift(-piece.span.start)
+                step = SmallStep(rule, tuple(one.at(at) for one in moments), keys, span.start - place.start)
+                update_small(self.unit, span, step, grad, factor, bad, threads)
+
+    def samples(self) -> list[torch.optim.Optimizer]:
+        """An optimizer of each class that it runs, for a tensor of one element."""
+        return [self.cls([nn.Parameter(torch.empty(1, device=self.device))], **self.kwargs)]
 
     def undo_step(self) -> None:
         """Takes back the step counts of the last update, in which the device wrote nothing."""
@@ -232,7 +272,11 @@ class UnitOptimizer:
             if len(runs) > 1 and (state := self.inner.state.pop(piece.tensor, None)):
                 for cut in cuts:
                     at, numel = cut.span.shift(-piece.span.start), piece.span.numel
-                    self.inner.state[cut.tensor] = {key: _slice_state(value, numel, at) for key, value in state.items()}
+                    blocks = Span(at.start // ALIGN, at.stop // ALIGN)
+                    self.inner.state[cut.tensor] = {
+                        key: _slice_state(value, *((numel // ALIGN, blocks) if key.endswith(SCALE) else (numel, at)))
+                        for key, value in state.items()
+                    }
             split += cuts
         self.by_group[group] = split
         inner_group["params"] = [piece.tensor for piece in split]
@@ -251,7 +295,7 @@ class UnitOptimizer:
         live = [
             piece for piece in self.optimizer_params() if self.inner is not None and self.inner.state.get(piece.tensor)
         ]
-        return sum(piece.span.numel for piece in live) * cost.per_element, len(live) * cost.per_tensor
+        return sum(cost.vectors(piece.span.numel) for piece in live), len(live) * cost.per_tensor
 
     def state_dict(self) -> list[dict[str, Any]]:
         with self.unit.state_in_memory():

@@ -86,8 +86,7 @@ class UpdateInBackward(NoUpdates):
                 self.host.start_in_backward(index, self._groups)
             else:
                 with span("update", "inside", unit.name):
-                    to_update = self._by_unit[index].to_update(engine.used.to_update_of(index))
-                    self._by_unit[index].update(self._groups, to_update, 1.0)
+                    self._update_unit(index)
         if unit.updated_on_host and not unit.placement.hidden_between_passes:
             self._awaited.append(index)
         elif unit.gathers_updated and not unit.updated_on_host:
@@ -95,6 +94,11 @@ class UpdateInBackward(NoUpdates):
         if not unit.updated_on_host:  # else the host update has it
             unit.gradients.consume()
         return True
+
+    def _update_unit(self, index: int) -> None:
+        """Updates a unit on the device."""
+        to_update = self._by_unit[index].to_update(self._engine.used.to_update_of(index))
+        self._by_unit[index].update(self._groups, to_update, 1.0)
 
     def finish(self) -> None:
         self._engine.schedule.drain()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from onefold.cost.estimate import Estimate, usable_bytes
 from onefold.cost.hardware import Hardware
@@ -11,7 +12,9 @@ from onefold.cost.recommend import Ranked
 from onefold.cost.search import Question, days, fewest_ranks, fits, largest_batch, largest_model
 from onefold.cost.seconds import break_even_batch
 from onefold.cost.traffic import Sent
-from onefold.observe.rehearsal import Rehearsal
+
+if TYPE_CHECKING:
+    from onefold.observe.rehearsal import Rehearsal
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,16 @@ class Row:
     host_update_s: float  # updates on the host, hidden or not
     transfer_s: float  # copies between the device and host or disk
     bubble_s: float  # stages of a pipeline that wait
+    units: int  # flat buffers that a pass gathers; 0 where parameters are replicated
+    k_star: int  # units whose computing takes as long as the longest all-gather; may be more than there are
     look_ahead: int  # units to prefetch, so that computing hides their all-gathers
     bandwidth_bound: bool  # all-gathers take longer than computing: no prefetch hides them
-    largest_batch: int | None
-    fewest_ranks: int | None
+    largest_batch: int | None  # None: unknown, or not searched for
+    fewest_ranks: int | None  # None: no number of them, or not searched for
     largest_model: int  # parameters whose states would fill the devices: an upper bound
     break_even_batch: int | None  # stage 3: from this batch on messages take under 5% of the compute, hidden or not
     tokens_per_s: float  # of all ranks
+    mfu: float  # the share of the peak flop rate, without flops that are computed again; 0 where flops are unknown
     days: float | None  # for the number of tokens that was asked about
 
 
@@ -87,6 +93,7 @@ class Recommendation:
     fits: bool
     peak_bytes: int
     step_s: float
+    tokens_per_s: float  # of all ranks
     reason: str
 
 
@@ -128,7 +135,8 @@ def exact_row(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
     )
 
 
-def row_of(question: Question, e: Estimate, tokens: float | None) -> Row:
+def row_of(question: Question, e: Estimate, tokens: float | None, *, searched: bool = True) -> Row:
+    """A row by formula. The largest batch and the fewest ranks are searched for, which takes a tenth of a second."""
     states, step, ahead = e.device_states, e.step, e.prefetch_needed
     messages = tuple(_message(purpose, sent, e) for purpose, sent in e.traffic.items())
     known = question.work.knows_activations
@@ -165,13 +173,16 @@ def row_of(question: Question, e: Estimate, tokens: float | None) -> Row:
         host_update_s=e.host_update_s,
         transfer_s=step.transfer,
         bubble_s=step.bubble,
+        units=len(e.gather_s),
+        k_star=e.k_star,
         look_ahead=ahead[0],
         bandwidth_bound=ahead[1],
-        largest_batch=largest_batch(question, e.choice, e.grid) if known else None,
-        fewest_ranks=fewest_ranks(question, e.choice),
+        largest_batch=largest_batch(question, e.choice, e.grid) if known and searched else None,
+        fewest_ranks=fewest_ranks(question, e.choice) if searched else None,
         largest_model=largest_model(e),
         break_even_batch=_break_even(e),
         tokens_per_s=e.tokens_per_s,
+        mfu=e.mfu,
         days=days(tokens, e.tokens_per_s) if tokens and e.tokens_per_s else None,
     )
 
@@ -192,5 +203,6 @@ def recommendation_of(ranked: Ranked) -> Recommendation:
     e = ranked.estimate
     return Recommendation(
         str(e.choice), e.choice.stage, e.grid.tp, e.batch, e.choice.activations, e.choice.optimizer,
-        e.choice.parameters, ranked.fits, e.peak_bytes, e.step_s, ranked.reason,
+        e.choice.parameters, ranked.fits, e.peak_bytes, e.step_s, e.tokens_per_s,
+        ranked.reason,
     )  # fmt: skip

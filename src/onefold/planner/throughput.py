@@ -43,12 +43,12 @@ class Point(NamedTuple):
 
 def rank_counts(question: Question) -> list[int]:
     """The usual numbers of ranks and the one that was asked for, as far as the grid can have them."""
-    unit = (question.tp or 1) * question.pp * question.replica
+    unit = (question.tp or 1) * question.pp * question.replica * question.sequence
     return [ranks for ranks in sorted({*RANKS, question.ranks}) if ranks % unit == 0]
 
 
-def expected(question: Question, stage: int, numbers: Iterable[int]) -> list[Point]:
-    """A point for each number of ranks on which a stage fits.
+def expected(question: Question, stage: int | Choice, numbers: Iterable[int]) -> list[Point]:
+    """A point for each number of ranks on which a stage, or a choice with its tiers, fits.
 
     Block inputs are kept as simply as one sequence allows: what is faster does not decide, or less bandwidth could give
     more throughput.
@@ -57,11 +57,11 @@ def expected(question: Question, stage: int, numbers: Iterable[int]) -> list[Poi
     return [point for point in found if point is not None]
 
 
-def at(question: Question, stage: int) -> Point | None:
+def at(question: Question, stage: int | Choice) -> Point | None:
     """One point; None where not even one sequence fits, or what was asked for does not."""
-    grid = question.grid()
+    grid, asked = question.grid(), Choice(stage) if isinstance(stage, int) else stage
     for policy in _policies(question):
-        choice = Choice(stage, activations=policy)
+        choice = asked._replace(activations=policy)
         batch = question.batch or largest_batch(question, choice, grid)
         if batch and fits(estimate := question.price(choice, grid, batch)) and within_global_batch(question, estimate):
             return _point(estimate)

@@ -15,6 +15,19 @@ from torch import Tensor
 from onefold.runtime.update_policy import NoUpdates, Policies, UpdatePolicy
 
 
+class Update(NamedTuple):
+    """What updates one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    cls: str
+    """The name of the optimizer class."""
+    owner: int | None
+    """The rank, among those that share the states, that updates all of it; None if every rank updates its elements."""
+    why: str
+    """What decided on the class; empty if a param group says it."""
+
+
 class AttachedOptimizer(Protocol):
     """What an engine and its reports ask of an Optimizer that was made for a model."""
 
@@ -49,6 +62,19 @@ class AttachedOptimizer(Protocol):
 
     def planned_state(self, index: int) -> tuple[int, int]:
         """Bytes of one unit's optimizer state: of vectors, and of step counts."""
+        ...
+
+    @property
+    def state_form(self) -> str:
+        """The form of the optimizer state: fp32, bf16 or 8bit."""
+        ...
+
+    def planned_traffic(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step for the update itself, by purpose."""
+        ...
+
+    def updates(self) -> list[Update]:
+        """Which class updates each parameter, in the model's order; none if one element-wise class updates all."""
         ...
 
     def replaced(self, index: int) -> None:

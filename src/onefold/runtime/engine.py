@@ -45,6 +45,7 @@ from onefold.runtime.reduce_schedule import ReduceSchedule
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.replicated_gradients import ReplicatedGradients
 from onefold.runtime.scaled import GradientScale
+from onefold.runtime.sequence_watch import NoSequences
 from onefold.runtime.situations import check
 from onefold.runtime.unsharding import Unsharding
 from onefold.runtime.untied import NoTiedParameters
@@ -70,7 +71,9 @@ class Engine:
         tiers: Tiers,
         units: Sequence[Unit],
         pipeline: Pipeline,
+        sequences: NoSequences,
     ) -> None:
+        self.sequences = sequences  # watches attention where sequences are cut
         self.model, self.pool, self.tiers = model, pool, tiers
         self.comms, self.comm, self.everyone = comms, comms.shard, comms.everyone
         self.pipeline = pipeline
@@ -81,7 +84,7 @@ class Engine:
         self.alone_in_rank = True  # no other part of the same model is here
         self.tied = NoTiedParameters()  # which of these parameters another stage of a pipeline holds too
         self.device = pool.device
-        self._background_comm: Comm | None = None  # all ranks, for saving and loading; made when it is first needed
+        self._background_comms: dict[str, Comm] = {}  # all ranks, by purpose; made when they are first needed
         self.alike = DoneAlike(self.everyone, self.optimizers.groups, lambda: self.accumulating.wide_sums)
         self._gradients_used = False  # by a step(), since a backward brought them
         self.unfreezing = NoUnfreezing()
@@ -171,11 +174,12 @@ class Engine:
         """Autograd itself forgets a node, and its hooks, that nobody holds."""
         self._accumulators.append(node)
 
-    def background_comm(self, timeout_s: float) -> Comm:
-        """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first."""
-        if self._background_comm is None:
-            self._background_comm = self.comms.world.new_gloo_group("background", timeout_s)
-        return self._background_comm
+    def background_comm(self, timeout_s: float, name: str = "background") -> Comm:
+        """All ranks, over a group of its own, for what may take long or run in another thread. Collective at first;
+        later calls with the same name give the same group, since gloo would mix messages of two."""
+        if name not in self._background_comms:
+            self._background_comms[name] = self.comms.world.new_gloo_group(name, timeout_s)
+        return self._background_comms[name]
 
     def mark_broken(self, how: Situation, unit: str = "") -> None:
         """Values are of no use until a load has replaced them all."""
@@ -252,6 +256,7 @@ class Engine:
         """Called inside backward: autograd has come to this model."""
         if self.ended:
             refuse(Call.BACKWARD, Situation.OLD_GRAPH)
+        self.sequences.serve()
         self._backward.enter()
 
     def first_gradient_coming(self) -> None:
@@ -512,5 +517,5 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if shard() has the model."""
+    """True for a model that shard() was called on, until unshard()."""
     return ATTRIBUTE in model.__dict__

@@ -144,13 +144,16 @@ def _surround_model(engine: Engine) -> None:
         _before_forward(engine)
         if engine.unsharding.units:
             _enter_root(engine)
+        engine.sequences.enter()
 
     def after(output: Any) -> None:
         _hook_output(engine, output)
         if engine.unsharding.units:
             engine.unsharding.leave(call, [], as_list(output), root=True)
+        engine.sequences.leave()
 
     def failed() -> None:
+        engine.sequences.leave(failed=True)
         if engine.unsharding.units:
             engine.unsharding.leave(call, [], [], root=True)
 
@@ -279,6 +282,7 @@ def _before_forward(engine: Engine) -> None:
         engine.enter_backward()
         return
     engine.before_forward()
+    engine.sequences.serve()
     if engine.resolved.settings.buffers == "rank0" and engine.model.training:
         with torch.no_grad():
             buffers = [local_tensor(b) for b in engine.model.buffers()]

@@ -89,7 +89,8 @@ class Unsharding:
         self._interrupted = False  # the last forward was, and its gathers have not been ended
         self._backward = False
         self._loss_due = False  # a training forward has ended, and no backward since
-        self._outside: int | None = None  # the unit that an operation outside forward and backward used last
+        self._outside: list[int] = []  # units that the last operation outside forward and backward used
+        self._outside_runs = 0  # such operations that run: one for each unit of the parameters of one call
         self._graph_made = False
         self._loading = False
         self._full_contexts = 0  # open full_parameters contexts
@@ -232,21 +233,29 @@ class Unsharding:
 
     def _run_outside(self, index: int, run: Callable[[], T]) -> T:
         """Runs an operation of a loss, with the unit unsharded. Views that it returns keep the unit so until backward
-        ends. Other operations on the unit are likely to follow, so it is resharded when another is used."""
-        if self._outside != index:
-            self._end_outside_use()
-            self._outside = index
-        self.gathers.unshard(index)
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            result = run()
+        ends. Other operations on the unit are likely to follow, so it is resharded when another is used. An operation
+        on parameters of several units comes here for each of them, the later ones inside the first."""
+        if index not in self._outside:
+            if not self._outside_runs:
+                self._end_outside_use()
+            self._outside.append(index)
+        self.gathers.hold(index)
+        self._outside_runs += 1
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+                result = run()
+        finally:
+            self._outside_runs -= 1
+            self.gathers.idle(index)
         self._keep_returned(as_list(result))
         self.units[index].flat_params.hide()
         return result
 
     def _end_outside_use(self) -> None:
-        index, self._outside = self._outside, None
-        if index is not None and not self.gathers.keeps(index):
-            self.gathers.reshard(index)
+        used, self._outside = self._outside, []
+        for index in used:
+            if not self.gathers.keeps(index):
+                self.gathers.reshard(index)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of some unit's flat buffer."""

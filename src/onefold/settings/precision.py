@@ -10,19 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from onefold.errors import ConfigError
-from onefold.settings.widths import Widths
+from onefold.settings.values import MASTER_BYTES, MASTERS
+from onefold.settings.widths import Widths, check_master
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MASTERS = ("fp32", "split")
-MASTER_BYTES = {None: 0, "fp32": 4, "split": 2}  # per element, beside the parameters
 Dtype: TypeAlias = "torch.dtype | str | None"
 Modules: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None"
 
@@ -86,13 +85,14 @@ class Precision:
     of each layer outside blocks. A tuple of names and positions: of the model's inputs only these, such as ("x",) to
     leave timesteps or labels as they are. False: none at all, as FSDP2's cast_forward_inputs=False."""
 
+    _state: ClassVar[str] = "fp32"  # what the table says of the optimizer state: see with_state
+
     def __post_init__(self) -> None:
         for field in ("compute", "wire", "grad"):
             object.__setattr__(self, field, _dtype(field, getattr(self, field)))
         if self.master is not None and self.master not in MASTERS:
             raise ConfigError(f"master={self.master!r} is unknown; use one of 'fp32', 'split'")
-        if self.master == "split" and self.compute is not torch.bfloat16:
-            raise ConfigError("master='split' needs compute='bf16': only bf16 is the upper half of fp32")
+        check_master(NAMES[self.compute], self.master)  # type: ignore[index]
         if not self.narrow and (
             self.wire or self.grad or self.master or self.keep_fp32 or self.cast_inputs is not True
         ):
@@ -130,6 +130,14 @@ class Precision:
     def narrow(self) -> bool:
         """Whether forward and backward run in 16 bits."""
         return self.compute is not torch.float32
+
+    def with_state(self, form: str) -> Precision:
+        """This precision beside optimizer state in another form, for its table."""
+        if form == "fp32":
+            return self
+        made = dataclasses.replace(self)
+        object.__setattr__(made, "_state", form)
+        return made
 
     def decided(self, *, own_sum: bool, cuda: bool) -> Precision:
         """This precision with every field chosen for the backend (`own_sum`: Onefold sums, as on gloo) and device."""
@@ -186,6 +194,9 @@ class Precision:
                 ("master", "auto" if self.master is None else "fp32", split),
                 ("optimizer state", "fp32", "as the master"),
             ]
+        if self._state != "fp32":
+            kept = [row for row in rows if row[0] != "optimizer state"]
+            rows = [*kept, ("optimizer state", self._state, "rounded at random, from state_seed")]
         if self.keep_fp32 is not None:
             rows.append(("kept modules", "fp32", "their own master"))
         if self.cast_inputs is not True:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from onefold.errors import ConfigError
+from onefold.settings.values import MASTER_BYTES
+
 
 class Widths(NamedTuple):
     """Bytes per element of one unit's parameters, gradients in a reduction, kept gradients, and master."""
@@ -21,3 +24,19 @@ class Widths(NamedTuple):
     def updated(self) -> int:
         """Bytes per element of what the optimizer updates."""
         return 4 if self.narrow else self.compute
+
+
+def widths_of(compute: str, master: str | None) -> Widths:
+    """The widths of a unit where Onefold sums over ranks: of `Precision(compute=compute, master=master)`, decided.
+
+    >>> widths_of("bf16", "split")
+    Widths(compute=2, wire=2, grad=2, master=2)
+    """
+    check_master(compute, master)
+    return Widths(4, 4, 4, 0) if compute == "fp32" else Widths(2, 2, 2, MASTER_BYTES[master])
+
+
+def check_master(compute: str, master: str | None) -> None:
+    """Raises for a split master of anything but bf16."""
+    if master == "split" and compute != "bf16":
+        raise ConfigError("master='split' needs compute='bf16': only bf16 is the upper half of fp32")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -15,6 +17,7 @@ from onefold.errors import ConfigError
 from onefold.settings.offload import Offload
 from onefold.settings.placement import STAGES
 from onefold.settings.precision import Precision
+from onefold.settings.values import ACTIVATIONS, SHARED_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,9 +29,7 @@ BUFFERS = ("local", "rank0")
 SYNC = ("rank0", "check")
 REDUCE = ("once", "each")
 SCHEDULES = ("agreed", "negotiate")
-ACTIVATIONS = ("keep", "checkpoint", "checkpoint+host", "partition", "partition+host")
 AUTO = "auto"
-SHARED_BYTES = 32 << 20  # of small blocks in one unit, and of units outside blocks: a small model has several then
 LONGEST_S = 30 * 24 * 3600
 
 
@@ -98,6 +99,10 @@ class Zero:
     checkpoint_every: int = 1
     """With activation checkpointing: only every n-th block is computed again, and the others keep their activations."""
 
+    compile: bool | Mapping[str, Any] = False
+    """True: torch.compile compiles each block by itself, and equal blocks share a graph. A mapping of torch.compile's
+    options does so too: {"dynamic": False}. Blocks that you have compiled stay as they are."""
+
     init: Source = None
     """What fills a model that was built on the meta device: a function of each module, a state dict, or the path of a
     .safetensors file. None calls each module's own reset_parameters."""
@@ -124,8 +129,8 @@ class Zero:
 
     mesh: DeviceMesh | None = None
     """The ranks that share the training state, as a torch DeviceMesh: one axis, or several named "replica", "shard",
-    "tp" and "pp". State is sharded along "shard" and replicated along "replica"; tensors are split along "tp", layers
-    along "pp". None: all ranks."""
+    "sequence", "tp" and "pp". State is sharded along "shard" and "sequence" together, and replicated along "replica";
+    sequences are cut along "sequence", tensors split along "tp", layers along "pp". None: all ranks."""
 
     timeout_s: float = 600.0
     """Seconds that one message may wait for its peers before a `CommError` names them."""
@@ -173,6 +178,7 @@ class Zero:
                 f"checkpoint_every={self.checkpoint_every} says which blocks to compute again, and activations='keep' "
                 f"has none; set activations='checkpoint', or leave it out"
             )
+        _check_compile(self.compile)
         Offload.of(self.offload).check_stage(self.stage)
         _one_of("buffers", self.buffers, BUFFERS)
         _one_of("sync", self.sync, SYNC)
@@ -209,6 +215,11 @@ class Zero:
         most = min(self.bucket_bytes, SHARED_BYTES)
         return most if self.live_bytes is None else min(most, self.live_bytes // 2)
 
+    @property
+    def compile_options(self) -> Mapping[str, Any] | None:
+        """What torch.compile is given for each block; None if blocks are not compiled."""
+        return self.compile if isinstance(self.compile, Mapping) else {} if self.compile else None
+
     def describe(self) -> list[str]:
         """One line per setting that all ranks must share (groups and callables are compared by their effect)."""
         shared = (
@@ -218,7 +229,7 @@ class Zero:
         return (
             [f"precision: {' '.join(str(Precision.of(self.precision)).split())}"]
             + [f"{name}={getattr(self, name)!r}" for name in shared]
-            + [str(Offload.of(self.offload))]
+            + [f"compile: {_named(self.compile_options)}", str(Offload.of(self.offload))]
         )
 
 
@@ -247,6 +258,27 @@ def preset(name: str, **fields: Any) -> Zero:
 def check_reduce(reduce: str | None) -> None:
     if reduce is not None:
         _one_of("reduce", reduce, REDUCE)
+
+
+def _check_compile(chosen: object) -> None:
+    known = sorted(set(inspect.signature(torch.compile).parameters) - {"model", "disable"})
+    if not isinstance(chosen, bool | Mapping):
+        raise ConfigError(
+            f"compile={chosen!r} is neither True, False nor a mapping of torch.compile's options; use compile=True, or "
+            f'compile={{"backend": …}}'
+        )
+    if unknown := [name for name in chosen if name not in known] if isinstance(chosen, Mapping) else []:
+        raise ConfigError(
+            f"compile= has {', '.join(map(repr, unknown))}, no option of torch.compile; known are {', '.join(known)}"
+        )
+
+
+def _named(options: Mapping[str, Any] | None) -> str:
+    """Options with functions by their names, which are the same on all ranks."""
+    if options is None:
+        return "no"
+    values = {k: getattr(v, "__name__", type(v).__name__) if callable(v) else v for k, v in options.items()}
+    return str(dict(sorted(values.items())))
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

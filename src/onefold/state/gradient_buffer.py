@@ -27,6 +27,7 @@ class GradientBuffer:
         self._whole: Tensor | None = None  # where gradients are replicated
         self._shard: Tensor | None = None  # where they are sharded
         self.unflattened: dict[int, Tensor] = {}  # by slot; instead of the buffer
+        self._slots_inside: dict[Span, dict[int, Span] | None] = {}  # what `_inside` has found
 
     @property
     def nbytes(self) -> int:
@@ -88,12 +89,18 @@ class GradientBuffer:
 
     def pieces(self, span: Span) -> list[tuple[Span, Tensor]]:
         """These elements of the unit, as one vector or as one per unflattened parameter, each with its own span."""
-        if not self.unflattened:
-            return [(span, self.part(span))]
-        inside = {i: slot.span for i, slot in enumerate(self._layout.slots) if slot.span.clip(span).numel}
-        if any(i not in self.unflattened or part.clip(span) != part for i, part in inside.items()):
+        inside = self._inside(span) if self.unflattened else None
+        if inside is None or any(i not in self.unflattened for i in inside):
             return [(span, self.part(span))]
         return [(part, _in_one_line(self.unflattened[i])) for i, part in inside.items()]
+
+    def _inside(self, span: Span) -> dict[int, Span] | None:
+        """The slots of these elements; None if they cut one."""
+        if span not in self._slots_inside:
+            found = {i: slot.span for i, slot in enumerate(self._layout.slots) if slot.span.clip(span).numel}
+            cut = any(part.clip(span) != part for part in found.values())
+            self._slots_inside[span] = None if cut else found
+        return self._slots_inside[span]
 
     def view(self, index: int) -> Tensor:
         """One parameter's gradient in its own shape, where gradients are replicated."""

@@ -289,9 +289,22 @@ class Unit:
                 self.master = make_master(self.staging or self.flat_params, self.master.owned, stored, self.pool)
             self.has_training_state = True
 
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that share the unit."""
+        return self._comm.rank
+
+    def size(self, slot: int) -> torch.Size:
+        """The shape of a parameter; of a DTensor, that of its local tensor."""
+        return self._views.size(slot)
+
     def stride(self, slot: int) -> tuple[int, ...]:
         """The strides of a parameter in the flat buffer; the same while it is sharded."""
         return self._views.stride(slot)
+
+    def in_memory_order(self, tensor: Tensor, slot: int) -> Tensor:
+        """A tensor of a parameter's shape as a vector, its elements in the order of the flat buffer."""
+        return self._views.in_memory_order(tensor, slot)
 
     def load_master(self, slot: int, value: Tensor) -> None:
         """Sets the master of one parameter from its unsharded values; this rank keeps the elements it owns. fp32 values

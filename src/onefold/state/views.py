@@ -28,6 +28,9 @@ class FlatViews:
         size, stride = self._shapes[index]
         return flat.as_strided(size, stride, flat.storage_offset() + self._starts[index])
 
+    def size(self, index: int) -> torch.Size:
+        return self._shapes[index][0]
+
     def stride(self, index: int) -> tuple[int, ...]:
         return self._shapes[index][1]
 

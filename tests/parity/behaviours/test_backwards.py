@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.models import CheckpointedTwice, Mined
 from tests.parity.behaviours.engines import DIM, STAGES, Engine, Staged, bare, batch, check, mlp, params_of
 
@@ -130,8 +131,7 @@ def train_checkpointed(engine: Engine, reentrant: bool, outside: bool, bucket_by
     return {"params": params_of(model)}
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize(("reentrant", "outside"), thinned([False, True], [False, True]))
 def test_checkpoints_give_plain_gradients_though_hooks_run_twice(reentrant: bool, outside: bool) -> None:
     for bucket_bytes in (1, 1 << 20):
         fields = {"reentrant": reentrant, "outside": outside, "bucket_bytes": bucket_bytes}

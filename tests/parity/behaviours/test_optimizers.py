@@ -138,8 +138,7 @@ def train_with_zeros(engine: Engine, by: str, set_to_none: bool) -> dict[str, An
     return {"params": params_of(model), "moved": not torch.equal(before, params_of(model)["second.weight"])}
 
 
-@pytest.mark.parametrize("by", ["optimizer", "model"])
-@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(("by", "set_to_none"), thinned(["optimizer", "model"], [True, False]))
 def test_zero_grad_means_what_it_means_in_torch(by: str, set_to_none: bool) -> None:
     everyone = check(2, train_with_zeros, "plain", by=by, set_to_none=set_to_none)
     assert everyone[0][0]["moved"] is not set_to_none
@@ -198,8 +197,7 @@ def resume(stage: int, rewind: bool) -> tuple[Any, Any, str]:
     return through, again, ""
 
 
-@pytest.mark.parametrize("rewind", [False, True])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "rewind"), thinned(STAGES, [False, True]))
 def test_saved_state_continues_bit_for_bit_and_is_refused_by_another_rank(stage: int, rewind: bool) -> None:
     for through, again, error in run_ranks(2, resume, stage, rewind):
         for name in through:

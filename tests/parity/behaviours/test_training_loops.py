@@ -120,8 +120,7 @@ def count_collectives(stage: int) -> list[tuple[int, dict[str, int]]]:
     return found[1:]  # the first also counts what shard() sent
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("stage", "ranks"), thinned(STAGES, [1, 3]))
 def test_a_step_takes_one_reduce_and_one_gather_per_unit_and_one_message_of_flags(stage: int, ranks: int) -> None:
     """Spread values are gathered twice, in forward and in backward, but for the last unit."""
     for found in run_ranks(ranks, count_collectives, stage):

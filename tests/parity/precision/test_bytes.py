@@ -11,6 +11,7 @@ from torch import nn
 import onefold
 from onefold import Precision
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 
 WIDTH, DEPTH = 64, 8  # without biases: no padding at N = 1, 2, 4
 PSI = DEPTH * WIDTH * WIDTH
@@ -42,11 +43,9 @@ def hold(stage: int, precision: Precision, accumulate: bool = False) -> onefold.
 CASES = [(precision, stage, *both) for precision, stages in BYTES for stage, both in stages.items()]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("precision", "stage", "whole", "sharded"), CASES)
-def test_states_take_the_bytes_of_the_table(
-    precision: Precision, stage: int, whole: int, sharded: int, ranks: int
-) -> None:
+@pytest.mark.parametrize(("case", "ranks"), thinned(CASES, [2, 4]))
+def test_states_take_the_bytes_of_the_table(case: tuple[Precision, int, int, int], ranks: int) -> None:
+    precision, stage, whole, sharded = case
     for report in run_ranks(ranks, hold, stage, precision):
         small = 4 * DEPTH + (2 * DEPTH if stage == 3 else 0)  # a step count, and at stage 3 a mark, per unit
         assert report.states == PSI * whole + PSI * sharded // ranks + small

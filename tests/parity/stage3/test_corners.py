@@ -277,7 +277,7 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("argument", ["hold", "drop"])
+@pytest.mark.parametrize("argument", ["hold", pytest.param("drop", marks=pytest.mark.soak)])
 def test_a_rank_may_end_before_its_peers_have_run_their_last_forward(argument: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.harness import run_ranks
+from tests.harness.grids import thinned
 from tests.models import Gained
 from tests.parity.stage3.compare import Case, batch, differences, learn
 
@@ -53,8 +54,7 @@ def differences_after_interrupts(struck: str, called: str, evaluating: bool) -> 
     return found + [text for text in messages if "an activation was changed" in text]
 
 
-@pytest.mark.parametrize("where", STRUCK)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("where", "ranks"), thinned(STRUCK, [1, 2]))
 def test_after_an_interrupted_forward_no_saved_tensor_hooks_stay_and_training_goes_on(where: str, ranks: int) -> None:
     for evaluating in (False, True):
         found = run_ranks(ranks, differences_after_interrupts, *STRUCK[where], evaluating)

@@ -86,8 +86,16 @@ def run_program(program: Program, fields: dict[str, Any]) -> Recording:
     return train(model, {"bucket_bytes": 1 << 9} | fields, steps)
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["several forwards", "one forward"])
-@pytest.mark.parametrize(("ranks", "count", "replicas"), [(2, 4, 1), (4, 1, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "count", "replicas", "together"),
+    [
+        (2, 2, 1, False),
+        (4, 1, 2, True),
+        pytest.param(2, 4, 1, False, marks=pytest.mark.soak),
+        pytest.param(2, 4, 1, True, marks=pytest.mark.soak),
+        pytest.param(4, 1, 2, False, marks=pytest.mark.soak),
+    ],
+)
 def test_random_programs(ranks: int, count: int, replicas: int, together: bool) -> None:
     programs = [random_program(ranks, seed, together) for seed in range(count)]
     for found in zip(*run_ranks(ranks, run_programs, programs, replicas), strict=True):

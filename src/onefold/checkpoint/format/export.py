@@ -7,17 +7,17 @@ strides that safetensors lacks). Like a checkpoint, the folder gets its name whe
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onefold.checkpoint.format.folder import remove_all
+from onefold.checkpoint.format.address import local, place
+from onefold.checkpoint.format.folder import drafted
 from onefold.checkpoint.format.manifest import ParamRecord
+from onefold.checkpoint.format.opening import storage_of
 from onefold.checkpoint.format.order import contiguous_order
 from onefold.checkpoint.format.reading import Checkpoint, read_in_order, with_newest
 from onefold.checkpoint.format.storage import Storage
@@ -44,29 +44,26 @@ def export(
     folder: str | Path, out: str | Path, dtype: str | torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> Exported:
     """Writes the weights of the newest checkpoint in `folder`, or of one `step-…`, to the new folder `out`."""
-    storage, target = Storage(), Path(out).absolute()
+    source, storage, target = place(folder), Storage(), local(out, "an export")
     wanted = _dtype(dtype)
     if shard_bytes <= 0:
         raise ConfigError(f"shard_bytes={shard_bytes} is not a number of bytes above 0")
     if storage.exists(target) and not (storage.is_folder(target) and not storage.names(target)):
         raise CheckpointError(f"{target} exists; name a folder that does not, so that nothing is overwritten")
-    return with_newest(storage, Path(folder), lambda path: _export(storage, path, target, wanted, shard_bytes))
+    found = storage_of(source)
+    return with_newest(
+        found, source, lambda path: _export(storage, Checkpoint(found, path), target, wanted, shard_bytes)
+    )
 
 
-def _export(storage: Storage, path: Path, target: Path, wanted: torch.dtype | None, shard_bytes: int) -> Exported:
-    checkpoint = Checkpoint(storage, path)
+def _export(
+    storage: Storage, checkpoint: Checkpoint, target: Path, wanted: torch.dtype | None, shard_bytes: int
+) -> Exported:
     records = [record for record in checkpoint.manifest.records if record.kind != "extra"]
     shards = _shards([(record, _block(record, wanted)) for record in records], shard_bytes)
-    draft = target.with_name(f".writing-{target.name}-{secrets.token_hex(4)}")
-    storage.make_folder(draft)
-    try:
+    with drafted(storage, target) as draft:
+        storage.make_folder(draft)
         names = _write(storage, draft, checkpoint, shards)
-        storage.rename(draft, target)
-    except Exception:
-        with suppress(CheckpointError):
-            remove_all(storage, draft)
-        raise
-    storage.sync_folder(target.parent)
     return Exported(target, checkpoint.manifest.step, names, len(records), _bytes(shards))
 
 

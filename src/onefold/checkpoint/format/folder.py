@@ -1,9 +1,12 @@
-"""The folders of checkpoints: their names, their manifests, and which one of a run is the newest."""
+"""The folders of checkpoints: their names, their manifests, which one of a run is the newest, and drafts of folders and
+files that are there whole or not at all."""
 
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from onefold.checkpoint.format.manifest import MANIFEST_BYTES_LIMIT, Manifest
@@ -36,7 +39,8 @@ def committed_names(storage: Storage, run: Path) -> dict[int, str]:
     until the new one has its name."""
     names = storage.names(run)
     hidden = {step: name for name in names if (step := replaced_step(name)) is not None}
-    return hidden | {step: name for name in names if (step := step_of(name)) is not None}
+    named = {step: name for name in names if (step := step_of(name)) is not None}
+    return hidden | {step: name for step, name in named.items() if storage.is_committed(run / name / MANIFEST)}
 
 
 def replaced_step(name: str) -> int | None:
@@ -45,6 +49,11 @@ def replaced_step(name: str) -> int | None:
 
 
 def read_manifest(storage: Storage, folder: Path) -> Manifest:
+    return Manifest.from_json(manifest_text(storage, folder), str(folder / MANIFEST))
+
+
+def manifest_text(storage: Storage, folder: Path) -> bytes:
+    """The manifest as it was written, unchecked but for its size."""
     path = folder / MANIFEST
     if MANIFEST not in storage.names(folder):
         raise CheckpointDamaged(f"{folder} has no {MANIFEST}; it is no checkpoint, or not all of one")
@@ -53,7 +62,7 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
         raise CheckpointDamaged(f"{path} has {size:,} bytes; at most {MANIFEST_BYTES_LIMIT:,} are read")
     text = bytearray(size)
     storage.read(path, 0, memoryview(text))
-    return Manifest.from_json(bytes(text), str(path))
+    return bytes(text)
 
 
 def find(storage: Storage, path: Path) -> list[Path]:
@@ -73,7 +82,7 @@ def find(storage: Storage, path: Path) -> list[Path]:
 
 def _further_in(storage: Storage, path: Path) -> str:
     """A hint for the error: a subfolder that has checkpoints, as in the folders that `onefold train` makes."""
-    for name in sorted(storage.names(path)):
+    for name in storage.names(path) if storage.renames else ():  # in a store there may be very many
         with suppress(CheckpointError):  # a folder that this user may not read
             if storage.is_folder(path / name) and committed(storage, path / name):
                 return f"; there are some in {path / name}"
@@ -88,3 +97,18 @@ def remove_all(storage: Storage, path: Path) -> None:
     for name in storage.names(path):
         remove_all(storage, path / name)
     storage.remove_folder(path)
+
+
+@contextmanager
+def drafted(storage: Storage, target: Path) -> Iterator[Path]:
+    """Gives the path for a draft, a file or a folder. It takes the name of the target when the block ends, and is
+    removed if the block raises: what other programs find under that name is complete."""
+    draft = target.with_name(f".writing-{target.name}-{secrets.token_hex(4)}")
+    try:
+        yield draft
+        storage.rename(draft, target)
+    except Exception:
+        with suppress(CheckpointError):
+            remove_all(storage, draft)
+        raise
+    storage.sync_folder(target.parent)

@@ -32,11 +32,12 @@ KINDS = ("trained", "frozen", "buffer", "extra")  # extra: tensors that belong t
 
 HEAD = '{"sha256": "%s",\n'
 HEX = re.compile(r"[0-9a-f]{64}")
-FILE_NAME = re.compile(r"rank-[0-9]{5,9}\.safetensors")
+FILE_NAME = re.compile(r"rank-[0-9]{5,9}(-[0-9a-f]{8})?\.safetensors")
 
 
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05}.safetensors"
+def file_name(rank: int, attempt: str = "") -> str:
+    """The name of a rank's file. In object stores it also has the number of the save, which no other save has."""
+    return f"rank-{rank:05}{attempt and '-'}{attempt}.safetensors"
 
 
 class FileRecord(NamedTuple):
@@ -150,7 +151,8 @@ def rank_part_to_json(written: Written, entries: Iterable[Entry], records: Itera
 
 
 def merge_rank_parts(parts: Sequence[str], bare: Manifest) -> Manifest:
-    """The manifest of what all ranks wrote; `bare` has its other fields. Records from several ranks must agree."""
+    """The manifest of what all ranks wrote; `bare` has its other fields. Records from several ranks must agree, but for
+    optimizer state that only some of them have."""
     files: list[FileRecord] = []
     entries: list[Entry] = []
     records: dict[str, ParamRecord] = {}
@@ -160,10 +162,17 @@ def merge_rank_parts(parts: Sequence[str], bare: Manifest) -> Manifest:
         files.append(check.file(file))
         entries += [check.entry(row) for row in rows]
         for record in map(check.record, more):
-            known = records.setdefault(record.name, record)
-            check.that(known == record, f"tells of {record.name!r} in two ways: {known} and {record}")
+            known = records.get(record.name, record)
+            both = _united(known, record)
+            check.that(both == _united(record, known), f"tells of {record.name!r} in two ways: {known} and {record}")
+            records[record.name] = both
     entries.sort(key=lambda entry: entry[:4])
     return replace(bare, files=tuple(files), entries=tuple(entries), records=bare.records + tuple(records.values()))
+
+
+def _united(one: ParamRecord, other: ParamRecord) -> ParamRecord:
+    """The first record, with the states and scalars of both."""
+    return replace(one, states={**one.states, **other.states}, scalars={**one.scalars, **other.scalars})
 
 
 def block_of(entry: Entry, record: ParamRecord) -> Block:

@@ -10,11 +10,14 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from onefold.errors import CheckpointDamaged, CheckpointError
+
+T = TypeVar("T")
 
 SYNC_FILE_RANGE_WRITE = 2
 WORTH_BYTES = 1 << 20
@@ -25,7 +28,9 @@ FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 class Storage:
-    """The local or shared file system."""
+    """The local or shared file system. Object stores are another: format/remote.py."""
+
+    renames = True  # a folder gets the name of a checkpoint once all of it is written; else its manifest is put last
 
     def at(self, operation: str, path: Path) -> None:
         """Called before each operation; tests override it to count operations or make them fail."""
@@ -100,6 +105,19 @@ class Storage:
                     filled += got
             finally:
                 os.close(file)
+
+    def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
+        """Calls `act` for each item, to read a range of a file; where that helps, for several at once."""
+        for item in items:
+            act(item)
+
+    def is_committed(self, manifest: Path) -> bool:
+        """Whether the folder of this manifest, which has the name of a checkpoint, is one. A renamed folder is, and is
+        damaged if it has no manifest."""
+        return True
+
+    def check_access(self, path: Path) -> None:
+        """Raises if it is known before a save that this path cannot be reached."""
 
     @contextmanager
     def _explaining_errors(self, operation: str, path: Path) -> Iterator[None]:

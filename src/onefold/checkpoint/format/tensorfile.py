@@ -173,7 +173,8 @@ class TensorFile:
             if span.numel:
                 self._storage.read(self.path, start + wanted.start, data)
             return
-        for index in range(wanted.start // CHUNK_BYTES, -(-wanted.stop // CHUNK_BYTES) if span.numel else 0):
+
+        def read_chunk(index: int) -> None:
             chunk = Span(index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, block.bytes))
             part = chunk.clip(wanted)
             target = data[part.start - wanted.start : part.stop - wanted.start]
@@ -186,6 +187,9 @@ class TensorFile:
                 )
             if whole is not target:
                 target[:] = whole[part.start - chunk.start : part.stop - chunk.start]
+
+        chunks = range(wanted.start // CHUNK_BYTES, -(-wanted.stop // CHUNK_BYTES) if span.numel else 0)
+        self._storage.each(read_chunk, chunks)
 
     def end(self, key: str) -> int:
         """The offset in the file at which a tensor ends."""

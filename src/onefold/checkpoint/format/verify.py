@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,26 +24,34 @@ class Damage(NamedTuple):
     what: str
 
 
-def verify(storage: Storage, folder: Path, progress: Callable[[int], None] = lambda _: None) -> list[Damage]:
-    """All damage in a checkpoint; calls `progress` with the number of bytes checked. Raises if damage cannot be known:
-    a file that this user may not read, or a checkpoint that its run removes meanwhile, is not damaged."""
+def verify(
+    storage: Storage,
+    folder: Path,
+    progress: Callable[[int], None] = lambda _: None,
+    only: Collection[str] | None = None,
+) -> list[Damage]:
+    """All damage in a checkpoint, or in some files of it; calls `progress` with the number of bytes checked. Raises if
+    damage cannot be known: a file that this user may not read, or a checkpoint that its run removes meanwhile, is not
+    damaged."""
     try:
         checkpoint = Checkpoint(storage, folder)
     except CheckpointDamaged as error:
         return [Damage(MANIFEST, None, str(error))]
-    return list(_damages(checkpoint, progress))
+    return list(_damages(checkpoint, progress, only))
 
 
-def check(storage: Storage, folder: Path) -> None:
-    """Raises CheckpointDamaged, naming all damage, if there is any."""
-    damages = verify(storage, folder)
+def check(storage: Storage, folder: Path, only: Collection[str] | None = None) -> None:
+    """Raises CheckpointDamaged, naming all damage, if there is any in the checkpoint, or in some files of it."""
+    damages = verify(storage, folder, only=only)
     if damages:
         raise CheckpointDamaged("; ".join(damage.what for damage in damages))
 
 
-def _damages(checkpoint: Checkpoint, progress: Callable[[int], None]) -> Iterator[Damage]:
+def _damages(checkpoint: Checkpoint, progress: Callable[[int], None], only: Collection[str] | None) -> Iterator[Damage]:
     scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
     for record in checkpoint.manifest.files:
+        if only is not None and record.name not in only:
+            continue
         try:
             checkpoint.file(record.name)
         except CheckpointDamaged as error:

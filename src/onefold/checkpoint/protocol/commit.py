@@ -1,5 +1,7 @@
 """The commit of a checkpoint, all or nothing. Rank 0 calls these functions; they do not communicate.
 
+In object stores, which do not rename, another protocol does the same: commit_objects.py. On file systems:
+
     begin    makes the run's folder, flushed; removes what failed saves left; makes a hidden folder
     (write)  every rank writes and flushes its file there
     commit   checks all files; writes and flushes the manifest and the folder; renames it; flushes the run's folder
@@ -16,7 +18,6 @@ from __future__ import annotations
 import logging
 import secrets
 from pathlib import Path
-from typing import NamedTuple
 
 from onefold.checkpoint.format.folder import (
     MANIFEST,
@@ -25,10 +26,12 @@ from onefold.checkpoint.format.folder import (
     remove_all,
     replaced_step,
     step_name,
-    step_of,
 )
 from onefold.checkpoint.format.manifest import Manifest
+from onefold.checkpoint.format.remote import RemoteStorage
 from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.protocol import commit_objects
+from onefold.checkpoint.protocol.draft import Draft, check_order, check_size
 from onefold.errors import CheckpointError
 
 LOG = logging.getLogger("onefold")
@@ -36,26 +39,11 @@ LOG = logging.getLogger("onefold")
 WRITING, REMOVING, DAMAGED = ".writing-", ".removing-", "damaged-"
 
 
-class Draft(NamedTuple):
-    """A checkpoint that is being written, in a hidden folder."""
-
-    run: Path
-    step: int
-    folder: Path
-
-
 def begin(storage: Storage, run: Path, step: int, *, overwrite: bool = False) -> Draft:
+    if isinstance(storage, RemoteStorage):
+        return commit_objects.begin(storage, run, step, overwrite=overwrite)
     _make_run_folder(storage, run)
-    if step_of(run.name) is not None and MANIFEST in storage.names(run):
-        raise CheckpointError(f"{run} is a checkpoint, which is never written again; save to its run, {run.parent}")
-    steps = committed(storage, run)
-    newest = max(steps, default=-1)
-    if step <= newest and not (overwrite and step in steps):
-        raise CheckpointError(
-            f"{run / step_name(newest)} is committed, and step {step} would overwrite it or stand behind it, so "
-            f"that load({str(run)!r}) would not take it; save to another folder, move that one away, or replace the "
-            f"checkpoint of the same step with overwrite=True"
-        )
+    check_order(storage, run, step, overwrite=overwrite)
     try:
         clean(storage, run)
     except CheckpointError as error:  # a file that is open on a network disk must not stop all saves
@@ -68,15 +56,12 @@ def begin(storage: Storage, run: Path, step: int, *, overwrite: bool = False) ->
 def commit(storage: Storage, draft: Draft, manifest: Manifest) -> Path:
     """Commits a checkpoint whose files all ranks have written; its folder. One that was to be replaced and is the same,
     byte for byte, stays."""
+    if isinstance(storage, RemoteStorage):
+        return commit_objects.commit(storage, draft, manifest)
     text = manifest.to_json()
     seen = set(storage.names(draft.folder))
     for file in manifest.files:
-        found = storage.size(draft.folder / file.name) if file.name in seen else None
-        if found != file.bytes:
-            raise CheckpointError(
-                f"{draft.folder / file.name} was written with {file.bytes:,} bytes, but rank 0 sees "
-                f"{'no such file' if found is None else f'{found:,} bytes'}; all ranks must see the same folder"
-            )
+        check_size(draft, file, storage.size(draft.folder / file.name) if file.name in seen else None)
     with storage.create(draft.folder / MANIFEST) as out:
         out.write(memoryview(text))
         out.finish()
@@ -126,6 +111,8 @@ def _remove(storage: Storage, folder: Path) -> None:
 
 def retain(storage: Storage, run: Path, keep: int | None) -> None:
     """Removes all checkpoints but the newest `keep`; to be called after a commit."""
+    if isinstance(storage, RemoteStorage):
+        return commit_objects.retain(storage, run, keep)
     for step in committed(storage, run)[: -keep if keep else 0]:
         hidden = run / f"{REMOVING}{step_name(step)}-{secrets.token_hex(4)}"
         storage.rename(run / step_name(step), hidden)
@@ -135,6 +122,8 @@ def retain(storage: Storage, run: Path, keep: int | None) -> None:
 
 def clean(storage: Storage, run: Path) -> None:
     """Removes what saves and removals left behind when their process died."""
+    if isinstance(storage, RemoteStorage):
+        return commit_objects.clean(storage, run)
     _put_back(storage, run)
     for name in storage.names(run):
         if name.startswith(WRITING):  # renamed first: if its writer is alive after all, its commit fails
@@ -150,6 +139,8 @@ def clean(storage: Storage, run: Path) -> None:
 def set_aside(storage: Storage, run: Path, step: int) -> Path:
     """Renames a damaged checkpoint, so that it is no longer the newest and its step can be saved again."""
     aside = run / f"{DAMAGED}{step_name(step)}-{secrets.token_hex(4)}"
+    if isinstance(storage, RemoteStorage):
+        return commit_objects.set_aside(storage, run / step_name(step), aside)
     storage.rename(run / step_name(step), aside)
     storage.sync_folder(run)
     return aside

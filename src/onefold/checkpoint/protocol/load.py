@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from onefold.checkpoint.format.address import place
 from onefold.checkpoint.format.folder import find, step_of
+from onefold.checkpoint.format.opening import storage_of
 from onefold.checkpoint.format.reading import Checkpoint, Source, retry_if_removed
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.weights import open_weights
@@ -47,6 +49,7 @@ from onefold.runtime.full_parameters import EXTRA, TRAINABLE, extra_states, pers
 from onefold.runtime.refusals import Call
 
 LOG = logging.getLogger("onefold")
+OPTIONAL = {"spikes"}  # what an Optimizer's notes need not have
 
 
 class SavedOptimizer(NamedTuple):
@@ -83,11 +86,12 @@ def load(
     """Fill a sharded model, and its optimizer, from a checkpoint, and return the `extra` that was saved. Collective.
 
     `folder` is a folder of checkpoints (the newest is taken), one `step-…` in it, a .safetensors file or a Hugging Face
-    folder. The number of ranks, the stage and the precision may differ from those of the run that saved it. With
-    `fallback` a damaged checkpoint is passed over, with a warning, for the one before it. `rename` maps saved names, or
-    beginnings of names that end in a dot, to the model's; `subset` loads some tensors only; what is missing or left
-    over is an error unless a name or pattern in `allow_missing` or `allow_extra` covers it. Without an optimizer only
-    weights are loaded, and random states stay as they are; several are given in the order in which they were saved.
+    folder; or the address of one in an object store, as "s3://bucket/run". The number of ranks, the stage and the
+    precision may differ from those of the run that saved it. With `fallback` a damaged checkpoint is passed over, with
+    a warning, for the one before it. `rename` maps saved names, or beginnings of names that end in a dot, to the
+    model's; `subset` loads some tensors only; what is missing or left over is an error unless a name or pattern in
+    `allow_missing` or `allow_extra` covers it. Without an optimizer only weights are loaded, and random states stay as
+    they are; several are given in the order in which they were saved.
 
     >>> import tempfile, torch, onefold
     >>> onefold.init()
@@ -102,7 +106,7 @@ def load(
     engine.unfreezing.follow()
     comm = background_comm(engine)
     WORKER.finish()
-    storage, choices, optimizers = Storage(), list[Choice](), list[Optimizer]()
+    opened, choices, optimizers = list[tuple[Storage, Path]](), list[Choice](), list[Optimizer]()
 
     def prepare() -> list[Any]:
         optimizers.extend(checked(engine, optimizer))
@@ -112,36 +116,62 @@ def load(
         asked = [len(optimizers), bool(fallback), list(choices[0].rename.items()), chosen, missing, extra]
         check_and_quiesce(engine, Call.LOAD)
         part = stage_contents(engine, ())
-        if open_weights(storage, Path(folder)) is not None:
+        found = place(folder)
+        storage = storage_of(found)
+        opened.append((storage, found))
+        if open_weights(storage, found) is not None:
             return [asked, None, part]
-        return [asked, _found(storage, folder) if comm.rank == 0 else [], part]
+        return [asked, _found(storage, found) if comm.rank == 0 else [], part]
 
     answers = attempt(comm, prepare)
     settings = "how many optimizers are given, fallback, rename, subset, allow_missing, allow_extra"
     check_same(comm, [row[0] for row in answers], "loads", settings)
-    candidates = answers[0][1]
+    (storage, path), candidates = opened[0], answers[0][1]
     others = names_elsewhere([StageContents(*row[2]) for row in answers], engine.comms.pp.rank)
     choice = replace(choices[0], elsewhere=others)
     if candidates is None:
-        return _load_one(engine, optimizers, choice, lambda: open_weights(storage, Path(folder)))
-    alone = str(Path(folder)) == candidates[0]  # the path is one checkpoint: no other may be taken
+        return _load_one(engine, optimizers, choice, lambda: open_weights(storage, path))
+    alone = str(path) == candidates[0]  # the path is one checkpoint: no other may be taken
 
     def find_again() -> list[str]:
-        return attempt(comm, partial(_found, storage, folder) if comm.rank == 0 and not alone else list)[0]
+        return attempt(comm, partial(_found, storage, path) if comm.rank == 0 and not alone else list)[0]
 
-    return retry_if_removed(partial(_load_first, engine, optimizers, choice, fallback), candidates, find_again)
+    return retry_if_removed(partial(_load_first, engine, storage, optimizers, choice, fallback), candidates, find_again)
 
 
-def _found(storage: Storage, folder: str | Path) -> list[str]:
-    return [str(path) for path in find(storage, Path(folder))]
+def load_opened(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None, opened: Callable[[], Checkpoint]
+) -> Any:
+    """load() of the checkpoint that `opened` returns, which is the same on all ranks."""
+    engine = engine_of(model)
+    engine.unfreezing.follow()
+    WORKER.finish()
+    optimizers: list[Optimizer] = []
+
+    def prepare() -> StageContents:
+        optimizers.extend(checked(engine, optimizer))
+        check_and_quiesce(engine, Call.LOAD)
+        return stage_contents(engine, ())
+
+    parts = [StageContents(*row) for row in attempt(background_comm(engine), prepare)]
+    return _load_one(engine, optimizers, Choice(elsewhere=names_elsewhere(parts, engine.comms.pp.rank)), opened)
+
+
+def _found(storage: Storage, folder: Path) -> list[str]:
+    return [str(path) for path in find(storage, folder)]
 
 
 def _load_first(
-    engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, fallback: bool, candidates: list[str]
+    engine: Engine,
+    storage: Storage,
+    optimizers: Sequence[Optimizer],
+    choice: Choice,
+    fallback: bool,
+    candidates: list[str],
 ) -> Any:
     """Loads the first checkpoint; with `fallback`, the first that is not damaged."""
-    storage, comm, damaged = Storage(), background_comm(engine), list[Path]()
-    for path in map(Path, candidates):
+    comm, damaged = background_comm(engine), list[Path]()
+    for path in map(place, candidates):
         try:
             extra = _load_one(engine, optimizers, choice, lambda path=path: Checkpoint(storage, path))
         except CheckpointDamaged as error:
@@ -240,7 +270,8 @@ def _optimizer_notes(source: Checkpoint, own: OwnNotes, optimizers: Sequence[Opt
         raise CheckpointError(f"{source.folder} was saved without an optimizer; leave it out: load(path, model)")
     notes = own.decode(saved.get("notes"))
     rows = notes if isinstance(notes, list) else [notes]
-    if not all(isinstance(row, dict) and row.keys() == optimizers[0].notes().keys() for row in rows):
+    wanted = optimizers[0].notes().keys() - OPTIONAL
+    if not all(isinstance(row, dict) and row.keys() - OPTIONAL == wanted for row in rows):
         raise CheckpointDamaged(f"{source.folder}: the manifest does not tell what the optimizer was")
     theirs, ours = ([row["class"] for row in these] for these in (rows, [one.notes() for one in optimizers]))
     if theirs != ours:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,13 +17,13 @@ from onefold.checkpoint.format.manifest import VALUE, ParamRecord
 from onefold.checkpoint.format.notes import decode_single
 from onefold.checkpoint.format.order import Order
 from onefold.checkpoint.format.reading import Source, read_in_order
-from onefold.checkpoint.protocol.state import AVERAGES, Param, params_of, pieces
-from onefold.cost.layout import Span
+from onefold.checkpoint.protocol.state import AVERAGES, OTHERS, Param, params_of, pieces, scales_of
+from onefold.cost.layout import ALIGN, Span
 from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import local_tensor
 from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
-from onefold.optim.optimizer_state import NewState, load_states
+from onefold.optim.optimizer_state import Codes, NewState, decoded, load_states
 from onefold.runtime.engine import Engine
 from onefold.state.rounding import narrow
 
@@ -128,7 +129,16 @@ def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: 
 
 
 def _new_state(source: Source, record: ParamRecord, param: Param) -> NewState:
+    def codes(key: str, elements: Span) -> Codes | None:
+        if scales_of(record.name, key) not in source.records or not record.order.same(param.order):
+            return None
+        return _codes(source, record, key, elements)
+
     def fill(key: str, elements: Span, out: Tensor) -> None:
+        if scales_of(record.name, key) in source.records:
+            found = codes(key, elements)
+            out.copy_(_reordered(source, record, key, param, elements) if found is None else decoded(key, found))
+            return
         elements = elements.shift(param.base)
         for span, values in chunks(source, record.name, key, param.order, elements):
             at = span.shift(-elements.start)
@@ -137,7 +147,38 @@ def _new_state(source: Source, record: ParamRecord, param: Param) -> NewState:
 
     singles = {key: decode_single(word) for key, word in record.scalars.items()}
     vectors = tuple(state for state in record.states if state != VALUE and not state.startswith(AVERAGES))
-    return NewState(vectors, singles, fill)
+    prefix, scales = f"{OTHERS}{record.name}/", {scales_of(record.name, key) for key in vectors}
+    named = [name for name in source.records if name.startswith(prefix) and name not in scales]
+    others = {name.removeprefix(prefix): partial(_tensor, source, name) for name in named}
+    return NewState(vectors, singles, fill, codes, others)
+
+
+def _codes(source: Source, record: ParamRecord, key: str, elements: Span) -> Codes:
+    """Elements in 8 bits, from the first of a block on, and the scales of their blocks."""
+    blocks = Span(elements.start // ALIGN, -(-elements.stop // ALIGN))
+    made = Codes(*(torch.empty(span.numel, dtype=torch.uint8) for span in (elements, blocks)))
+    source.read(record.name, elements, made.codes, key)
+    source.read(scales_of(record.name, key), blocks, made.scales)
+    return made
+
+
+def saved_in_8bit(source: Source, record: ParamRecord, key: str) -> Tensor:
+    """A state that was saved in 8 bits, as fp32 values in the shape of its parameter."""
+    found = _codes(source, record, key, Span(0, record.numel))
+    return decoded(key, found).as_strided(record.shape, record.stride)
+
+
+def _reordered(source: Source, record: ParamRecord, key: str, param: Param, elements: Span) -> Tensor:
+    """Elements that were saved in 8 bits in another order of memory."""
+    here = torch.empty_strided(param.order.shape, param.order.stride).copy_(saved_in_8bit(source, record, key))
+    return here.as_strided((record.numel,), (1,))[elements.start : elements.stop]
+
+
+def _tensor(source: Source, name: str) -> Tensor:
+    record = source.records[name]
+    flat = torch.empty(record.numel, dtype=record.dtype())
+    source.read(name, Span(0, record.numel), flat)
+    return flat.view(record.shape)
 
 
 def fill_averages(engine: Engine, source: Source, found: Mapping[str, str]) -> None:

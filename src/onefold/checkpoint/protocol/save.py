@@ -21,19 +21,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from onefold.checkpoint.format.address import place
 from onefold.checkpoint.format.folder import step_name
 from onefold.checkpoint.format.manifest import (
     Manifest,
     ParamRecord,
     block_of,
-    file_name,
     merge_rank_parts,
     rank_part_to_json,
 )
+from onefold.checkpoint.format.opening import storage_of
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import write_tensors
-from onefold.checkpoint.protocol.background import WORKER
-from onefold.checkpoint.protocol.commit import Draft, begin, clean, commit, retain
+from onefold.checkpoint.protocol.background import WORKER, Worker
+from onefold.checkpoint.protocol.commit import begin, clean, commit, retain
+from onefold.checkpoint.protocol.draft import Draft
 from onefold.checkpoint.protocol.optimizers import Given, checked
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.protocol.quiesce import background_comm, check_and_quiesce
@@ -101,9 +103,10 @@ def save(
 
     A checkpoint is committed as a whole or not at all, also when the process or the machine stops in between. `extra`
     is anything made of dicts, lists, tuples, plain values and tensors: a scheduler's state, the place in the data.
-    `step` is by default how many steps the optimizer has taken or skipped. Where the model has several Optimizers, give
-    all of them: `save(folder, model, (first, second))`. With `keep` only that many of the newest
-    checkpoints stay in `folder`. Gradients are not saved: save between steps.
+    `folder` may be the address of an object store, as "s3://bucket/run" (pip install 'onefold[remote]' s3fs). `step` is
+    by default how many steps the optimizer has taken or skipped. Where the model has several Optimizers, give all of
+    them: `save(folder, model, (first, second))`. With `keep` only that many of the newest checkpoints stay in `folder`.
+    Gradients are not saved: save between steps.
 
     With wait=False the state is copied to host memory and written while training goes on; what goes wrong then is
     raised by the next `save`, `load` or `finish_saves`. Where memory has no room for the copy, all ranks write before
@@ -122,13 +125,13 @@ def save(
     'step-00000000'
     """
     return save_on(
-        Storage(), folder, model, optimizer,
+        None, folder, model, optimizer,
         extra=extra, step=step, keep=keep, wait=wait, overwrite=overwrite, only=only,
     )  # fmt: skip
 
 
 def save_on(
-    storage: Storage,
+    storage: Storage | None,
     folder: str | Path,
     model: nn.Module,
     optimizer: Given,
@@ -140,7 +143,7 @@ def save_on(
     overwrite: bool = False,
     only: str | None = None,
 ) -> Path:
-    """save() with a given Storage."""
+    """save() with a given Storage; None takes that of the folder."""
     engine = engine_of(model)
     comm = background_comm(engine)
     WORKER.finish()
@@ -149,8 +152,10 @@ def save_on(
 
     def describe() -> list[Any]:
         optimizers.extend(checked(engine, optimizer))
-        run = Path(folder).absolute()
-        job = _job(engine, comm, storage, SaveRequest(run, optimizers, extra, step, keep, wait, overwrite, only))
+        run = place(folder).absolute()
+        chosen = storage or storage_of(run)
+        chosen.check_access(run)
+        job = describe_job(engine, comm, chosen, SaveRequest(run, optimizers, extra, step, keep, wait, overwrite, only))
         jobs.append(job)
         return [
             [job.step, job.keep, len(optimizers), overwrite, only],
@@ -168,10 +173,7 @@ def save_on(
         if not wait:
             attempt(comm, lambda: jobs.append(_copied(jobs.pop())))
         job = jobs[0]
-        if optimizers:
-            names, notes = iter(groups), [one.notes() for one in optimizers]
-            rows = [{**n, "groups": [{**group, "names": next(names)} for group in n["groups"]]} for n in notes]
-            job = replace(job, optimizer=note(rows if len(rows) > 1 else rows[0], "optimizer", copy=not wait))
+        job = replace(job, optimizer=optimizer_note(optimizers, groups, copy=not wait))
         if wait:
             write(job)
         else:
@@ -181,8 +183,17 @@ def save_on(
         engine.tiers.load_for_reading(None)
 
 
+def optimizer_note(optimizers: Sequence[Optimizer], groups: Sequence[list[str]], *, copy: bool) -> Note | None:
+    """What is saved of Optimizers beside the state of parameters; `groups` are the names in each of their param groups,
+    of all stages of a pipeline."""
+    names, notes = iter(groups), [one.notes() for one in optimizers]
+    rows = [{**n, "groups": [{**group, "names": next(names)} for group in n["groups"]]} for n in notes]
+    return note(rows if len(rows) > 1 else rows[0], "optimizer", copy=copy) if rows else None
+
+
 @torch.no_grad()
-def _job(engine: Engine, comm: Comm, storage: Storage, request: SaveRequest) -> Job:
+def describe_job(engine: Engine, comm: Comm, storage: Storage, request: SaveRequest) -> Job:
+    """All that this rank saves; nothing is copied yet but small values, unless the save waits."""
     step = _check(request)
     check_and_quiesce(engine, Call.SAVE)
     contents = rank_contents(engine, request.optimizers, frozen=request.only is None)
@@ -216,7 +227,10 @@ def _fits(job: Job) -> bool:
 
 @torch.no_grad()
 def _copied(job: Job) -> Job:
-    return replace(job, owned=staged(job.owned, job.device), device=torch.device("cpu"))
+    copies = staged(job.owned, job.device, WORKER)
+    if job.device.type == "cuda":
+        torch.cuda.synchronize(job.device)
+    return replace(job, owned=copies, device=torch.device("cpu"))
 
 
 def _check(request: SaveRequest) -> int:
@@ -237,11 +251,12 @@ def _check(request: SaveRequest) -> int:
     return step
 
 
-def staged(owned: Sequence[OwnedElements], device: torch.device) -> list[OwnedElements]:
-    """What this rank owns, copied to host memory that is kept between saves."""
+def staged(owned: Sequence[OwnedElements], device: torch.device, worker: Worker) -> list[OwnedElements]:
+    """What this rank owns, copied to host memory that the worker keeps between saves. From a GPU the copies are queued
+    on the current stream, and must be waited for before they are read."""
     cuda = device.type == "cuda"
     starts = list(accumulate((-(-one.bytes // ALIGN) * ALIGN for one in owned), initial=0))
-    memory = WORKER.memory(starts[-1], pinned=cuda)
+    memory = worker.memory(starts[-1], pinned=cuda)
     copies = []
     for one, start in zip(owned, starts):
         flat = memory[start : start + one.bytes].view(one.dtype)
@@ -252,8 +267,6 @@ def staged(owned: Sequence[OwnedElements], device: torch.device) -> list[OwnedEl
             part = one.read(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
             if part.data_ptr() != there.data_ptr():
                 there.copy_(part, non_blocking=cuda)
-    if cuda:
-        torch.cuda.synchronize(device)
     return copies
 
 
@@ -263,11 +276,13 @@ def write(job: Job) -> Path:
 
     def start() -> list[Any]:
         draft = begin(job.storage, job.run, job.step, overwrite=job.overwrite) if rank == 0 else None
-        return [draft.folder.name if draft else None, {name: one.digest() for name, one in job.own.items()}]
+        begun = [draft.folder.name, draft.attempt, draft.replaces] if draft else []
+        return [begun, {name: one.digest() for name, one in job.own.items()}]
 
     answers = attempt(comm, start)
     # By its name only: ranks may mount the folder at different paths.
-    draft = Draft(job.run, job.step, job.run / answers[0][0])
+    name, number, replaces = answers[0][0]
+    draft = Draft(job.run, job.step, job.run / name, number, replaces)
     try:
         return _fill(job, draft, [row[1] for row in answers])
     except Exception:
@@ -279,30 +294,13 @@ def write(job: Job) -> Path:
 
 def _fill(job: Job, draft: Draft, digests: list[dict[str, str]]) -> Path:
     comm, rank = job.comm, job.comm.rank
-    own = differing(job.own, rank, digests)
-    notes = [*own.values(), *([job.optimizer] if job.optimizer and rank == 0 else [])]
-    owned = [*job.owned, *(one for n in notes for one in n.owned(rank) if one.elements.numel)]
-    records = [*job.records, *(record for n in notes for record in n.records(rank))]
-    parts: list[str] = []
-
-    def write_mine() -> None:
-        by_name = {record.name: record for record in records}
-        entries = [one.entry for one in owned]
-        blocks = [block_of(entry, by_name[entry.name]) for entry in entries]
-        written = write_tensors(job.storage, draft.folder / file_name(rank), blocks, on_host(owned, job.device))
-        parts.append(rank_part_to_json(written, entries, records))
-
-    attempt(comm, write_mine)
-    answers = {name: one.json for name, one in own.items() if rank or name != EXTRA_NOTE}
-    mine = json.dumps([parts[0], answers]).encode()
-    rows = [json.loads(row) for row in comm.gather_to_rank0(mine, CHECKPOINT)]
+    parts: list[bytes] = []
+    attempt(comm, lambda: parts.append(write_part(job, draft.file(rank), digests)))
+    rows = comm.gather_to_rank0(parts[0], CHECKPOINT)
 
     def commit_all() -> None:
         if rank == 0:
-            about = {**job.about, "own": [row[1] for row in rows]}
-            optimizer = {"notes": job.optimizer.json} if job.optimizer else None
-            bare = Manifest(job.step, comm.size, (), (), (), about, optimizer, job.own[EXTRA_NOTE].json)
-            commit(job.storage, draft, merge_rank_parts([row[0] for row in rows], bare))
+            commit(job.storage, draft, merged_manifest(job, rows))
 
     attempt(comm, commit_all)
     final = job.run / step_name(job.step)
@@ -316,3 +314,27 @@ def _fill(job: Job, draft: Draft, digests: list[dict[str, str]]) -> Path:
 
     attempt(comm, retain_all)
     return final
+
+
+def write_part(job: Job, path: Path, digests: list[dict[str, str]]) -> bytes:
+    """Writes the file of this rank; returns its part of the manifest. `digests` are those of all ranks' notes."""
+    rank = job.comm.rank
+    own = differing(job.own, rank, digests)
+    notes = [*own.values(), *([job.optimizer] if job.optimizer and rank == 0 else [])]
+    owned = [*job.owned, *(one for n in notes for one in n.owned(rank) if one.elements.numel)]
+    records = [*job.records, *(record for n in notes for record in n.records(rank))]
+    by_name = {record.name: record for record in records}
+    entries = [one.entry for one in owned]
+    blocks = [block_of(entry, by_name[entry.name]) for entry in entries]
+    written = write_tensors(job.storage, path, blocks, on_host(owned, job.device))
+    answers = {name: one.json for name, one in own.items() if rank or name != EXTRA_NOTE}
+    return json.dumps([rank_part_to_json(written, entries, records), answers]).encode()
+
+
+def merged_manifest(job: Job, parts: Sequence[bytes]) -> Manifest:
+    """The manifest of a checkpoint, on rank 0, from the parts of all ranks."""
+    rows = [json.loads(part) for part in parts]
+    about = {**job.about, "own": [row[1] for row in rows]}
+    optimizer = {"notes": job.optimizer.json} if job.optimizer else None
+    bare = Manifest(job.step, job.comm.size, (), (), (), about, optimizer, job.own[EXTRA_NOTE].json)
+    return merge_rank_parts([row[0] for row in rows], bare)

@@ -19,10 +19,11 @@ from onefold.checkpoint.format.manifest import VALUE, Entry, ParamRecord
 from onefold.checkpoint.format.notes import encode_single
 from onefold.checkpoint.format.order import Order, contiguous_order, nested_stride
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES
-from onefold.cost.layout import Piece, Span, UnitLayout
+from onefold.cost.layout import ALIGN, Piece, Span, UnitLayout
 from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import local_tensor as local
 from onefold.model.storage import dense_stride
+from onefold.optim.kernels.rule import SCALE
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.optimizer_state import ParamState, states_of
 from onefold.runtime.engine import Engine
@@ -31,6 +32,7 @@ from onefold.state.unit import Unit
 from onefold.state.views import FlatViews
 
 CHUNK_BYTES = 16 << 20  # of host memory at a time
+OTHERS = "onefold.optimizer/"  # names of tensors of optimizer state that have another shape than their parameter
 AVERAGES = "onefold.average."  # the state of a parameter that is an EMA's begins so; its name follows
 
 Reader = Callable[[Span, Tensor], Tensor]  # (elements of a parameter, scratch) -> their values
@@ -109,6 +111,16 @@ def rank_contents(engine: Engine, optimizers: Sequence[Optimizer], *, frozen: bo
                 for key, flat in state.vectors.items():
                     read = _state_reader(by_unit.unit, state, key, elements)
                     owned.append(OwnedElements(name, key, elements, flat.dtype, read, by_unit.unit.updated_on_host))
+                for key, scales in state.scales.items():
+                    blocks = -(-_numel(by_unit.unit, state.slot) // ALIGN)
+                    found = Param(scales_of(name, key), (), "extra", contiguous_order((blocks,)))
+                    span = Span(state.elements.start // ALIGN, -(-state.elements.stop // ALIGN))
+                    owned.append(vector(found.name, VALUE, span, scales)._replace(on_host=by_unit.unit.updated_on_host))
+                    every.append(found)
+                for key, tensor in state.others.items():
+                    found = Param(f"{OTHERS}{name}/{key}", (), "extra", contiguous_order(tensor.shape))
+                    owned.append(own_tensor(found.name, tensor))
+                    every.append(found)
         owned += (one for one in _averages(engine, base) if _saves(engine, one.name))
     first = engine.everyone.rank == engine.comms.tp.rank == 0
     if first:
@@ -116,10 +128,19 @@ def rank_contents(engine: Engine, optimizers: Sequence[Optimizer], *, frozen: bo
     states: dict[str, dict[str, torch.dtype]] = {}
     for one in owned:
         states.setdefault(one.name, {})[one.state] = one.dtype
-    params = [p for p in every if p.name in states or (first and 0 in p.shape)]
+    params = [p for p in every if p.name in states or p.name in scalars or (first and 0 in p.shape)]
     dtypes = stored_dtypes(engine)
-    records = [p.record(states.get(p.name, {VALUE: dtypes[p.name]}), scalars.get(p.name, {})) for p in params]
+    records = [p.record(states.get(p.name) or {VALUE: dtypes[p.name]}, scalars.get(p.name, {})) for p in params]
     return RankContents([one for one in owned if one.elements.numel], records)
+
+
+def _numel(unit: Unit, slot: int) -> int:
+    return unit.layout.slots[slot].numel
+
+
+def scales_of(name: str, state: str) -> str:
+    """The name of the scales of a parameter's optimizer state in 8 bits: one byte for each block of ALIGN elements."""
+    return f"{OTHERS}{name}/{state}{SCALE}"
 
 
 def _averages(engine: Engine, base: Mapping[str, int]) -> Iterator[OwnedElements]:

@@ -23,7 +23,8 @@ def attempt(comm: Comm, work: Callable[[], Any]) -> list[Any]:
         said = {"value": work()}
         blob = json.dumps(said).encode()
     except Exception as error:  # all ranks raise it
-        cause, blob = error, json.dumps({"error": [type(error).__name__, str(error)]}).encode()
+        ours = (kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+        cause, blob = error, json.dumps({"error": [next(ours, type(error)).__name__, str(error)]}).encode()
     rows = [json.loads(row) for row in comm.exchange(blob, CHECKPOINT)]
     failed = next((rank for rank, row in enumerate(rows) if "error" in row), None)
     if failed is not None:

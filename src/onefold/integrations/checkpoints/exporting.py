@@ -7,26 +7,27 @@ is a folder that FSDP2 loads: {"model": …, "optim": …} as get_state_dict() n
 from __future__ import annotations
 
 import os
-import secrets
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from onefold.checkpoint.format.address import local, place
 from onefold.checkpoint.format.export import SHARD_BYTES, Exported
 from onefold.checkpoint.format.export import export as export_weights
-from onefold.checkpoint.format.folder import remove_all
+from onefold.checkpoint.format.folder import drafted
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
 from onefold.checkpoint.format.notes import decode_single
+from onefold.checkpoint.format.opening import storage_of
 from onefold.checkpoint.format.order import contiguous_order
 from onefold.checkpoint.format.reading import Checkpoint, read_in_order, with_newest
 from onefold.checkpoint.format.storage import Storage, explained
 from onefold.checkpoint.protocol.own import MODULES, OwnNotes, RankPlace
-from onefold.checkpoint.protocol.state import AVERAGES
+from onefold.checkpoint.protocol.restore import saved_in_8bit
+from onefold.checkpoint.protocol.state import AVERAGES, scales_of
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError, ConfigError
 from onefold.integrations.checkpoints.optimizers import defaults_of
@@ -67,10 +68,11 @@ def export(
         return export_weights(folder, out, dtype, shard_bytes)
     if dtype is not None:
         raise ConfigError(f"dtype={dtype!r} is for format='huggingface'; {format} holds the optimizer's fp32 masters")
-    storage, target = Storage(), Path(out).absolute()
+    source, storage, target = place(folder), Storage(), local(out, "an export")
     if storage.exists(target):
         raise CheckpointError(f"{target} exists; name one that does not, so that nothing is overwritten")
-    return with_newest(storage, Path(folder), lambda path: _export(storage, Checkpoint(storage, path), target, format))
+    found = storage_of(source)
+    return with_newest(found, source, lambda path: _export(storage, Checkpoint(found, path), target, format))
 
 
 def _export(storage: Storage, checkpoint: Checkpoint, target: Path, format: str) -> Exported:
@@ -86,15 +88,8 @@ def _export(storage: Storage, checkpoint: Checkpoint, target: Path, format: str)
     optimizer = _optimizer(checkpoint, notes, records, numbered=format == TORCH)
     if optimizer is not None:
         state["optimizer" if format == TORCH else "optim"] = optimizer
-    draft = target.with_name(f".writing-{target.name}-{secrets.token_hex(4)}")
-    try:
+    with drafted(storage, target) as draft:
         _explaining(target, lambda: (_save_torch if format == TORCH else _save_dcp)(state, draft))
-        storage.rename(draft, target)
-    except Exception:
-        with suppress(CheckpointError):
-            remove_all(storage, draft)
-        raise
-    storage.sync_folder(target.parent)
     files = tuple(storage.names(target)) if format == DCP else (target.name,)
     sizes = [record.numel * record.dtype(key).itemsize for record in records for key in record.states]
     return Exported(target, checkpoint.manifest.step, files, len(records), sum(sizes))
@@ -106,6 +101,14 @@ def _tensor(checkpoint: Checkpoint, record: ParamRecord, state: str) -> Tensor:
         span = Span(0, record.numel)
         read_in_order(checkpoint, record.name, contiguous_order(record.shape), span, out.view(-1), state)
     return out
+
+
+def _state(checkpoint: Checkpoint, record: ParamRecord, key: str) -> Tensor:
+    """Optimizer state in fp32, whatever form it was saved in."""
+    if scales_of(record.name, key) in checkpoint.records:
+        return saved_in_8bit(checkpoint, record, key).contiguous()
+    found = _tensor(checkpoint, record, key)
+    return found.float() if found.dtype is torch.bfloat16 else found
 
 
 def _optimizer(
@@ -133,7 +136,7 @@ def _optimizer(
         vectors = [key for key in record.states if key != VALUE and not key.startswith(AVERAGES)]
         if record.name in keys and (vectors or record.scalars):
             singles = {key: decode_single(word) for key, word in record.scalars.items()}
-            state[keys[record.name]] = singles | {key: _tensor(checkpoint, record, key) for key in vectors}
+            state[keys[record.name]] = singles | {key: _state(checkpoint, record, key) for key in vectors}
     return {"state": state, "param_groups": groups}
 
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onefold.checkpoint.format.address import local
 from onefold.checkpoint.format.manifest import (
     VALUE,
     Entry,
     Manifest,
     ParamRecord,
     block_of,
-    file_name,
     merge_rank_parts,
     rank_part_to_json,
 )
@@ -81,7 +81,7 @@ def import_checkpoint(
     ...     onefold.import_checkpoint(f"{folder}/last.pt", f"{folder}/run").optimizer
     'AdamW'
     """
-    path, run = Path(source).absolute(), Path(out).absolute()
+    path, run = Path(source).absolute(), local(out, "an imported checkpoint")
     second = None if optimizer_source is None else Path(optimizer_source).absolute()
     if step is not None and (type(step) is not int or step < 0):
         raise ConfigError(f"step={step!r} is not a whole number of at least 0")
@@ -156,7 +156,7 @@ def _write(run: Path, found: Foreign, optimizer: str | None) -> Path:
             yield from on_host(owned, torch.device("cpu"))
 
         blocks = [block_of(entry, by_name[entry.name]) for entry in entries]
-        written = write_tensors(storage, draft.folder / file_name(0), blocks, chunks())
+        written = write_tensors(storage, draft.file(0), blocks, chunks())
         bare = Manifest(step, 1, (), (), (), about, saved, notes[EXTRA_NOTE].json)
         return commit(storage, draft, merge_rank_parts([rank_part_to_json(written, entries, records)], bare))
     except Exception:

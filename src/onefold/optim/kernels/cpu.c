@@ -6,7 +6,10 @@ with one rounding, fmaf does, and the compiler may fuse nothing else (compiled.p
 is rounded exactly, so every processor and every compiler gives the same bits; torch's kernels for x86 fuse others.
 
 Elements run in tiles of one size, so that no loop has a remainder; the rest of a slice is copied into a tile and back.
-So a result does not depend on where an element stands, on the number of threads or on the width of vectors. */
+So a result does not depend on where an element stands, on the number of threads or on the width of vectors.
+
+Moments in a small form (codec.py says which) are widened into fp32 moments of the tile, and rounded from them after the
+update. There each operation is rounded by itself: the arithmetic of small.py, on every processor. */
 
 #include <math.h>
 #include <stdint.h>
@@ -18,12 +21,15 @@ So a result does not depend on where an element stands, on the number of threads
 
 #define TILE 512 /* elements */
 #define BLOCK 16 /* tiles that a thread takes at once */
+#define CODED 64 /* elements of 8 bits that share a scale */
 #define INLINE static inline __attribute__((always_inline))
 
 /* cpu.py has the same numbers and fields. */
 enum { BF16, FP16, FP32 };                          /* gradients */
 enum { SPLIT, WIDE_BF16, WIDE_FP16 };               /* masters: remainders of a bf16 copy, or fp32 beside a copy */
+enum { OWN = 3 };                                   /* small forms only: fp32 parameters, which have no copy */
 enum { ADAM, ADAM_FUSED, SGD, MOMENTUM, NESTEROV, RULES }; /* torch's fused Adam rounds the second moment elsewhere */
+enum { STATE_BF16, STATE_8BIT };                    /* small forms */
 
 typedef struct {
     int32_t grad, master, rule;
@@ -32,7 +38,9 @@ typedef struct {
     float decay;  /* of the value, added to the gradient */
     float shrink; /* of the value itself */
     float size;   /* of the step */
-    float beta1, rest1, beta2, rest2, root, eps;
+    float beta1, rest1, beta2, rest2;
+    float root; /* of the second bias correction; with small forms 1 / root */
+    float eps;
 } Step;
 
 typedef struct {
@@ -41,6 +49,16 @@ typedef struct {
     void *master;
     float *first, *second;
 } Slice;
+
+typedef struct {
+    int32_t form;
+    uint32_t key[2], start; /* of random bits; the index of the first element in its parameter */
+} Coding;
+
+typedef struct {
+    void *moment[2];
+    uint8_t *scale[2]; /* with 8 bits: one for each CODED elements */
+} Coded;
 
 /* -- bits -------------------------------------------------------------------------------------------------------- */
 
@@ -215,5 +233,209 @@ int onefold_update(const Step *s, const Slice *slice, int64_t numel, int32_t thr
     }
     if (numel % TILE)
         run_rest(s, shifted(s, *slice, whole * TILE), numel % TILE);
+    return 0;
+}
+
+/* -- small forms of moments ---------------------------------------------------------------------------------------- */
+
+INLINE uint32_t random_bits(const Coding *c, uint32_t index) {
+    uint32_t bits = index * 0x9E3779B1u + c->key[0];
+    bits ^= bits >> 16;
+    bits = (bits * 0x21F0AAADu) ^ c->key[1];
+    bits ^= bits >> 15;
+    bits *= 0x735A2D97u;
+    return bits ^ (bits >> 15);
+}
+
+INLINE uint16_t to_bf16(float value, uint32_t random) {
+    uint32_t bits = bits_of(value), size = bits & 0x7FFFFFFFu, up = size + random;
+    up = up < 0x7F7FFFFFu ? up : 0x7F7FFFFFu; /* finite values stay finite */
+    size = size < 0x7F800000u ? up : size == 0x7F800000u ? size : 0x7FC00000u;
+    return (uint16_t)((size | (bits & 0x80000000u)) >> 16);
+}
+
+INLINE uint32_t size_of(float value) {
+    uint32_t size = bits_of(value) & 0x7FFFFFFFu;
+    return size > 0x7F800000u ? 0x7FC00000u : size < 0x00800000u ? 0u : size;
+}
+
+INLINE int least_exponent(const int second) { return second ? 31 : 15; } /* below the scale's */
+
+INLINE void code_block(const int second, const float *restrict values, const uint32_t *restrict random,
+                       uint8_t *restrict codes, uint8_t *restrict scale) {
+    int32_t largest = 0;
+#pragma omp simd reduction(max : largest)
+    for (int i = 0; i < CODED; i++) {
+        int32_t size = (int32_t)size_of(values[i]);
+        largest = largest > size ? largest : size;
+    }
+    int32_t exponent = (largest + 0x1FFFFF) >> 23, lowest = least_exponent(second) + 1;
+    exponent = exponent < lowest ? lowest : exponent > 255 ? 255 : exponent;
+    *scale = (uint8_t)exponent;
+    const int32_t least = (exponent - least_exponent(second)) << 23; /* the value of code 1, as bits */
+#pragma omp simd
+    for (int i = 0; i < CODED; i++) {
+        int32_t size = (int32_t)size_of(values[i]), bits = (int32_t)((second ? random[i] >> 12 : random[i]) & 0xFFFFFu);
+        int32_t above = size - least, up = above + bits, most = 0x7F7FFFFF - least;
+        up = up < most ? up : most;
+        above = size < 0x7F800000 ? up : above;
+        int32_t shift = (least >> 23) - (size >> 23) + 3;
+        shift = shift < 0 ? 0 : shift > 31 ? 31 : shift;
+        int32_t chance = ((size & 0x7FFFFF) | 0x800000) >> shift;
+        int32_t below = (size > 0) & (second | (chance > bits));
+        int32_t code = size >= least ? (above >> 20) + 1 : below;
+        codes[i] = (uint8_t)(second ? code : code | (int32_t)((bits_of(values[i]) >> 24) & 0x80u));
+    }
+}
+
+INLINE void decode_block(const int second, const uint8_t *restrict codes, uint8_t scale, float *restrict values) {
+    const uint32_t least = (uint32_t)((int32_t)scale - least_exponent(second)) << 23;
+#pragma omp simd
+    for (int i = 0; i < CODED; i++) {
+        uint32_t code = codes[i], size = second ? code : code & 0x7Fu;
+        uint32_t bits = size ? ((size - 1u) << 20) + least : 0u;
+        values[i] = float_of(second ? bits : bits | ((code & 0x80u) << 24));
+    }
+}
+
+static void widen(const int form, const int second, const void *moment, const uint8_t *scales, float *values) {
+    if (form == STATE_BF16) {
+#pragma omp simd
+        for (int i = 0; i < TILE; i++)
+            values[i] = widened(BF16, moment, i);
+        return;
+    }
+    for (int i = 0; i < TILE / CODED; i++)
+        decode_block(second, (const uint8_t *)moment + i * CODED, scales[i], values + i * CODED);
+}
+
+static void code(const int form, const int second, const float *values, const uint32_t *random, void *moment,
+                 uint8_t *scales) {
+    if (form == STATE_BF16) {
+#pragma omp simd
+        for (int i = 0; i < TILE; i++)
+            ((uint16_t *)moment)[i] = to_bf16(values[i], second ? random[i] >> 16 : random[i] & 0xFFFFu);
+        return;
+    }
+    for (int i = 0; i < TILE / CODED; i++)
+        code_block(second, values + i * CODED, random + i * CODED, (uint8_t *)moment + i * CODED, scales + i);
+}
+
+typedef struct {
+    float value[TILE], grad[TILE], moment[2][TILE];
+    uint32_t random[TILE];
+} Tile;
+
+#define EACH(statement)                                                                                                \
+    _Pragma("omp simd") for (int i = 0; i < TILE; i++) { statement; }
+
+static void read_tile(const Step *s, const Slice *at, Tile *t) {
+    switch (s->grad) {
+        case BF16: EACH(t->grad[i] = widened(BF16, at->grad, i) * s->factor) break;
+        case FP16: EACH(t->grad[i] = widened(FP16, at->grad, i) * s->factor) break;
+        default: EACH(t->grad[i] = widened(FP32, at->grad, i) * s->factor)
+    }
+    const float *master = at->master;
+    switch (s->master) {
+        case SPLIT: EACH(t->value[i] = joined(at->copy[i], ((const int16_t *)at->master)[i])) break;
+        case WIDE_BF16: EACH(t->value[i] = edited(WIDE_BF16, s, master[i], at->copy[i])) break;
+        case WIDE_FP16: EACH(t->value[i] = edited(WIDE_FP16, s, master[i], at->copy[i])) break;
+        default: EACH(t->value[i] = master[i])
+    }
+}
+
+static void write_tile(const Step *s, const Slice *at, const Tile *t) {
+    const float *value = t->value;
+    int16_t *remainder = at->master;
+    float *master = at->master;
+    if (s->master == SPLIT)
+        EACH(remainder[i] = (int16_t)(value[i] == value[i] ? bits_of(value[i]) : 0u))
+    else
+        EACH(master[i] = value[i])
+    switch (s->master) {
+        case OWN: break;
+        case WIDE_FP16: EACH(at->copy[i] = rounded(WIDE_FP16, value[i])) break;
+        default: EACH(at->copy[i] = rounded(WIDE_BF16, value[i]))
+    }
+}
+
+static void update_tile(const Step *s, Tile *t) {
+    float *restrict value = t->value, *restrict grad = t->grad;
+    float *restrict first = t->moment[0], *restrict second = t->moment[1];
+    if (s->decay != 0.0f)
+        EACH(grad[i] = grad[i] + value[i] * s->decay)
+    if (s->rule == ADAM) {
+        EACH(first[i] = first[i] * s->beta1 + grad[i] * s->rest1)
+        EACH(second[i] = second[i] * s->beta2 + grad[i] * grad[i] * s->rest2)
+        EACH(value[i] = value[i] * s->shrink - s->size * first[i] / (sqrtf(second[i]) * s->root + s->eps))
+        return;
+    }
+    EACH(first[i] = first[i] * s->beta1 + grad[i])
+    if (s->rule == NESTEROV)
+        EACH(value[i] = value[i] - s->size * (grad[i] + first[i] * s->beta1))
+    else
+        EACH(value[i] = value[i] - s->size * first[i])
+}
+
+static void small_tile(const Step *s, const Coding *c, Slice slice, const Coded *coded, int64_t at) {
+    Tile t;
+    const int64_t itemsize = c->form == STATE_BF16 ? 2 : 1;
+    read_tile(s, &slice, &t);
+    for (int m = 0; m < moments(s); m++)
+        widen(c->form, m, (char *)coded->moment[m] + at * itemsize, coded->scale[m] + at / CODED, t.moment[m]);
+    update_tile(s, &t);
+    write_tile(s, &slice, &t);
+    EACH(t.random[i] = random_bits(c, c->start + (uint32_t)at + (uint32_t)i))
+    for (int m = 0; m < moments(s); m++)
+        code(c->form, m, t.moment[m], t.random, (char *)coded->moment[m] + at * itemsize, coded->scale[m] + at / CODED);
+}
+
+INLINE Slice without_moments(const Step *s, Slice slice, int64_t at) {
+    slice.grad = (const char *)slice.grad + at * grad_bytes(s);
+    slice.copy += s->master == OWN ? 0 : at;
+    slice.master = (char *)slice.master + at * master_bytes(s);
+    return slice;
+}
+
+static void small_rest(const Step *s, const Coding *c, Slice slice, const Coded *coded, int64_t at, int64_t count) {
+    float grad[TILE] = {0}, master[TILE] = {0};
+    uint16_t copy[TILE] = {0}, moment[2][TILE] = {{0}};
+    uint8_t scale[2][TILE / CODED] = {{0}};
+    const int64_t itemsize = c->form == STATE_BF16 ? 2 : 1, blocks = (count + CODED - 1) / CODED;
+    Slice padded = {grad, copy, master, 0, 0};
+    Coded own = {{moment[0], moment[1]}, {scale[0], scale[1]}};
+    Coding shifted_by = *c;
+    shifted_by.start += (uint32_t)at;
+    memcpy(grad, slice.grad, count * grad_bytes(s));
+    if (s->master != OWN)
+        memcpy(copy, slice.copy, count * sizeof(uint16_t));
+    memcpy(master, slice.master, count * master_bytes(s));
+    for (int m = 0; m < moments(s); m++) {
+        memcpy(moment[m], (char *)coded->moment[m] + at * itemsize, count * itemsize);
+        if (c->form == STATE_8BIT)
+            memcpy(scale[m], coded->scale[m] + at / CODED, blocks);
+    }
+    small_tile(s, &shifted_by, padded, &own, 0);
+    if (s->master != OWN)
+        memcpy(slice.copy, copy, count * sizeof(uint16_t));
+    memcpy(slice.master, master, count * master_bytes(s));
+    for (int m = 0; m < moments(s); m++) {
+        memcpy((char *)coded->moment[m] + at * itemsize, moment[m], count * itemsize);
+        if (c->form == STATE_8BIT)
+            memcpy(coded->scale[m] + at / CODED, scale[m], blocks);
+    }
+}
+
+/* As onefold_update, of moments in a small form, with any dtypes; the first element is the first of a block. */
+int onefold_update_small(const Step *s, const Coding *c, const Slice *slice, const Coded *coded, int64_t numel,
+                         int32_t threads) {
+    const int64_t whole = numel / TILE;
+    if (s->rule != ADAM && s->rule != MOMENTUM && s->rule != NESTEROV)
+        return 1;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && whole > BLOCK)
+    for (int64_t i = 0; i < whole; i++)
+        small_tile(s, c, without_moments(s, *slice, i * TILE), coded, i * TILE);
+    if (numel % TILE)
+        small_rest(s, c, without_moments(s, *slice, whole * TILE), coded, whole * TILE, numel % TILE);
     return 0;
 }

@@ -11,7 +11,7 @@ import ctypes
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,15 @@ from torch import Tensor
 from onefold.comm.spans import named_span
 from onefold.optim.kernels.compiled import compiled
 from onefold.optim.kernels.rule import Rule, knows
+from onefold.optim.kernels.small import SmallStep
 
 LOG = logging.getLogger("onefold")
 UPDATE = "onefold::update"  # what profilers call the kernel
 SOURCE = Path(__file__).with_name("cpu.c")
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 ADAM, ADAM_FUSED, SGD, MOMENTUM, NESTEROV = range(5)
-SPLIT, WIDE_BF16, WIDE_FP16 = range(3)
+SPLIT, WIDE_BF16, WIDE_FP16, OWN = range(4)
+SMALL_FORMS = {torch.bfloat16: 0, torch.uint8: 1}
 
 
 class _Step(ctypes.Structure):
@@ -40,6 +42,14 @@ class _Step(ctypes.Structure):
 
 class _Slice(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("grad", "copy", "master", "first", "second"))
+
+
+class _Coding(ctypes.Structure):
+    _fields_ = (("form", ctypes.c_int32), ("key", ctypes.c_uint32 * 2), ("start", ctypes.c_uint32))
+
+
+class _Coded(ctypes.Structure):
+    _fields_ = (("moment", ctypes.c_void_p * 2), ("scale", ctypes.c_void_p * 2))
 
 
 def fits(cls: type[torch.optim.Optimizer], group: dict[str, Any], device: torch.device) -> bool:
@@ -60,23 +70,50 @@ def update(
     `copy` to which its fp32 master does not round was written by a user, and replaces the master first."""
     kernel = _kernel()
     assert kernel is not None and threads >= 1
-    split = master.dtype is torch.int16
-    half = copy.dtype is torch.float16
-    assert split or master.dtype is torch.float32
-    assert copy.dtype is torch.bfloat16 or (half and not split)
-    step = _Step(
-        DTYPES[grad.dtype], SPLIT if split else WIDE_FP16 if half else WIDE_BF16, _number(rule), edits, factor,
-        0.0 if rule.decoupled else rule.decay, rule.shrink, rule.size, rule.beta1, 1 - rule.beta1, rule.beta2,
-        1 - rule.beta2, rule.root, rule.eps,
-    )  # fmt: skip
+    step = _step(rule, grad, copy, master, factor, edits, _number(rule), rule.root)
     moments = [moment for moment in (rule.first, rule.second) if moment is not None]
     assert all(moment.dtype is torch.float32 for moment in moments)
     vectors = [grad, copy, master, *moments]
     assert all(v.device.type == "cpu" and v.is_contiguous() and v.numel() == grad.numel() for v in vectors)
     pointers = _Slice(*(vector.data_ptr() for vector in vectors))
     with named_span(UPDATE):
-        unknown = kernel(ctypes.byref(step), ctypes.byref(pointers), grad.numel(), threads)
+        unknown = kernel.update(ctypes.byref(step), ctypes.byref(pointers), grad.numel(), threads)
     assert not unknown, f"a gradient in {grad.dtype} beside a copy in {copy.dtype}"
+
+
+def update_small(
+    small: SmallStep, grad: Tensor, copy: Tensor | None, master: Tensor, factor: float, threads: int, *, edits: bool
+) -> None:
+    """As `update`, with moments in a small form; `copy` is None where fp32 parameters are their own master. The first
+    element is the first of a block."""
+    kernel, rule = _kernel(), small.rule
+    assert kernel is not None and threads >= 1
+    number = ADAM if rule.adam else NESTEROV if rule.nesterov else MOMENTUM
+    step = _step(rule, grad, copy, master, factor, edits, number, 1 / rule.root)
+    vectors = [grad, master, *([] if copy is None else [copy]), *(moment.codes for moment in small.moments)]
+    assert all(v.device.type == "cpu" and v.is_contiguous() and v.numel() == grad.numel() for v in vectors)
+    coding = _Coding(SMALL_FORMS[small.moments[0].codes.dtype], small.keys, small.start % (1 << 32))
+    pointers = _Slice(grad.data_ptr(), (master if copy is None else copy).data_ptr(), master.data_ptr())
+    codes = [moment.codes.data_ptr() for moment in small.moments]
+    scales = [moment.scales.data_ptr() for moment in small.moments if moment.scales is not None]
+    coded = _Coded((ctypes.c_void_p * 2)(*codes), (ctypes.c_void_p * 2)(*scales))
+    given = ctypes.byref(step), ctypes.byref(coding), ctypes.byref(pointers), ctypes.byref(coded)
+    with named_span(UPDATE):
+        unknown = kernel.update_small(*given, grad.numel(), threads)
+    assert not unknown, rule
+
+
+def _step(
+    rule: Rule, grad: Tensor, copy: Tensor | None, master: Tensor, factor: float, edits: bool, number: int, root: float
+) -> _Step:
+    split, half = master.dtype is torch.int16, copy is not None and copy.dtype is torch.float16
+    assert split or master.dtype is torch.float32
+    assert copy is None or copy.dtype is torch.bfloat16 or (half and not split)
+    kind = OWN if copy is None else SPLIT if split else WIDE_FP16 if half else WIDE_BF16
+    return _Step(
+        DTYPES[grad.dtype], kind, number, edits, factor, 0.0 if rule.decoupled else rule.decay, rule.shrink, rule.size,
+        rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, root, rule.eps,
+    )  # fmt: skip
 
 
 def _number(rule: Rule) -> int:
@@ -85,9 +122,14 @@ def _number(rule: Rule) -> int:
     return SGD if rule.first is None else NESTEROV if rule.nesterov else MOMENTUM
 
 
+class _Kernels(NamedTuple):
+    update: Any
+    update_small: Any
+
+
 @cache
-def _kernel() -> Any:
-    """The function in cpu.c; None if it cannot be compiled, and the log says why."""
+def _kernel() -> _Kernels | None:
+    """The functions in cpu.c; None if it cannot be compiled, and the log says why."""
     library, failures = compiled(SOURCE)
     if library is None:
         LOG.info(
@@ -96,7 +138,9 @@ def _kernel() -> Any:
             "; ".join(failures),
         )
         return None
-    kernel = library.onefold_update
-    kernel.argtypes = (ctypes.POINTER(_Step), ctypes.POINTER(_Slice), ctypes.c_int64, ctypes.c_int32)
-    kernel.restype = ctypes.c_int
-    return kernel
+    made = _Kernels(library.onefold_update, library.onefold_update_small)
+    step, length = (ctypes.POINTER(_Step), ctypes.POINTER(_Slice)), (ctypes.c_int64, ctypes.c_int32)
+    made.update.argtypes = (*step, *length)
+    made.update_small.argtypes = (step[0], ctypes.POINTER(_Coding), step[1], ctypes.POINTER(_Coded), *length)
+    made.update.restype = made.update_small.restype = ctypes.c_int
+    return made

@@ -45,8 +45,8 @@ def update(
     bf16 `copy`. Nothing is written if `bad` is set. With `edits` an element of `copy` to which its fp32 master does not
     round was written by a user, and replaces the master first."""
     numel, split = grad.numel(), master.dtype is torch.int16
-    factor = factor if isinstance(factor, Tensor) else _constant(factor, grad.device)
-    bad = _constant(0.0, grad.device) if bad is None else bad
+    factor = factor if isinstance(factor, Tensor) else constant(factor, grad.device)
+    bad = constant(0.0, grad.device) if bad is None else bad
     first = grad if rule.first is None else rule.first  # a moment that the rule lacks is not read
     second = first if rule.second is None else rule.second
     bits = copy.view(torch.int16) if split else copy
@@ -60,7 +60,7 @@ def update(
 
 
 @lru_cache(maxsize=16)
-def _constant(value: float, device: torch.device) -> Tensor:
+def constant(value: float, device: torch.device) -> Tensor:
     """A number on the device, copied there once: each copy makes the host wait."""
     return torch.full((), value, dtype=torch.float32, device=device)
 

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onefold.cost.layout import ALIGN
+
 KNOWN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+MOMENTS = {"exp_avg": 0, "exp_avg_sq": 1, "momentum_buffer": 0}  # torch's names: 0 a first moment, 1 a second one
+SCALE = "_scale"  # behind the name of a moment in 8 bits: the scales of its blocks
+STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}  # forms of state, and dtypes of moments
 PLAIN_SETTINGS = ("amsgrad", "maximize", "capturable", "differentiable", "dampening")  # supported when false or zero
 
 
@@ -43,21 +48,35 @@ def knows(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> bool:
     return cls in KNOWN and not any(group.get(key) for key in PLAIN_SETTINGS)
 
 
+def moments_of(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> tuple[str, ...]:
+    """The moments that a class keeps with these settings, by torch's names."""
+    if cls is torch.optim.SGD:
+        return ("momentum_buffer",) if float(group["momentum"]) else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
 def next_step(
-    cls: type[torch.optim.Optimizer], group: dict[str, Any], state: dict[str, Any], numel: int, device: torch.device
+    cls: type[torch.optim.Optimizer],
+    group: dict[str, Any],
+    state: dict[str, Any],
+    numel: int,
+    device: torch.device,
+    form: str = "fp32",
 ) -> Rule:
-    """The rule of the next step, and counts it in `state`, torch's own of this class, which is made if it is empty."""
+    """The rule of the next step, and counts it in `state`, torch's own of this class, which is made if it is empty.
+    In a small `form` the moments have that form, and SGD counts its steps too."""
     lr, decay, fused = float(group["lr"]), float(group["weight_decay"]), bool(group.get("fused"))
+    if "step" not in state and (cls is not torch.optim.SGD or form != "fp32"):
+        state["step"] = torch.zeros((), dtype=torch.float32)
+    for key in moments_of(cls, group):
+        if state.get(key) is None:
+            state |= _moment(key, numel, device, form)
+    if "step" in state:
+        state["step"] += 1
     if cls is torch.optim.SGD:
         momentum = float(group["momentum"])
-        if momentum and state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = _moment(numel, device, -0.0)  # -0 plus a gradient is that gradient, to its sign
         first = state["momentum_buffer"] if momentum else None
         return Rule(False, fused, decay, lr, momentum, first, nesterov=bool(group["nesterov"]))
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32)
-        state["exp_avg"], state["exp_avg_sq"] = _moment(numel, device), _moment(numel, device)
-    state["step"] += 1
     count, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
     size, root = lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
     decoupled = cls is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
@@ -72,5 +91,10 @@ def undo_count(state: dict[str, Any]) -> None:
         state["step"] -= 1
 
 
-def _moment(numel: int, device: torch.device, value: float = 0.0) -> Tensor:
-    return torch.full((numel,), value, dtype=torch.float32, device=device)
+def _moment(key: str, numel: int, device: torch.device, form: str) -> dict[str, Tensor]:
+    """A moment of zeros. SGD's is -0 where it can be: -0 plus a gradient is that gradient, to its sign."""
+    zero = -0.0 if key == "momentum_buffer" and form != "8bit" else 0
+    made = {key: torch.full((numel,), zero, dtype=STORED[form], device=device)}
+    if form == "8bit":
+        made[key + SCALE] = torch.zeros(numel // ALIGN, dtype=torch.uint8, device=device)
+    return made

@@ -132,6 +132,32 @@ def trace(run: Run, key: str, title: str, unit: str, *, log: bool = False, noisy
     return chart(key.replace("_", "-"), said, draw, SMALL)
 
 
+def clock(runs: Sequence[Run], size: tuple[float, float] = SMALL) -> Chart | None:
+    """Training loss against the time on the clock; None for runs that did not write it down."""
+    found = [(run, *thin(*run.clock("loss"))) for run in runs]
+    if not any(len(minutes) > 1 and minutes[-1] > 0 for _, minutes, _ in found):
+        return None
+    scale, unit = _clock(max(minutes[-1] for _, minutes, _ in found if minutes))
+
+    def draw(axes: Any) -> None:
+        for place, (run, minutes, losses) in enumerate(found):
+            colour = COLOURS["train"] if len(runs) == 1 else COLOURS[RUNS[place % len(RUNS)]]
+            axes.plot([minute / scale for minute in minutes], losses, color=colour, linewidth=1.6, label=run.label)
+        axes.set_xlabel(unit)
+        axes.set_ylabel("nats per token")
+        if len(runs) > 1:
+            axes.legend(loc="upper right")
+
+    ends = [f"{run.label} ends after {minutes[-1] / scale:.3g} {unit}" for run, minutes, _ in found if minutes]
+    return chart("loss-clock", f"Training loss against the clock: {', '.join(ends)}.", draw, size)
+
+
+def _clock(minutes: float) -> tuple[float, str]:
+    """Minutes of a unit that suits so many, and its name."""
+    units = ((1440.0, "days"), (60.0, "hours"), (1.0, "minutes"), (1 / 60, "seconds"))
+    return next((unit for unit in units if minutes >= 2 * unit[0]), units[-1])
+
+
 def against(name: str, found: dict[str, float], planned: dict[str, float], what: str, plan: str) -> Chart:
     """Measured bars with a mark where the plan is."""
     keys = [key for key in dict.fromkeys([*found, *planned]) if found.get(key) or planned.get(key)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from onefold.train.report import charts, sections
-from onefold.train.report.charts import WIDE, Chart
+from onefold.train.report.charts import NARROW, WIDE, Chart
 from onefold.train.report.figures import (
     FULLEST,
     LASTING,
@@ -30,30 +30,54 @@ from onefold.train.run.folder import RunFolder
 Rows = list[tuple[str, list[str]]]  # the class of a row, and its cells
 
 
-def compared(folder: Path, runs: Sequence[Run]) -> tuple[list[Chart], str]:
-    """The charts and the page."""
+def compared(folder: Path, runs: Sequence[Run], *, at: Sequence[str] = ()) -> tuple[list[Chart], str]:
+    """The charts and the page, of one training at several stages, or of any runs, whose own pages are in the folders
+    `at`."""
     together = agreement(runs)
+    clock = charts.clock(runs, NARROW)
     narrow, wide = charts.curves(runs), charts.curves(runs, WIDE)
     memory = charts.stacks(runs)
     traffic = charts.bars(runs, "traffic", "Sent by rank 0 in a step", lambda run: sum(run.sent().values()), "bytes")
     step = charts.bars(runs, "step", "Median step", lambda run: 1e3 * (run.steady("step_s") or 0), "milliseconds")
     first = runs[0]
     html = page(
-        title=f"{first.name} at {together_name(runs)}",
+        title=f"{first.name} at {together_name(runs)}" if not at else f"{len(runs)} runs: {together_name(runs)}",
         kicker=sections.kicker("Onefold comparison", first),
-        lead=lead(runs, together),
-        cards=cards(runs, together),
+        lead=lead(runs, together) if not at or together.bitwise else best(runs),
+        cards=[*lowest(runs), *cards(runs, together)[2:-2]] if at else cards(runs, together),
         sections=[
             Section("Loss", wide_figure(narrow, wide) + f"<p>{_drawn(together)}</p>"),
+            *([Section("Loss against the clock", figures(figure("", clock)))] if at and clock else []),
             Section("Memory, traffic, time", _figures(memory, traffic, step)),
             Section("Measured and by formula", _table(runs) + NOTES),
-            Section("Runs", _runs(folder, runs)),
+            Section("Runs", _runs(runs, at or [run.folder.relative_to(folder).as_posix() for run in runs])),
             sections.environment(first),
             sections.settings(first),
         ],
         end=f"Made by Onefold {text(first.fact('environment', 'onefold', default=''))}.",
     )
-    return [wide, memory, *(chart for chart in (traffic, step) if chart is not None)], html
+    more = (traffic, step, clock if at else None)
+    return [wide, memory, *(chart for chart in more if chart is not None)], html
+
+
+def lowest(runs: Sequence[Run]) -> list[Card]:
+    """The lowest losses of runs that are not one training."""
+    found = []
+    for name, key in (("lowest validation loss", "val_loss"), ("lowest training loss", "loss")):
+        known = [(loss, run.label) for run in runs if (loss := run.last(key)) is not None]
+        loss, label = min(known, default=(None, "not measured"))
+        found.append(Card(name, nats(loss), label))
+    return found
+
+
+def best(runs: Sequence[Run]) -> str:
+    """Which of runs that are not one training came lowest."""
+    found = [(run, run.last("val_loss")) for run in runs]
+    known = [(run, loss) for run, loss in found if loss is not None]
+    if not known:
+        return f"{len(runs)} runs, none of which has measured a validation loss yet."
+    run, loss = min(known, key=lambda pair: pair[1])
+    return f"The lowest validation loss is {nats(loss)} nats per token, of <strong>{text(run.label)}</strong>."
 
 
 def together_name(runs: Sequence[Run]) -> str:
@@ -177,10 +201,9 @@ def _time(runs: Sequence[Run]) -> Rows:
     ]
 
 
-def _runs(folder: Path, runs: Sequence[Run]) -> str:
+def _runs(runs: Sequence[Run], at: Sequence[str]) -> str:
     items = ""
-    for run in runs:
-        where = run.folder.relative_to(folder).as_posix()
+    for run, where in zip(runs, at, strict=True):
         more = f"{len(run.warnings)} warnings" if len(run.warnings) != 1 else "1 warning"
         steps = run.metrics[-1]["step"] if run.metrics else 0
         items += f"<li>{text(run.label)}: <code>{text(where)}/</code>, {steps:,} steps, {more}"

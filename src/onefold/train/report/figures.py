@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from onefold.errors import visible
 from onefold.observe.profiling.report import ProfileReport
-from onefold.train.run.records import read_config, read_facts, read_metrics, read_profile, read_warnings
+from onefold.train.run.records import read_config, read_facts, read_metrics, read_profile, read_samples, read_warnings
 
+Number = TypeVar("Number", int, float)
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shards
 LASTING = (*STATES, "buffers", "communication")  # held between steps
 ELSEWHERE = ("host", "disk")  # where states are offloaded
@@ -33,6 +34,8 @@ class Run(NamedTuple):
     warnings: list[dict[str, Any]]
     config: str
     profile: Sequence[ProfileReport] = ()  # of each rank
+    samples: Sequence[dict[str, Any]] = ()  # text that the model wrote
+    named: str = ""  # its name beside other runs, if the stage does not tell them apart
 
     def fact(self, *path: str, default: Any = None) -> Any:
         """What facts.json says at a path of keys, which an older or unfinished run may lack."""
@@ -53,12 +56,21 @@ class Run(NamedTuple):
 
     @property
     def label(self) -> str:
-        return visible(f"stage {self.facts['stage']}" if "stage" in self.facts else self.folder.name)[:LONGEST]
+        return (
+            self.named
+            or visible(f"stage {self.facts['stage']}" if "stage" in self.facts else self.folder.name)[:LONGEST]
+        )
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps at which a metric was logged, and what it was."""
         rows = [(row["step"], number(row.get(key))) for row in self.metrics]
         return [step for step, value in rows if value is not None], [value for _, value in rows if value is not None]
+
+    def clock(self, key: str) -> tuple[list[float], list[float]]:
+        """Minutes since the first logged step at which a metric was logged, and what it was."""
+        rows = [(number(row.get("time")), number(row.get(key))) for row in self.metrics]
+        known = [(time, value) for time, value in rows if time and math.isfinite(time) and value is not None]
+        return [(time - known[0][0]) / 60 for time, _ in known], [value for _, value in known]
 
     def last(self, key: str) -> float | None:
         return next(reversed(self.series(key)[1]), None)
@@ -124,7 +136,8 @@ class Headline(NamedTuple):
 def read_run(folder: Path) -> Run:
     """Raises one line that says what is wrong with the folder."""
     facts, config = read_facts(folder), read_config(folder)
-    return Run(folder, facts, read_metrics(folder), read_warnings(folder), config, read_profile(folder))
+    metrics, warnings, samples = read_metrics(folder), read_warnings(folder), read_samples(folder)
+    return Run(folder, facts, metrics, warnings, config, read_profile(folder), samples)
 
 
 def headline(run: Run) -> Headline:
@@ -258,7 +271,7 @@ def _gap(values: Sequence[float | None]) -> float:
     return ordered[-1] - ordered[0] if any(a != b for a, b in pairwise(ordered)) else 0.0
 
 
-def thin(steps: Sequence[int], values: Sequence[float], most: int = 1200) -> tuple[list[int], list[float]]:
+def thin(steps: Sequence[Number], values: Sequence[float], most: int = 1200) -> tuple[list[Number], list[float]]:
     """At most about `most` points that draw the same curve: of each stretch the lowest and the highest.
 
     >>> thin([1, 2, 3, 4, 5, 6], [0, 9, 5, 5, 1, 7], most=4)

@@ -76,6 +76,7 @@ dl.facts { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.4
 dl.facts dt { color: var(--soft) } dl.facts dd { margin: 0; overflow-wrap: anywhere }
 pre { background: var(--card); border-radius: .6rem; padding: 1rem 1.1rem; font-size: .82rem; line-height: 1.5;
   overflow-x: auto; margin: .8rem 0 }
+pre.sample { white-space: pre-wrap; overflow-wrap: anywhere }
 code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, "DejaVu Sans Mono", monospace }
 code { font-size: .92em; overflow-wrap: anywhere }
 details { margin: .8rem 0 } summary { cursor: pointer; font-weight: 600; font-size: .95rem }

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from onefold.errors import OnefoldError
+from onefold.errors import OnefoldError, visible
 from onefold.train.report import charts, sections
 from onefold.train.report.charts import WIDE, Chart
 from onefold.train.report.comparison import compared
-from onefold.train.report.figures import LASTING, Run, headline, read_run
+from onefold.train.report.figures import LASTING, LONGEST, Run, headline, read_run
 from onefold.train.report.page import command, page, text
 from onefold.train.run.folder import RunFolder
 from onefold.train.run.records import has_facts, run_folders
@@ -38,6 +38,36 @@ def write_comparison(run: Path, out: Path | None = None) -> Path:
     return _write(out or run, drawn, html)
 
 
+def write_runs(folders: Sequence[Path], out: Path) -> Path:
+    """The page of any runs side by side, in `out`, and one page for each of them in a folder of its own there."""
+    runs = [read_run(folder) for folder in folders]
+    names = distinct(folders)
+    for folder, name in zip(folders, names, strict=True):
+        write_report(folder, out / name)
+    labels = [run.label for run in runs]
+    if len(set(labels)) < len(runs):
+        runs = [run._replace(named=visible(name)[:LONGEST]) for run, name in zip(runs, names, strict=True)]
+    drawn, html = compared(out, runs, at=names)
+    return _write(out, drawn, html)
+
+
+def distinct(folders: Sequence[Path]) -> list[str]:
+    """A name for each folder: its own, with as many of the folders above it as tell all of them apart.
+
+    >>> distinct([Path("a/run"), Path("b/run")])
+    ['a-run', 'b-run']
+    """
+    whole = [folder.resolve().parts[1:] for folder in folders]
+    if len(set(whole)) < len(whole):
+        twice = next(folder for folder in folders if whole.count(folder.resolve().parts[1:]) > 1)
+        raise OnefoldError(f"{twice} is given twice; give each run once")
+    for depth in range(1, max(map(len, whole)) + 1):
+        names = ["-".join(parts[-depth:]) or "run" for parts in whole]
+        if len(set(names)) == len(names):
+            return names
+    return [f"run-{number}" for number in range(len(folders))]
+
+
 def write_any(run: Path, out: Path | None = None) -> Path:
     """The page that fits the folder."""
     return write_comparison(run, out) if is_comparison(run) else write_report(run, out)
@@ -55,6 +85,7 @@ def reported(run: Run) -> tuple[list[Chart], str]:
     traffic = charts.against("traffic", sent, theory, "Bytes sent by rank 0 in a step", "theory")
     traces = {
         "tokens_per_s": ("Tokens per second", charts.trace(run, "tokens_per_s", "Tokens per second", "tokens/s")),
+        "clock": ("Loss against the clock", charts.clock([run])),
         "grad_norm": ("Gradient norm", charts.trace(run, "grad_norm", "Gradient norm, before clipping", "norm")),
         "lr": ("Learning rate", charts.trace(run, "lr", "Learning rate", "rate", noisy=False)),
         "loss_scale": ("Loss scale", charts.trace(run, "loss_scale", "Loss scale", "factor", log=True, noisy=False)),
@@ -68,6 +99,7 @@ def reported(run: Run) -> tuple[list[Chart], str]:
         sections=[
             sections.loss(run, narrow, wide),
             sections.progress(run, traces),
+            *sections.samples(run),
             *sections.profile(run),
             sections.memory(run, memory),
             sections.traffic(run, traffic),

@@ -36,6 +36,7 @@ from onefold.train.report.page import (
 )
 from onefold.train.report.words import NOTHING, count, digits, nats, nbytes, off, seconds
 
+SAMPLES, SAMPLE_LENGTH = 3, 4000  # that a page shows, and characters of each
 MANY = 12  # rows of a table that is folded
 
 
@@ -91,7 +92,13 @@ def loss(run: Run, narrow: Chart, wide: Chart) -> Section:
 def progress(run: Run, charts: dict[str, tuple[str, Chart | None]]) -> Section:
     shown = [figure(title, chart) for title, chart in charts.values()]
     skipped = run.last("skipped")
-    said = f"<p>{digits(skipped, 1)} steps were skipped because gradients overflowed.</p>" if skipped else ""
+    said = f"<p>{digits(skipped, 1)} steps were skipped: gradients overflowed, or spiked.</p>" if skipped else ""
+    median, most, rank = (run.last(key) for key in ("compute_s", "slowest_s", "slowest_rank"))
+    if median is not None and most is not None and rank is not None:
+        said += (
+            f"<p>Without waits for messages a rank computes {seconds(median)} of a step (the median); rank "
+            f"{count(rank)}, the slowest, {seconds(most)}.</p>"
+        )
     return Section("Speed and optimisation", (figures(*shown) if any(shown) else "<p>Nothing logged yet.</p>") + said)
 
 
@@ -114,6 +121,18 @@ def profile(run: Run) -> list[Section]:
     marks = [""] * (len(rows) - 1) + ["total"]
     body = table(("", "rank 0", "share", "all ranks"), rows, marks=marks)
     return [Section("Where a step goes", f"{said}</p>{body}")]
+
+
+def samples(run: Run) -> list[Section]:
+    """What the model wrote when it was last asked, the newest first; what it was given is in bold."""
+    shown = [row for row in run.samples if isinstance(row.get("text"), str)][: -SAMPLES - 1 : -1]
+    items = ""
+    for row in shown:
+        step = number(row.get("step"))
+        at = "" if step is None else f'<p class="note">after step {step:,.0f}</p>'
+        prompt, said = str(row.get("prompt", ""))[:SAMPLE_LENGTH], row["text"][:SAMPLE_LENGTH]
+        items += f'{at}<pre class="sample"><strong>{text(prompt)}</strong>{text(said)}</pre>'
+    return [Section("Samples", items)] if items else []
 
 
 def memory(run: Run, chart: Chart | None) -> Section:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.comm.mesh import Mesh
 from onefold.cost.shapes import Shape
 from onefold.errors import OnefoldError
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.reports import placement
-from onefold.optim.elementwise import cost_of
+from onefold.optim.named import choose
 from onefold.runtime.engine import Engine, engine_of
 from onefold.train.run.data import Data, Prepared, bigram_loss
 from onefold.train.run.model import GPT
@@ -25,9 +26,10 @@ from onefold.version import VERSION
 PLANNED = 3 * 10**9  # parameters: beyond it the rehearsal takes longer than it is worth here; see `onefold plan`
 
 
-def build(shape: Shape) -> GPT:
+def build(shape: Shape, mesh: Mesh | None = None) -> GPT:
+    """On the meta device. `mesh` is one that cuts sequences."""
     with torch.device("meta"):
-        return GPT(shape)
+        return GPT(shape, mesh)
 
 
 def facts_of(
@@ -36,8 +38,7 @@ def facts_of(
 ) -> dict[str, Any]:  # fmt: skip
     """`earlier` are those of the same run before it was interrupted, at `step`: what takes long is not done again."""
     engine = engine_of(model)
-    everyone = engine.everyone.size
-    batch, accumulation = settings.steps.split(everyone)
+    batch, accumulation = settings.steps.split(engine.everyone.size // engine.comms.sequence.size)
     cuda = engine.device.type == "cuda"
     rows = placement(model)
     digests = _digests(prepared, earlier.get("data") or {}, step)
@@ -47,6 +48,7 @@ def facts_of(
         "stage": engine.resolved.settings.stage,
         "stage_why": rows.why,
         "precision": settings.zero.precision,
+        "optimizer": settings.adam.optimizer,
         "device": torch.cuda.get_device_name(engine.device) if cuda else "cpu",
         "global_batch": batch,
         "micro_batch": settings.steps.micro_batch,
@@ -68,11 +70,12 @@ def facts_of(
     }
     if all(earlier.get(key) == facts[key] for key in facts if key != "environment") and "plan" in earlier:
         return {**earlier, **facts}
-    baseline = bigram_loss(data, data.windows.evaluated(settings.steps.eval_windows))
+    known = "baseline" in earlier and all(earlier.get(key) == facts[key] for key in ("model", "data", "eval_windows"))
+    evaluated = data.windows.evaluated(settings.steps.eval_windows)
     return {
         **facts,
         "plan": planned(engine, settings, shape, accumulation),
-        "baseline": {"bigram_val_loss": baseline},
+        "baseline": earlier["baseline"] if known else {"bigram_val_loss": bigram_loss(data, evaluated)},
     }
 
 
@@ -100,15 +103,17 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 def planned(engine: Engine, settings: Settings, shape: Shape, accumulation: int) -> dict[str, Any] | None:
     """Bytes at the fullest instant and bytes sent, rehearsed on tensors without memory; None if it is too large."""
-    if shape.numel > PLANNED or engine.comms.tp.size > 1:  # a split model is planned by its shape: see `onefold plan`
+    cut = engine.comms.tp.size > 1 or engine.comms.sequence.size > 1
+    if shape.numel > PLANNED or cut:  # a split model is planned by its shape: see `onefold plan`
         return None
     tokens = torch.zeros(settings.steps.micro_batch, shape.seq, dtype=torch.long)
     plays = "nccl" if engine.device.type == "cuda" else "gloo"
     zero = dataclasses.replace(engine.resolved.settings, mesh=None, init=None)
+    chosen = choose(settings.adam.optimizer, state=settings.adam.optimizer_state)
     try:
         found = rehearse(
-            build(shape), (tokens, tokens), zero, cost_of("adamw"), ranks=engine.comm.size,
-            rank=engine.comm.rank, plays=plays, micro_batches=accumulation,
+            build(shape), (tokens, tokens), zero, chosen.cost, ranks=engine.comm.size,
+            rank=engine.comm.rank, plays=plays, micro_batches=accumulation, optimizer=chosen.make_whole,
         )  # fmt: skip
     except OnefoldError:
         return None

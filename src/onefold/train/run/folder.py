@@ -16,7 +16,9 @@
     metrics.jsonl   one object per logged step
         step, loss, val_loss and val_ppl (null unless it was evaluated), grad_norm, lr, tokens_per_s, step_s,
         mfu (null where the peak is unknown), memory {category: bytes, "peak": bytes or null},
-        traffic_bytes, traffic {purpose: bytes}, loss_scale (null but for fp16), skipped (steps so far)
+        traffic_bytes, traffic {purpose: bytes}, loss_scale (null but for fp16), skipped (steps so far),
+        time (seconds since 1970)
+    samples.jsonl   {step, prompt, text}: what `onefold report --sample` let the model write
     warnings.jsonl  {step, rank, kind, message}
     checkpoints/    step-…, as onefold.save makes them
     profile/        with --profile: rank….json.gz, Chrome traces, and where a step went: summary.txt, summary.json
@@ -38,6 +40,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from onefold.checkpoint.format.address import local
 from onefold.errors import ConfigError, OnefoldError
 
 STAGE_FOLDER = "stage-{}"
@@ -71,6 +74,10 @@ class RunFolder(NamedTuple):
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
 
     @property
     def warnings(self) -> Path:
@@ -118,6 +125,7 @@ def is_stage(path: Path) -> bool:
 
 def make_folder(out: Path) -> None:
     """The folder of a run, if it is not there; raises if it cannot be one."""
+    local(out, "--out (for checkpoints there is --store)")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a folder")
     try:

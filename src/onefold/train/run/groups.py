@@ -9,7 +9,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from onefold.cost.shapes import Shape, named
 from onefold.errors import ConfigError
@@ -19,7 +19,11 @@ from onefold.settings.zero import REDUCE, Zero
 
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
-AXES = ("replica", "shard", "tp")
+AXES = ("replica", "shard", "sequence", "tp")
+REST = "*"  # the size of an axis that takes the ranks that the other axes leave
+WARMUP = 50  # steps in which the learning rate rises, of a run ten times as long
+MUON_LR = 0.02  # Keller Jordan's
+OPTIMIZERS, SCALINGS = ("adamw", "muon"), ("original", "match_rms_adamw")
 PROFILE_STEPS = 3  # recorded by default
 PROFILE_WARMUP = 2  # steps before them: the first learns the schedules, the second tracks memory
 
@@ -127,16 +131,16 @@ class StepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamSettings:
-    """AdamW and its learning rate: linear warmup, then cosine decay."""
+    """The optimizer and its learning rate: linear warmup, then cosine decay."""
 
     lr: float = 3e-3
-    """Learning rate after warmup."""
+    """Learning rate of AdamW after warmup."""
 
     min_lr: float = 3e-4
     """Learning rate at the last step."""
 
-    warmup: int = 50
-    """Warmup steps."""
+    warmup: int | None = None
+    """Warmup steps; by default 50, and at most a tenth of --steps."""
 
     weight_decay: float = 0.1
     """Weight decay of matrices; biases and norms have none."""
@@ -149,6 +153,34 @@ class AdamSettings:
 
     clip: float = 1.0
     """Gradients are clipped to this global norm; 0 does not clip."""
+
+    optimizer_state: str = "fp32"
+    """The form of AdamW's moments: fp32, bf16 or 8bit, of 8, 4 and 2 bytes per parameter; the last two are rounded at
+    random, from --seed."""
+
+    optimizer: str = "adamw"
+    """adamw, or muon: Muon for the matrices of blocks, AdamW for embeddings, norms and biases."""
+
+    muon_lr: float | None = None
+    """With muon: learning rate of the matrices, which follows the same schedule; by default 0.02 for the scaling
+    original, and --lr for match_rms_adamw."""
+
+    muon_scaling: str = "original"
+    """With muon: how learning rates of matrices follow their shapes, by torch's names: original or match_rms_adamw."""
+
+    muon_momentum: float = 0.95
+    """Muon's momentum."""
+
+    @property
+    def matrices_lr(self) -> float:
+        """Muon's learning rate after warmup."""
+        if self.muon_lr is not None:
+            return self.muon_lr
+        return MUON_LR if self.muon_scaling == "original" else self.lr
+
+    def warmup_steps(self, steps: int) -> int:
+        """The number of warmup steps of a run of so many steps."""
+        return min(WARMUP, max(1, steps // 10)) if self.warmup is None else self.warmup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +210,8 @@ class ZeroSettings:
     less traffic)."""
 
     mesh: str | None = None
-    """Mesh axes and their sizes, such as replica=2,shard=4 or shard=2,tp=2; by default state is sharded over all
-    ranks."""
+    """Mesh axes and their sizes, such as replica=2,shard=4, shard=2,sequence=2 or shard=*,tp=2, where * takes the ranks
+    that are left; by default state is sharded over all ranks."""
 
     sequence: bool = False
     """Sequence parallelism over the mesh axis tp."""
@@ -221,7 +253,9 @@ class ZeroSettings:
             return {}
         try:
             pairs = [part.split("=") for part in self.mesh.split(",")]
-            axes = {name.strip(): int(size) for name, size in pairs}
+            sizes = {name.strip(): size.strip() for name, size in pairs}
+            known = math.prod(int(size) for size in sizes.values() if size != REST)
+            axes = {name: int(size) if size != REST else ranks // max(1, known) for name, size in sizes.items()}
         except ValueError as error:
             raise ConfigError(f"--mesh {self.mesh!r} is not like replica=2,shard=4") from error
         if unknown := [name for name in axes if name not in AXES]:
@@ -235,8 +269,27 @@ class ZeroSettings:
         return {name: axes.get(name, 1) for name in AXES}
 
     def data_parallel_ranks(self, ranks: int) -> int:
-        """How many ranks read data of their own: all ranks of one tp group read the same."""
-        return ranks // self.axes(ranks).get("tp", 1)
+        """How many ranks read data of their own: all ranks of one tp or sequence group read the same."""
+        axes = self.axes(ranks)
+        return ranks // (axes.get("tp", 1) * axes.get("sequence", 1))
+
+
+class Bounds(NamedTuple):
+    """The least and the most ranks of a run that goes on after ranks were lost."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, text: str) -> Bounds:
+        """The bounds of --elastic MIN:MAX; raises for what is none."""
+        try:
+            least, most = map(int, text.split(":"))
+        except ValueError as error:
+            raise ConfigError(f"--elastic {text!r} is not MIN:MAX ranks, such as 2:3") from error
+        if not 1 <= least <= most:
+            raise ConfigError(f"--elastic {text!r} has no ranks between its bounds; use MIN:MAX, such as 2:3")
+        return cls(least, most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +301,9 @@ class CheckpointSettings:
 
     keep: int = 2
     """Number of checkpoints to keep; 0 keeps all."""
+
+    store: str | None = None
+    """Keep the checkpoints in an object store, such as s3://bucket/run, and not in --out, which keeps the rest."""
 
     resume: bool = False
     """Resume the run at --out from its last checkpoint, with its own settings unless flags change them."""
@@ -261,11 +317,27 @@ class CheckpointSettings:
     max_restarts: int = 0
     """How often to restart all ranks from the last checkpoint after a rank was lost."""
 
+    elastic: str | None = None
+    """MIN:MAX ranks, such as 2:3. The state is copied to memory beside training; when ranks are lost, the run goes on
+    from there with those that are left."""
+
+    copy_every: int = 10
+    """With --elastic: steps between copies of the state in memory."""
+
     shutdown_s: float = 3600.0
     """Seconds that the ranks have after a signal, to finish their step and save it."""
 
     timeout_s: float = 600.0
     """Seconds that a rank waits for another before it gives up."""
+
+    def of_stage(self, name: str) -> CheckpointSettings:
+        """Those of one run of a comparison, whose checkpoints have a place of their own in the store."""
+        return self if self.store is None else dataclasses.replace(self, store=f"{self.store.rstrip('/')}/{name}")
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """The least and the most ranks of --elastic; None without it."""
+        return None if self.elastic is None else Bounds.of(self.elastic)
 
     @property
     def may_resume(self) -> bool:

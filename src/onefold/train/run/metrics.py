@@ -43,6 +43,10 @@ class Row(NamedTuple):
     traffic: dict[str, int]
     loss_scale: float | None
     skipped: int
+    compute_s: float  # of a step, without waits for messages: the median of all ranks
+    slowest_s: float
+    slowest_rank: int
+    time: float = 0.0  # seconds since 1970
 
 
 class Listener:

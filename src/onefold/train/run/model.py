@@ -1,4 +1,4 @@
-"""A GPT-2-like language model in plain PyTorch. It knows nothing of ZeRO."""
+"""A GPT-2-like language model in plain PyTorch. It knows nothing of ZeRO, and of a mesh that it cuts its sequences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from onefold.comm.mesh import Mesh
 from onefold.cost.shapes import Shape
+from onefold.parallel.cut_sequence import place_along
+from onefold.parallel.sequence_attention import sequence_attention
 
 
 class Last(nn.Linear):
@@ -14,8 +17,9 @@ class Last(nn.Linear):
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, mesh: Mesh | None) -> None:
         super().__init__()
+        self.mesh = mesh
         self.head_dim = shape.hidden // shape.heads
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)  # head by head: any run of heads is a run of rows
         self.out = Last(shape.hidden, shape.hidden)
@@ -23,7 +27,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, 3, self.head_dim))  # as many as are here
         q, k, v = heads.permute(3, 0, 2, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.mesh is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = sequence_attention(q, k, v, self.mesh)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -38,9 +45,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, mesh: Mesh | None = None) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(shape.hidden), Attention(shape)
+        self.norm1, self.attention = nn.LayerNorm(shape.hidden), Attention(shape, mesh)
         self.norm2, self.mlp = nn.LayerNorm(shape.hidden), MLP(shape)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -49,7 +56,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, and with targets the mean cross-entropy out; without, the logits.
+    """Tokens in, and with targets the mean cross-entropy out; without, the logits. Where `mesh` cuts sequences, tokens
+    and targets are those of this rank's stretch, and so is the mean.
 
     >>> model = GPT(Shape(layers=2, hidden=32, heads=2, seq=16, vocab=64))
     >>> tokens = torch.zeros(1, 16, dtype=torch.long)
@@ -57,17 +65,18 @@ class GPT(nn.Module):
     torch.Size([])
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, mesh: Mesh | None = None) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.stretch = shape, place_along(mesh)[0]
         self.wte = nn.Embedding(shape.vocab, shape.hidden)
         self.wpe = nn.Embedding(shape.seq, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, mesh) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         self.loss: nn.Module = nn.CrossEntropyLoss()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        first = self.stretch * tokens.shape[1]
+        x = self.wte(tokens) + self.wpe(torch.arange(first, first + tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.wte.weight)  # tied to the token embedding

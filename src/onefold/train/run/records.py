@@ -46,6 +46,10 @@ def read_warnings(run: Path) -> Rows:
     return read_lines(RunFolder(run).warnings)
 
 
+def read_samples(run: Path) -> Rows:
+    return read_lines(RunFolder(run).samples)
+
+
 def read_config(run: Path) -> str:
     """The settings as they were written; empty if they were not."""
     try:

@@ -26,7 +26,8 @@ SHAPE = ("layers", "hidden", "heads", "seq", "vocab")
 def check_resumable(settings: Settings) -> None:
     """Raises if --resume is given and there is no run at --out."""
     out = settings.output.out
-    if settings.checkpoints.resume and not is_run(out) and not RunFolder(out).checkpoints.exists():
+    elsewhere = settings.checkpoints.store is not None  # the ranks look there
+    if settings.checkpoints.resume and not elsewhere and not is_run(out) and not RunFolder(out).checkpoints.exists():
         beside = [path.name for path in out.absolute().parent.glob("*") if _may_be_run(path)]
         near = [str(out.with_name(name)) for name in difflib.get_close_matches(out.name, beside)]
         hint = f" (did you mean {' or '.join(near)}?)" if near else ""
@@ -55,6 +56,7 @@ def check_settings(settings: Settings) -> None:
     folder = RunFolder(settings.output.out)
     facts = read_facts(folder.path) if folder.facts.exists() else {}  # not config.toml, which may have been edited
     _same("seed", facts, settings.steps.seed)
+    _same("optimizer", facts, settings.adam.optimizer)
     _same("val_fraction", _table(facts, "data"), settings.data.val_fraction)
     tokenizer = _table(facts, "data").get("tokenizer")
     if tokenizer != "tokens" and BYTES in (tokenizer, settings.data.tokenizer):  # of two files contents are compared

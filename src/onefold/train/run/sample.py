@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -104,6 +106,23 @@ def continuation(
         token = _choose(logits, temperature, top_k, generator)
         yield token
         window = [*window, token][-seq:]
+
+
+def add_sample(run: Path, prompt: str, *, tokens: int = 200) -> None:
+    """Lets the model of a run's last checkpoint continue a text, and writes that down in the run's folder. The same
+    model writes the same."""
+    trained = open_run(run)
+    given = trained.codec.encode(prompt)
+    if not given:
+        raise ConfigError(f"{prompt!r} is no token to the run's tokenizer; give it more text")
+    found = continuation(trained.model, given, temperature=0.8, top_k=50, seed=0, vocab=trained.codec.vocab)
+    said = "".join(trained.codec.decode(islice(found, tokens)))
+    path = RunFolder(run).samples
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps({"step": trained.step, "prompt": prompt, "text": said}) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

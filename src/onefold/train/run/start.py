@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from onefold.checkpoint.format.folder import committed
-from onefold.checkpoint.format.storage import Storage
+from onefold.checkpoint.memory.resilient import Resilient
 from onefold.checkpoint.protocol.load import load
 from onefold.comm.agreement import on_all
 from onefold.comm.communicator import Comm
+from onefold.comm.hang_record import RECORDS
 from onefold.comm.mesh import axes_of, init, mesh
 from onefold.comm.meter import Label, Meter
 from onefold.cost.shapes import Shape, named
 from onefold.errors import ConfigError, MismatchError
 from onefold.optim.optimizer import Optimizer
-from onefold.shard import shard
+from onefold.sharding import shard
 from onefold.train.run.data import Data, Prepared, load_data, prepare
 from onefold.train.run.diagnose import is_out_of_memory, out_of_memory
 from onefold.train.run.environment import build, facts_of
@@ -33,8 +33,10 @@ from onefold.train.run.lock import LAUNCHED, RunLock
 from onefold.train.run.loop import Loop, Place
 from onefold.train.run.metrics import Listener, collect_warnings
 from onefold.train.run.model import initialise
+from onefold.train.run.optimizers import make_optimizer
 from onefold.train.run.records import cut_after, read_facts, read_lines
 from onefold.train.run.same import check_same, check_stages, digest_of
+from onefold.train.run.saved import check_store, checkpoints_of, saved_steps
 from onefold.train.run.settings import Settings
 from onefold.train.run.stop import Stop
 from onefold.train.run.toml import NOT_SAVED, to_toml
@@ -71,6 +73,8 @@ def check_folder(settings: Settings) -> None:
 
 def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
     """One rank of a run. Collective. `stop` listens to signals from the first step on."""
+    if torch.cuda.is_available():
+        os.environ.setdefault(RECORDS, str(settings.output.out / "records"))
     init(timeout_s=settings.checkpoints.timeout_s)
     comm = Comm(axes_of(None).everyone, torch.device("cpu"), settings.checkpoints.timeout_s, Meter())
     with ExitStack() as held:
@@ -106,42 +110,35 @@ def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> En
 
 
 def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place, Prepared | None]:
+    on_all(comm, lambda: check_store(settings) if comm.rank == 0 else None, "--store")
     data, prepared = _data(settings, comm)
     shape = on_all(comm, lambda: settings.model.shape(data.vocab), "the model")
     on_all(comm, lambda: _check_same(settings, prepared, shape) if comm.rank == 0 else None, "the run that is resumed")
-    model = build(shape)
     axes = settings.zero.axes(comm.size)
-    places = mesh(replica=axes["replica"], shard=axes["shard"], tp=axes["tp"]) if axes else None
-    if places is not None:
+    places = None
+    if axes:
+        places = mesh(replica=axes["replica"], shard=axes["shard"], sequence=axes["sequence"], tp=axes["tp"])
+    model = build(shape, places if axes.get("sequence", 1) > 1 else None)
+    if axes.get("tp", 1) > 1 and places is not None:
         from onefold.train.run.tensor_parallel import parallelize  # here: it brings the compiler, a second of imports
 
         parallelize(model, places, sequence=settings.zero.sequence)
     zero = dataclasses.replace(
         settings.zero.zero(settings.steps.seed), init=partial(initialise, layers=shape.layers), mesh=places,
-        timeout_s=settings.checkpoints.timeout_s,
+        timeout_s=settings.checkpoints.timeout_s, compile=settings.output.compile,
     )  # fmt: skip
     shard(model, zero)
-    if settings.output.compile:
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward)
-    in_backward = settings.updates_in_backward(comm.size)
-    optimizer = Optimizer(
-        model, torch.optim.AdamW, groups=param_groups(settings, model), fused=True, step_in_backward=in_backward
-    )
-    place = _resume(settings, model, optimizer, comm)
-    return Loop(settings, model, optimizer, shape, data, comm), place, prepared
-
-
-def param_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices with weight decay, vectors (biases, norms) without."""
-    adam = settings.adam
-    common = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2)}
-    decayed = [param for param in model.parameters() if param.ndim >= 2]
-    undecayed = [param for param in model.parameters() if param.ndim < 2]
-    return [
-        {"params": decayed, **common, "weight_decay": adam.weight_decay},
-        {"params": undecayed, **common, "weight_decay": 0.0},
-    ]
+    optimizer = make_optimizer(settings, model, comm.size)
+    if settings.checkpoints.elastic is None:
+        place = _resume(settings, model, optimizer, comm)
+        return Loop(settings, model, optimizer, shape, data, comm), place, prepared
+    path, given = RunFolder(settings.output.out).checkpoints, _settings_of(optimizer)
+    copies = Resilient(path, model, optimizer, every=settings.checkpoints.copy_every)
+    place = _place(settings, optimizer, given, copies.extra) if copies.restored else _start(settings, comm)
+    loop = Loop(settings, model, optimizer, shape, data, comm, copies)
+    if copies.restored and comm.rank == 0:
+        loop.warnings.add("elastic", f"goes on after step {place.step} with {comm.size} ranks, from {copies.restored}")
+    return loop, place, prepared
 
 
 def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
@@ -165,7 +162,7 @@ def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> 
     if settings.checkpoints.may_resume:
         check_same(settings, prepared.digests, shape)
         folder = RunFolder(settings.output.out)
-        if folder.checkpoints.exists() and digest_of(folder.path) is None:
+        if saved_steps(settings) and digest_of(folder.path) is None:
             warnings.warn(
                 f"{folder.facts} does not record what data the run was trained on, so it is unknown whether they are "
                 f"the same; from now on it is recorded",
@@ -174,21 +171,35 @@ def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> 
 
 
 def _resume(settings: Settings, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Place:
-    """Loads the last checkpoint, if the run is resumed and has one. Learning rate, betas and weight decay are those of
-    the settings, not of the checkpoint."""
-    folder = RunFolder(settings.output.out)
-    wanted = settings.checkpoints.may_resume and folder.checkpoints.exists()
-    mine = on_all(comm, lambda: committed(Storage(), folder.checkpoints) if wanted else [], "the last checkpoint")
+    """Loads the last checkpoint, if the run is resumed and has one."""
+    given = _settings_of(optimizer)
+    wanted = settings.checkpoints.may_resume
+    mine = on_all(comm, lambda: saved_steps(settings) if wanted else [], "the last checkpoint")
     known = comm.exchange(bytes([bool(mine)]), SAVED)[0][0]  # as rank 0 sees it: on other nodes it may show later
     if not known:
-        if settings.checkpoints.may_resume and comm.rank == 0:
-            _set_aside(folder)
-        return Place(0, 0)
-    extra = load(folder.checkpoints, model, optimizer, fallback=True)
+        return _start(settings, comm)
+    return _place(settings, optimizer, given, load(checkpoints_of(settings), model, optimizer, fallback=True))
+
+
+def _start(settings: Settings, comm: Comm) -> Place:
+    """The place of a run that has no checkpoint."""
+    if settings.checkpoints.may_resume and comm.rank == 0:
+        _set_aside(RunFolder(settings.output.out))
+    return Place(0, 0)
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _place(settings: Settings, optimizer: Optimizer, given: list[dict[str, Any]], extra: Any) -> Place:
+    """The place of a run whose state was loaded. The optimizer's settings are those that were `given` with flags, not
+    those of the checkpoint."""
+    folder = RunFolder(settings.output.out)
     if extra["step"] > settings.steps.steps:
         raise ConfigError(f"the run at {folder.path} is at step {extra['step']} already; give --steps above that")
-    for group, given in zip(optimizer.param_groups, param_groups(settings, model), strict=True):
-        group.update({key: value for key, value in given.items() if key != "params"})
+    for group, settled in zip(optimizer.param_groups, given, strict=True):
+        group.update(settled)
     return Place(extra["step"], extra["samples"])
 
 

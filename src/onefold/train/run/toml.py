@@ -15,7 +15,7 @@ from onefold.files.limited import read_text
 T = TypeVar("T")
 TOML_BYTES_LIMIT = 1 << 20
 NOT_SAVED = (  # where a run is, on how many ranks, and how it was started, is not what it does
-    "out", "resume", "resume_or_start", "accept_changed_data", "config", "json", "ranks",
+    "out", "resume", "resume_or_start", "accept_changed_data", "config", "json", "plan", "ranks",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from onefold.activations.automatic import attach_activations
@@ -13,6 +14,7 @@ from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comms
 from onefold.comm.mesh import Axes, axes_of
 from onefold.comm.meter import Meter
+from onefold.comm.sequence import sequence_group
 from onefold.model.agreement import agree_on_model
 from onefold.model.device import device_of, move, warn_of_idle_gpu
 from onefold.model.quantized import adopt_constants, adopted_constants
@@ -20,9 +22,11 @@ from onefold.model.survey import survey_or_mistake
 from onefold.model.sync import sync_parameters
 from onefold.offload.tiers import Tiers
 from onefold.runtime.automatic import resolve
+from onefold.runtime.compiling import compile_blocks, forget_graphs
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import attach
 from onefold.runtime.pipeline_axis import Pipeline
+from onefold.runtime.sequence_watch import NoSequences, SequenceWatch
 from onefold.runtime.unfreezing import Unfreezing
 from onefold.settings.zero import Zero
 from onefold.state.build import build_units
@@ -78,14 +82,27 @@ def _shard(axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, An
     pool, tiers = Pool(device, keeps=comms.shard.on_host), Tiers(device, keeps=comms.shard.on_host)
     units = on_all(comms.world, lambda: build_units(model, resolved, comms, pool, tiers))
 
-    # 6 Attach the engine, its hooks and the activation policy.
+    # 6 Attach the engine and its hooks, compile blocks, and apply the activation policy.
     pipeline = Pipeline.of(comms, sum(unit.trained for unit in units))
-    engine = Engine(model, resolved, comms=comms, pool=pool, tiers=tiers, units=units, pipeline=pipeline)
+    engine = Engine(
+        model, resolved, comms=comms, pool=pool, tiers=tiers, units=units, pipeline=pipeline,
+        sequences=_watched(model, resolved.settings, comms, device),
+    )  # fmt: skip
+    forget_graphs()
     _attach(engine)
     engine.follow_unfreezing(Unfreezing(engine, partial(_attach, engine)))
     comms.world.meter.cut()  # what was sent here belongs to no step
 
 
+def _watched(model: nn.Module, settings: Zero, comms: Comms, device: torch.device) -> NoSequences:
+    """What watches the model's attention, if its mesh cuts sequences. Collective then."""
+    if comms.sequence.size == 1 or settings.mesh is None:
+        return NoSequences()
+    group = sequence_group(settings.mesh, device)
+    return SequenceWatch(model, group, comms.world.meter, settings.timeout_s, compiled=bool(settings.compile))
+
+
 def _attach(engine: Engine) -> None:
     attach(engine)
+    compile_blocks(engine)
     attach_activations(engine)

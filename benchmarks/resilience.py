@@ -1,0 +1,178 @@
+"""What copies of the state in memory cost, and how long a run takes to go on after a rank was killed.
+
+    python -m benchmarks.resilience [--ranks 3] [--hidden 256] [--layers 4] [--rounds 10] [--json]
+
+Cost: blocks of 10 steps with a copy at their start and without one take turns, so that both see the same machine. Each
+rank counts as a node of its own: its copy travels to the next rank. Kill: `onefold train --elastic` with as many local
+ranks, of which one is killed; timed until the first step after the copy is written down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import onefold
+from onefold.checkpoint.format.folder import step_name
+from onefold.checkpoint.memory.places import MEMORY, SHARED_MEMORY
+from onefold.cli.launch import COMMAND
+from onefold.cost.shapes import Shape
+from onefold.train.run.model import GPT
+from onefold.train.run.records import read_lines
+
+EVERY = 10
+RANK = "ONEFOLD_BENCHMARK"  # in the environment of ranks: the folder of all nodes' memory
+BATCH, SEQ, VOCAB = 4, 128, 256
+MOST_S = 300.0
+
+
+class Times(NamedTuple):
+    """Of a block of steps on one rank."""
+
+    wall_s: float
+    cpu_s: float  # of all threads: less disturbed by other programs
+    call_s: float  # in step(), on the calling thread
+
+
+def one_rank(memory: Path, layers: int, hidden: int, rounds: int) -> None:
+    onefold.init()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    os.environ[MEMORY] = str(memory / f"node{rank}")
+    torch.manual_seed(0)
+    shape = Shape(layers=layers, hidden=hidden, heads=hidden // 64, seq=SEQ, vocab=VOCAB)
+    model = onefold.shard(GPT(shape), stage=3)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-4)
+    tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
+
+    def block(copied: Callable[[], None] = lambda: None, done: Callable[[], bool] = lambda: True) -> Times:
+        dist.barrier()
+        began, cpu = time.perf_counter(), time.process_time()
+        copied()
+        called = time.perf_counter()
+        for _ in range(EVERY):
+            optimizer.backward(model(tokens, tokens))
+            optimizer.step()
+            optimizer.zero_grad()
+        ended = time.perf_counter()
+        while not done():  # usually the copy is complete long before
+            time.sleep(0.01)
+        return Times(ended - began, time.process_time() - cpu, called - began)
+
+    with onefold.resilient(memory / "disk", model, optimizer, every=1) as run:
+        block()
+        plain, copied = [], []
+        for number in range(rounds):
+            plain.append(block())
+            copied.append(block(partial(run.step, step=number), partial(complete, memory, number, ranks)))
+        size = sum(p.stat().st_size for p in memory.glob(f"node{rank}/*/step-*/rank-{rank:05}.*"))
+    if rank == 0:
+        pairs = list(zip(copied, plain, strict=True))
+        found = {
+            "step_s": statistics.median(one.wall_s for one in plain) / EVERY, "copy_bytes": size,
+            "cost": statistics.median(c.wall_s / p.wall_s for c, p in pairs) - 1,
+            "cpu_cost": statistics.median(c.cpu_s / p.cpu_s for c, p in pairs) - 1,
+            "call_s": statistics.median(one.call_s for one in copied),
+        }  # fmt: skip
+        (memory / "found.json").write_text(json.dumps(found))
+    onefold.shutdown()
+
+
+def complete(memory: Path, step: int, ranks: int) -> bool:
+    """Whether the copies of all ranks are complete."""
+    return len(list(memory.glob(f"*/*/{step_name(step)}-*"))) == ranks
+
+
+def measured_cost(ranks: int, layers: int, hidden: int, rounds: int) -> dict[str, float]:
+    base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=base) as memory:
+        words = ["--layers", str(layers), "--hidden", str(hidden), "--rounds", str(rounds)]
+        command = [sys.executable, str(COMMAND), "run", "--ranks", str(ranks), __file__, *words]
+        subprocess.run(command, env={**os.environ, RANK: memory}, check=True)
+        return json.loads((Path(memory) / "found.json").read_text())
+
+
+def measured_kill(ranks: int) -> dict[str, float]:
+    """Seconds from the end of a rank to the next step that is written down, and the steps that were done again."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        words = ["--out", str(out), "--elastic", f"{ranks - 1}:{ranks}", "--copy-every", str(EVERY), "--log-every", "1"]
+        words += ["--steps", "100000", "--eval-every", "0", "--save-every", "0", "--seq", "32"]
+        process = subprocess.Popen([sys.executable, str(COMMAND), "train", *words], stdout=subprocess.DEVNULL)
+        try:
+            _until(lambda: _steps(out) > 2 * EVERY)
+            os.kill(_pid_of(process.pid, rank=1), signal.SIGKILL)
+            began_s = time.monotonic()
+            reached = _steps(out)
+            _until(lambda: _restored(out) is not None)
+            return {"kill_s": time.monotonic() - began_s, "steps_again": reached - (_restored(out) or 0)}
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _restored(out: Path) -> int | None:
+    """The step after which the run went on, once the next one is written down."""
+    rows = [row for row in read_lines(out / "warnings.jsonl") if row["kind"] == "elastic"]
+    return rows[0]["step"] - 1 if rows else None
+
+
+def _steps(out: Path) -> int:
+    rows = read_lines(out / "metrics.jsonl")
+    return rows[-1]["step"] if rows else 0
+
+
+def _until(what: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + MOST_S
+    while not what():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the run did not come so far; see its output")
+        time.sleep(0.01)
+
+
+def _pid_of(launcher: int, rank: int) -> int:
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        name = Path(f"/proc/{pid}/comm").read_text().strip()  # of a forked rank, whose environ is the launcher's
+        if f"RANK={rank}".encode() in words or name == f"onefold rank {rank}":
+            return int(pid)
+    raise ProcessLookupError(f"no process of rank {rank} was found")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    asked = parser.parse_args()
+    if RANK in os.environ:
+        return one_rank(Path(os.environ[RANK]), asked.layers, asked.hidden, asked.rounds)
+    found = measured_cost(asked.ranks, asked.layers, asked.hidden, asked.rounds) | measured_kill(asked.ranks)
+    if asked.json:
+        print(json.dumps(found))
+        return
+    print(f"{asked.ranks} ranks, {found['copy_bytes'] / 1e6:.1f} MB of state each, a copy every {EVERY} steps")
+    print(f"  step        {found['step_s'] * 1000:8.1f} ms")
+    print(f"  copy        {found['cost']:8.1%}    of the time of its steps; wanted: at most 2%")
+    print(f"  its CPU time{found['cpu_cost']:8.1%}    of that of its steps, all threads")
+    print(f"  its snapshot{found['call_s'] * 1000:8.1f} ms on the calling thread")
+    print(f"  kill        {found['kill_s']:8.1f} s  to the next step, {found['steps_again']} steps again; wanted: 15 s")
+
+
+if __name__ == "__main__":
+    main()

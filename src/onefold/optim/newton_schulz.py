@@ -1,0 +1,160 @@
+"""Muon for one process, as a plain torch class: torch.optim.Muon's arithmetic, also for stacks and fused matrices.
+
+A tensor is updated as one matrix or as several, which `matrices` says. Equal matrices of one tensor are multiplied
+together (bmm). Tensors are multiplied one by one: products of a batch may have other bits than single ones, and which
+tensors a rank has depends on the number of ranks. Newton-Schulz runs in bf16, as torch's does, on every device, so that
+tensor cores can run it; `ns_dtype="fp32"` is for devices that are slow in bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onefold.errors import OptimizerError
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's
+EPS = 1e-7
+NS_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LR_RULES = (None, "original", "match_rms_adamw")  # torch's names; None is "original"
+
+Matrices = Literal["whole", "stack", "flat"] | Sequence[int]
+"""The matrices of a tensor: "whole": one; "stack": one for each index of the first dimension (experts); "flat": one,
+whose rows are the filters of a convolution; or the number of rows of each (heads; q, k and v)."""
+
+
+class Muon(torch.optim.Optimizer):
+    """`matrices` may differ between param groups."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = COEFFICIENTS,
+        eps: float = EPS,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        ns_dtype: str = "bf16",
+        matrices: Matrices = "whole",
+    ) -> None:
+        given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
+        for name, value in given.items():
+            if not 0.0 <= value < math.inf:
+                raise ValueError(f"{name}={value} is out of range; use a number of at least 0")
+        if not 1 <= ns_steps < 100:
+            raise ValueError(f"ns_steps={ns_steps} is out of range; use 1 to 99")
+        if len(ns_coefficients) != 3:
+            raise ValueError(f"ns_coefficients={ns_coefficients} has {len(ns_coefficients)} numbers; give three")
+        if adjust_lr_fn not in LR_RULES:
+            raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use 'original' or 'match_rms_adamw'")
+        if ns_dtype not in NS_DTYPES:
+            raise ValueError(f"ns_dtype={ns_dtype!r} is unknown; use 'bf16' or 'fp32'")
+        more = {
+            "nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "matrices": matrices,
+        }  # fmt: skip
+        super().__init__(params, {**given, **more})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state, momentum = self.state[param], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        average = state["momentum_buffer"]
+        average.lerp_(grad, 1 - momentum)
+        update = grad.lerp(average, momentum) if group["nesterov"] else average
+        lr = float(group["lr"])
+        for place in places_of(tuple(param.shape), group["matrices"]):
+            direction = orthogonal(place.of(update), group)
+            part = place.part(param)
+            part.mul_(1 - lr * group["weight_decay"])
+            part.add_(direction.reshape(part.shape), alpha=-lr * lr_ratio(place.shape, group["adjust_lr_fn"]))
+
+
+class Place(NamedTuple):
+    """Where equal matrices are in a tensor."""
+
+    start: int  # rows of the tensor
+    stop: int
+    shape: tuple[int, ...]  # of the matrix, or of the stack of matrices
+
+    def part(self, tensor: Tensor) -> Tensor:
+        return tensor if self.stop - self.start == tensor.shape[0] else tensor[self.start : self.stop]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return self.part(tensor).reshape(self.shape)
+
+
+def places_of(size: tuple[int, ...], matrices: Matrices) -> list[Place]:
+    """The matrices of a tensor, neighbours of one shape together; raises if the tensor has no such matrices.
+
+    >>> [place.shape for place in places_of((8, 5), (2, 2, 4))]
+    [(2, 2, 5), (4, 5)]
+    """
+    rows = size[0] if size else 0
+    wanted = {"whole": len(size) == 2, "stack": len(size) == 3, "flat": len(size) > 2}
+    if isinstance(matrices, str):
+        if not wanted.get(matrices, False):
+            raise OptimizerError(
+                f"a tensor of shape {size} is no matrix, and Muon cannot take it as {matrices!r}; Muon takes matrices, "
+                f"stacks of matrices and filters of convolutions, and AdamW the rest"
+            )
+        return [Place(0, rows, (rows, math.prod(size[1:])) if matrices == "flat" else size)]
+    if len(size) != 2 or sum(matrices) != rows or not all(count > 0 for count in matrices):
+        raise OptimizerError(f"rows of {tuple(matrices)} are {sum(matrices)}, but the tensor's shape is {size}")
+    return list(_row_places(matrices, size[1]))
+
+
+def _row_places(counts: Sequence[int], columns: int) -> Iterator[Place]:
+    start = 0
+    for count, equal in groupby(counts):
+        number = sum(1 for _ in equal)
+        yield Place(start, start + number * count, (number, count, columns) if number > 1 else (count, columns))
+        start += number * count
+
+
+def work_of(size: tuple[int, ...], matrices: Matrices) -> int:
+    """Multiplications of one product of Newton-Schulz for a tensor."""
+    return sum(math.prod(place.shape) * min(place.shape[-2:]) for place in places_of(size, matrices))
+
+
+def orthogonal(update: Tensor, settings: dict[str, Any]) -> Tensor:
+    """The matrix, or each of a stack, with singular values near 1, by Newton-Schulz."""
+    a, b, c = settings["ns_coefficients"]
+    wide = update.shape[-2] <= update.shape[-1]
+    x = update.to(NS_DTYPES[settings["ns_dtype"]], copy=True)
+    x = x if wide else x.mT
+    single = x.ndim == 2
+    norm = x.norm() if single else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    x.div_(norm.clamp(min=settings["eps"]))  # the spectral norm is at most 1
+    add_product = torch.addmm if single else torch.baddbmm
+    for _ in range(settings["ns_steps"]):
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT
+
+
+def lr_ratio(shape: tuple[int, ...], rule: str | None) -> float:
+    """What the learning rate is multiplied by, so that updates of matrices of all shapes have like sizes.
+
+    >>> lr_ratio((4, 1), "original"), lr_ratio((25, 100), "match_rms_adamw")
+    (2.0, 2.0)
+    """
+    rows, columns = shape[-2:]
+    if rule == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))  # Moonshot's: as large as AdamW's
+    return math.sqrt(max(1, rows / columns))

@@ -1,0 +1,294 @@
+"""The unit optimizer of classes that need whole tensors: one wrapped optimizer for each tensor that this rank owns.
+
+The wrapped class sees a tensor in its true shape. The master stays sharded as it is for other classes; what an update
+needs comes to the owner for the update only (update_whole.py). Optimizer state stays with the owner. Where optimizer
+state is replicated, every rank owns every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from onefold.cost.layout import Span
+from onefold.cost.owners import Owners, WholeTensor
+from onefold.cost.states import StateCost
+from onefold.errors import OptimizerError, StateError
+from onefold.optim.guarded_step import GuardedStep
+from onefold.optim.newton_schulz import Muon, work_of
+from onefold.optim.trials import bare_step
+from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
+from onefold.optim.whole_trial import StateForm, first_whole_state
+from onefold.settings.placement import Scope
+from onefold.state.unit import Unit
+
+PURPOSES = GRADIENT, MASTER, UPDATED = "whole-gradient", "whole-master", "whole-updated"  # of messages
+Forms = dict[tuple[Any, ...], StateForm]  # by param group, shape, strides and dtype
+
+
+@dataclass
+class OwnedTensor:
+    """A tensor that this rank updates, with a wrapped optimizer of its own once it has been updated or loaded."""
+
+    slot: int
+    group: int
+    tensor: nn.Parameter  # empty outside an update
+    inner: torch.optim.Optimizer | None = None
+    guarded: GuardedStep | None = None  # the last step, under a flag
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return dict(self.inner.state.get(self.tensor, {})) if self.inner is not None else {}
+
+
+class WholeUnitOptimizer(UnitOptimizer):
+    def __init__(
+        self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], owners: Owners, forms: Forms
+    ) -> None:
+        super().__init__(unit, cls, kwargs)
+        self._owners, self._forms = owners, forms
+        self._owned: dict[int, OwnedTensor] = {}  # by slot
+        self._groups: dict[int, int] = {}  # the param group of each tensor, on whatever rank
+        self.rest: UnitOptimizer | None = None  # updates other parameters of the unit on shards, with another class
+        self._rest_costs: dict[torch.dtype, StateCost] = {}
+
+    def detach(self) -> None:
+        super().detach()
+        self._owned = {}
+        if self.rest is not None:
+            self.rest.detach()
+
+    def add_rest(self, rest: UnitOptimizer, costs: dict[torch.dtype, StateCost]) -> None:
+        """Another class updates parameters of the unit that are added with `add_to_rest`."""
+        self.unit.detach_state(rest.state_tensors)  # they are among the state_tensors of this one
+        self.rest, self._rest_costs = rest, costs
+
+    def add_to_rest(self, group: int, slots: Sequence[int]) -> None:
+        assert self.rest is not None
+        self.slots.update(slots)
+        self.rest.add_group(group, slots)
+
+    def is_whole(self, slot: int) -> bool:
+        """Whether a parameter is updated as a whole tensor; else on shards."""
+        return slot in self._groups
+
+    # -- who updates what ---------------------------------------------------------------------------------------------
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank updates every tensor of the unit."""
+        return self.unit.placement.optimizer is Scope.REPLICATED
+
+    def name(self, slot: int) -> str:
+        return self.unit.layout.slots[slot].name
+
+    def size(self, slot: int) -> torch.Size:
+        return self.unit.size(slot)
+
+    def part(self, slot: int, rank: int) -> Span:
+        """The elements of the unit that belong to this tensor and to this rank's shard."""
+        layout = self.unit.layout
+        return layout.slots[slot].span.clip(layout.shard(rank))
+
+    def to_own(self, slots: Sequence[int], group: dict[str, Any]) -> dict[str, WholeTensor]:
+        """Tensors of the unit that need owners, by name."""
+        if self.replicated:
+            return {}
+        found: dict[str, WholeTensor] = {}
+        for slot in slots:
+            size = tuple(self.size(slot))
+            held = tuple(self.part(slot, rank).numel for rank in range(self.unit.layout.ranks))
+            work = work_of(size, group["matrices"]) if self.cls is Muon else None
+            found[self.name(slot)] = WholeTensor(size, held, work)
+        return found
+
+    def update_bytes(self, slots: Sequence[int], group: int) -> dict[str, int]:
+        """Bytes that the rank that updates a tensor needs at least, by name: gradients, the master and state."""
+        if self.replicated:
+            return {}
+        element = self.unit.gradients.dtype.itemsize + 2 * self.unit.master.dtype.itemsize  # a wide gradient, too
+        forms = {slot: self._form(slot, group) for slot in slots}
+        return {
+            self.name(slot): self.size(slot).numel() * element + form.vector_bytes + form.other_bytes
+            for slot, form in forms.items()
+        }
+
+    @property
+    def master_is_everywhere(self) -> bool:
+        """Every rank has all of the master on its device: parameters that are replicated, and not rounded from one."""
+        replicated = self.unit.placement.parameters is Scope.REPLICATED
+        return replicated and not self.unit.dtypes.narrow and not self.unit.updated_on_host
+
+    def planned_traffic(self) -> dict[str, int]:
+        """Bytes that this rank sends in a step that updates every tensor, by purpose."""
+        if self.replicated:
+            return {}
+        sent = dict.fromkeys(PURPOSES, 0)
+        gradient, master = self.unit.gradients.dtype.itemsize, self.unit.master.dtype.itemsize
+        for slot in self._groups:
+            held = self.part(slot, self.unit.rank).numel
+            if slot in self._owned:
+                sent[UPDATED] += (self.unit.layout.slots[slot].numel - held) * master
+            else:
+                sent[GRADIENT] += held * gradient
+                sent[MASTER] += 0 if self.master_is_everywhere else held * master
+        return sent
+
+    def add_group(self, group: int, slots: Sequence[int]) -> None:
+        self.slots.update(slots)
+        for slot in slots:
+            self._groups[slot] = group
+            if self.replicated or self._owners.of(self.name(slot)) == self.unit.rank:
+                self._owned[slot] = OwnedTensor(slot, group, nn.Parameter(self._empty))
+
+    def check_shapes(self, slots: Sequence[int], group: int, settings: dict[str, Any]) -> None:
+        """Raises unless the class takes tensors of these shapes; every rank checks all of them, and alike."""
+        for slot in slots:
+            try:
+                self._form(slot, group, settings)
+            except Exception as error:
+                raise OptimizerError(
+                    f"{self.cls.__name__} cannot update {self.name(slot)} of shape {tuple(self.size(slot))}: {error}. "
+                    f"Name the parameters it takes with groups=, and give the others to a second Optimizer, such as "
+                    f"AdamW"
+                ) from error
+
+    def _form(self, slot: int, group: int | None = None, settings: dict[str, Any] | None = None) -> StateForm:
+        size, stride, dtype = tuple(self.size(slot)), self.unit.stride(slot), self.unit.master.dtype
+        key = self._groups[slot] if group is None else group, size, stride, dtype
+        if key not in self._forms:
+            assert settings is not None
+            self._forms[key] = first_whole_state(self.cls, self.kwargs, settings, size, stride, dtype, self.device)
+        return self._forms[key]
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def update_whole(
+        self, slot: int, master: Tensor, gradient: Tensor, group: dict[str, Any], bad: Tensor | None
+    ) -> None:
+        """Updates one tensor that this rank owns in place; `master` and `gradient` are vectors in memory order. Nothing
+        changes if the device flag `bad` is set."""
+        owned, size, stride = self._owned[slot], self.size(slot), self.unit.stride(slot)
+        owned.tensor.data = master.as_strided(size, stride)
+        owned.tensor.grad = gradient.as_strided(size, stride)
+        inner = self._inner(owned)
+        inner.param_groups[0].update((key, value) for key, value in group.items() if key not in NOT_SETTINGS)
+        owned.guarded = None
+        with self._state_on(owned, master.device):
+            if bad is None:
+                bare_step(inner)
+            else:
+                owned.guarded = GuardedStep(inner, [owned.tensor], bad)
+        owned.tensor.grad, owned.tensor.data = None, self._empty
+
+    @contextmanager
+    def _state_on(self, owned: OwnedTensor, device: torch.device) -> Iterator[None]:
+        """Inside, optimizer state that the host keeps is on the device of the update."""
+        if device == self.device:
+            yield
+            return
+        assert owned.inner is not None
+        state = owned.inner.state[owned.tensor]
+        kept, form = tree_flatten(dict(state))
+        on_device = [leaf.to(device) if _is_large(leaf) else leaf for leaf in kept]
+        state.update(tree_unflatten(on_device, form))
+        yield
+        leaves, new_form = tree_flatten(dict(state))
+        if new_form != form:  # the first update has made the state
+            state.update(tree_map_only(Tensor, Tensor.cpu, dict(state)))
+            return
+        for old, new in zip(kept, leaves, strict=True):
+            if _is_large(old):
+                old.copy_(new)
+        small = [new if not _is_large(old) else old for old, new in zip(kept, leaves, strict=True)]
+        state.update(tree_unflatten(small, form))
+
+    def _inner(self, owned: OwnedTensor) -> torch.optim.Optimizer:
+        """The wrapped optimizer of a tensor, which has its data now: a class may make its state at once."""
+        if owned.inner is None:
+            owned.inner = self.cls([owned.tensor], **self.kwargs)
+        return owned.inner
+
+    def group_of(self, slot: int) -> int:
+        return self._groups[slot]
+
+    def undo_step(self) -> None:
+        for owned in self._owned.values():
+            if owned.guarded is not None:
+                owned.guarded.undo()
+                owned.guarded = None
+        if self.rest is not None:
+            self.rest.undo_step()
+
+    def samples(self) -> list[torch.optim.Optimizer]:
+        mine = self.cls([nn.Parameter(torch.empty(1, 1, device=self.device))], **self.kwargs)
+        return [mine, *(self.rest.samples() if self.rest is not None else [])]
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def owned(self) -> Iterator[OwnedTensor]:
+        return iter(self._owned.values())
+
+    def state_tensors(self) -> list[Tensor]:
+        leaves = [leaf for owned in self._owned.values() for leaf in tree_leaves(owned.state)]
+        rest = self.rest.state_tensors() if self.rest is not None else []
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + rest
+
+    def full_state_bytes(self) -> int:
+        """Bytes of optimizer state once every parameter has been updated."""
+        forms = [self._form(slot) for slot in self._owned]
+        whole = sum(form.vector_bytes + form.other_bytes for form in forms)
+        pieces = list(self.rest.optimizer_params()) if self.rest is not None else []
+        if not pieces:
+            return whole
+        cost = self._rest_costs[self.unit.master.dtype]
+        return whole + sum(piece.span.numel * cost.per_element + cost.per_tensor for piece in pieces)
+
+    def planned_state(self, cost: StateCost) -> tuple[int, int]:
+        live = [self._form(owned.slot) for owned in self._owned.values() if owned.state]
+        vectors, others = 0, 0
+        if self.rest is not None:
+            vectors, others = self.rest.planned_state(self._rest_costs[self.unit.master.dtype])
+        return vectors + sum(form.vector_bytes for form in live), others + sum(form.other_bytes for form in live)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        spans = {slot: tuple(self.unit.layout.slots[slot].span) for slot in self._owned}
+        return [
+            {"unit": self.unit.name, "slots": (slot,), "span": spans[slot], "state": owned.state}
+            for slot, owned in self._owned.items()
+        ] + (self.rest.state_dict() if self.rest is not None else [])
+
+    def _load(self, rows: list[dict[str, Any]]) -> None:
+        if self.rest is not None:
+            self.rest.load([row for row in rows if set(row["slots"]) <= self.rest.slots])
+            rows = [row for row in rows if not set(row["slots"]) <= self.rest.slots]
+        if sorted(row["slots"] for row in rows) != sorted((slot,) for slot in self._owned):
+            raise StateError(f"the saved optimizer state does not cover unit {self.unit.name}; is it of this model?")
+        for row in rows:
+            copies = {key: tree_map_only(Tensor, Tensor.clone, value) for key, value in row["state"].items()}
+            self.replace_state(row["slots"][0], copies)
+
+    def replace_state(self, slot: int, state: dict[str, Any]) -> None:
+        """Sets the state of one tensor that this rank owns; an empty one begins again with the next update."""
+        owned = self._owned[slot]
+        owned.inner = None
+        if state:
+            size, stride = self.size(slot), self.unit.stride(slot)
+            owned.tensor.data = torch.empty_strided(size, stride, dtype=self.unit.master.dtype, device=self.device)
+            self._inner(owned).state[owned.tensor] = state
+            owned.tensor.data = self._empty
+
+    def like(self, slot: int) -> dict[str, tuple[torch.dtype, torch.device]]:
+        """The dtype and the device of each tensor of state."""
+        return self._form(slot).like
+
+
+def _is_large(leaf: Any) -> bool:
+    """Whether a leaf of the state is a tensor that is worth a copy; step counts stay where they are."""
+    return isinstance(leaf, Tensor) and leaf.ndim > 0

@@ -1,0 +1,148 @@
+"""A plan: every stage priced, the choices beyond them, and what to choose. By formula, without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onefold.cost.cut_sequences import by_ulysses
+from onefold.cost.estimate import Estimate
+from onefold.cost.hardware import Hardware
+from onefold.cost.hybrid import HybridMesh, propose
+from onefold.cost.recommend import CHOICES, Ranked, recommend
+from onefold.cost.search import Question, check_question, longest_sequence
+from onefold.cost.text import format_bytes
+from onefold.planner.rows import Recommendation, Row, recommendation_of, row_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each stage would cost each rank, and which one to choose; print it for a table.
+
+    >>> import torch, onefold
+    >>> found = onefold.plan(torch.nn.Linear(512, 512), torch.zeros(4, 512), ranks=8, hardware="laptop")
+    >>> found.recommendation.stage
+    1
+    """
+
+    model: str
+    parameters: int
+    ranks: int
+    grid: str  # how the ranks are divided among the axes of a mesh
+    hardware: Hardware
+    precision: str
+    stages: tuple[Row, ...]  # stages 0 to 3
+    variants: tuple[Row, ...]  # choices beyond them: a hybrid of stages 2 and 3, offload
+    recommendations: tuple[Recommendation, ...]  # the best first
+    chosen: Row  # the best one, at its own batch
+    notes: tuple[str, ...] = ()  # what the figures leave out
+    hybrid: HybridMesh | None = None  # replicas of a sharded model, where that takes less time for messages
+    pp: int = 1  # pipeline stages
+    sums: str = ""  # how gradients are summed over ranks, by backend and ranks per node; empty for one rank
+
+    @property
+    def recommendation(self) -> Recommendation:
+        """The best recommendation."""
+        return self.recommendations[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as a dict for JSON."""
+        return {**dataclasses.asdict(self), "recommendation": dataclasses.asdict(self.recommendation)}
+
+    @property
+    def proposed_mesh(self) -> str:
+        """How to make the proposed mesh, and why; empty where sharding over all ranks does as well."""
+        if self.hybrid is None:
+            return ""
+        tp = self.recommendation.tp
+        others = f", tp={tp}" * (tp > 1) + f", pp={self.pp}" * (self.pp > 1)
+        return f"mesh(replica={self.hybrid.replica}, shard={self.hybrid.shard}{others}): {self.hybrid.reason}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.model}: {self.parameters:,} parameters on {self.ranks} × {self.hardware.name} ({self.grid})"]
+        lines.append(f"{'':<10}{'params':>10}{'grads':>10}{'optim':>10}{'states':>10}{'peak':>10}{'step':>10}  fits")
+        for row in self.stages:
+            cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.peak_bytes)
+            numbers = "".join(f"{format_bytes(cell):>10}" for cell in cells)
+            lines.append(f"{row.label:<10}{numbers}{row.step_s:>9.3g}s  {'yes' if row.fits else 'no'}")
+        lines += [f"gradients: {self.sums}"] * bool(self.sums)
+        chosen = self.recommendation
+        lines.append(f"choose {chosen.label}, batch {chosen.batch}: {chosen.reason}")
+        lines += [f"over {self.proposed_mesh}"] * (self.hybrid is not None)
+        return "\n".join([*lines, *self.notes])
+
+
+def answer(
+    question: Question,
+    model: str,
+    precision: str,
+    tokens: float | None = None,
+    *,
+    every_row: bool = True,
+    ranked: Sequence[Ranked] = (),
+) -> Plan:
+    """The plan that answers a question about a number of parameters, a shape or a rehearsed module. Without `every_row`
+    it has no variants, and of stages 0 to 3 neither the largest batch nor the fewest ranks: three times as quick.
+    `ranked` is what `recommend` said, if it was asked before."""
+    check_question(question)
+    notes = []
+    if not question.work.knows_activations:
+        notes.append("activations are not counted: give a shape, a config.json or a module to have them")
+        notes.append("compute is not known either: seconds count messages and updates alone, and days are not given")
+    if question.micro_batches > 1 and question.work.widths.narrow:
+        notes.append("gradients that add up over micro-batches are kept in fp32")
+    grid = question.grid()
+    if grid.tp > question.hardware.node_ranks:
+        notes.append(
+            f"tp={grid.tp} is larger than a node of {question.hardware.node_ranks}: its all-reduces cross the network"
+        )
+    ranked = ranked or recommend(question)
+    notes += _of_cut_sequences(question, ranked[0].estimate)
+    policy = ranked[0].estimate.choice.activations
+    if policy.startswith("partition") and grid.tp == 1:
+        policy = "checkpoint"
+    batch = question.batch or 1
+    choices = sorted(CHOICES, key=lambda c: (CHOICES.index(c) > 3, c.stage))
+    priced = [
+        question.price(c._replace(activations=policy), grid, batch)
+        for c in choices
+        if every_row or c.optimizer == "device"
+    ]
+    hybrids = [r.estimate.choice._replace(activations=policy) for r in ranked if r.estimate.choice.keep_whole]
+    rows = [row_of(question, estimate, tokens, searched=every_row) for estimate in priced]
+    on_device = [row for row, e in zip(rows, priced) if e.choice.optimizer == "device"]
+    offloaded = [row for row, e in zip(rows, priced) if e.choice.optimizer != "device"]
+    variants = [row_of(question, question.price(c, grid, batch), tokens) for c in hybrids[:1]] if every_row else []
+    mixed = [r.estimate for r in ranked if r.estimate.choice.device_units and r.estimate.grid == grid and every_row]
+    offloaded += [row_of(question, question.price(e.choice, grid, batch), tokens) for e in mixed]
+    return Plan(
+        model=model,
+        parameters=question.work.parameters,
+        ranks=question.ranks,
+        grid=str(grid),
+        hardware=question.hardware,
+        precision=precision,
+        stages=tuple(on_device),
+        variants=(*variants, *offloaded),
+        recommendations=tuple(recommendation_of(r) for r in ranked),
+        chosen=row_of(question, ranked[0].estimate, tokens),
+        notes=tuple(notes),
+        hybrid=propose(question, ranked[0].estimate) if ranked[0].fits and grid.sequence == 1 else None,
+        pp=grid.pp,
+        sums=priced[0].sums,
+    )
+
+
+def _of_cut_sequences(question: Question, chosen: Estimate) -> list[str]:
+    """What a plan with cut sequences leaves out, and how long they may be."""
+    shape, grid = question.work.shape, chosen.grid
+    if grid.sequence == 1 or shape is None:
+        return []
+    how = "Ulysses" if by_ulysses(shape, grid.tp, grid.sequence) else "the ring"
+    longest = longest_sequence(question, chosen.choice, grid)
+    return [
+        f"sequence={grid.sequence}: attention by {how}, causal, without documents and windows",
+        f"longest sequence that fits with {chosen.choice}, one at a time: {longest:,} tokens",
+    ]

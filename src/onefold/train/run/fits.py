@@ -1,0 +1,67 @@
+"""Asks the plan, before a run starts, whether the run can fit: a model that is far too large ends with one line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.hardware import TABLE, Hardware
+from onefold.cost.search import Question
+from onefold.cost.shapes import Shape
+from onefold.cost.states import named_cost
+from onefold.cost.text import format_bytes
+from onefold.cost.work import Work
+from onefold.errors import ConfigError
+from onefold.offload.host_memory import available_bytes
+from onefold.settings.widths import widths_of
+from onefold.train.run.settings import Settings
+
+SURE = 0.9  # of the planned peak: the formula may be above what a run takes, by less than this
+
+
+def on_host(ranks: int) -> Hardware:
+    """A machine without GPUs, whose available memory these ranks share."""
+    return dataclasses.replace(TABLE["laptop"], name="this machine", memory_bytes=available_bytes() // ranks)
+
+
+def planned(settings: Settings, shape: Shape, ranks: int, machine: Hardware) -> Estimate | None:
+    """The plan's estimate of a rank; None where the plan has no formula: sequence parallelism over tp, or tiers that
+    fill what memory there is."""
+    zero, axes = settings.zero, settings.zero.axes(ranks)
+    if zero.sequence or zero.offload == "auto":
+        return None
+    micro_batches = settings.steps.split(zero.data_parallel_ranks(ranks))[1]
+    cuda = machine.device == "cuda"
+    widths = widths_of(zero.precision, "split" if cuda and zero.precision == "bf16" else "fp32")
+    if micro_batches > 1 and widths.narrow:
+        widths = widths._replace(grad=4)
+    question = Question(
+        work=Work(widths=widths, shape=shape, bucket_bytes=int(zero.bucket_mb * (1 << 20)), auto_wire=True),
+        ranks=ranks, hardware=machine, cost=named_cost(settings.adam.optimizer, settings.adam.optimizer_state),
+        tp=axes.get("tp", 1), replica=axes.get("replica", 1), sequence=axes.get("sequence", 1),
+        batch=settings.steps.micro_batch, micro_batches=micro_batches,
+        prefetch=zero.prefetch if isinstance(zero.prefetch, int) else 1,
+        reshard_after_forward=zero.reshard_after_forward,
+    )  # fmt: skip
+    choice = Choice(
+        int(zero.stage) if zero.stage != "auto" else 3, optimizer=zero.offload or "device",
+        parameters=zero.offload_parameters or "device",
+        activations="checkpoint" if zero.activations == "auto" else zero.activations,
+    )  # fmt: skip
+    return question.price(choice, question.grid(), settings.steps.micro_batch)
+
+
+def check_fits(settings: Settings, shape: Shape, ranks: int, machine: Hardware) -> Estimate | None:
+    """The plan's estimate of a rank, if the plan has one; raises where the run cannot fit."""
+    found = planned(settings, shape, ranks, machine)
+    if found is None:
+        return None
+    peak, there = found.peak_bytes, machine.memory_bytes
+    if SURE * peak > there:
+        states = format_bytes(found.persistent_states.total)
+        raise ConfigError(
+            f"{found.choice} does not fit: the plan for {shape.numel:,} parameters on {ranks} ranks is "
+            f"{format_bytes(peak)} on each at the peak ({states} of states), and {format_bytes(there)} are there; use "
+            f"more ranks, a smaller model or batch, --stage 3 or --offload, or --no-plan to try it all the same"
+        )
+    return found

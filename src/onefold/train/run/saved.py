@@ -1,0 +1,34 @@
+"""Where a run has its checkpoints, and which: in its folder, or in the object store of --store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onefold.checkpoint.format.address import Address, place
+from onefold.checkpoint.format.folder import committed
+from onefold.checkpoint.format.opening import storage_of
+from onefold.errors import ConfigError
+from onefold.train.run.folder import RunFolder
+from onefold.train.run.settings import Settings
+
+
+def checkpoints_of(settings: Settings) -> Path:
+    """The folder of checkpoints, or its address."""
+    store = settings.checkpoints.store
+    return RunFolder(settings.output.out).checkpoints if store is None else place(store)
+
+
+def saved_steps(settings: Settings) -> list[int]:
+    """The steps of which there is a committed checkpoint, oldest first."""
+    path = checkpoints_of(settings)
+    return committed(storage_of(path), path) if isinstance(path, Address) or path.exists() else []
+
+
+def check_store(settings: Settings) -> None:
+    """Raises if --store cannot be reached; and if it, and --out, have nothing that --resume could resume."""
+    path = checkpoints_of(settings)
+    if not isinstance(path, Address):
+        return
+    storage_of(path).check_access(path)
+    if settings.checkpoints.resume and not RunFolder(settings.output.out).facts.exists() and not saved_steps(settings):
+        raise ConfigError(f"--resume: there is no run at --out {settings.output.out}, and no checkpoint at {path}")

@@ -1,0 +1,35 @@
+"""docs/results/soak.md is what tests and benchmark recorded, and a test that failed is not left out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from benchmarks.peer_checkpoints import KINDS
+from tests.harness.soak import Soak
+from tools import soak_table
+
+
+def test_the_page_of_this_repository_is_what_its_results_say() -> None:
+    assert soak_table.main(["--check"]) == 0
+    assert set(soak_table.PEER_TRIALS) == set(KINDS)
+
+
+def test_a_record_replaces_the_rows_of_its_kinds_and_counts_tests_that_failed(tmp_path: Path) -> None:
+    for name in ("soak.md", "soak.json", "soak-peers.json"):
+        shutil.copy(soak_table.RESULTS / name, tmp_path)
+    before = json.loads((tmp_path / "soak.json").read_text())
+    record = tmp_path / "deep" / "record"
+    for trials, outcome in ((1500, "passed"), (7, "failed")):
+        soak = Soak("bit flips", long=True)
+        soak.tried(trials)
+        soak.write(record, "tests/some.py::test", outcome, 61.5)
+    assert soak_table.main([str(record), "--results", str(tmp_path)]) == 0
+    after = json.loads((tmp_path / "soak.json").read_text())
+    assert {name: row for name, row in after.items() if name != "bit flips"} == {
+        name: row for name, row in before.items() if name != "bit flips"
+    }
+    line = next(line for line in (tmp_path / "soak.md").read_text().splitlines() if "One bit of a committed" in line)
+    assert line.startswith("| 1,507 of 2,000 |") and "| 1 | 2 min |" in line
+    assert soak_table.main(["--check", "--results", str(tmp_path)]) == 0

@@ -1,0 +1,62 @@
+"""Plans of optimizers that update whole tensors: bytes, messages and seconds, by formula and by rehearsal."""
+
+from __future__ import annotations
+
+import torch
+
+import onefold
+from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.hardware import hardware
+from onefold.cost.search import Question
+from onefold.cost.shapes import Shape
+from onefold.cost.states import named_cost
+from onefold.cost.traffic import to_owners
+from onefold.cost.work import Work
+from onefold.optim.muon_placement import MUON, decide
+from onefold.settings.widths import widths_of
+from onefold.train.run.model import GPT
+
+SHAPE = Shape(layers=4, hidden=64, heads=4, seq=32, vocab=128)
+WHOLE = ("whole-gradient", "whole-master", "whole-updated")
+
+
+def estimate(optimizer: str, stage: int, ranks: int) -> Estimate:
+    work = Work(widths=widths_of("fp32", None), shape=SHAPE)
+    asked = Question(work=work, ranks=ranks, hardware=hardware("h100-80"), cost=named_cost(optimizer), batch=1)
+    return asked.price(Choice(stage), asked.grid(), 1)
+
+
+def test_the_formula_knows_the_matrices_that_muon_takes() -> None:
+    model = GPT(SHAPE)
+    found = decide(model, [f"blocks.{i}" for i in range(4)], {}, {})
+    taken = {name: tuple(p.shape) for name, p in model.named_parameters() if found[id(p)].by == MUON}
+    assert taken == SHAPE.matrices()
+
+
+def test_a_plan_by_formula_and_one_by_rehearsal_agree() -> None:
+    tokens = torch.zeros(1, SHAPE.seq, dtype=torch.long)
+    plan = onefold.plan(GPT(SHAPE), (tokens, tokens), ranks=4, hardware="h100-80", optimizer=onefold.Muon)
+    for row, stage in zip(plan.stages, range(4), strict=True):
+        formula = estimate("muon", stage, 4)
+        assert abs(row.optimizer_bytes / formula.states.optimizer - 1) < 0.05  # owners have not quite equal parts
+        sent = {message.purpose: message.bytes for message in row.messages}
+        assert {name for name in sent if name.startswith("whole-")} == (set(WHOLE) if stage else set())
+        for name in WHOLE if stage else ():
+            assert sent[name] <= 4 * formula.traffic[name].bytes + 1  # this rank's part of what all ranks send
+
+
+def test_muon_keeps_less_state_and_its_update_takes_longer() -> None:
+    for stage in range(4):
+        muon, adamw = estimate("muon", stage, 4), estimate("adamw", stage, 4)
+        assert muon.states.optimizer < adamw.states.optimizer
+        assert muon.step.update > adamw.step.update and muon.step.compute == adamw.step.compute
+
+
+def test_all_ranks_together_send_at_most_ten_bytes_per_element_in_16_bits() -> None:
+    for ranks in (2, 3, 8):
+        work = Work(widths=widths_of("bf16", "split"), shape=SHAPE)
+        asked = Question(work=work, ranks=ranks, hardware=hardware("h100-80"), cost=named_cost("muon"), batch=1)
+        found = asked.price(Choice(3), asked.grid(), 1)
+        sent = to_owners(list(zip(found.sizes.units, found.placements, strict=True)), ranks)
+        matrices = sum(unit.whole_numel for unit in found.sizes.units)
+        assert 0 < ranks * sum(row.bytes for row in sent.values()) <= 10 * matrices

@@ -1,0 +1,1 @@
+"""Sequences cut over ranks: attention, training, Hugging Face models."""

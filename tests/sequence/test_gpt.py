@@ -1,0 +1,38 @@
+"""The built-in GPT with cut sequences, and beside tensor parallelism, trains as in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import onefold
+from onefold.train.run.model import GPT
+from onefold.train.run.tensor_parallel import parallelize
+from tests.harness import run_ranks
+from tests.tensor.runs import SHAPE, alone, tokens
+from tests.tensor.test_parity import assert_near
+
+
+def trained(axes: dict[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    mesh = onefold.mesh(shard=1, **axes)
+    torch.manual_seed(0)
+    model = parallelize(GPT(SHAPE, mesh), mesh)
+    onefold.shard(model, stage=3, mesh=mesh, bucket_bytes=8 << 10)
+    optimizer, losses = onefold.Optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9), []
+    at, ranks = mesh.get_local_rank("sequence"), axes["sequence"]
+    for step in range(3):
+        loss = model(*(one.chunk(ranks, dim=1)[at] for one in tokens(step, 0, 0)))
+        optimizer.backward(loss)
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step(), optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, onefold.full_state_dict(model)
+
+
+@pytest.mark.parametrize("axes", [{"sequence": 2}, {"sequence": 2, "tp": 2}], ids=str)
+def test_gpt_with_cut_sequences_trains_as_one_process_does_also_beside_tp(axes: dict[str, int]) -> None:
+    wanted = alone(1)
+    found = run_ranks(2 * axes.get("tp", 1), trained, axes)
+    assert_near(found[0][1], wanted.params)
+    means = [sum(losses) / len(found) for losses in zip(*(one[0] for one in found), strict=True)]
+    assert means == pytest.approx(wanted.losses, rel=1e-5)
