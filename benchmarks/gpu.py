@@ -36,9 +36,9 @@ from tests.harness.mps import mps_daemon
 
 DEVICE = ("floor", "amp", "fsdp2", "deepspeed2", "deepspeed3", "onefold", "onefold+inside")
 RANK = ("fsdp2", "onefold", "onefold+inside")
-UNNAMED = ("path", "device_bytes", "host_bytes")  # not in the names of results
+UNNAMED = ("path", "device_bytes", "host_bytes", "spare_bytes")  # not in the names of results
 NCCL = ("ddp", "fsdp2", "deepspeed2", "deepspeed3", "stage2", "onefold", "onefold+keep")
-AWAY = ("fsdp2", "deepspeed2", "deepspeed3", "onefold+inside", "onefold+clip")
+AWAY = ("fsdp2", "deepspeed2", "deepspeed3", "onefold", "onefold+inside", "onefold+clip-never", "onefold+clip-always")
 
 
 def arguments(words: list[str]) -> argparse.Namespace:

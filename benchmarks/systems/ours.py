@@ -20,10 +20,10 @@ OFFLOADED_BYTES = 128 << 20  # as docs/offload.md advises for a GPU
 
 
 def ours(
-    work: Work, *, stage: int = 3, inside: bool = False, clip: bool = False, compiled: bool = False, muon: bool = False,
-    **fields: Any,
+    work: Work, *, stage: int = 3, inside: bool = False, clip: float | None = None, compiled: bool = False,
+    muon: bool = False, **fields: Any,
 ) -> Ready:  # fmt: skip
-    """`inside` updates in backward, `clip` clips the norm before the update, `muon` updates matrices by Muon; other
+    """`inside` updates in backward, `clip` is the limit of the norm, `muon` updates matrices by Muon; other
     fields are those of shard()."""
     model: Any = work.blank()
     count = numel(model)
@@ -52,12 +52,12 @@ def ours(
     return Ready(_loop(model, optimizer, clip), count, lambda: str(onefold.memory(model)))
 
 
-def _loop(model: Any, optimizer: onefold.Optimizer, clip: bool) -> Callable[[Tensor], Tensor]:
+def _loop(model: Any, optimizer: onefold.Optimizer, clip: float | None) -> Callable[[Tensor], Tensor]:
     def step(tokens: Tensor) -> Tensor:
         loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        if clip:
-            optimizer.clip_grad_norm(1.0)
+        if clip is not None:
+            optimizer.clip_grad_norm(clip)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -63,7 +63,9 @@ SYSTEMS = {
     "onefold": ours("Onefold", 3),  # stage 3, as it comes
     "onefold+keep": ours("Onefold, not resharded after forward", 2, reshard_after_forward=False),
     "onefold+inside": ours("Onefold, updated in backward", 3, inside=True),
-    "onefold+clip": ours("Onefold, clipped", 3, "first step", clip=True),  # the base does not clip
+    "onefold+clip": ours("Onefold, clipped", 3, "first step", clip=1.0),  # the base does not clip
+    "onefold+clip-never": ours("Onefold, the norm below its limit", 3, clip=1e9),
+    "onefold+clip-always": ours("Onefold, every step clipped", 3, "first step", clip=1e-6),
     "onefold+compile": ours("Onefold, compiled", 3, compiled=True),
     # Of Muon's matrices also gradients, masters and updated masters move once between shards and owners: 1/N each.
     "stage2+muon": ours("Onefold, stage 2, Muon", 3, "first step", stage=2, muon=True),

@@ -135,7 +135,7 @@ class Plain:
 
 class Ours:
     def __init__(self, way: Way, precision: str, folder: Path) -> None:
-        offload = onefold.Offload(optimizer="host") if way.host else None
+        offload = onefold.Offload(optimizer="host", spare_bytes=1 << 20) if way.host else None
         self.model = onefold.shard(
             built(), stage=way.stage, precision=precision, bucket_bytes=256, offload=offload, units=nn.Linear
         )

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from onefold.optim.kernels.cpu import available, fits, update
+from onefold.optim.kernels.cpu import Written, available, fits, update
 from onefold.optim.kernels.rule import next_step
 from onefold.state.rounding import join, narrow, split
 from tests.unit.test_rounding import ADVERSE, SIGN, bits_of, floats
@@ -192,6 +192,22 @@ def test_a_slice_may_be_cut_anywhere(rule, form, cuts, seed):
     if "step" in parts.state:
         parts.state["step"] += 1
     assert_same(whole, parts)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rules, st.sampled_from(FORMS), sizes, st.integers())
+def test_what_is_written_elsewhere_has_the_same_bits_and_what_is_read_stays(rule, form, numel, seed):
+    (inside, grad), (read, _), (before, _) = (taken(rule, form, numel, seed) for _ in range(3))
+    update_slice(*rule, inside.state, grad, inside.copy, inside.master, 0.5, threads=1)
+    step = next_step(*rule, read.state, numel, CPU)
+    moments = [torch.empty_like(moment) for moment in (step.first, step.second) if moment is not None]
+    to = Written(torch.empty_like(read.copy), torch.empty_like(read.master), *([*moments, None, None][:2]))
+    update(step, grad, read.copy, read.master, 0.5, 1, to=to)
+    if "step" in before.state:
+        before.state["step"] += 1
+    assert_same(read, before)
+    state = dict(zip((key for key in read.state if key != "step"), moments, strict=True))
+    assert_same(Vectors(to.copy, to.master, state), inside)
 
 
 @pytest.mark.parametrize("form", FORMS)

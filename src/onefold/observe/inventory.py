@@ -28,7 +28,7 @@ PINNED, PAGEABLE, DISK = "pinned", "pageable", "disk"
 class TierRow(NamedTuple):
     """One state on a tier other than the device."""
 
-    state: str  # optimizer, parameters, gradients, staging
+    state: str  # optimizer, parameters, gradients, staging, spare
     place: str  # pinned or pageable host memory, or disk
     measured: int  # bytes
     planned: int  # bytes; of staging buffers: at most
@@ -58,6 +58,9 @@ def host_tensors(engine: Engine) -> dict[tuple[str, str], list[Tensor]]:
     found: dict[tuple[str, str], list[Tensor]] = {("staging", near): host.staging.buffers()}
     found.setdefault(("staging", PAGEABLE), []).extend(host.scratch.buffers())
     found["optimizer", PAGEABLE] = [t for unit in engine.units if unit.updated_on_host for t in _in_memory(unit)]
+    for parameters, state in engine.updates.spare.values():
+        found.setdefault(("spare", near), []).extend(parameters)
+        found.setdefault(("spare", PAGEABLE), []).extend(state)
     shards = [
         t
         for u in engine.all_units
@@ -142,6 +145,11 @@ def _planned_offloaded(engine: Engine, near: str) -> dict[tuple[str, str], int]:
         ("gradients", near): sum(waiting),
     }
     copied, used = _staging_limits(engine)
+    for index in engine.updates.spare:
+        unit, (vectors, _) = engine.units[index], engine.optimizers.planned_state(index)
+        numel, widths = unit.master.owned.numel, unit.dtypes.widths
+        found["spare", near] = found.get(("spare", near), 0) + numel * widths.compute
+        found["spare", PAGEABLE] = found.get(("spare", PAGEABLE), 0) + numel * widths.master + vectors
     found["staging", near] = copied - sum(waiting)
     found["staging", PAGEABLE] = found.get(("staging", PAGEABLE), 0) + used
     return found

@@ -28,6 +28,7 @@ class GradientTransfer:
         self._tensor: Tensor | None = None
         self.nbytes, self.copied = gradient.nbytes, StreamEvent()
         self.norms = norms  # of each parameter's part, computed on the device, which is faster
+        self.changed = False  # on the host, since it was copied there
 
     def start_copy(self) -> None:
         """Starts the copy to the host, unless it has been started."""
@@ -43,6 +44,10 @@ class GradientTransfer:
         assert self._tensor is not None
         self.release_source()
         return self._tensor
+
+    def changes(self) -> None:
+        """The gradient is changed on the host: its norms are no longer what they were."""
+        self.norms, self.changed = None, True
 
     def release_source(self) -> None:
         """Waits for a copy that was started, then releases the device's buffer; without a copy the gradient is lost."""

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,12 +27,14 @@ from onefold.cost.limits import COPYING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.kernels.threads import threads_here
-from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
+from onefold.optim.prepared import Assumed, KeptUpdate, PreparedUpdates, settings_of
+from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
 from onefold.runtime.engine import Engine
 from onefold.runtime.refusals import Situation
 from onefold.runtime.update_policy import StepInputs
+from onefold.settings.offload import Offload
 from onefold.state.gradient_state import GradientState
 from onefold.state.gradients import Gradients
 
@@ -70,6 +73,8 @@ class HostUpdates(HostGradients):
         self._by_unit = by_unit
         self._jobs: dict[int, Job] = {}
         self._queue = UpdateQueue()
+        spare_bytes = Offload.of(engine.resolved.settings.offload).spare_bytes
+        self.prepared = PreparedUpdates(engine, by_unit, self._queue, spare_bytes)
         self.budget = ByteBudget(waiting_bytes(self._device_bytes()))
         self._positions: dict[int, int] = {}
         self._reserved = False
@@ -135,11 +140,19 @@ class HostUpdates(HostGradients):
             return
         written = unit.dtypes.master == "fp32" and optimizer.writes_all(to_update)
         load_parameters = unit.may_be_edited or not written  # an edit is found by comparing them with the master
-        job = Job(optimizer, _copied(groups), to_update, factor, transfer, self.host.record_event(), load_parameters)
+        settings = settings_of(groups)
+        prepared = self.prepared.take(index, Assumed(settings, to_update, float(factor), transfer))
+        cls = Job if prepared is None else partial(KeptUpdate, prepared=prepared)
+        job = cls(optimizer, settings, to_update, factor, transfer, self.host.record_event(), load_parameters)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
         self._queue.put(self._forward_position(index), job)
+
+    def prepare(self, index: int, groups: list[dict[str, Any]]) -> None:
+        """Updates a unit in spare memory before step(), if step() is expected to use its gradient as it is."""
+        if self._by_unit[index].slots:
+            self.prepared.start(index, groups, self._forward_position(index))
 
     def step(self, inputs: StepInputs) -> list[Pending]:
         """Queues the updates of all units, in the order of the next forward, and waits for those that the next forward
@@ -150,6 +163,7 @@ class HostUpdates(HostGradients):
             self.reserve_buffers()
         clip = inputs.clip
         inputs = inputs._replace(clip=float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip)
+        self.prepared.expect(float(clip) == 1.0)
         mine = [i for i, unit in enumerate(engine.units) if unit.updated_on_host and self._by_unit[i].slots]
         mine.sort(key=self._forward_position)
         for index in mine:
@@ -192,6 +206,7 @@ class HostUpdates(HostGradients):
     def abandon(self) -> None:
         """Ends all updates before a load replaces every parameter; their errors no longer matter."""
         self._engine.schedule.drain()
+        self.prepared.forget()
         self.wait(ignore_errors=True)
 
     def wait(self, *, ignore_errors: bool = False) -> None:
@@ -215,12 +230,17 @@ class HostUpdates(HostGradients):
 class UpdateOnHost(UpdateAtStep):
     """The update policy where the optimizer state of some units is offloaded: step() queues their host updates."""
 
-    def __init__(self, engine: Engine, by_unit: Sequence[UnitOptimizer], host: HostUpdates) -> None:
+    def __init__(
+        self, engine: Engine, by_unit: Sequence[UnitOptimizer], host: HostUpdates, groups: list[dict[str, Any]]
+    ) -> None:
         super().__init__(engine, by_unit)
-        self._host = host
+        self._host, self._groups = host, groups
 
     def reduced(self, index: int, *, final: bool) -> bool:
-        return self._host.on_reduced(index, final=final)
+        mine = self._host.on_reduced(index, final=final)
+        if mine:
+            self._host.prepare(index, self._groups)
+        return mine
 
     def step(self, inputs: StepInputs) -> None:
         for pending in [*self._update(inputs), *self._host.step(inputs)]:
@@ -232,11 +252,12 @@ class UpdateOnHost(UpdateAtStep):
     def abandon(self) -> None:
         self._host.abandon()
 
+    def forget_prepared(self) -> None:
+        self._host.prepared.forget()
 
-def _copied(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A copy of the param groups' settings: an LR scheduler may change them before the job runs."""
-    kept = [{key: value for key, value in group.items() if key not in NOT_SETTINGS} for group in groups]
-    return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in kept]
+    @property
+    def spare(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+        return self._host.prepared.tensors()
 
 
 def _end(queue: UpdateQueue, threads: Sequence[threading.Thread]) -> None:

@@ -157,7 +157,9 @@ class Optimizer(GroupedOptimizer):
         host = HostUpdates(engine, self._by_unit) if any(unit.updated_on_host for unit in engine.units) else None
         if self._in_backward:
             return UpdateInBackward(engine, self._by_unit, self.param_groups, host)
-        return UpdateAtStep(engine, self._by_unit) if host is None else UpdateOnHost(engine, self._by_unit, host)
+        if host is not None:
+            return UpdateOnHost(engine, self._by_unit, host, self.param_groups)
+        return UpdateAtStep(engine, self._by_unit)
 
     @property
     def precision(self) -> Precision:

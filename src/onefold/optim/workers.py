@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +70,12 @@ class Job:
             self.error = error
         self._release_gradient()
 
+    def finish(self) -> None:
+        """Waits until what was stored is where it belongs; after `run`, when others may use the parameters already."""
+        self.optimizer.unit.wait_stored()
+        if self.optimizer.unit.image is not None:  # state is on disk because memory is short
+            trim_heap()
+
     def _release_gradient(self) -> None:
         """Frees the gradient's buffers: backward may be waiting for them, and a job that failed may live long."""
         transfer, self.transfer = self.transfer, None
@@ -100,16 +106,28 @@ class ByteBudget:
                 self._changed.notify_all()
 
 
+class Work(Protocol):
+    """What a worker thread runs."""
+
+    done: threading.Event
+    error: BaseException | None
+
+    def ready(self) -> bool: ...
+    def run(self) -> None: ...
+    def finish(self) -> None: ...
+    def fail(self, error: BaseException) -> None: ...
+
+
 class UpdateQueue:
     """Jobs that wait for a thread, each with its unit's position in the next forward."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[int, Job]] = []  # in the order of their gradients on the device
+        self._jobs: list[tuple[int, Work]] = []  # in the order of their gradients on the device
         self._changed = threading.Condition()
         self._closed = False
         self._error: BaseException | None = None
 
-    def put(self, place: int, job: Job) -> None:
+    def put(self, place: int, job: Work) -> None:
         with self._changed:
             if self._error is not None:
                 job.fail(self._error)
@@ -124,7 +142,14 @@ class UpdateQueue:
             while self._jobs:
                 self._jobs.pop()[1].fail(error)
 
-    def get(self) -> Job | None:
+    def remove(self, job: Work) -> bool:
+        """Takes a job back; False if a thread has taken it."""
+        with self._changed:
+            left = [row for row in self._jobs if row[1] is not job]
+            found, self._jobs = len(left) < len(self._jobs), left
+            return found
+
+    def get(self) -> Work | None:
         """Waits for a job and takes it: the first in forward order among those that are ready, else the one that will
         be ready first. None once the queue is closed."""
         with self._changed:
@@ -157,9 +182,7 @@ def _work(queue: UpdateQueue) -> None:
         job.done.set()
         if job.error is None:
             try:
-                job.optimizer.unit.wait_stored()
-                if job.optimizer.unit.image is not None:  # state is on disk because memory is short
-                    trim_heap()
+                job.finish()
             except BaseException as error:
                 job.error = error
         del job  # hold no model while waiting: freeing the model ends this thread

@@ -392,6 +392,7 @@ class Engine:
         full_parameters() users' writes are taken, or refused, at its end, and not here."""
         self.updates.finish()
         if host:
+            self.updates.forget_prepared()
             self.updates.wait()
         if not (self.contexts.open or self.averages.applied):
             for unit in self.units:

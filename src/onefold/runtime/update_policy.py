@@ -62,6 +62,15 @@ class UpdatePolicy(Protocol):
         """Wait until no update runs on the host."""
         ...
 
+    def forget_prepared(self) -> None:
+        """Parameters, optimizer state or settings may change before step(): updates prepared for it do not hold."""
+        ...
+
+    @property
+    def spare(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+        """Memory for prepared updates, by unit: of parameters, and of master and optimizer state."""
+        ...
+
     def abandon(self) -> None:
         """Every value is about to be replaced: end updates in flight, also those that failed."""
         ...
@@ -101,6 +110,13 @@ class NoUpdates:
     def wait(self) -> None:
         pass
 
+    def forget_prepared(self) -> None:
+        pass
+
+    @property
+    def spare(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+        return {}
+
     def abandon(self) -> None:
         pass
 
@@ -128,6 +144,14 @@ class Policies(NoUpdates):
     def wait(self) -> None:
         for policy in self._policies:
             policy.wait()
+
+    def forget_prepared(self) -> None:
+        for policy in self._policies:
+            policy.forget_prepared()
+
+    @property
+    def spare(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+        return {index: memory for policy in self._policies for index, memory in policy.spare.items()}
 
     def abandon(self) -> None:
         for policy in self._policies:

@@ -44,6 +44,11 @@ class Offload:
     """With "auto" and a `path`: the most bytes that each rank may take in host memory, with the gradients that wait
     there for `step`. None: 90% of what is available on the fullest node, divided among its ranks."""
 
+    spare_bytes: int | None = None
+    """Host memory, in bytes, for updates that run in backward before it is known whether gradients are clipped: with
+    stage 3 in 16 bits and optimizer state in host memory; 10 to 14 bytes per parameter serve all of them. 0: updates
+    wait for `step`. None: three quarters of what the host has left after the first step; without a GPU, 0."""
+
     def __post_init__(self) -> None:
         if self.optimizer not in (*TIERS, AUTO):
             raise ConfigError(f"Offload(optimizer={self.optimizer!r}) is unknown; use 'host', 'disk', 'auto' or None")
@@ -68,6 +73,10 @@ class Offload:
                 raise ConfigError(f"Offload({name}={given!r}) is not a positive number of bytes")
             if self.optimizer != AUTO:
                 raise ConfigError(f"Offload({name}=…) is for optimizer='auto'; ask for 'auto', or leave it out")
+        if self.spare_bytes is not None and (type(self.spare_bytes) is not int or self.spare_bytes < 0):
+            raise ConfigError(f"Offload(spare_bytes={self.spare_bytes!r}) is not a number of bytes")
+        if self.spare_bytes and self.optimizer in (None, "disk"):
+            raise ConfigError("Offload(spare_bytes=…) is for optimizer='host' or 'auto'; ask for one, or leave it out")
         if self.host_bytes is not None and self.path is None:
             raise ConfigError(
                 "Offload(host_bytes=…) bounds host memory before units go to disk; give path= too, or leave it out"

@@ -283,7 +283,7 @@ class Gradients:
     def changes(self) -> None:
         """The reduced gradient is changed in place."""
         if self.offloaded is not None:
-            self.offloaded.norms = None  # they were of the gradient as it came
+            self.offloaded.changes()
 
     def norms(self, norm_type: float, of: Callable[[str], bool] = lambda name: True) -> list[Tensor]:
         """The norm of each parameter's gradient within my shard, for parameters whose name `of` accepts."""
@@ -334,7 +334,7 @@ class Gradients:
         """Drop one parameter's gradient, as if no backward had brought it. No reduction is in flight."""
         assert not self._in_flight
         if self.offloaded is not None:
-            self.offloaded.norms = None
+            self.offloaded.changes()
             self.from_transfer(self.offloaded, self._layout.slots[index].span).zero_()
         elif self.reduced:
             self._buffer.forget(index)

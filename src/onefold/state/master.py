@@ -105,6 +105,11 @@ class StoredMaster(Master):
     def tensors(self) -> list[Tensor]:
         return [self._stored]
 
+    def exchange(self, stored: Tensor) -> Tensor:
+        """Stores this tensor in place of the one that it has; that one."""
+        self._stored, before = stored, self._stored
+        return before
+
     def _at(self, span: Span) -> Tensor:
         return self._stored[span.start - self.owned.start : span.stop - self.owned.start]
 

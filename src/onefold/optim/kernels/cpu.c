@@ -154,21 +154,27 @@ INLINE Slice shifted(const Step *s, Slice slice, int64_t at) {
     return slice;
 }
 
-INLINE void run(const int grads, const int masters, const int rule, const int usual, const Step *s, Slice at,
+/* Reads `at` and writes `to`, which are the same memory where an update is in place. */
+INLINE void run(const int grads, const int masters, const int rule, const int usual, const Step *s, Slice at, Slice to,
                 int64_t tiles) {
-    for (; tiles > 0; tiles--, at = shifted(s, at, TILE)) {
+    for (; tiles > 0; tiles--, at = shifted(s, at, TILE), to = shifted(s, to, TILE)) {
 #pragma omp simd
         for (int i = 0; i < TILE; i++) {
             float value = masters == SPLIT ? joined(at.copy[i], ((int16_t *)at.master)[i])
                                            : edited(masters, s, ((float *)at.master)[i], at.copy[i]);
             float grad = widened(grads, at.grad, i) * s->factor;
-            value = updated(rule, usual, s, value, grad, at.first + i, at.second + i);
+            float first = rule != SGD ? at.first[i] : 0.0f, second = rule <= ADAM_FUSED ? at.second[i] : 0.0f;
+            value = updated(rule, usual, s, value, grad, &first, &second);
+            if (rule != SGD)
+                to.first[i] = first;
+            if (rule <= ADAM_FUSED)
+                to.second[i] = second;
             uint32_t bits = value == value ? bits_of(value) : 0x7FC00000u;
-            at.copy[i] = rounded(masters, value);
+            to.copy[i] = rounded(masters, value);
             if (masters == SPLIT)
-                ((int16_t *)at.master)[i] = (int16_t)bits; /* what the copy lacks, up or down */
+                ((int16_t *)to.master)[i] = (int16_t)bits; /* what the copy lacks, up or down */
             else
-                ((float *)at.master)[i] = float_of(bits);
+                ((float *)to.master)[i] = float_of(bits);
         }
     }
 }
@@ -177,9 +183,9 @@ INLINE void run(const int grads, const int masters, const int rule, const int us
 #define CASE(grads, masters, rule)                                                                                     \
     case KEY(grads, masters, rule):                                                                                    \
         if (rule <= ADAM_FUSED && usual)                                                                               \
-            run(grads, masters, rule, 1, &s, slice, tiles);                                                            \
+            run(grads, masters, rule, 1, &s, slice, to, tiles);                                                           \
         else                                                                                                           \
-            run(grads, masters, rule, 0, &s, slice, tiles);                                                            \
+            run(grads, masters, rule, 0, &s, slice, to, tiles);                                                           \
         return 0;
 #define CASES(grads, masters)                                                                                          \
     CASE(grads, masters, ADAM)                                                                                         \
@@ -188,7 +194,7 @@ INLINE void run(const int grads, const int masters, const int rule, const int us
     CASE(grads, masters, MOMENTUM)                                                                                     \
     CASE(grads, masters, NESTEROV)
 
-static int run_tiles(const Step *step, Slice slice, int64_t tiles) {
+static int run_tiles(const Step *step, Slice slice, Slice to, int64_t tiles) {
     const Step s = *step; /* of our own: nothing that is written below can change it */
     const int usual = s.decay == 0.0f && s.rest1 < 0.5f;
     switch (KEY(s.grad, s.master, s.rule)) {
@@ -211,28 +217,28 @@ static void carry(const Step *s, Slice to, Slice from, int64_t count) {
         memcpy(to.second, from.second, count * sizeof(float));
 }
 
-static void run_rest(const Step *s, Slice slice, int64_t count) {
+static void run_rest(const Step *s, Slice slice, Slice to, int64_t count) {
     float grad[TILE] = {0}, master[TILE] = {0}, first[TILE] = {0}, second[TILE] = {0};
     uint16_t copy[TILE] = {0};
     Slice padded = {grad, copy, master, first, second};
     memcpy(grad, slice.grad, count * grad_bytes(s));
     carry(s, padded, slice, count);
-    run_tiles(s, padded, 1);
-    carry(s, slice, padded, count);
+    run_tiles(s, padded, padded, 1);
+    carry(s, to, padded, count);
 }
 
-/* 0, or 1 and nothing done if these dtypes do not go together. */
-int onefold_update(const Step *s, const Slice *slice, int64_t numel, int32_t threads) {
+/* 0, or 1 and nothing done if these dtypes do not go together. What is written goes to `to`; its gradient is not read. */
+int onefold_update(const Step *s, const Slice *slice, const Slice *to, int64_t numel, int32_t threads) {
     const int64_t whole = numel / TILE, blocks = (whole + BLOCK - 1) / BLOCK;
-    if (run_tiles(s, *slice, 0))
+    if (run_tiles(s, *slice, *to, 0))
         return 1;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && blocks > 1)
     for (int64_t i = 0; i < blocks; i++) {
-        int64_t left = whole - i * BLOCK;
-        run_tiles(s, shifted(s, *slice, i * BLOCK * TILE), left < BLOCK ? left : BLOCK);
+        int64_t left = whole - i * BLOCK, at = i * BLOCK * TILE;
+        run_tiles(s, shifted(s, *slice, at), shifted(s, *to, at), left < BLOCK ? left : BLOCK);
     }
     if (numel % TILE)
-        run_rest(s, shifted(s, *slice, whole * TILE), numel % TILE);
+        run_rest(s, shifted(s, *slice, whole * TILE), shifted(s, *to, whole * TILE), numel % TILE);
     return 0;
 }
 

@@ -62,22 +62,41 @@ def available() -> bool:
     return _kernel() is not None
 
 
+class Written(NamedTuple):
+    """Where an update writes, if not where it reads: the vectors of the same names of a step and its Rule."""
+
+    copy: Tensor
+    master: Tensor
+    first: Tensor | None
+    second: Tensor | None
+
+
 def update(
-    rule: Rule, grad: Tensor, copy: Tensor, master: Tensor, factor: float, threads: int, *, edits: bool = False
+    rule: Rule,
+    grad: Tensor,
+    copy: Tensor,
+    master: Tensor,
+    factor: float,
+    threads: int,
+    *,
+    edits: bool = False,
+    to: Written | None = None,
 ) -> None:
     """Updates some elements by a rule. `copy` are the 16-bit parameters; `master` is fp32, or int16 remainders of a
     bf16 `copy`. The gradient, fp32 or of the dtype of `copy`, is multiplied by `factor`. With `edits` an element of
-    `copy` to which its fp32 master does not round was written by a user, and replaces the master first."""
+    `copy` to which its fp32 master does not round was written by a user, and replaces the master first. With `to`
+    everything stays as it is, and what would be written is written there."""
     kernel = _kernel()
     assert kernel is not None and threads >= 1
     step = _step(rule, grad, copy, master, factor, edits, _number(rule), rule.root)
-    moments = [moment for moment in (rule.first, rule.second) if moment is not None]
-    assert all(moment.dtype is torch.float32 for moment in moments)
-    vectors = [grad, copy, master, *moments]
-    assert all(v.device.type == "cpu" and v.is_contiguous() and v.numel() == grad.numel() for v in vectors)
-    pointers = _Slice(*(vector.data_ptr() for vector in vectors))
+    read = [grad, *(one for one in (copy, master, rule.first, rule.second) if one is not None)]
+    written = [grad, *(one for one in to if one is not None)] if to is not None else read
+    assert all(v.device.type == "cpu" and v.is_contiguous() and v.numel() == grad.numel() for v in read + written)
+    assert all(moment.dtype is torch.float32 for moment in read[3:])
+    assert [one.dtype for one in read] == [one.dtype for one in written]
+    slices = [_Slice(*(vector.data_ptr() for vector in vectors)) for vectors in (read, written)]
     with named_span(UPDATE):
-        unknown = kernel.update(ctypes.byref(step), ctypes.byref(pointers), grad.numel(), threads)
+        unknown = kernel.update(ctypes.byref(step), *map(ctypes.byref, slices), grad.numel(), threads)
     assert not unknown, f"a gradient in {grad.dtype} beside a copy in {copy.dtype}"
 
 
@@ -140,7 +159,7 @@ def _kernel() -> _Kernels | None:
         return None
     made = _Kernels(library.onefold_update, library.onefold_update_small)
     step, length = (ctypes.POINTER(_Step), ctypes.POINTER(_Slice)), (ctypes.c_int64, ctypes.c_int32)
-    made.update.argtypes = (*step, *length)
+    made.update.argtypes = (*step, step[1], *length)
     made.update_small.argtypes = (step[0], ctypes.POINTER(_Coding), step[1], ctypes.POINTER(_Coded), *length)
     made.update.restype = made.update_small.restype = ctypes.c_int
     return made
