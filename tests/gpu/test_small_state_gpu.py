@@ -11,9 +11,10 @@ from torch import Tensor, nn
 import onefold
 from onefold.cost.layout import Span
 from onefold.optim.kernels import cuda_small, small
-from onefold.optim.kernels.codec import BLOCK, keys_of
+from onefold.optim.kernels.codec import BLOCK
 from onefold.optim.kernels.rule import next_step
 from onefold.optim.kernels.small import SmallStep, moments_in
+from onefold.state.random_rounding import keys_of
 from onefold.state.rounding import join
 from tests.unit.test_small_state import CLASSES, FORMS, Vectors, same_state
 

@@ -19,6 +19,10 @@ from onefold import ConfigError, Precision, Zero
         ({"compute": "fp16", "master": "split"}, "needs compute='bf16'"),
         ({"compute": "bf16", "master": "bf16"}, "master='bf16'"),
         ({"compute": "fp32", "grad": "fp32"}, "leave"),
+        ({"compute": "bf16", "accumulate": "fp16"}, "accumulate='fp16' is unknown"),
+        ({"compute": "fp16", "accumulate": "bf16"}, "found compute='fp16'"),
+        ({"accumulate": "bf16"}, "found compute='fp32'"),
+        ({"compute": "bf16", "grad": "fp32", "accumulate": "bf16"}, "found grad='fp32'"),
         ({"compute": "bf16", "keep_fp32": nn.LayerNorm(4)}, "keep_fp32"),
     ],
 )

@@ -15,17 +15,14 @@ from onefold.cost.layout import Span
 from onefold.optim.kernels import cpu, small
 from onefold.optim.kernels.codec import (
     BLOCK,
-    Keys,
     bits_for_8,
     bits_for_bf16,
     from_8bit,
-    keys_of,
-    random_bits,
     to_8bit,
-    to_bf16,
 )
 from onefold.optim.kernels.rule import next_step
 from onefold.optim.kernels.small import SmallStep, moments_in
+from onefold.state.random_rounding import Keys, keys_of, random_bits, to_bf16
 from onefold.state.rounding import join, narrow, split
 from tests.unit.test_rounding import ADVERSE, SIGN, bits_of, floats
 

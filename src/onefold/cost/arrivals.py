@@ -81,7 +81,8 @@ class ReductionInFlight(NamedTuple):
 class Reductions:
     """The reductions of one backward. With `counted`, gradients that wait for the update are counted. With updates
     `in_backward`, a gradient is freed with its update. Of units that the host updates, `room` bytes of gradients may
-    wait on the device. Gradients that add up over micro-batches (`accumulates`) are summed in fp32."""
+    wait on the device. Gradients that add up over micro-batches (`accumulates`) are summed in the width of
+    their unit's `sums`."""
 
     def __init__(
         self, strategy: Strategy, *, cuda: bool, in_backward: bool, counted: bool, room: int, accumulates: bool
@@ -184,9 +185,10 @@ class Reductions:
             taken.append(self._take(unit.shard, 4))
 
     def _local(self, unit: UnitSize, placement: Placement) -> Buffer | None:
-        """The fp32 buffer in which 16-bit gradients of a micro-batch add up, where another one travels."""
-        apart = unit.widths.narrow and placement.gradients is Scope.SHARDED and self._wire(unit) < 4
-        return self._take(unit.numel, 4) if self._accumulates and apart else None
+        """The buffer in which 16-bit gradients of a micro-batch add up, where another one travels."""
+        sums = unit.widths.sums
+        apart = unit.widths.narrow and placement.gradients is Scope.SHARDED and self._wire(unit) != sums
+        return self._take(unit.numel, sums) if self._accumulates and apart else None
 
     def _in_place(self, unit: UnitSize, placement: Placement) -> bool:
         """Whether a replicated gradient is reduced in the buffer in which it stays."""
@@ -196,7 +198,7 @@ class Reductions:
     def _unflattened(self, unit: UnitSize, placement: Placement) -> bool:
         """Whether gradients stay in autograd's own tensors, as they do with one rank."""
         one_rank = self._cuda and self._ranks == 1 and not placement.updated_on_host
-        return one_rank and unit.widths.narrow and unit.widths.grad == unit.widths.compute
+        return one_rank and unit.widths.unflattened
 
     def _wire(self, unit: UnitSize) -> int:
         """Bytes per element of a reduction's buffers; with one rank nothing is sent, so nothing is widened for it."""

@@ -107,9 +107,8 @@ def gradient_bytes(unit: UnitSize, placement: Placement, tier: Tier = Tier.DEVIC
         return 0
     if placement.updated_on_host or placement.gradients is Scope.SHARDED:
         return unit.shard * unit.widths.grad
-    unflattened = unit.shard == unit.numel and unit.widths.narrow and unit.widths.grad == unit.widths.compute
-    # One rank: in autograd's own tensors, without padding.
-    return (unit.used_numel if unflattened else unit.numel) * unit.widths.grad
+    one_rank = unit.shard == unit.numel
+    return (unit.used_numel if one_rank and unit.widths.unflattened else unit.numel) * unit.widths.grad
 
 
 def updated_numel(unit: UnitSize, placement: Placement) -> int:

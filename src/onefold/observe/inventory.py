@@ -198,7 +198,7 @@ def sizes_of(engine: Engine) -> Sizes:
     """The sizes of all units, for the planner's formulas, with the dtypes they have now."""
     rank, units = engine.comm.rank, []
     for unit in engine.all_units:
-        widths = unit.dtypes.widths._replace(grad=unit.gradients.dtype.itemsize)
+        widths = unit.dtypes.widths._replace(grad=unit.gradients.dtype.itemsize, flat=unit.gradients.flat)
         units.append(size_of_layout(unit.layout, rank, widths, trained=unit.trained))
     return Sizes(tuple(units), engine.comm.size, flags=len(engine.params))
 

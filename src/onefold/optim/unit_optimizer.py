@@ -22,7 +22,6 @@ from onefold.cost.states import StateCost
 from onefold.errors import OptimizerError, StateError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.guarded_step import GuardedStep
-from onefold.optim.kernels.codec import keys_of
 from onefold.optim.kernels.cpu import fits as fits_cpu
 from onefold.optim.kernels.cpu import update as update_on_cpu
 from onefold.optim.kernels.cuda import fits, update
@@ -32,6 +31,7 @@ from onefold.optim.small_state import FP32, StateForm
 from onefold.optim.small_update import update_small
 from onefold.optim.trials import bare_step
 from onefold.state.master import StoredMaster
+from onefold.state.random_rounding import keys_of
 from onefold.state.unit import Unit
 
 NOT_SETTINGS = ("params", "param_names")  # of a param group

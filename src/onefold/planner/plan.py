@@ -170,8 +170,8 @@ def _module_work(
     matrices: dict[str, int],
 ) -> Work:
     widths = widths_by_kind(seen.units, policy)
-    if accumulates:  # sums are kept in fp32
-        widths = {kind: own._replace(grad=4) if own.narrow else own for kind, own in widths.items()}
+    if accumulates:  # sums are kept in fp32, or in bf16
+        widths = {kind: own._replace(grad=own.sums, flat=True) if own.narrow else own for kind, own in widths.items()}
     first = next((leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.ndim), None)
     if first is None:
         raise ConfigError("the sample holds no tensor with a batch dimension; give what the model is called with")

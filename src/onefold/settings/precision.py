@@ -33,6 +33,7 @@ class Dtypes(NamedTuple):
     wire: torch.dtype
     grad: torch.dtype
     master: Literal["fp32", "split"] | None = None  # None: the parameters themselves are updated
+    accumulate: torch.dtype = torch.float32  # sums of micro-batches, where 16 bits compute
 
     @property
     def narrow(self) -> bool:
@@ -41,7 +42,8 @@ class Dtypes(NamedTuple):
     @property
     def widths(self) -> Widths:
         """Bytes per element of each."""
-        return Widths(self.compute.itemsize, self.wire.itemsize, self.grad.itemsize, MASTER_BYTES[self.master])
+        sizes = self.compute.itemsize, self.wire.itemsize, self.grad.itemsize
+        return Widths(*sizes, MASTER_BYTES[self.master], self.accumulate.itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,10 @@ class Precision:
     the bf16 parameter itself and the 16 bits by which fp32 is longer; 2 bytes less per parameter, and the same bits.
     None: "split" on CUDA, "fp32" on a CPU."""
 
+    accumulate: Literal["fp32", "bf16"] = "fp32"
+    """The dtype in which gradients of several micro-batches add up, where 16 bits compute. "bf16" (with compute="bf16")
+    takes 2 bytes less per parameter; sums are then rounded stochastically, so that small gradients are not lost."""
+
     keep_fp32: Modules = None
     """Modules that stay in fp32 (norms, routers): a module class, a tuple of classes, or a callable
     (name, module) -> bool."""
@@ -93,6 +99,11 @@ class Precision:
         if self.master is not None and self.master not in MASTERS:
             raise ConfigError(f"master={self.master!r} is unknown; use one of 'fp32', 'split'")
         check_master(NAMES[self.compute], self.master)  # type: ignore[index]
+        if self.accumulate not in ("fp32", "bf16"):
+            raise ConfigError(f"accumulate={self.accumulate!r} is unknown; use 'fp32' or 'bf16'")
+        if self.accumulate == "bf16" and (self.compute is not torch.bfloat16 or self.grad is torch.float32):
+            found = f"compute={NAMES[self.compute]!r}" if self.compute is not torch.bfloat16 else "grad='fp32'"  # type: ignore[index]
+            raise ConfigError(f"accumulate='bf16' is for compute='bf16' with gradients in bf16, found {found}")
         if not self.narrow and (
             self.wire or self.grad or self.master or self.keep_fp32 or self.cast_inputs is not True
         ):
@@ -154,7 +165,7 @@ class Precision:
         """The dtypes of a unit that computes in `dtype`; every field must have been decided."""
         if dtype is self.compute and self.narrow:
             assert isinstance(self.wire, torch.dtype) and isinstance(self.grad, torch.dtype)
-            return Dtypes(dtype, self.wire, self.grad, self.master)
+            return Dtypes(dtype, self.wire, self.grad, self.master, DTYPES[self.accumulate])
         return Dtypes(dtype, dtype, dtype)
 
     def kept(self, model: nn.Module) -> list[str]:
@@ -187,10 +198,12 @@ class Precision:
             rows = [("everything", "fp32", "no copies: parameters are their own master")]
         else:
             split = "a bf16 copy and a 16-bit remainder" if self.master == "split" else "what the optimizer updates"
+            in_bf16 = self.accumulate == "bf16"
+            sums = "sums of micro-batches too, rounded at random" if in_bf16 else "fp32 once accumulate() is used"
             rows = [
                 ("compute", name(self.compute), "forward and backward"),
                 ("gradients travel", name(self.wire), "summed over ranks in fp32, rounded once"),
-                ("gradients kept", name(self.grad), "fp32 once accumulate() is used"),
+                ("gradients kept", name(self.grad), sums),
                 ("master", "auto" if self.master is None else "fp32", split),
                 ("optimizer state", "fp32", "as the master"),
             ]

@@ -9,16 +9,24 @@ from onefold.settings.values import MASTER_BYTES
 
 
 class Widths(NamedTuple):
-    """Bytes per element of one unit's parameters, gradients in a reduction, kept gradients, and master."""
+    """Bytes per element of one unit's parameters, gradients in a reduction, kept gradients, master, and sums of
+    gradients over micro-batches."""
 
     compute: int
     wire: int
     grad: int
     master: int  # beside the parameters: 4 an fp32 copy, 2 a remainder, 0 where parameters are their own master
+    sums: int = 4
+    flat: bool = False  # gradients accumulate, so that one rank too has them in one buffer, with padding
 
     @property
     def narrow(self) -> bool:
         return self.master > 0
+
+    @property
+    def unflattened(self) -> bool:
+        """Whether one rank's gradients stay in autograd's own tensors, without padding."""
+        return self.narrow and self.grad == self.compute and not self.flat
 
     @property
     def updated(self) -> int:

@@ -9,7 +9,8 @@
   goes to the host, and its buffer on the device is free for the next unit. Should another reduction end before the
   update, the offloaded gradient is brought back first.
 
-Once gradients accumulate over micro-batches, sums are kept in fp32.
+Once gradients accumulate over micro-batches, sums are kept in fp32; or in bf16, rounded stochastically, if users ask
+for that (`Precision(accumulate="bf16")`).
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class Gradients:
         self._buffer = GradientBuffer(views, scope, self._mine, dtypes.grad, self._homes, transient=transient)
         self._reducer = Reducer(views.layout, comm, replicas, pool, dtypes)
         self._narrow, self._local_dtype, self._unwidened = dtypes.narrow, dtypes.wire, dtypes.grad
+        self._sums = dtypes.accumulate  # the dtype of sums over micro-batches, where 16 bits compute
+        self._rounded = self._narrow and self._sums is not torch.float32
+        self._reductions = 0  # that have ended since the gradient was empty
         self._stand_in: Tensor | None = None  # in a message of the unwidened dtype
         self._scale = Scale.of(self._reducer.scale_before, _wide(dtypes.compute))
         self._may_stay_unflattened = self._narrow and self._reducer.trivial and host is None
@@ -89,6 +93,11 @@ class Gradients:
         return self._buffer.dtype
 
     @property
+    def flat(self) -> bool:
+        """Whether gradients are always in one buffer, and never in autograd's own tensors."""
+        return not self._may_stay_unflattened
+
+    @property
     def local_itemsize(self) -> int:
         """Bytes per element of what reductions borrow from the pool, at most."""
         return max(self._reducer.wire.itemsize, self._local_dtype.itemsize)
@@ -104,16 +113,19 @@ class Gradients:
         return self._buffer.nbytes
 
     def widen(self) -> None:
-        """Keeps sums in fp32 from now on, if this unit holds no gradients yet; else does nothing."""
+        """Keeps sums in their own dtype from now on, fp32 or bf16, if this unit holds no gradients yet; else does
+        nothing."""
         empty = self.state is GradientState.EMPTY and self._local is None and not self._in_flight
-        if empty and self._narrow and not (self.dtype is self._local_dtype is torch.float32):
-            self._local_dtype = torch.float32
-            self._buffer.widen()
+        if empty and self._narrow and not (self.dtype is self._local_dtype is self._sums):
+            self._local_dtype = self._sums
+            if not self._rounded:
+                self._buffer.widen()
+        self._may_stay_unflattened = self._may_stay_unflattened and not self._rounded  # a second gradient will follow
 
     @property
     def widens(self) -> bool:
         """Whether gradients are fp32 once they accumulate, and not before; the same on all ranks."""
-        return self._narrow and self._unwidened is not torch.float32
+        return self._narrow and not self._rounded and self._unwidened is not torch.float32
 
     def widen_reduced(self) -> None:
         """Keeps sums in fp32 from now on, and the reduced gradient too. No reduction is in flight."""
@@ -152,14 +164,19 @@ class Gradients:
             flat = self._buffer.whole()
         else:
             flat = self._pool.take(self._layout.numel, self._local_dtype)
-        return FlatSum(flat, self._views, self._scale)
+        return FlatSum(flat, self._views, self._scale, rounded=self._rounds(flat))
 
     def _flatten(self, local: FlatSum | UnflattenedSum) -> FlatSum:
         """An unflattened sum, copied to the unit's own buffer, which nothing else uses yet."""
         assert isinstance(local, UnflattenedSum) and self.state is GradientState.EMPTY and not self._in_flight
         written = list(local.by_slot)
         self._buffer.adopt(local.by_slot)
-        return FlatSum(self._buffer.whole(), self._views, self._scale, written)
+        flat = self._buffer.whole()
+        return FlatSum(flat, self._views, self._scale, written, rounded=self._rounds(flat))
+
+    def _rounds(self, flat: Tensor) -> bool:
+        """Whether sums in this buffer are rounded stochastically."""
+        return self._rounded and flat.dtype is self._sums
 
     def launch(self) -> None:
         """Start a reduction of the local sum; parameters without a gradient on this rank count as zeros."""
@@ -195,7 +212,8 @@ class Gradients:
         if self.offloaded is not None:
             own.copy_(self.offloaded.wait())
             self.offloaded = None
-        self._reducer.sum(started, own, add=add)
+        number, self._reductions = self._reductions if add else 0, (self._reductions + 1 if add else 1)
+        self._reducer.sum(started, own, rounded=number if add and self._rounded else None, add=add)
 
     def _let_go(self, flat: Tensor) -> None:
         if not self._buffer.holds(flat):

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onefold.state.random_rounding import add_rounded, keys_of
 from onefold.state.views import FlatViews
 
+LOCAL = 1  # seed of random rounding, of local sums
 ALIGNED = 16  # bytes: kernels read whole vectors
 
 
@@ -30,21 +32,30 @@ class Scale(NamedTuple):
 
 
 class FlatSum:
-    """A local sum in a flat buffer. Slots in `written` hold gradients already; all others are overwritten."""
+    """A local sum in a flat buffer. Slots in `written` hold gradients already; all others are overwritten. With
+    `rounded`, sums in bf16 are rounded stochastically."""
 
-    def __init__(self, flat: Tensor, views: FlatViews, scale: Scale, written: Iterable[int] = ()) -> None:
+    def __init__(
+        self, flat: Tensor, views: FlatViews, scale: Scale, written: Iterable[int] = (), *, rounded: bool = False
+    ) -> None:
         views.zero_padding(flat)
-        self.flat, self._slots, self._written = flat, views.all(flat), set(written)
+        self.flat, self._slots, self._views = flat, views.all(flat), views
+        self._written = dict.fromkeys(written, 1)  # how many gradients a slot holds
         self._alpha, self._factor = scale
+        self._rounded = rounded
 
     def add(self, index: int, grad: Tensor) -> bool:
         """Add one parameter's gradient. True: a flat sum takes every dense gradient."""
-        view = self._slots[index]
-        if index in self._written:
-            view.add_(grad, alpha=self._alpha)
-        else:
+        view, count = self._slots[index], self._written.get(index, 0)
+        self._written[index] = count + 1
+        if not count:
             view.copy_(grad) if self._factor is None else torch.mul(grad, self._factor, out=view)
-            self._written.add(index)
+        elif self._rounded:
+            slot = self._views.layout.slots[index]
+            total = self.flat[slot.start : slot.start + slot.span.numel]
+            add_rounded(total, self._views.in_memory_order(grad, index), keys_of(LOCAL, slot.name, count), 0)
+        else:
+            view.add_(grad, alpha=self._alpha)
         return True
 
     def complete(self) -> Tensor:

@@ -19,6 +19,9 @@ from onefold.comm.meter import Label
 from onefold.comm.streams import StreamEvent, event_now
 from onefold.cost.layout import UnitLayout
 from onefold.settings.precision import Dtypes
+from onefold.state.random_rounding import add_rounded, keys_of
+
+REDUCED = 2  # seed of random rounding, of sums over ranks
 
 
 class ReductionInFlight:
@@ -69,10 +72,17 @@ class Reducer:
         reduction = self._comm.reduce_scatter(flat, scratch, Label("reduce", self._layout.name))
         return ReductionInFlight(reduction, local, flat, borrowed)
 
-    def sum(self, started: ReductionInFlight, own: Tensor, *, add: bool) -> None:
-        """Writes my shard of the sum to `own`, or adds it there."""
+    def sum(self, started: ReductionInFlight, own: Tensor, *, add: bool, rounded: int | None = None) -> None:
+        """Writes my shard of the sum to `own`, or adds it there: rounded to the nearest, or stochastically if it is the
+        `rounded`-th sum that is added."""
         plus, reduction, borrowed = own if add else None, started.reduction, started.borrowed
         wide = self._borrow(borrowed, self._layout.shard_numel, torch.float32) if self._narrow else None
+        if self._replicas.size == 1 and rounded is not None:
+            assert wide is not None
+            reduction.finish(wide, None, self._scale_after, wide)
+            self._add_rounded(own, wide, rounded)
+            started.summed = self._event()
+            return
         if self._replicas.size == 1:
             reduction.finish(own, plus, self._scale_after, wide)
             started.summed = self._event()
@@ -83,8 +93,20 @@ class Reducer:
         reduction.finish(part, None, self._scale_after, wide)
         with self._replicas.reduce_stream(self._event()):
             self._sum_across_replicas(part, scratch)
-            own.copy_(part) if plus is None else own.add_(part)
+            if rounded is not None:
+                self._add_rounded(own, part, rounded)
+            else:
+                own.copy_(part) if plus is None else own.add_(part)
             started.summed = self._event()
+
+    def _add_rounded(self, own: Tensor, part: Tensor, number: int) -> None:
+        """Adds an fp32 vector to my shard in bf16, parameter by parameter, and rounds stochastically."""
+        for slot in self._layout.slots:
+            mine = slot.span.clip(self._mine)
+            if mine.numel:
+                at = mine.shift(-self._mine.start)
+                keys = keys_of(REDUCED, slot.name, number)
+                add_rounded(own[at.start : at.stop], part[at.start : at.stop], keys, mine.start - slot.start)
 
     def release(self, started: ReductionInFlight) -> None:
         """Makes the compute stream wait for the sum, and gives back what was borrowed."""

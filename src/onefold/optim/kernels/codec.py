@@ -14,44 +14,17 @@ below the smallest code becomes zero or that code; a second moment never becomes
 
 from __future__ import annotations
 
-from hashlib import sha256
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from onefold.cost.layout import ALIGN as BLOCK
+from onefold.state.random_rounding import INFINITE, NAN, SIZE
 
-SIGN, SIZE, INFINITE, NAN, NORMAL = -(1 << 31), 0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x00800000
+NORMAL = 0x00800000
 MANTISSA = 3  # bits of an 8-bit code
 DROPPED = 23 - MANTISSA  # bits of an fp32 mantissa that a code lacks
-NEAREST_8, NEAREST_16 = 1 << (DROPPED - 1), 1 << 15  # in place of random bits: rounds half away from zero
-WORD = 1 << 32
-
-
-class Keys(NamedTuple):
-    """What random bits depend on beside an element's index: two numbers of 32 bits."""
-
-    first: int
-    second: int
-
-
-def keys_of(seed: int, name: str, step: int) -> Keys:
-    """The keys of one parameter in one step."""
-    digest = sha256(f"{seed}/{step}/{name}".encode()).digest()
-    return Keys(int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little"))
-
-
-def random_bits(keys: Keys, start: int, numel: int, device: torch.device) -> Tensor:
-    """32 random bits for each of the elements from `start` on, as int32."""
-    index = torch.arange(start, start + numel, device=device)
-    bits = _wrapped(index * 0x9E3779B1 + keys.first)  # int64: wraps as 32 bits do, once cut to them
-    bits ^= (bits >> 16) & 0xFFFF
-    bits = bits * _signed(0x21F0AAAD) ^ _signed(keys.second)
-    bits ^= (bits >> 15) & 0x1FFFF
-    bits *= _signed(0x735A2D97)
-    return bits ^ ((bits >> 15) & 0x1FFFF)
+NEAREST_8 = 1 << (DROPPED - 1)  # in place of random bits: rounds half away from zero
 
 
 def bits_for_bf16(bits: Tensor, *, second: bool) -> Tensor:
@@ -62,16 +35,6 @@ def bits_for_bf16(bits: Tensor, *, second: bool) -> Tensor:
 def bits_for_8(bits: Tensor, *, second: bool) -> Tensor:
     """Of an element's random bits those that round its first or its second moment to 8 bits."""
     return (bits >> 12 if second else bits) & 0xFFFFF
-
-
-def to_bf16(values: Tensor, random: Tensor | int = NEAREST_16) -> Tensor:
-    """fp32 values in bf16; `random` has 16 bits for each. Finite values stay finite."""
-    bits = values.view(torch.int32)
-    size = bits & SIZE
-    finite = size < INFINITE
-    size = torch.where(finite, (size + random).clamp(max=INFINITE - 1), size.clamp(max=NAN))
-    size = torch.where(size > INFINITE, NAN, size)
-    return ((size | (bits & SIGN)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def to_8bit(values: Tensor, random: Tensor | int = NEAREST_8, *, second: bool) -> tuple[Tensor, Tensor]:
@@ -113,12 +76,3 @@ def _exponents(second: bool) -> int:
 def _each(blocks: Tensor, numel: int) -> Tensor:
     """A number of each block for each of its elements."""
     return blocks.repeat_interleave(BLOCK)[:numel]
-
-
-def _signed(word: int) -> int:
-    return word - WORD if word >= WORD >> 1 else word
-
-
-def _wrapped(numbers: Tensor) -> Tensor:
-    """The lower 32 bits of int64 numbers, as int32."""
-    return numbers.to(torch.int32)

@@ -15,15 +15,13 @@ from torch import Tensor
 from onefold.cost.layout import Span
 from onefold.optim.kernels.codec import (
     BLOCK,
-    Keys,
     bits_for_8,
     bits_for_bf16,
     from_8bit,
-    random_bits,
     to_8bit,
-    to_bf16,
 )
 from onefold.optim.kernels.rule import MOMENTS, SCALE, Rule, moments_of
+from onefold.state.random_rounding import Keys, random_bits, to_bf16
 
 
 class Moment(NamedTuple):
