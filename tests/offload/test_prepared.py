@@ -31,9 +31,9 @@ class Life:
         )
         self.adam = onefold.Optimizer(self.model, torch.optim.AdamW, lr=1e-2, on_nonfinite="skip")
         self.folder, self.generator = folder, torch.Generator().manual_seed(torch.distributed.get_rank())
-        policy = self.adam._policy
+        policy = engine_of(self.model).updates
         assert isinstance(policy, UpdateOnHost)
-        self.prepared = policy._host.prepared
+        self.prepared = policy.host.prepared
 
     def backward(self, scale: float = 1.0) -> None:
         x = torch.randn(2, WIDTH, generator=self.generator) * scale
@@ -170,13 +170,15 @@ def test_prepared_updates_are_kept_when_step_says_what_was_assumed_and_change_no
 
 
 def memory_and_room(spare_bytes: int) -> tuple[list[Any], int, int]:
-    """Rows of spare memory after three steps, how many updates were kept in the last, and of how many units."""
+    """Rows of spare memory after six steps, how many updates were kept in the last, and of how many units."""
     onefold.init()
-    life = Life("split", "", spare_bytes=spare_bytes)
-    for _ in range(3):
+    life, buffers = Life("split", "", spare_bytes=spare_bytes), []
+    for _ in range(6):
         before = life.prepared.kept
         life.backward()
         life.end()
+        buffers.append(len(engine_of(life.model).tiers.host.staging.buffers()))
+    assert buffers[2:] == buffers[2:3] * 4, "gradients on the host outlive their step"
     rows = [row for row in onefold.memory(life.model).elsewhere if row.state == "spare"]
     return rows, life.prepared.kept - before, len(life.adam.by_unit)
 

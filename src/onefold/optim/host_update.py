@@ -234,30 +234,30 @@ class UpdateOnHost(UpdateAtStep):
         self, engine: Engine, by_unit: Sequence[UnitOptimizer], host: HostUpdates, groups: list[dict[str, Any]]
     ) -> None:
         super().__init__(engine, by_unit)
-        self._host, self._groups = host, groups
+        self.host, self._groups = host, groups
 
     def reduced(self, index: int, *, final: bool) -> bool:
-        mine = self._host.on_reduced(index, final=final)
+        mine = self.host.on_reduced(index, final=final)
         if mine:
-            self._host.prepare(index, self._groups)
+            self.host.prepare(index, self._groups)
         return mine
 
     def step(self, inputs: StepInputs) -> None:
-        for pending in [*self._update(inputs), *self._host.step(inputs)]:
+        for pending in [*self._update(inputs), *self.host.step(inputs)]:
             pending.wait()
 
     def wait(self) -> None:
-        self._host.wait()
+        self.host.wait()
 
     def abandon(self) -> None:
-        self._host.abandon()
+        self.host.abandon()
 
     def forget_prepared(self) -> None:
-        self._host.prepared.forget()
+        self.host.prepared.forget()
 
     @property
     def spare(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
-        return self._host.prepared.tensors()
+        return self.host.prepared.tensors()
 
 
 def _end(queue: UpdateQueue, threads: Sequence[threading.Thread]) -> None:

@@ -68,7 +68,7 @@ class Spare:
         self.parameters = host_bytes(nbytes, pinned=host.cuda).view(unit.flat_params.dtype)
         self.stored = host_bytes(stored.nbytes, pinned=False).view(stored.dtype)
         self.moments = [{key: torch.empty_like(state[piece.tensor][key]) for key in keys} for piece, keys in pieces]
-        self.user: PreparedUpdate | None = None  # the last update that was prepared in it
+        self.written: threading.Event | None = None  # the last update that was prepared in it is done
         self.uploaded = StreamEvent()  # the device has read the parameters
 
     def state_tensors(self) -> list[Tensor]:
@@ -83,9 +83,9 @@ class PreparedUpdate:
         self, optimizer: UnitOptimizer, assumed: Assumed, after: StreamEvent, spare: Spare, host: Host
     ) -> None:
         self.optimizer, self.assumed, self._after, self._spare, self._host = optimizer, assumed, after, spare, host
-        self._before, spare.user = spare.user, self
         self._counts: list[Tensor | None] = []  # of steps, of each optimizer parameter after this one
         self.done = threading.Event()
+        self._before, spare.written = spare.written, self.done
         self.error: BaseException | None = None
 
     def ready(self) -> bool:
@@ -97,10 +97,9 @@ class PreparedUpdate:
         self.done.set()
 
     def run(self) -> None:
-        before, self._before = self._before, None
         try:
-            if before is not None:
-                before.done.wait()  # it was forgotten while it ran, and writes to the same memory
+            if self._before is not None:
+                self._before.wait()  # one that was forgotten while it ran writes to the same memory
             self._spare.uploaded.wait()
             with torch.no_grad(), span("update", "prepared", self.optimizer.unit.name):
                 self._update()

@@ -38,7 +38,7 @@ def widths_of(compute: str, master: str | None) -> Widths:
     """The widths of a unit where Onefold sums over ranks: of `Precision(compute=compute, master=master)`, decided.
 
     >>> widths_of("bf16", "split")
-    Widths(compute=2, wire=2, grad=2, master=2)
+    Widths(compute=2, wire=2, grad=2, master=2, sums=4, flat=False)
     """
     check_master(compute, master)
     return Widths(4, 4, 4, 0) if compute == "fp32" else Widths(2, 2, 2, MASTER_BYTES[master])

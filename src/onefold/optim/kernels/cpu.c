@@ -74,6 +74,10 @@ INLINE float float_of(uint32_t bits) {
     return value;
 }
 
+INLINE float one_nan(float value) { /* of two NaNs in a sum, compilers keep either */
+    return value == value ? value : float_of(0x7FC00000u);
+}
+
 INLINE float from_half(uint16_t half) {
     uint32_t size = half & 0x7FFFu, sign = (uint32_t)(half & 0x8000u) << 16;
     uint32_t tiny = -(uint32_t)(size < 0x0400u), large = -(uint32_t)(size >= 0x7C00u); /* subnormal; infinite or NaN */
@@ -166,7 +170,7 @@ INLINE void run(const int grads, const int masters, const int rule, const int us
             float first = rule != SGD ? at.first[i] : 0.0f, second = rule <= ADAM_FUSED ? at.second[i] : 0.0f;
             value = updated(rule, usual, s, value, grad, &first, &second);
             if (rule != SGD)
-                to.first[i] = first;
+                to.first[i] = rule <= ADAM_FUSED ? first : one_nan(first);
             if (rule <= ADAM_FUSED)
                 to.second[i] = second;
             uint32_t bits = value == value ? bits_of(value) : 0x7FC00000u;
