@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ from onefold.train.run.fits import check_fits, on_host
 from onefold.train.run.folder import RunFolder, replace
 from onefold.train.run.lock import LAUNCHED, RunLock
 from onefold.train.run.metrics import Listener
+from onefold.train.run.pretrained import fine_tuned
 from onefold.train.run.records import read_facts, read_metrics, read_profile
+from onefold.train.run.run_model import Maker
 from onefold.train.run.same import check_resumable, check_same
 from onefold.train.run.saved import saved_steps
 from onefold.train.run.settings import Settings
@@ -56,7 +59,7 @@ NO_ADVICE = ("ConfigError", "CheckpointError", "CheckpointDamaged")  # errors th
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand(Settings):
-    """Train a GPT. Try: onefold train --steps 200"""
+    """Train a GPT, or fine-tune a model of Hugging Face. Try: onefold train --steps 200"""
 
     config: Path | None = None
     """A TOML file of settings, such as the config.toml of a run; flags override it."""
@@ -70,13 +73,16 @@ class TrainCommand(Settings):
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> TrainCommand:
         """The settings that flags override: those of --config, of the run that is resumed, or the defaults."""
-        path = _flag(arguments, "--config")
+        path, values = _flag(arguments, "--config"), dict[str, Any]()
         if path is None and {"--resume", "--resume-or-start"} & set(arguments):
             known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
             path = str(known) if os.path.lexists(known) else None
-        return (
-            cls() if path is None else with_values(cls(), _without_overridden(read_toml(Path(path)), arguments), path)
-        )
+        if path is not None:
+            values = _without_overridden(read_toml(Path(path)), arguments)
+        in_file = values.get("model")
+        weights = _flag(arguments, "--weights") or (in_file.get("weights") if isinstance(in_file, dict) else None)
+        usual = cls() if not isinstance(weights, str) else with_values(cls(), fine_tuned(Path(weights)), "--weights")
+        return usual if path is None else with_values(usual, values, path)
 
     def run(self) -> int:
         ranks = self.count()
@@ -118,6 +124,12 @@ class TrainCommand(Settings):
             check_disk(self.zero.offload_path, 0)
         if self.output.tensorboard:
             check_board()
+        start = self.model.start()
+        if start is not None and not start.built_in and find_spec("transformers") is None:
+            raise ConfigError(
+                f"--weights {start.folder} is a {start.kind!r}, which is trained by transformers: pip install "
+                f"'onefold[hf]'"
+            )
         return shape
 
     def _check_fits(self, shape: Shape, ranks: int, machine: Hardware) -> None:
@@ -250,7 +262,7 @@ class TrainCommand(Settings):
             check_folder(run)
         for run in settings.stages():
             line.say({"phase": PREPARING})
-            if not train(run, stop, self._listener(run)).finished:
+            if not train(run, stop, self._listener(run), _maker(run)).finished:
                 break
             gc.collect()  # a sharded model is a reference cycle
         line.say({"phase": FINISHED})
@@ -260,6 +272,16 @@ class TrainCommand(Settings):
             return Listener()
         screen = Listener() if self.json else Screen(run.steps.steps)
         return Board(run.output.out, screen) if self.output.tensorboard else screen
+
+
+def _maker(run: Settings) -> Maker | None:
+    """What makes a model of transformers, if the run trains one."""
+    start = run.model.start()
+    if start is None or start.built_in:
+        return None
+    from onefold.hf.run_model import make_model  # transformers takes seconds to load
+
+    return make_model
 
 
 def _flag(arguments: Sequence[str], name: str) -> str | None:

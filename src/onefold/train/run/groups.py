@@ -16,6 +16,7 @@ from onefold.errors import ConfigError
 from onefold.settings.offload import Offload
 from onefold.settings.precision import DTYPES
 from onefold.settings.zero import REDUCE, Zero
+from onefold.train.run.pretrained import Pretrained, open_pretrained
 
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
@@ -30,10 +31,14 @@ PROFILE_WARMUP = 2  # steps before them: the first learns the schedules, the sec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model: a GPT by name, or by shape."""
+    """The model: a GPT by name or by shape, or the weights of a Hugging Face folder."""
 
     model: str = "gpt-tiny"
     """A GPT by name: gpt-tiny, gpt-small, gpt2, gpt2-1.5b, 8b, 100b … The flags below change parts of it."""
+
+    weights: Path | None = None
+    """Fine-tune the model of this folder instead: config.json and .safetensors files of Hugging Face, or what `onefold
+    export` made of a run. With it --lr is 1e-4, --min-lr 1e-5 and --tokenizer the folder's, unless given."""
 
     layers: int | None = None
     """Number of transformer blocks."""
@@ -50,8 +55,35 @@ class ModelSettings:
     vocab: int | None = None
     """Vocabulary size; by default the tokenizer's."""
 
+    def start(self) -> Pretrained | None:
+        """What the folder of --weights holds."""
+        return None if self.weights is None else open_pretrained(self.weights)
+
+    @property
+    def length(self) -> int:
+        """Tokens per sequence."""
+        start = self.start()
+        return self.seq or named(self.model).seq if start is None else start.shape_of(self.seq).seq
+
+    def check(self) -> None:
+        """Raises for a model that is unknown, and for weights beside a shape."""
+        named(self.model)
+        for name in ("layers", "hidden", "heads", "vocab", "model") if self.weights is not None else ():
+            if getattr(self, name) != getattr(ModelSettings(), name):
+                raise ConfigError(
+                    f"--{name} {getattr(self, name)} is for a new model, and the model of --weights {self.weights} has "
+                    f"its shape; leave one of them out"
+                )
+
     def shape(self, vocab: int) -> Shape:
         """The shape of the model; `vocab` is the tokenizer's, which --vocab may exceed."""
+        if (start := self.start()) is not None:
+            if vocab > start.shape.vocab:
+                raise ConfigError(
+                    f"the tokens go up to {vocab - 1}, and the model in {self.weights} knows {start.shape.vocab}; give "
+                    f"the tokenizer it was trained with"
+                )
+            return start.shape_of(self.seq)
         given = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "seq")}
         if self.vocab is not None and self.vocab < vocab:
             raise ConfigError(
