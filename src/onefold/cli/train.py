@@ -117,7 +117,8 @@ class TrainCommand(Settings):
     def _check_data(self) -> Shape:
         """Raises, before ranks are started, for mistakes that every rank would find; returns the model's shape."""
         source = find_source(self.data, self.output.out)
-        vocab = (source.tokens.vocab or 1) if source.tokens else find_tokenizer(self.data.tokenizer).vocab
+        known = [file.vocab or 1 for file in source.tokens]
+        vocab = max(known) if known else find_tokenizer(self.data.tokenizer).vocab
         shape = self.model.shape(vocab)
         shape.check(self.zero.axes(self.count()).get("tp", 1), pp=1)
         if self.zero.offload_path is not None:

@@ -98,8 +98,8 @@ class DataSettings:
     """The text or tokens to train on."""
 
     data: Path | None = None
-    """A text file, a folder of text files, or a token file (.bin, .npy); by default the sources of Python's standard
-    library."""
+    """A text file, a folder of text files, a token file (.bin, .npy), or a folder of them; by default the sources of
+    Python's standard library."""
 
     tokenizer: str = BYTES
     """How text becomes tokens: "bytes", or the path of a Hugging Face tokenizers file (tokenizer.json)."""

@@ -163,7 +163,8 @@ def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
     for rank, theirs in enumerate(found):
         if theirs is not None and theirs != found[0]:
             raise MismatchError(f"rank {rank} found other data at --data than rank 0; give all nodes the same files")
-    return on_all(comm, lambda: load_data(settings.data, settings.model.length, found[0][0]), "the data"), prepared
+    seq, own = settings.model.length, settings.output.out
+    return on_all(comm, lambda: load_data(settings.data, seq, found[0][0], own), "the data"), prepared
 
 
 def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> None:
