@@ -35,12 +35,12 @@ from onefold.cost.shapes import Shape
 from onefold.errors import CheckpointError, ConfigError, OnefoldError
 from onefold.offload.files import check_folder as check_disk
 from onefold.planner.summary import run_summary
-from onefold.train.run.board import Board, check_board
 from onefold.train.run.clean import clean_up
 from onefold.train.run.data import prepare
 from onefold.train.run.fits import check_fits, on_host
 from onefold.train.run.folder import RunFolder, replace
 from onefold.train.run.lock import LAUNCHED, RunLock
+from onefold.train.run.logs import Logged, check_logs
 from onefold.train.run.metrics import Listener
 from onefold.train.run.pretrained import fine_tuned
 from onefold.train.run.records import read_facts, read_metrics, read_profile
@@ -87,6 +87,7 @@ class TrainCommand(Settings):
     def run(self) -> int:
         ranks = self.count()
         self.check(ranks)
+        self._check_packages()
         if self.checkpoints.elastic is not None and self.steps.global_batch is None:
             steps = dataclasses.replace(self.steps, global_batch=self.elastic_batch(), accumulation=None)
             return dataclasses.replace(self, steps=steps).run()  # the same batch at any number of ranks
@@ -123,15 +124,18 @@ class TrainCommand(Settings):
         shape.check(self.zero.axes(self.count()).get("tp", 1), pp=1)
         if self.zero.offload_path is not None:
             check_disk(self.zero.offload_path, 0)
-        if self.output.tensorboard:
-            check_board()
+        return shape
+
+    def _check_packages(self) -> None:
+        """Raises, before anything is started, for packages that the run needs and that are not installed."""
+        if int(os.environ.get("RANK", "0")) == 0:  # no other rank logs
+            check_logs(self.output.logs)
         start = self.model.start()
         if start is not None and not start.built_in and find_spec("transformers") is None:
             raise ConfigError(
                 f"--weights {start.folder} is a {start.kind!r}, which is trained by transformers: pip install "
                 f"'onefold[hf]'"
             )
-        return shape
 
     def _check_fits(self, shape: Shape, ranks: int, machine: Hardware) -> None:
         """Raises for a run that cannot fit; says on a terminal what is planned."""
@@ -272,7 +276,7 @@ class TrainCommand(Settings):
         if int(os.environ["RANK"]) != 0:
             return Listener()
         screen = Listener() if self.json else Screen(run.steps.steps)
-        return Board(run.output.out, screen) if self.output.tensorboard else screen
+        return Logged(run.output.out, self.output.logs, screen) if self.output.logs else screen
 
 
 def _maker(run: Settings) -> Maker | None:

@@ -387,14 +387,20 @@ class OutputSettings:
     compile: bool = False
     """Compile the blocks with torch.compile."""
 
-    tensorboard: bool = False
-    """Also write TensorBoard files into the run folder."""
+    log: str | None = None
+    """Log metrics elsewhere too: tensorboard (files in the run folder), wandb (Weights & Biases; offline, in the run
+    folder, unless you are logged in), or both: tensorboard,wandb."""
 
     profile: bool = False
     """Profile a few early steps: a Chrome trace of each rank, and a summary of where the time goes."""
 
     profile_steps: int | None = None
     """With --profile: how many steps, after two of warmup; by default 3."""
+
+    @property
+    def logs(self) -> list[str]:
+        """The programs of --log."""
+        return [] if self.log is None else list(dict.fromkeys(name.strip() for name in self.log.split(",")))
 
     @property
     def profiled(self) -> int:
