@@ -43,7 +43,7 @@ POINTS = {
     "inside joining": Point("onefold.comm.rendezvous:_store", 1, False),
     "before the data": Point("onefold.train.run.start:_data", 1, False),
     "loading data": Point("onefold.train.run.data:load_data", 1, False),
-    "building": Point("onefold.train.run.environment:build", 1, False),
+    "building": Point("onefold.train.run.run_model:build", 1, False),
     "sharding": Point("onefold.sharding:shard", 1, False),
     "agreeing": Point("onefold.comm.agreement:agree", 3, False),
     "optimizer": Point("onefold.optim.optimizer:Optimizer.__init__", 1, False),

@@ -35,7 +35,7 @@ def entry_of(settings: DataSettings) -> Path:
 
 
 def tokens(settings: DataSettings) -> bytes:
-    return bytes(load_data(settings, 4, prepare(settings).entry).tokens.tolist())
+    return bytes(load_data(settings, 4, prepare(settings).entry).tokens[:].tolist())
 
 
 def mode(path: Path) -> int:

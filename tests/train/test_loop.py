@@ -37,6 +37,14 @@ def test_losses_are_the_same_bits_at_every_stage(tmp_path, precision):
     assert curves[1:] == curves[:1] * 3
 
 
+@pytest.mark.soak  # the compiler takes half a minute
+def test_compiled_blocks_are_planned_uncompiled_and_train_to_the_same_losses(whole, tmp_path):
+    trained(2, tmp_path / "run", adam=LR, output={"compile": True}, timeout_s=600)
+    assert read_facts(tmp_path / "run")["plan"] == read_facts(whole)["plan"]
+    losses = [[row["loss"] for row in read_metrics(one)] for one in (tmp_path / "run", whole)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_row_has_all_figures_and_they_are_those_that_were_planned(whole):
     facts, rows = read_facts(whole), read_metrics(whole)
     row = rows[-1]

@@ -59,7 +59,7 @@ def test_every_version_of_numpys_format_is_read(tmp_path, version):
     with (tmp_path / "x.npy").open("wb") as file:
         numpy.lib.format.write_array(file, numpy.arange(40, dtype=numpy.uint16), version=version)
         file.write(b"what follows is not its own")
-    assert open_tokens(tmp_path / "x.npy").tokens().tolist() == list(range(40))
+    assert open_tokens(tmp_path / "x.npy").tokens()[:].tolist() == list(range(40))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from onefold.checkpoint.format.address import place
-from onefold.checkpoint.format.export import SHARD_BYTES
+from onefold.checkpoint.format.address import Address, place
+from onefold.checkpoint.format.export import SHARD_BYTES, Exported
 from onefold.checkpoint.format.folder import committed, read_manifest
 from onefold.checkpoint.format.manifest import Manifest, ParamRecord
 from onefold.checkpoint.format.opening import storage_of
@@ -29,6 +29,7 @@ from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.verify import Damage, verify
 from onefold.errors import CheckpointRemoved, visible
 from onefold.integrations.checkpoints.exporting import export
+from onefold.train.run.exporting import export_run
 from onefold.train.run.folder import RunFolder
 
 
@@ -52,7 +53,7 @@ class Export:
     """Print JSON."""
 
     def run(self) -> int:
-        done = export(checkpoints_in(place(self.folder)), self.out, self.dtype, self.shard_bytes, format=self.format)
+        done = self._export()
         if self.json:
             _write_json({**done._asdict(), "folder": str(done.folder)})
         else:
@@ -60,6 +61,15 @@ class Export:
             said += f" in {_many(len(done.files), 'file')}"
             sys.stdout.write(f"{said} → {visible(done.folder)}\n")
         return 0
+
+    def _export(self) -> Exported:
+        """The run of `onefold train` for from_pretrained; any other checkpoint under the names that it has."""
+        folder = place(self.folder)
+        run = RunFolder(folder)
+        is_local = not isinstance(folder, Address) and run.facts.is_file() and run.checkpoints.is_dir()
+        if self.format == "huggingface" and is_local:
+            return export_run(folder, self.out, self.dtype, self.shard_bytes)
+        return export(checkpoints_in(folder), self.out, self.dtype, self.shard_bytes, format=self.format)
 
 
 @dataclass(frozen=True)

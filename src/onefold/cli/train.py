@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,16 @@ from onefold.cost.shapes import Shape
 from onefold.errors import CheckpointError, ConfigError, OnefoldError
 from onefold.offload.files import check_folder as check_disk
 from onefold.planner.summary import run_summary
-from onefold.train.run.board import Board, check_board
 from onefold.train.run.clean import clean_up
 from onefold.train.run.data import prepare
 from onefold.train.run.fits import check_fits, on_host
 from onefold.train.run.folder import RunFolder, replace
 from onefold.train.run.lock import LAUNCHED, RunLock
+from onefold.train.run.logs import Logged, check_logs
 from onefold.train.run.metrics import Listener
+from onefold.train.run.pretrained import fine_tuned
 from onefold.train.run.records import read_facts, read_metrics, read_profile
+from onefold.train.run.run_model import Maker
 from onefold.train.run.same import check_resumable, check_same
 from onefold.train.run.saved import saved_steps
 from onefold.train.run.settings import Settings
@@ -56,7 +59,7 @@ NO_ADVICE = ("ConfigError", "CheckpointError", "CheckpointDamaged")  # errors th
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCommand(Settings):
-    """Train a GPT. Try: onefold train --steps 200"""
+    """Train a GPT, or fine-tune a model of Hugging Face. Try: onefold train --steps 200"""
 
     config: Path | None = None
     """A TOML file of settings, such as the config.toml of a run; flags override it."""
@@ -70,17 +73,21 @@ class TrainCommand(Settings):
     @classmethod
     def defaults(cls, arguments: Sequence[str]) -> TrainCommand:
         """The settings that flags override: those of --config, of the run that is resumed, or the defaults."""
-        path = _flag(arguments, "--config")
+        path, values = _flag(arguments, "--config"), dict[str, Any]()
         if path is None and {"--resume", "--resume-or-start"} & set(arguments):
             known = RunFolder(Path(_flag(arguments, "--out") or cls().output.out)).config
             path = str(known) if os.path.lexists(known) else None
-        return (
-            cls() if path is None else with_values(cls(), _without_overridden(read_toml(Path(path)), arguments), path)
-        )
+        if path is not None:
+            values = _without_overridden(read_toml(Path(path)), arguments)
+        in_file = values.get("model")
+        weights = _flag(arguments, "--weights") or (in_file.get("weights") if isinstance(in_file, dict) else None)
+        usual = cls() if not isinstance(weights, str) else with_values(cls(), fine_tuned(Path(weights)), "--weights")
+        return usual if path is None else with_values(usual, values, path)
 
     def run(self) -> int:
         ranks = self.count()
         self.check(ranks)
+        self._check_packages()
         if self.checkpoints.elastic is not None and self.steps.global_batch is None:
             steps = dataclasses.replace(self.steps, global_batch=self.elastic_batch(), accumulation=None)
             return dataclasses.replace(self, steps=steps).run()  # the same batch at any number of ranks
@@ -111,14 +118,24 @@ class TrainCommand(Settings):
     def _check_data(self) -> Shape:
         """Raises, before ranks are started, for mistakes that every rank would find; returns the model's shape."""
         source = find_source(self.data, self.output.out)
-        vocab = (source.tokens.vocab or 1) if source.tokens else find_tokenizer(self.data.tokenizer).vocab
+        known = [file.vocab or 1 for file in source.tokens]
+        vocab = max(known) if known else find_tokenizer(self.data.tokenizer).vocab
         shape = self.model.shape(vocab)
         shape.check(self.zero.axes(self.count()).get("tp", 1), pp=1)
         if self.zero.offload_path is not None:
             check_disk(self.zero.offload_path, 0)
-        if self.output.tensorboard:
-            check_board()
         return shape
+
+    def _check_packages(self) -> None:
+        """Raises, before anything is started, for packages that the run needs and that are not installed."""
+        if int(os.environ.get("RANK", "0")) == 0:  # no other rank logs
+            check_logs(self.output.logs)
+        start = self.model.start()
+        if start is not None and not start.built_in and find_spec("transformers") is None:
+            raise ConfigError(
+                f"--weights {start.folder} is a {start.kind!r}, which is trained by transformers: pip install "
+                f"'onefold[hf]'"
+            )
 
     def _check_fits(self, shape: Shape, ranks: int, machine: Hardware) -> None:
         """Raises for a run that cannot fit; says on a terminal what is planned."""
@@ -250,7 +267,7 @@ class TrainCommand(Settings):
             check_folder(run)
         for run in settings.stages():
             line.say({"phase": PREPARING})
-            if not train(run, stop, self._listener(run)).finished:
+            if not train(run, stop, self._listener(run), _maker(run)).finished:
                 break
             gc.collect()  # a sharded model is a reference cycle
         line.say({"phase": FINISHED})
@@ -259,7 +276,17 @@ class TrainCommand(Settings):
         if int(os.environ["RANK"]) != 0:
             return Listener()
         screen = Listener() if self.json else Screen(run.steps.steps)
-        return Board(run.output.out, screen) if self.output.tensorboard else screen
+        return Logged(run.output.out, self.output.logs, screen) if self.output.logs else screen
+
+
+def _maker(run: Settings) -> Maker | None:
+    """What makes a model of transformers, if the run trains one."""
+    start = run.model.start()
+    if start is None or start.built_in:
+        return None
+    from onefold.hf.run_model import make_model  # transformers takes seconds to load
+
+    return make_model
 
 
 def _flag(arguments: Sequence[str], name: str) -> str | None:

@@ -31,6 +31,7 @@ class Shape:
     heads: int
     seq: int = 1024
     vocab: int = VOCAB
+    positions: int | None = None  # rows of the position embedding; None: as many as seq
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "vocab"):
@@ -38,6 +39,8 @@ class Shape:
             most = MOST_LAYERS if name == "layers" else MOST
             if type(value) is not int or not 1 <= value <= most:
                 raise ConfigError(f"{name}={value!r} is not a positive whole number up to {most:,}")
+        if self.positions is not None and (type(self.positions) is not int or not self.seq <= self.positions <= MOST):
+            raise ConfigError(f"seq={self.seq} is longer than the {self.positions!r} positions that the model has")
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -87,12 +90,12 @@ class Shape:
     def parts(self, tp: int = 1, pp: int = 1) -> Iterator[Part]:
         """The parameters on one rank of the fullest pipeline stage: the first, with the embeddings.
 
-        The position embedding is as long as `seq`.
+        The position embedding has as many rows as the model has positions.
         """
         self.check(tp, pp)
         h = self.hidden
         yield Part("wte.weight", -(-self.vocab // tp) * h)
-        yield Part("wpe.weight", self.seq * h)
+        yield Part("wpe.weight", (self.positions or self.seq) * h)
         for layer in range(-(-self.layers // pp)):
             at = f"blocks.{layer}"
             for name, numel in (

@@ -7,7 +7,7 @@ strides that safetensors lacks). Like a checkpoint, the folder gets its name whe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,10 +40,24 @@ class Exported(NamedTuple):
     bytes: int  # of all tensors
 
 
+class Form(NamedTuple):
+    """How a tensor is written for another program."""
+
+    name: str
+    make: Callable[[Tensor], Tensor]  # its values there, from those here
+
+
 def export(
-    folder: str | Path, out: str | Path, dtype: str | torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    folder: str | Path,
+    out: str | Path,
+    dtype: str | torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    forms: Mapping[str, Form] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Exported:
-    """Writes the weights of the newest checkpoint in `folder`, or of one `step-…`, to the new folder `out`."""
+    """Writes the weights of the newest checkpoint in `folder`, or of one `step-…`, to the new folder `out`. Tensors
+    that `forms` names have another name and form there; `files` are written beside them, by name."""
     source, storage, target = place(folder), Storage(), local(out, "an export")
     wanted = _dtype(dtype)
     if shard_bytes <= 0:
@@ -52,18 +66,23 @@ def export(
         raise CheckpointError(f"{target} exists; name a folder that does not, so that nothing is overwritten")
     found = storage_of(source)
     return with_newest(
-        found, source, lambda path: _export(storage, Checkpoint(found, path), target, wanted, shard_bytes)
+        found,
+        source,
+        lambda path: _export(storage, Checkpoint(found, path), target, wanted, shard_bytes, forms or {}, files or {}),
     )
 
 
 def _export(
-    storage: Storage, checkpoint: Checkpoint, target: Path, wanted: torch.dtype | None, shard_bytes: int
-) -> Exported:
+    storage: Storage, checkpoint: Checkpoint, target: Path, wanted: torch.dtype | None, shard_bytes: int,
+    forms: Mapping[str, Form], files: Mapping[str, bytes],
+) -> Exported:  # fmt: skip
     records = [record for record in checkpoint.manifest.records if record.kind != "extra"]
-    shards = _shards([(record, _block(record, wanted)) for record in records], shard_bytes)
+    shards = _shards([(record, _block(record, wanted, forms.get(record.name))) for record in records], shard_bytes)
     with drafted(storage, target) as draft:
         storage.make_folder(draft)
-        names = _write(storage, draft, checkpoint, shards)
+        for name, content in files.items():
+            _write_file(storage, draft / name, content)
+        names = _write(storage, draft, checkpoint, shards, forms)
     return Exported(target, checkpoint.manifest.step, names, len(records), _bytes(shards))
 
 
@@ -77,10 +96,13 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return known
 
 
-def _block(record: ParamRecord, wanted: torch.dtype | None) -> Block:
+def _block(record: ParamRecord, wanted: torch.dtype | None, form: Form | None) -> Block:
     own = record.dtype()
     parameter = record.kind in ("trained", "frozen") and own.is_floating_point and own.itemsize > 1
-    return Block(record.name, wanted if wanted and parameter else own, record.shape)
+    dtype = wanted if wanted and parameter else own
+    if form is None:
+        return Block(record.name, dtype, record.shape)
+    return Block(form.name, dtype, tuple(form.make(torch.empty(record.shape, dtype=dtype, device="meta")).shape))
 
 
 def _shards(tensors: Sequence[tuple[ParamRecord, Block]], shard_bytes: int) -> list[Shard]:
@@ -105,9 +127,9 @@ def _names(count: int) -> tuple[str, ...]:
     return tuple(f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1))
 
 
-def _chunks(checkpoint: Checkpoint, shard: Shard) -> Iterator[Tensor]:
+def _chunks(checkpoint: Checkpoint, shard: Shard, forms: Mapping[str, Form]) -> Iterator[Tensor]:
     for record, block in shard:
-        for values in _values(checkpoint, record):
+        for values in _values(checkpoint, record, forms.get(record.name)):
             narrow = values.to(block.dtype)
             if narrow.dtype != values.dtype and bool((narrow.isinf() & values.isfinite()).any()):
                 raise CheckpointError(
@@ -116,22 +138,25 @@ def _chunks(checkpoint: Checkpoint, shard: Shard) -> Iterator[Tensor]:
             yield narrow
 
 
-def _values(checkpoint: Checkpoint, record: ParamRecord) -> Iterator[Tensor]:
-    """The elements of a parameter in row-major order, chunk by chunk, whatever its strides were."""
+def _values(checkpoint: Checkpoint, record: ParamRecord, form: Form | None) -> Iterator[Tensor]:
+    """The elements of a parameter in row-major order, chunk by chunk, whatever its strides were; in another form, all
+    at once."""
     rows = contiguous_order(record.shape)
-    alike = record.order.same(rows)
+    alike = record.order.same(rows) and form is None
     step = CHUNK_BYTES // record.dtype().itemsize if alike else max(record.numel, 1)
     scratch = torch.empty(min(step, record.numel), dtype=record.dtype())
     for start in range(0, record.numel, step):
         span = Span(start, min(start + step, record.numel))
         read_in_order(checkpoint, record.name, rows, span, scratch[: span.numel])
-        yield scratch[: span.numel]
+        yield scratch[: span.numel] if form is None else form.make(scratch.view(record.shape)).flatten()
 
 
-def _write(storage: Storage, draft: Path, checkpoint: Checkpoint, shards: Sequence[Shard]) -> tuple[str, ...]:
+def _write(
+    storage: Storage, draft: Path, checkpoint: Checkpoint, shards: Sequence[Shard], forms: Mapping[str, Form]
+) -> tuple[str, ...]:
     names = _names(len(shards))
     for name, shard in zip(names, shards, strict=True):
-        write_tensors(storage, draft / name, [block for _, block in shard], _chunks(checkpoint, shard))
+        write_tensors(storage, draft / name, [block for _, block in shard], _chunks(checkpoint, shard, forms))
     if len(shards) > 1:
         _write_index(storage, draft, names, shards)
     storage.sync_folder(draft)
@@ -143,8 +168,12 @@ def _bytes(shards: Sequence[Shard]) -> int:
 
 
 def _write_index(storage: Storage, draft: Path, names: Sequence[str], shards: Sequence[Shard]) -> None:
-    homes = {record.name: name for name, shard in zip(names, shards, strict=True) for record, _ in shard}
+    homes = {block.key: name for name, shard in zip(names, shards, strict=True) for _, block in shard}
     text = json.dumps({"metadata": {"total_size": _bytes(shards)}, "weight_map": homes}, indent=2) + "\n"
-    with storage.create(draft / "model.safetensors.index.json") as out:
-        out.write(memoryview(text.encode()))
+    _write_file(storage, draft / "model.safetensors.index.json", text.encode())
+
+
+def _write_file(storage: Storage, path: Path, content: bytes) -> None:
+    with storage.create(path) as out:
+        out.write(memoryview(content))
         out.finish()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import mmap
 import os
 import re
 import secrets
@@ -20,11 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from onefold.errors import ConfigError, OnefoldError
 from onefold.files.trust import Untrusted, private_folder, why_untrusted
+from onefold.offload.host_memory import bytes_of
 from onefold.optim.kernels.cache import cache_folder
+from onefold.train.run.stored import OpenFile, Stretch, Tokens
 
 HEADER_BYTES = 128  # a multiple of every token's size
 HEADER = re.compile(rb"onefold cache 1 ([0-9a-f]{64})\n *\n")
@@ -37,7 +37,18 @@ class Entry(NamedTuple):
     """A whole entry of the cache."""
 
     sha256: str  # of the body
-    body: Tensor  # bytes, mapped
+    file: OpenFile
+    size: int  # bytes of the body, which begins behind the header
+
+    def text(self) -> str:
+        """All of a small one."""
+        body = torch.empty(self.size, dtype=torch.uint8)
+        self.file.read(HEADER_BYTES, body)
+        return bytes(bytes_of(body)).decode()
+
+    def tokens(self, dtype: torch.dtype) -> Tokens:
+        stretch = Stretch(self.file.path, dtype, HEADER_BYTES, self.size // dtype.itemsize)
+        return Tokens([stretch], self.file)
 
 
 class Cache:
@@ -71,7 +82,7 @@ class Cache:
             sha256 = known[1].decode()
             if verify and _sha256_of_rest(opened) != sha256:
                 return None
-            return Entry(sha256, _mapped(opened, status.st_size)[HEADER_BYTES:])
+            return Entry(sha256, OpenFile(self.folder / name, opened), status.st_size - HEADER_BYTES)
         finally:
             os.close(opened)
 
@@ -155,10 +166,6 @@ def _sha256_of_rest(opened: int) -> str:
     while piece := os.read(opened, PIECE_BYTES):
         sha256.update(piece)
     return sha256.hexdigest()
-
-
-def _mapped(opened: int, size: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(opened, size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def default_cache() -> Path:

@@ -1,7 +1,7 @@
-"""What is trained on: text files or token files, as one mapped vector of tokens, and the windows cut from it.
+"""What is trained on: text files or token files, as one vector of tokens on disk, and the windows cut from it.
 
 Text is tokenised once and kept in a cache, under a name made from its content; the first process of a node writes it,
-the others wait for it.
+the others wait for it. Tokens are read window by window, so memory does not depend on how many there are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from onefold.train.run.digest import Digests, hash_files, read_pieces
 from onefold.train.run.groups import DataSettings
 from onefold.train.run.sampling import Windows
 from onefold.train.run.source import STANDARD_LIBRARY, Source, find_source
+from onefold.train.run.stored import Tokens
 from onefold.train.run.tokenizer import Tokenizer, find_tokenizer
-from onefold.train.run.tokens import SUFFIXES, check_range, largest, open_tokens, pieces
+from onefold.train.run.tokens import PIECE, check_range, vocab_of
 
 BETWEEN = b"\n\0\n"  # separator between files
 BASELINE_VOCAB = 4096  # beyond it a table of pairs is too large
@@ -33,7 +34,7 @@ class Prepared(NamedTuple):
     """Data that were read once, and tokenised if they are text."""
 
     digests: Digests
-    entry: str | None  # the name of the tokens in the cache; None for token files, which are mapped where they are
+    entry: str | None  # the name of the tokens in the cache; None for token files, which are read where they are
     left_out: str
 
 
@@ -43,14 +44,14 @@ class Data(NamedTuple):
     source: str
     tokenizer: str
     vocab: int
-    tokens: Tensor
+    tokens: Tokens
     windows: Windows
 
     def batch(self, chosen: Iterable[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets of these windows."""
         size = self.windows.seq + 1
         rows = [self.tokens[start : start + size] for start in map(self.windows.start, chosen)]
-        both = torch.stack([row.to(torch.int64) for row in rows])
+        both = torch.stack(rows)
         return both[:, :-1], both[:, 1:]
 
 
@@ -60,8 +61,9 @@ def prepare(settings: DataSettings, own: Path | None = None) -> Prepared:
     `own` is the run's folder, which is left out of the data.
     """
     source = find_source(settings, own)
-    if source.tokens is not None:
-        check_range(source.tokens)
+    if source.tokens:
+        for file in source.tokens:
+            check_range(file)
         return Prepared(Digests(hash_files(source, settings.cache), "", ""), None, source.left_out)
     tokenizer, cache = find_tokenizer(settings.tokenizer), Cache(settings.cache)
     digests = Digests(hash_files(source, settings.cache), tokenizer.digest, "")
@@ -83,26 +85,25 @@ def _tokenised(source: Source, digests: Digests, tokenizer: Tokenizer) -> Iterat
                 yield bytes_of(tokens)
 
 
-def load_data(settings: DataSettings, seq: int, entry: str | None) -> Data:
-    """What `prepare` has made, mapped."""
+def load_data(settings: DataSettings, seq: int, entry: str | None, own: Path | None = None) -> Data:
+    """What `prepare` has made."""
     path = settings.data
     name = STANDARD_LIBRARY if path is None else str(path)
     if entry is None:
-        if path is None or path.suffix not in SUFFIXES:
+        files = find_source(settings, own).tokens
+        if not files:
             raise ConfigError(f"--data {name} is no token file any more; start again when nobody writes to it")
-        file = open_tokens(path)
-        tokens = file.tokens()
-        return _data(settings, seq, name, "tokens", file.vocab or largest(tokens) + 1, tokens)
+        return _data(settings, seq, name, "tokens", vocab_of(files), Tokens([file.stretch() for file in files]))
     tokenizer, cache = find_tokenizer(settings.tokenizer), Cache(settings.cache)
     found = cache.find(entry, verify=False)  # already verified by the node's first process
     if found is None:
         raise OnefoldError(f"{cache.folder / entry} is not there any more; who empties the cache? start again")
-    if not len(found.body):
+    if not found.size:
         raise ConfigError(f"--data {name} is empty")
-    return _data(settings, seq, name, tokenizer.name, tokenizer.vocab, found.body.view(tokenizer.dtype))
+    return _data(settings, seq, name, tokenizer.name, tokenizer.vocab, found.tokens(tokenizer.dtype))
 
 
-def _data(settings: DataSettings, seq: int, source: str, tokenizer: str, vocab: int, tokens: Tensor) -> Data:
+def _data(settings: DataSettings, seq: int, source: str, tokenizer: str, vocab: int, tokens: Tokens) -> Data:
     windows = Windows.of(tokens=len(tokens), seq=seq, val_fraction=settings.val_fraction)
     return Data(source, tokenizer, vocab, tokens, windows)
 
@@ -121,7 +122,8 @@ def bigram_loss(data: Data, evaluated: Iterable[int]) -> float | None:
     for first in range(0, windows.train, run):
         start = windows.start(windows.train_window(first))
         stop = start + size * min(run, windows.train - first)
-        for piece in pieces(data.tokens[start:stop]):
+        for at in range(start, stop, PIECE):
+            piece = data.tokens[at : min(at + PIECE, stop)]
             pairs += torch.bincount(piece[:-1] * vocab + piece[1:], minlength=vocab * vocab)
     table = pairs.view(vocab, vocab)
     single = (table.sum(0) + 1) / (table.sum() + vocab)

@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from onefold.errors import ConfigError, OnefoldError
 from onefold.files.limited import read_json
-from onefold.offload.host_memory import bytes_of
 from onefold.train.run.cache import Cache
 from onefold.train.run.source import Source, unreadable
 
@@ -87,7 +86,7 @@ def _cached_hashes(cache: Cache, statuses: Statuses) -> list[str]:
     began_ns = time.time_ns()
     name = _sha256("\n".join(f"{path.absolute()} {_mark(status)}" for path, status in statuses.items())) + ".sha256"
     if (found := cache.find(name)) is not None:
-        return bytes(bytes_of(found.body)).decode().split()
+        return found.text().split()
     hashes = _hash_all(statuses)
     if all(max(status.st_mtime_ns, status.st_ctime_ns) < began_ns - SETTLED_NS for status in statuses.values()):
         with suppress(OnefoldError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import platform
 import time
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.comm.mesh import Mesh
 from onefold.cost.shapes import Shape
 from onefold.errors import OnefoldError
 from onefold.observe.rehearsal import rehearse
@@ -20,30 +20,25 @@ from onefold.optim.named import choose
 from onefold.runtime.engine import Engine, engine_of
 from onefold.train.run.data import Data, Prepared, bigram_loss
 from onefold.train.run.model import GPT
+from onefold.train.run.run_model import RunModel
 from onefold.train.run.settings import Settings
 from onefold.version import VERSION
 
 PLANNED = 3 * 10**9  # parameters: beyond it the rehearsal takes longer than it is worth here; see `onefold plan`
 
 
-def build(shape: Shape, mesh: Mesh | None = None) -> GPT:
-    """On the meta device. `mesh` is one that cuts sequences."""
-    with torch.device("meta"):
-        return GPT(shape, mesh)
-
-
 def facts_of(
-    settings: Settings, model: nn.Module, shape: Shape, data: Data, prepared: Prepared, *, earlier: dict[str, Any],
-    step: int,
-) -> dict[str, Any]:  # fmt: skip
+    settings: Settings, made: RunModel, data: Data, prepared: Prepared, *, earlier: dict[str, Any], step: int
+) -> dict[str, Any]:
     """`earlier` are those of the same run before it was interrupted, at `step`: what takes long is not done again."""
+    model, shape = made.module, made.shape
     engine = engine_of(model)
     batch, accumulation = settings.steps.split(engine.everyone.size // engine.comms.sequence.size)
     cuda = engine.device.type == "cuda"
     rows = placement(model)
     digests = _digests(prepared, earlier.get("data") or {}, step)
     facts = {
-        "model": {"name": settings.model.model, **dataclasses.asdict(shape), "parameters": shape.numel},
+        "model": _model(settings, model, shape),
         "ranks": engine.comms.world.size,
         "stage": engine.resolved.settings.stage,
         "stage_why": rows.why,
@@ -74,9 +69,18 @@ def facts_of(
     evaluated = data.windows.evaluated(settings.steps.eval_windows)
     return {
         **facts,
-        "plan": planned(engine, settings, shape, accumulation),
+        "plan": planned(engine, settings, made, accumulation),
         "baseline": earlier["baseline"] if known else {"bigram_val_loss": bigram_loss(data, evaluated)},
     }
+
+
+def _model(settings: Settings, model: nn.Module, shape: Shape) -> dict[str, Any]:
+    """The model by name, class and shape."""
+    start = settings.model.weights
+    name = settings.model.model if start is None else start.absolute().name
+    numel = shape.numel if start is None else sum(param.numel() for param in model.parameters())
+    made = {"name": name, **dataclasses.asdict(shape), "parameters": numel, "class": type(model).__name__}
+    return made if start is None else {**made, "weights": str(start.absolute())}
 
 
 def _digests(prepared: Prepared, earlier: dict[str, Any], step: int) -> dict[str, Any]:
@@ -101,22 +105,29 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def planned(engine: Engine, settings: Settings, shape: Shape, accumulation: int) -> dict[str, Any] | None:
-    """Bytes at the fullest instant and bytes sent, rehearsed on tensors without memory; None if it is too large."""
+def planned(engine: Engine, settings: Settings, made: RunModel, accumulation: int) -> dict[str, Any] | None:
+    """Bytes at the fullest instant and bytes sent, rehearsed on tensors without memory; None if it is too large, or a
+    model of others that cannot be rehearsed."""
+    shape = made.shape
     cut = engine.comms.tp.size > 1 or engine.comms.sequence.size > 1
     if shape.numel > PLANNED or cut:  # a split model is planned by its shape: see `onefold plan`
         return None
     tokens = torch.zeros(settings.steps.micro_batch, shape.seq, dtype=torch.long)
     plays = "nccl" if engine.device.type == "cuda" else "gloo"
-    zero = dataclasses.replace(engine.resolved.settings, mesh=None, init=None)
+    zero = dataclasses.replace(engine.resolved.settings, mesh=None, init=None, compile=False)
     chosen = choose(settings.adam.optimizer, state=settings.adam.optimizer_state)
+    refusals = OnefoldError if isinstance(made.module, GPT) else Exception
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True  # a model of others that cannot be rehearsed is no error of the run
     try:
         found = rehearse(
-            build(shape), (tokens, tokens), zero, chosen.cost, ranks=engine.comm.size,
+            made.twin(), made.sample(tokens), zero, chosen.cost, ranks=engine.comm.size,
             rank=engine.comm.rank, plays=plays, micro_batches=accumulation, optimizer=chosen.make_whole,
         )  # fmt: skip
-    except OnefoldError:
+    except refusals:
         return None
+    finally:
+        log.disabled = before
     sent: dict[str, int] = {}
     for (purpose, _), flow in found.sent.items():
         sent[purpose] = sent.get(purpose, 0) + flow.sent_bytes

@@ -3,7 +3,7 @@
     config.toml     the settings as they were given, but for out and ranks: `onefold train --config run/config.toml
                     --out other --ranks N` repeats the run
     facts.json      what was decided and planned, and where it ran; written once, before the first step
-        model       {name, layers, hidden, heads, seq, vocab, parameters}
+        model       {name, layers, hidden, heads, seq, vocab, positions, parameters, class}; weights, with --weights
         ranks, stage, stage_why, precision, device ("cpu" or the GPU's name)
         global_batch, micro_batch, accumulation, tokens_per_step, eval_windows, seed
         environment {onefold, torch, python, platform, cores, gpu, date}
@@ -21,6 +21,7 @@
     samples.jsonl   {step, prompt, text}: what `onefold report --sample` let the model write
     warnings.jsonl  {step, rank, kind, message}
     checkpoints/    step-…, as onefold.save makes them
+    pretrained/     with --weights: config.json and tokenizer of that folder, for `onefold export`
     profile/        with --profile: rank….json.gz, Chrome traces, and where a step went: summary.txt, summary.json
         [{rank, ranks, device, steps: [{wall_ns, parts_ns {part: ns}, exposed_ns {unit: {what: ns}}, beside_ns,
           gathered_bytes, reduced_bytes}, …]}, …], one for each rank
@@ -86,6 +87,10 @@ class RunFolder(NamedTuple):
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def pretrained(self) -> Path:
+        return self.path / "pretrained"
 
     @property
     def profile(self) -> Path:

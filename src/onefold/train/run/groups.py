@@ -16,6 +16,7 @@ from onefold.errors import ConfigError
 from onefold.settings.offload import Offload
 from onefold.settings.precision import DTYPES
 from onefold.settings.zero import REDUCE, Zero
+from onefold.train.run.pretrained import Pretrained, open_pretrained
 
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
@@ -30,10 +31,14 @@ PROFILE_WARMUP = 2  # steps before them: the first learns the schedules, the sec
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model: a GPT by name, or by shape."""
+    """The model: a GPT by name or by shape, or the weights of a Hugging Face folder."""
 
     model: str = "gpt-tiny"
     """A GPT by name: gpt-tiny, gpt-small, gpt2, gpt2-1.5b, 8b, 100b … The flags below change parts of it."""
+
+    weights: Path | None = None
+    """Fine-tune the model of this folder instead: config.json and .safetensors files of Hugging Face, or what `onefold
+    export` made of a run. With it --lr is 1e-4, --min-lr 1e-5 and --tokenizer the folder's, unless given."""
 
     layers: int | None = None
     """Number of transformer blocks."""
@@ -50,8 +55,35 @@ class ModelSettings:
     vocab: int | None = None
     """Vocabulary size; by default the tokenizer's."""
 
+    def start(self) -> Pretrained | None:
+        """What the folder of --weights holds."""
+        return None if self.weights is None else open_pretrained(self.weights)
+
+    @property
+    def length(self) -> int:
+        """Tokens per sequence."""
+        start = self.start()
+        return self.seq or named(self.model).seq if start is None else start.shape_of(self.seq).seq
+
+    def check(self) -> None:
+        """Raises for a model that is unknown, and for weights beside a shape."""
+        named(self.model)
+        for name in ("layers", "hidden", "heads", "vocab", "model") if self.weights is not None else ():
+            if getattr(self, name) != getattr(ModelSettings(), name):
+                raise ConfigError(
+                    f"--{name} {getattr(self, name)} is for a new model, and the model of --weights {self.weights} has "
+                    f"its shape; leave one of them out"
+                )
+
     def shape(self, vocab: int) -> Shape:
         """The shape of the model; `vocab` is the tokenizer's, which --vocab may exceed."""
+        if (start := self.start()) is not None:
+            if vocab > start.shape.vocab:
+                raise ConfigError(
+                    f"the tokens go up to {vocab - 1}, and the model in {self.weights} knows {start.shape.vocab}; give "
+                    f"the tokenizer it was trained with"
+                )
+            return start.shape_of(self.seq)
         given = {name: getattr(self, name) for name in ("layers", "hidden", "heads", "seq")}
         if self.vocab is not None and self.vocab < vocab:
             raise ConfigError(
@@ -66,8 +98,8 @@ class DataSettings:
     """The text or tokens to train on."""
 
     data: Path | None = None
-    """A text file, a folder of text files, or a token file (.bin, .npy); by default the sources of Python's standard
-    library."""
+    """A text file, a folder of text files, a token file (.bin, .npy), or a folder of them; by default the sources of
+    Python's standard library."""
 
     tokenizer: str = BYTES
     """How text becomes tokens: "bytes", or the path of a Hugging Face tokenizers file (tokenizer.json)."""
@@ -355,14 +387,20 @@ class OutputSettings:
     compile: bool = False
     """Compile the blocks with torch.compile."""
 
-    tensorboard: bool = False
-    """Also write TensorBoard files into the run folder."""
+    log: str | None = None
+    """Log metrics elsewhere too: tensorboard (files in the run folder), wandb (Weights & Biases; offline, in the run
+    folder, unless you are logged in), or both: tensorboard,wandb."""
 
     profile: bool = False
     """Profile a few early steps: a Chrome trace of each rank, and a summary of where the time goes."""
 
     profile_steps: int | None = None
     """With --profile: how many steps, after two of warmup; by default 3."""
+
+    @property
+    def logs(self) -> list[str]:
+        """The programs of --log."""
+        return [] if self.log is None else list(dict.fromkeys(name.strip() for name in self.log.split(",")))
 
     @property
     def profiled(self) -> int:

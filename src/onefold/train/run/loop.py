@@ -15,14 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onefold.checkpoint.memory.resilient import Resilient
 from onefold.checkpoint.protocol.background import finish_saves
 from onefold.checkpoint.protocol.save import save
 from onefold.comm.communicator import Comm, Comms
 from onefold.comm.meter import Label
-from onefold.cost.shapes import Shape
 from onefold.errors import PrecisionError
 from onefold.observe.reports import memory, track_memory
 from onefold.optim.optimizer import Optimizer
@@ -55,6 +54,7 @@ from onefold.train.run.pace import Pace, Stragglers, compute
 from onefold.train.run.probe import UpdateProbe
 from onefold.train.run.profiled import RunProfile
 from onefold.train.run.rank_warnings import RankWarnings
+from onefold.train.run.run_model import RunModel
 from onefold.train.run.sampling import share
 from onefold.train.run.saved import checkpoints_of, saved_steps
 from onefold.train.run.schedule import learning_rate
@@ -97,15 +97,15 @@ class Loop:
     def __init__(
         self,
         settings: Settings,
-        model: nn.Module,
+        made: RunModel,
         optimizer: Optimizer,
-        shape: Shape,
         data: Data,
         comm: Comm,
         copies: Resilient | None = None,
     ) -> None:
-        self.settings, self.model, self.optimizer, self.data, self.comm = settings, model, optimizer, data, comm
-        self.engine, self.shape = engine_of(model), shape
+        self.settings, self.optimizer, self.data, self.comm = settings, optimizer, data, comm
+        self.made, self.model, self.shape = made, made.module, made.shape
+        self.engine = engine_of(self.model)
         self._readers = Readers.of(self.engine.comms)
         self.batch, self.accumulation = settings.steps.split(self._readers.size)
         self.run_folder = RunFolder(settings.output.out)
@@ -114,12 +114,12 @@ class Loop:
         self._peak: dict[str, int] | None = None
         self._latency_s = latency(comm)
         self._probe = UpdateProbe(self.engine)
-        self._flops = flops_per_token(shape)
+        self._flops = flops_per_token(self.shape)
         self._peak_flops = peak_flops(self.engine.device, self.engine.resolved.precision.narrow)
         self._evaluated = data.windows.evaluated(settings.steps.eval_windows)
         self._doing, self._done = "the first step", 0
         self._spent_s, self._timed = 0.0, 0
-        self._profile = RunProfile(settings, model, comm)
+        self._profile = RunProfile(settings, self.model, comm)
         self._copies = copies  # of the state, in memory
         self._lr_ratios = lr_ratios(settings, optimizer)
         self._pace, self._stragglers = Pace(self.engine, comm), Stragglers()
@@ -220,7 +220,7 @@ class Loop:
         self._doing, losses = "forward and backward", []
         for micro, (inputs, targets) in enumerate(batches, start=1):
             with nullcontext() if micro == len(batches) else accumulate(self.model, self.settings.zero.reduce):
-                loss = self.model(inputs, targets)
+                loss = self.made.loss(self.model, inputs, targets)
                 self.optimizer.backward(loss / len(batches))
             losses.append(loss.detach())
         return losses
@@ -326,7 +326,7 @@ class Loop:
             mine = self._evaluated[first + readers.rank * size :][:size]
             mine = mine if first + readers.rank * size < count else []
             inputs, targets = self._to_device(mine or self._evaluated[:1])
-            total += float(self.model(inputs, targets)) * len(mine)
+            total += float(self.made.loss(self.model, inputs, targets)) * len(mine)
         return self._summed(total) / (self.comm.size // readers.size) / count
 
     def _save(self, place: Place, *, wait: bool) -> None:

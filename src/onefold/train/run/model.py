@@ -69,7 +69,7 @@ class GPT(nn.Module):
         super().__init__()
         self.shape, self.stretch = shape, place_along(mesh)[0]
         self.wte = nn.Embedding(shape.vocab, shape.hidden)
-        self.wpe = nn.Embedding(shape.seq, shape.hidden)
+        self.wpe = nn.Embedding(shape.positions or shape.seq, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape, mesh) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         self.loss: nn.Module = nn.CrossEntropyLoss()

@@ -51,19 +51,31 @@ def open_run(run: Path, tokenizer: str | None = None, device: torch.device | str
     facts, folder = read_facts(run), RunFolder(run).checkpoints
     if not Storage().is_folder(folder):
         raise CheckpointError(f"{run} has no checkpoint yet; wait for the first (--save-every), or train it to its end")
-    shape, storage = _shape(run, facts), Storage()
+    if class_of(facts) != GPT.__name__:
+        raise ConfigError(
+            f"{run} trained a {class_of(facts)} of transformers, which onefold sample does not run; onefold export "
+            f"{run} weights writes a folder for from_pretrained and generate"
+        )
+    shape, storage = shape_of(run, facts), Storage()
     model, step = with_newest(storage, folder, lambda path: filled(shape, Checkpoint(storage, path)))
     found = facts.get("data")
     name = tokenizer or str(found.get("tokenizer") if isinstance(found, dict) else None)
     return Trained(model.to(device).eval(), codec_of(name, shape.vocab), step)
 
 
-def _shape(run: Path, facts: dict[str, Any]) -> Shape:
+def class_of(facts: dict[str, Any]) -> str:
+    """The name of the class of a run's model."""
+    model = facts.get("model")
+    return str(model.get("class", GPT.__name__)) if isinstance(model, dict) else GPT.__name__
+
+
+def shape_of(run: Path, facts: dict[str, Any]) -> Shape:
     model = facts.get("model")
     names = ("layers", "hidden", "heads", "seq", "vocab")
     if not isinstance(model, dict) or not all(type(model.get(name)) is int for name in names):
         raise ConfigError(f"{RunFolder(run).facts} does not tell the model's {', '.join(names)}; was it changed?")
-    return Shape(**{name: model[name] for name in names})
+    positions = model.get("positions")
+    return Shape(**{name: model[name] for name in names}, positions=positions if type(positions) is int else None)
 
 
 @torch.no_grad()

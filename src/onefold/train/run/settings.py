@@ -12,7 +12,6 @@ from typing import Any
 
 from onefold.checkpoint.format.address import Address, place
 from onefold.cost.activations import check_policy
-from onefold.cost.shapes import named
 from onefold.errors import ConfigError
 from onefold.settings.values import STATE_BYTES
 from onefold.settings.zero import AUTO, LONGEST_S
@@ -55,7 +54,8 @@ class Settings:
     def check(self, ranks: int) -> None:
         """Raises for every mistake that can be found without reading the data."""
         check_numbers(self)
-        named(self.model.model)
+        self.model.check()
+        self._check_weights(ranks)
         self._check_elastic(ranks)
         if self.adam.optimizer_state not in STATE_BYTES:
             forms = ", ".join(STATE_BYTES)
@@ -74,7 +74,7 @@ class Settings:
         if policy != AUTO:
             check_policy(policy, self.zero.axes(ranks).get("tp", 1))
         self.steps.split(self.zero.data_parallel_ranks(ranks))
-        seq, cut = self.model.seq or named(self.model.model).seq, self.zero.axes(ranks).get("sequence", 1)
+        seq, cut = self.model.length, self.zero.axes(ranks).get("sequence", 1)
         if seq % cut:
             raise ConfigError(
                 f"--mesh {self.zero.mesh} cuts sequences over {cut} ranks, and {seq} tokens are no multiple of {cut}; "
@@ -108,6 +108,17 @@ class Settings:
             )
         for one in self.stages():
             one.zero.zero(one.steps.seed)
+
+    def _check_weights(self, ranks: int) -> None:
+        """Raises for a mesh that splits what only the built-in GPT can split."""
+        start = self.model.start()
+        if start is None or start.built_in:
+            return
+        if split := [name for name in ("tp", "sequence") if self.zero.axes(ranks).get(name, 1) > 1]:
+            raise ConfigError(
+                f"--mesh {self.zero.mesh}: {split[0]} splits the built-in GPT, and --weights {start.folder} is a "
+                f"{start.kind!r} of transformers; use replica and shard"
+            )
 
     def _check_elastic(self, ranks: int) -> None:
         """Raises unless a run can have both the least and the most ranks of --elastic, with one global batch."""

@@ -17,6 +17,7 @@ from onefold.train.run.tokens import SUFFIXES, TokenFile, beside, open_tokens
 LOOK = 8192  # bytes of a file that are looked at for a zero, which text has not
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # in the standard library's folder
 LEFT_OUT = {  # of a folder: one, and many
+    "text file": "text files",
     "binary file": "binary files",
     "empty file": "empty files",
     "hidden file or folder": "hidden files or folders",
@@ -33,8 +34,8 @@ class Source(NamedTuple):
 
     name: str
     root: Path
-    files: tuple[Path, ...]  # of text, or the token file and what describes it
-    tokens: TokenFile | None = None
+    files: tuple[Path, ...]  # of text, or token files and what describes them
+    tokens: tuple[TokenFile, ...] = ()
     left_out: str = ""  # of a folder, and why
 
     def name_of(self, path: Path) -> str:
@@ -50,17 +51,17 @@ def find_source(settings: DataSettings, own: Path | None = None) -> Source:
         root = Path(sysconfig.get_path("stdlib"))
         return Source(STANDARD_LIBRARY, root, tuple(_standard_library(root)))
     if path.is_dir():
-        files, left_out = _texts(path, own, settings.cache or default_cache())
+        files, shards, left_out = _found(path, own, settings.cache or default_cache())
         if not files:
             raise ConfigError(f"--data {path}: no file in it is text" + (f"; left out: {left_out}" if left_out else ""))
-        return Source(str(path), path, files, left_out=left_out)
+        return Source(str(path), path, files, tuple(map(open_tokens, shards)), left_out)
     if not path.exists():
         raise ConfigError(f"--data {path} is not there; give a text file, a folder, or a .bin or .npy file of tokens")
     if not path.is_file():
         raise ConfigError(f"--data {path} is a pipe or a device; give a file or a folder")
     if path.suffix in SUFFIXES:
         described = beside(path)
-        return Source(str(path), path, (path, described) if described else (path,), open_tokens(path))
+        return Source(str(path), path, (path, described) if described else (path,), (open_tokens(path),))
     return Source(str(path), path, (path,))
 
 
@@ -72,9 +73,12 @@ def _standard_library(root: Path) -> Iterator[Path]:
         yield from (path for path in paths if path.suffix == ".py" and path.is_file())
 
 
-def _texts(root: Path, own: Path | None, cache: Path) -> tuple[tuple[Path, ...], str]:
-    """All text files below a folder of the user's; and how many of what are left out, in words."""
-    files, left_out = [], dict.fromkeys(LEFT_OUT, 0)
+def _found(root: Path, own: Path | None, cache: Path) -> tuple[tuple[Path, ...], list[Path], str]:
+    """All text files below a folder of the user's, or its token files if these are larger together; which of them are
+    token files; and how many of what are left out, in words."""
+    files: list[Path] = []
+    shards: list[Path] = []
+    left_out = dict.fromkeys(LEFT_OUT, 0)
     for folder, inner, names in os.walk(root, onerror=unreadable):
         if why := _not_data(Path(folder), own, cache):
             left_out[why] += 1
@@ -86,12 +90,22 @@ def _texts(root: Path, own: Path | None, cache: Path) -> tuple[tuple[Path, ...],
         inner[:] = seen
         for path in (Path(folder) / name for name in sorted(names)):
             why = _not_text(path)
-            if why is None:
+            if path.suffix in SUFFIXES and why in (None, "binary file"):
+                shards.append(path)
+            elif why is None:
                 files.append(path)
             else:
                 left_out[why] += 1
+    described = {found for shard in shards if (found := beside(shard)) is not None}
+    texts = [path for path in files if path not in described]
+    if sum(path.stat().st_size for path in shards) > sum(path.stat().st_size for path in texts):
+        left_out["text file"] = len(texts)
+        files = sorted([*shards, *described])
+    else:
+        left_out["binary file"] += len(shards)
+        shards = []
     said = (f"{count:,} {what if count == 1 else LEFT_OUT[what]}" for what, count in left_out.items() if count)
-    return tuple(files), ", ".join(said)
+    return tuple(files), shards, ", ".join(said)
 
 
 def _not_data(folder: Path, own: Path | None, cache: Path) -> str | None:

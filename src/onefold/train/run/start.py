@@ -7,7 +7,6 @@ import json
 import os
 import warnings
 from contextlib import ExitStack
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -19,22 +18,23 @@ from onefold.checkpoint.protocol.load import load
 from onefold.comm.agreement import on_all
 from onefold.comm.communicator import Comm
 from onefold.comm.hang_record import RECORDS
-from onefold.comm.mesh import axes_of, init, mesh
+from onefold.comm.mesh import Mesh, axes_of, init, mesh
 from onefold.comm.meter import Label, Meter
-from onefold.cost.shapes import Shape, named
+from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError, MismatchError
 from onefold.optim.optimizer import Optimizer
 from onefold.sharding import shard
 from onefold.train.run.data import Data, Prepared, load_data, prepare
 from onefold.train.run.diagnose import is_out_of_memory, out_of_memory
-from onefold.train.run.environment import build, facts_of
+from onefold.train.run.environment import facts_of
 from onefold.train.run.folder import LOCK, RunFolder, make_folder, replace, write_facts
 from onefold.train.run.lock import LAUNCHED, RunLock
 from onefold.train.run.loop import Loop, Place
 from onefold.train.run.metrics import Listener, collect_warnings
-from onefold.train.run.model import initialise
 from onefold.train.run.optimizers import make_optimizer
+from onefold.train.run.pretrained import keep_beside
 from onefold.train.run.records import cut_after, read_facts, read_lines
+from onefold.train.run.run_model import Maker, RunModel, built_in
 from onefold.train.run.same import check_same, check_stages, digest_of
 from onefold.train.run.saved import check_store, checkpoints_of, saved_steps
 from onefold.train.run.settings import Settings
@@ -71,8 +71,9 @@ def check_folder(settings: Settings) -> None:
         raise ConfigError(f"--out {out} cannot be written: {error.strerror}; give another folder") from error
 
 
-def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
-    """One rank of a run. Collective. `stop` listens to signals from the first step on."""
+def train(settings: Settings, stop: Stop, listener: Listener, maker: Maker | None = None) -> Ended:
+    """One rank of a run. Collective. `stop` listens to signals from the first step on; `maker` makes the models of
+    --weights that are not the built-in GPT."""
     if torch.cuda.is_available():
         os.environ.setdefault(RECORDS, str(settings.output.out / "records"))
     init(timeout_s=settings.checkpoints.timeout_s)
@@ -81,14 +82,14 @@ def train(settings: Settings, stop: Stop, listener: Listener) -> Ended:
         if LAUNCHED not in os.environ:  # else the launcher holds it
             lock = RunLock(settings.output.out)
             on_all(comm, lambda: held.enter_context(lock) if comm.rank == 0 else None, "--out")
-        return _train(settings, comm, stop, listener)
+        return _train(settings, comm, stop, listener, maker)
 
 
-def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> Ended:
+def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener, maker: Maker | None) -> Ended:
     early: list[tuple[str, str]] = []  # warnings from before there is a loop
     with collect_warnings(lambda kind, message: early.append((kind, message))):
         try:
-            loop, place, prepared = _prepare(settings, comm)
+            loop, place, prepared = _prepare(settings, comm, maker)
         except Exception as error:
             if is_out_of_memory(error):
                 stage = settings.zero.stage if isinstance(settings.zero.stage, int) else 0
@@ -109,7 +110,7 @@ def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener) -> En
     return Ended(done.step, done.step == settings.steps.steps)
 
 
-def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place, Prepared | None]:
+def _prepare(settings: Settings, comm: Comm, maker: Maker | None) -> tuple[Loop, Place, Prepared | None]:
     on_all(comm, lambda: check_store(settings) if comm.rank == 0 else None, "--store")
     data, prepared = _data(settings, comm)
     shape = on_all(comm, lambda: settings.model.shape(data.vocab), "the model")
@@ -118,27 +119,38 @@ def _prepare(settings: Settings, comm: Comm) -> tuple[Loop, Place, Prepared | No
     places = None
     if axes:
         places = mesh(replica=axes["replica"], shard=axes["shard"], sequence=axes["sequence"], tp=axes["tp"])
-    model = build(shape, places if axes.get("sequence", 1) > 1 else None)
+    along = places if axes.get("sequence", 1) > 1 else None
+    made = on_all(comm, lambda: _make(settings, shape, along, maker), "the model")
+    model: Any = made.module
     if axes.get("tp", 1) > 1 and places is not None:
         from onefold.train.run.tensor_parallel import parallelize  # here: it brings the compiler, a second of imports
 
         parallelize(model, places, sequence=settings.zero.sequence)
     zero = dataclasses.replace(
-        settings.zero.zero(settings.steps.seed), init=partial(initialise, layers=shape.layers), mesh=places,
+        settings.zero.zero(settings.steps.seed), init=made.init, mesh=places,
         timeout_s=settings.checkpoints.timeout_s, compile=settings.output.compile,
     )  # fmt: skip
     shard(model, zero)
     optimizer = make_optimizer(settings, model, comm.size)
     if settings.checkpoints.elastic is None:
         place = _resume(settings, model, optimizer, comm)
-        return Loop(settings, model, optimizer, shape, data, comm), place, prepared
+        return Loop(settings, made, optimizer, data, comm), place, prepared
     path, given = RunFolder(settings.output.out).checkpoints, _settings_of(optimizer)
     copies = Resilient(path, model, optimizer, every=settings.checkpoints.copy_every)
     place = _place(settings, optimizer, given, copies.extra) if copies.restored else _start(settings, comm)
-    loop = Loop(settings, model, optimizer, shape, data, comm, copies)
+    loop = Loop(settings, made, optimizer, data, comm, copies)
     if copies.restored and comm.rank == 0:
         loop.warnings.add("elastic", f"goes on after step {place.step} with {comm.size} ranks, from {copies.restored}")
     return loop, place, prepared
+
+
+def _make(settings: Settings, shape: Shape, along: Mesh | None, maker: Maker | None) -> RunModel:
+    """The model on the meta device. `along` is a mesh that cuts sequences."""
+    start = settings.model.start()
+    if start is None or start.built_in:
+        return built_in(shape, along, start)
+    assert maker is not None, "a model of transformers needs a maker"
+    return maker(start, shape)
 
 
 def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
@@ -151,8 +163,8 @@ def _data(settings: Settings, comm: Comm) -> tuple[Data, Prepared | None]:
     for rank, theirs in enumerate(found):
         if theirs is not None and theirs != found[0]:
             raise MismatchError(f"rank {rank} found other data at --data than rank 0; give all nodes the same files")
-    seq = settings.model.seq or named(settings.model.model).seq
-    return on_all(comm, lambda: load_data(settings.data, seq, found[0][0]), "the data"), prepared
+    seq, own = settings.model.length, settings.output.out
+    return on_all(comm, lambda: load_data(settings.data, seq, found[0][0], own), "the data"), prepared
 
 
 def _check_same(settings: Settings, prepared: Prepared | None, shape: Shape) -> None:
@@ -226,7 +238,9 @@ def _write_facts(loop: Loop, place: Place, prepared: Prepared) -> dict[str, Any]
     batch = dataclasses.replace(settings.steps, global_batch=loop.batch, accumulation=None)  # the same on any ranks
     replace(folder.config, to_toml(dataclasses.replace(settings, steps=batch), leave_out=NOT_SAVED))
     earlier = read_facts(folder.path) if folder.facts.exists() else {}
-    facts = facts_of(settings, loop.model, loop.shape, loop.data, prepared, earlier=earlier, step=place.step)
+    facts = facts_of(settings, loop.made, loop.data, prepared, earlier=earlier, step=place.step)
+    if settings.model.weights is not None:
+        keep_beside(settings.model.weights, folder.pretrained)
     replace(folder.data, prepared.digests.to_json())
     write_facts(folder.path, facts)
     cut_after(folder.metrics, place.step)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from onefold.errors import ConfigError
 from onefold.train.run.groups import BYTES
+from onefold.train.run.pretrained import CONFIG, TOKENIZER
 
 PIECE_CHARS = 1 << 22
 MOST_CHARS = 1 << 24
@@ -41,6 +42,8 @@ def find_tokenizer(name: str) -> Tokenizer:
     if name == BYTES:
         return Tokenizer(BYTES, 256, BYTES, torch.uint8, lambda pieces: map(_bytes, filter(None, pieces)))
     path = Path(name)
+    if not path.is_file() and path.name == TOKENIZER and (path.parent / CONFIG).is_file():
+        raise ConfigError(f"{path.parent} has no {TOKENIZER}; give --tokenizer a tokenizers file, or bytes")
     if not path.is_file():
         raise ConfigError(f"--tokenizer {name} is neither 'bytes' nor a tokenizers file (tokenizer.json)")
     try:

@@ -1,4 +1,4 @@
-"""Token files: a vector of integers, mapped into memory and never read whole.
+"""Token files: vectors of integers, read a slice at a time.
 
 tokens.bin          bare little-endian integers; the file `tokens.bin.json` beside it says {"dtype": "uint16",
                     "vocab": 50257}, both optional: without it they are uint16 and the vocabulary is looked up
@@ -10,7 +10,7 @@ What a file says of itself is believed only as far as its size allows, and no mo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from onefold.errors import ConfigError, OnefoldError
 from onefold.files.limited import opened, read_json
+from onefold.train.run.stored import Stretch, Tokens
 
 DTYPES = {
     "uint8": torch.uint8, "uint16": torch.uint16, "uint32": torch.uint32, "int32": torch.int32, "int64": torch.int64,
@@ -41,12 +42,13 @@ class TokenFile(NamedTuple):
     length: int | None  # as its header says; None: up to its end
     vocab: int | None
 
-    def tokens(self) -> Tensor:
-        """All of them, mapped."""
-        size = self.path.stat().st_size
-        flat = torch.from_file(str(self.path), shared=False, size=size, dtype=torch.uint8)[self.offset :]
-        count = len(flat) // self.dtype.itemsize if self.length is None else self.length
-        return flat[: count * self.dtype.itemsize].view(self.dtype)
+    def stretch(self) -> Stretch:
+        """Where they lie."""
+        count = (_size(self.path) - self.offset) // self.dtype.itemsize if self.length is None else self.length
+        return Stretch(self.path, self.dtype, self.offset, count)
+
+    def tokens(self) -> Tokens:
+        return Tokens([self.stretch()])
 
 
 def open_tokens(path: Path) -> TokenFile:
@@ -114,14 +116,15 @@ def _reading(path: Path) -> Iterator[None]:
         raise ConfigError(f"--data: {path} cannot be read: {error.strerror}") from error
 
 
-def pieces(tokens: Tensor) -> Iterator[Tensor]:
-    """As int64, a few at a time."""
+def pieces(tokens: Tokens) -> Iterator[Tensor]:
+    """All of them, a few at a time."""
     for start in range(0, len(tokens), PIECE):
-        yield tokens[start : start + PIECE].to(torch.int64)
+        yield tokens[start : start + PIECE]
 
 
-def largest(tokens: Tensor) -> int:
-    return max(int(piece.max()) for piece in pieces(tokens))
+def vocab_of(files: Sequence[TokenFile]) -> int:
+    """What the files say, or the largest token in those that say nothing, which are read once."""
+    return max(file.vocab or max(int(piece.max()) for piece in pieces(file.tokens())) + 1 for file in files)
 
 
 def check_range(file: TokenFile) -> None:
