@@ -19,6 +19,7 @@ from onefold.cost.activations import Option, choose_activations
 from onefold.cost.estimate import Choice
 from onefold.cost.recommend import activations_for
 from onefold.cost.shapes import PAPER, Shape
+from onefold.observe.passes import Cut
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.simulation import train_step
 from onefold.optim.elementwise import cost_of
@@ -56,7 +57,7 @@ def test_bytes_and_traffic_of_every_policy_are_planned(policy: str, stage: int) 
     shared = policy.startswith("partition")
     found = run_ranks(2, measured, zero)[0]
     planned = rehearse(
-        GPT(SHAPE), (TOKENS, TOKENS), zero, cost_of("adamw"), ranks=1 if shared else 2, tp=2 if shared else 1
+        GPT(SHAPE), (TOKENS, TOKENS), zero, cost_of("adamw"), ranks=1 if shared else 2, cut=Cut(tp=2 if shared else 1)
     )
     assert planned.checkpoints == found["checkpoints"]
     assert planned.checkpoints_host == found["host"]

@@ -38,6 +38,13 @@ def test_tensors_or_sequences_split_over_ranks_learn_what_whole_ones_do(ranks, z
             assert after[figure] == pytest.approx(before[figure], rel=1e-4), (after["step"], figure)
     facts = read_facts(tmp_path / "split")
     assert (facts["ranks"], facts["global_batch"]) == (ranks, 8)
+    if "tp" in zero["mesh"]:  # and the report has a plan beside what was measured
+        row, plan = read_metrics(tmp_path / "split")[-2], facts["plan"]  # a step without an evaluation
+        for state in ("parameters", "gradients", "optimizer"):  # param groups have a step count each
+            assert row["memory"][state] == pytest.approx(plan["memory"][state], rel=1e-3)
+        for purpose in ("gather-forward", "gather-backward", "reduce", "tp-gradient"):
+            assert row["traffic"].get(purpose) == plan["traffic"].get(purpose)
+        assert row["memory"]["peak"] == pytest.approx(plan["peak_bytes"], rel=0.1)
 
 
 @pytest.mark.parametrize("policy", [pytest.param("checkpoint", marks=pytest.mark.soak), "checkpoint+host", "auto"])

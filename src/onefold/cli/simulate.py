@@ -11,10 +11,12 @@ from typing import Literal
 
 import torch
 
+from onefold.cli.cuts import Trial
 from onefold.cli.subject import Compute, TrialOptions
 from onefold.cli.tables import console, print_table, seconds
 from onefold.cost.machine import here
 from onefold.cost.text import format_bytes
+from onefold.errors import ConfigError
 from onefold.observe.simulation import Simulation, simulate
 from onefold.train.run.fits import on_host
 from onefold.train.run.model import initialise
@@ -36,8 +38,8 @@ class SimulateCommand(TrialOptions):
     precision: Compute = "bf16"
     """The dtype of forward and backward."""
 
-    activations: Literal["keep", "checkpoint", "checkpoint+host"] = "keep"
-    """What blocks keep for backward: all activations, or only inputs (checkpoint), also in host memory."""
+    pp_stage: int = 0
+    """With --pp: the pipeline stage to simulate, from 0 on."""
 
     device: Literal["cpu", "cuda"] | None = None
     """By default cuda if there is a GPU, else cpu."""
@@ -46,14 +48,18 @@ class SimulateCommand(TrialOptions):
     """What would move messages; nccl for cuda and gloo for cpu if left out. With nccl no call is made per peer."""
 
     def run(self) -> int:
-        zero = dataclasses.replace(self.zero(self.precision, "ranks", "batch", "steps"), activations=self.activations)
-        shape = self.shape()
+        zero = self.zero(self.precision, "ranks", "batch", "steps")
+        trial, shape = Trial.of(self, self.ranks, zero), self.shape()
+        if not 0 <= self.pp_stage < self.pp:
+            raise ConfigError(f"--pp-stage {self.pp_stage} is not one of the {self.pp} stages 0 to {self.pp - 1}")
         machine = here(torch.device("cuda")) if self.device != "cpu" and torch.cuda.is_available() else on_host(1)
-        self.tell_plan(self.precision, self.ranks, self.batch, self.activations, machine)
+        self.tell_plan(self.precision, self.ranks, self.batch, machine)
         found = simulate(
-            self.build, self.sample(self.batch), zero, ranks=self.ranks, steps=self.steps, device=self.device,
+            partial(trial.build, self.pp_stage), trial.sample(self.batch), trial.zero, ranks=trial.grid.shard,
+            steps=self.steps, device=self.device,
             init=partial(initialise, layers=shape.layers) if shape else None, optimizer=self.optimizer,
-            optimizer_state=self.optimizer_state, backend=self.backend,
+            optimizer_state=self.optimizer_state, backend=self.backend, micro_batches=self.micro_batches,
+            cut=trial.cut(self.pp_stage), split=trial.split,
         )  # fmt: skip
         if self.json:
             sys.stdout.write(json.dumps(as_dict(found), indent=1) + "\n")
@@ -63,8 +69,11 @@ class SimulateCommand(TrialOptions):
 
 
 def as_dict(found: Simulation) -> dict[str, object]:
-    fields = dataclasses.asdict(found)
-    plan = found.planned
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    plan, cut = found.planned, fields.pop("cut")
+    fields |= {"tp": cut.tp, "pp": cut.pp, "pp_stage": cut.stage}
+    for tier, wanted in (("host", plan.host), ("disk", plan.disk)):
+        fields[tier] = {"planned": wanted._replace(gradients=0)._asdict(), "measured": fields[tier]._asdict()}
     fields["planned"] = {"states_bytes": plan.states.total, "peak_bytes": plan.peak_bytes, **plan.states._asdict()}
     fields["states"] = {"states_bytes": found.states.total, **found.states._asdict()}
     busy = fields.pop("busy") or (None, None)
@@ -83,9 +92,18 @@ def show(name: str, found: Simulation) -> None:
         ("peak", plan.peak_bytes, found.peak_bytes, found.peak_off),
     )
     rows += [[what, format_bytes(wanted), format_bytes(seen), f"{off:+.2%}"] for what, wanted, seen, off in totals]
+    for tier, wanted, seen in (("host", plan.host, found.host), ("disk", plan.disk, found.disk)):
+        for state in ("optimizer", "parameters"):
+            planned, measured = getattr(wanted, state), getattr(seen, state)
+            if planned or measured:
+                rows.append([f"{state} on {tier}", format_bytes(planned), format_bytes(measured)])
     if found.reserved_bytes:
         rows.append(["reserved by the allocator", "", format_bytes(found.reserved_bytes)])
-    title = f"{name} ({found.parameters:,} parameters): rank 0 of {found.ranks} at stage {found.stage}, {found.device}"
+    cut = found.cut
+    of = f", tp={cut.tp}" * (cut.tp > 1) + f", pipeline stage {cut.stage} of {cut.pp}" * (cut.pp > 1)
+    title = (
+        f"{name} ({found.parameters:,} parameters): a rank of {found.ranks} at stage {found.stage}{of}, {found.device}"
+    )
     screen = console()
     heads = ("per rank", "planned", "measured", "off by")
     print_table(screen, title, heads, [row + [""] * (4 - len(row)) for row in rows])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from onefold.cli.tables import console
+from onefold.cost.activations import check_policy
 from onefold.cost.decoders import Decoder
 from onefold.cost.estimate import Choice
 from onefold.cost.families import model_shape
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # a plan by formula needs no torch
 MOST = 10**6  # of ranks, batches and steps: what is beyond is a mistake
 Master = Literal["fp32", "split"]
 Compute = Literal["fp32", "bf16", "fp16"]
+Policy = Literal["keep", "checkpoint", "checkpoint+host", "partition", "partition+host"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +132,19 @@ class TrialOptions(ModelOptions):
     master: Literal["fp32", "split"] | None = None
     """With 16 bits: the fp32 master that the optimizer updates."""
 
+    tp: int = 1
+    """Tensor-parallel degree: ranks that split the tensors of a GPT."""
+
+    pp: int = 1
+    """Pipeline stages of a GPT; micro-batches run in the order of 1F1B."""
+
+    micro_batches: int = 1
+    """Micro-batches per step (gradient accumulation); with --pp one for each stage at least."""
+
+    activations: Policy = "keep"
+    """What blocks keep for backward: all activations, their inputs (checkpoint), or with --tp a part of their inputs
+    (partition); +host keeps inputs in host memory."""
+
     optimizer: str = "adamw"
     """adamw, adam, sgd, momentum, adagrad, rmsprop, or muon with an AdamW beside it."""
 
@@ -157,38 +172,40 @@ class TrialOptions(ModelOptions):
     json: bool = False
     """Print the figures as JSON."""
 
-    def tell_plan(self, precision: Compute, ranks: int, batch: int, activations: str, machine: Hardware) -> None:
+    def tell_plan(self, precision: Compute, ranks: int, batch: int, machine: Hardware) -> None:
         """Prints what is planned, in three lines, where the model is known by its shape."""
         shape = self.shape()
         if self.json or shape is None or self.offload == "auto":
             return
         default: Master = "split" if machine.device == "cuda" and precision == "bf16" else "fp32"
-        work = Work(
-            widths=widths_of(precision, self.master or default), shape=shape, bucket_bytes=bucket_bytes(self.bucket_mb),
-            auto_wire=True,
-        )  # fmt: skip
+        widths = widths_of(precision, self.master or default)
+        if self.micro_batches > 1 and widths.narrow:
+            widths = widths._replace(grad=4)
+        work = Work(widths=widths, shape=shape, bucket_bytes=bucket_bytes(self.bucket_mb), auto_wire=True)
         question = Question(
-            work=work, ranks=ranks, hardware=machine, cost=named_cost(self.optimizer), prefetch=self.prefetch,
+            work=work, ranks=ranks, hardware=machine, cost=named_cost(self.optimizer, self.optimizer_state),
+            tp=self.tp, pp=self.pp, micro_batches=self.micro_batches, prefetch=self.prefetch,
             reshard_after_forward=self.reshard_after_forward,
         )  # fmt: skip
         choice = Choice(
             self.stage, optimizer=self.offload or "device", parameters=self.offload_parameters or "device",
-            activations=activations,
+            activations=self.activations,
         )  # fmt: skip
         for sentence in run_summary(question.price(choice, question.grid(), batch)):
             console().print(sentence, markup=False, soft_wrap=False)
 
     def zero(self, precision: Compute, *counts: str) -> Zero:
         """The settings of shard(); raises ConfigError for settings that cannot be, before anything runs."""
-        for name in counts:
+        for name in (*counts, "tp", "pp", "micro_batches"):
             if not 1 <= getattr(self, name) <= MOST:
                 raise ConfigError(f"{name}={getattr(self, name)} is not a positive whole number up to {MOST:,}")
         from onefold.settings.zero import Zero
 
         named_cost(self.optimizer, self.optimizer_state)
+        check_policy(self.activations, self.tp)
         return Zero(
             stage=self.stage, precision=policy(precision, self.master), bucket_bytes=bucket_bytes(self.bucket_mb),
-            prefetch=self.prefetch, reshard_after_forward=self.reshard_after_forward,
+            prefetch=self.prefetch, reshard_after_forward=self.reshard_after_forward, activations=self.activations,
             offload=Offload(optimizer=self.offload, parameters=self.offload_parameters, path=self.offload_path),
         )  # fmt: skip
 

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from onefold.cli.cuts import Trial
 from onefold.cli.launch import is_rank, report_and_exit, run_ranks
 from onefold.cli.lifeline import Lifeline
 from onefold.cli.subject import Compute, TrialOptions
 from onefold.cli.tables import console, print_table
-from onefold.comm.mesh import init
+from onefold.comm.communicator import Comm
+from onefold.comm.mesh import axes_of, init, mesh
+from onefold.comm.meter import Flow, Label, Meter
 from onefold.cost.text import format_bytes
-from onefold.observe.inventory import DISK
 from onefold.observe.rehearsal import Rehearsal, rehearse
 from onefold.observe.reports import MemoryReport, memory, traffic
-from onefold.observe.simulation import train_step
+from onefold.observe.simulation import states_elsewhere, train_step
+from onefold.observe.tensor_messages import TensorMessages
 from onefold.offload.files import check_folder
 from onefold.optim.named import choose
 from onefold.settings.zero import Zero
 from onefold.sharding import shard
 from onefold.train.run.fits import on_host
+from onefold.train.run.model import initialise
 
 STATES, PEAK, EXACT = 0.02, 0.10, 0.0  # how far off a figure may be
+TIMEOUT_S = 600.0
+RESULTS = Label("verify", "what each rank found")
 WARM_UP = 2  # steps until buffers are allocated and schedules learnt
 
 
@@ -67,12 +76,13 @@ class VerifyCommand(TrialOptions):
         zero = self.zero(self.precision, "ranks", "batch")
         if is_rank():
             return self._as_rank(zero)
+        trial = Trial.of(self, self.ranks, zero)
         with torch.device("meta"):
-            self.build()  # raises for a mistake in the model before ranks are started
+            trial.build()  # raises for a mistake in the model before ranks are started
         if self.offload_path is not None:
             check_folder(self.offload_path, 0)
         if not torch.cuda.device_count():  # else ranks use GPUs, of which this process is to load no driver
-            self.tell_plan(self.precision, self.ranks, self.batch, "keep", on_host(self.ranks))
+            self.tell_plan(self.precision, self.ranks, self.batch, on_host(self.ranks))
         rows = run_ranks(self.ranks, ["verify", *self.arguments()])
         self._show(rows)
         return verdict(rows)
@@ -80,37 +90,58 @@ class VerifyCommand(TrialOptions):
     def _as_rank(self, zero: Zero) -> int:
         line = Lifeline(lambda: None)  # a signal ends the launcher at once, and this rank with it
         try:
-            checks = [check._asdict() | {"good": check.good} for check in self._measure(zero)]
-            if os.environ["RANK"] == "0":
-                line.say({"result": checks})
+            init()
+            everyone = Comm(axes_of(None).everyone, torch.device("cpu"), TIMEOUT_S, Meter())
+            rows = [check._asdict() | {"good": check.good} for check in self.measured(zero)]
+            found = [json.loads(text) for text in everyone.exchange(json.dumps(rows).encode(), RESULTS)]
+            if everyone.rank == 0:  # of a pipeline all stages, of each its first rank
+                every = self.ranks // self.pp
+                several = [(f", stage {at}" * (self.pp > 1), found[at * every]) for at in range(self.pp)]
+                line.say({"result": [row | {"what": row["what"] + of} for of, rows in several for row in rows]})
         except Exception as error:
             report_and_exit(line, error)
         return 0
 
-    def _measure(self, zero: Zero) -> list[Check]:
-        init()
+    def measured(self, zero: Zero) -> list[Check]:
+        """What this rank was planned to hold and send, and what it does. Collective."""
+        trial = Trial.of(self, self.ranks, zero)
         torch.manual_seed(0)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        sample = self.sample(self.batch)
+        grid, shape = trial.grid, self.shape()
+        places = mesh(shard=grid.shard, tp=grid.tp, pp=grid.pp) if grid.tp * grid.pp > 1 else None
+        axes = axes_of(places)
+        sample = trial.sample(self.batch)
         with torch.device("meta"):
-            blank = self.build()
-        chosen = choose(self.optimizer, state=self.optimizer_state)
+            blank = trial.build(axes.pp.rank)
+        chosen, cut = choose(self.optimizer, state=self.optimizer_state), trial.cut(axes.pp.rank, places)
         planned = rehearse(
-            blank, sample, zero, chosen.cost, ranks=self.ranks, plays=backend, node_ranks=self.ranks,
-            optimizer=chosen.make_whole,
+            blank, sample, trial.zero, chosen.cost, ranks=grid.shard, rank=axes.shard.rank,
+            plays="nccl" if device.type == "cuda" else "gloo", node_ranks=self.ranks,
+            micro_batches=self.micro_batches, optimizer=chosen.make_whole, cut=cut,
         )  # fmt: skip
-        model = shard(self.build().to(device), zero)
+        if places is None or shape is None:
+            model = shard(trial.build().to(device), trial.zero)
+        else:
+            if cut.split is not None:
+                cut.split(blank)
+            fill = partial(initialise, layers=shape.layers)
+            model = shard(blank, dataclasses.replace(trial.zero, mesh=places, init=fill), device=str(device))
+        passes = cut.passes(None, self.micro_batches)
+        if grid.pp > 1 and places is not None and cut.loss is not None:
+            from onefold.parallel.pipeline import Schedule  # here: torch's schedules take a second to import
+
+            passes = Schedule(model, places, self.micro_batches, cut.loss, cut.tied)
         optimizer = chosen.make(model)
         inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
-        peak = 0
-        for step in range(WARM_UP + 1):
-            if device.type == "cuda" and step == WARM_UP:
-                torch.cuda.reset_peak_memory_stats()
-            peak = train_step(model, optimizer, inputs)
+        for _ in range(WARM_UP):
+            train_step(model, optimizer, inputs, passes)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        with TensorMessages(grid.tp) if grid.tp > 1 else nullcontext() as messages:
+            peak = train_step(model, optimizer, inputs, passes)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
-        return compare(planned, model, peak)
+        return compare(planned, model, peak, messages.flows if messages is not None else {})
 
     def _show(self, rows: list[dict[str, Any]]) -> None:
         if self.json:
@@ -123,13 +154,21 @@ class VerifyCommand(TrialOptions):
             off = abs(row["measured"] - row["planned"]) / max(row["planned"], 1)
             verdict = "[green]yes[/]" if row["good"] else "[red]no[/]"
             body.append([row["what"], planned, measured, f"{off:.2%}", f"{row['tolerance']:.0%}", verdict])
-        title = f"{self.name} at stage {self.stage} on {self.ranks} ranks: rank 0 in a steady step"
+        cut = f", tp={self.tp}" * (self.tp > 1) + f", pp={self.pp}" * (self.pp > 1)
+        rank = "the first rank of each pipeline stage" if self.pp > 1 else "rank 0"
+        title = f"{self.name} at stage {self.stage} on {self.ranks} ranks{cut}: {rank} in a steady step"
         print_table(console(), title, ("", "planned", "measured", "off by", "allowed", "good"), body)
 
 
-def compare(planned: Rehearsal, model: torch.nn.Module, peak: int) -> list[Check]:
-    """Every category of memory, every purpose of traffic and its calls."""
-    now, sent = memory(model), traffic(model).flows
+def compare(
+    planned: Rehearsal,
+    model: torch.nn.Module,
+    peak: int,
+    messages: Mapping[tuple[str, str], Flow] = MappingProxyType({}),
+) -> list[Check]:
+    """Every category of memory, every purpose of traffic and its calls; `messages` are those of tensor parallelism."""
+    now, sent = memory(model), {**traffic(model).flows, **messages}
+    wanted_flows = {**planned.sent, **planned.tensor_messages}
     checks = [
         Check("parameters", planned.states.parameters, now.parameters.measured, STATES),
         Check("gradients", planned.states.gradients, now.gradients.measured, STATES),
@@ -139,8 +178,8 @@ def compare(planned: Rehearsal, model: torch.nn.Module, peak: int) -> list[Check
         Check("peak", planned.peak_bytes, peak, PEAK),
     ]
     checks += elsewhere(planned, now)
-    for key in sorted(planned.sent.keys() | sent.keys()):
-        wanted, found = planned.sent.get(key), sent.get(key)
+    for key in sorted(wanted_flows.keys() | sent.keys()):
+        wanted, found = wanted_flows.get(key), sent.get(key)
         name = f"{key[0]} ({key[1]})"
         checks.append(Check(name, wanted.sent_bytes if wanted else 0, found.sent_bytes if found else 0, STATES))
         checks.append(Check(f"{name} calls", wanted.calls if wanted else 0, found.calls if found else 0, EXACT))
@@ -148,13 +187,19 @@ def compare(planned: Rehearsal, model: torch.nn.Module, peak: int) -> list[Check
 
 
 def elsewhere(planned: Rehearsal, now: MemoryReport) -> Iterator[Check]:
-    """Bytes of states on host and disk; between steps no gradient waits there."""
+    """Bytes of states on host and disk; between steps no gradient waits there. And of checkpointed block inputs."""
     for tier, plan in (("host", planned.host), ("disk", planned.disk)):
-        rows = [row for row in now.elsewhere if (row.place == DISK) == (tier == "disk")]
-        for state, wanted in (("optimizer", plan.optimizer), ("parameters", plan.parameters)):
-            found = sum(row.measured for row in rows if row.state == state)
+        held = states_elsewhere(now, disk=tier == "disk")
+        for state in ("optimizer", "parameters"):
+            wanted, found = getattr(plan, state), getattr(held, state)
             if found or wanted:
                 yield Check(f"{state} on {tier}", wanted, found, STATES)
+    for name, wanted, found in (
+        ("block inputs", planned.checkpoints, now.checkpoints.measured),
+        ("block inputs on host", planned.checkpoints_host, now.checkpoints_host.measured),
+    ):
+        if found or wanted:
+            yield Check(name, wanted, found, STATES)
 
 
 def verdict(rows: list[dict[str, Any]]) -> int:

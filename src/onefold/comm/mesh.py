@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -252,23 +253,40 @@ def simulated_axes(
     plays: str,
     replicas: int = 1,
     tp: int = 1,
+    pp: int = 1,
+    stage: int = 0,
     values: bool = True,
     node_ranks: int | None = None,
 ) -> Axes:
-    """The axes of one simulated rank without peers, in a world of ranks × replicas × tp over the backend `plays`, with
-    `node_ranks` on each node (None: as this process's launcher said, or 8).
+    """The axes of one simulated rank without peers, in a world of ranks × replicas × tp × pp over the backend `plays`,
+    with `node_ranks` on each node (None: as this process's launcher said, or 8). The rank is the first of "tp", in
+    pipeline stage `stage`.
 
     With `values`, received tensors are filled with copies of what this rank has, or zeros; else they are left alone.
     """
 
-    def axis(size: int, at: int, apart: int = 1) -> Axis:
-        group: Any = EchoPeers(at, size) if values else NoPeers()
-        return Axis(group, at, size, tuple(range(0, size * apart, apart)), plays, node_ranks)
+    def axis(size: int, at: int, apart: int = 1, first: int = 0) -> Axis:
+        return _simulated(size, at, range(first, first + size * apart, apart), plays, values, node_ranks)
 
-    shard, everyone, alone = axis(ranks, rank, tp), axis(ranks * replicas, rank, tp), axis(1, 0)
-    holders = axis(ranks * tp, rank * tp) if tp > 1 else shard
-    world = axis(ranks * replicas * tp, rank * tp) if tp > 1 else everyone
-    return Axes(shard, axis(replicas, 0), everyone, axis(tp, 0), alone, alone, holders, world)
+    of_stage, mine = stage * ranks * tp, (stage * ranks + rank) * tp
+    shard, everyone, alone = axis(ranks, rank, tp, of_stage), axis(ranks * replicas, rank, tp, of_stage), axis(1, 0)
+    cut = tp * pp > 1
+    holders = axis(ranks * tp * pp, mine) if cut else shard
+    world = axis(ranks * replicas * tp * pp, mine) if cut else everyone
+    along_tp, along_pp = axis(tp, 0, first=mine), axis(pp, stage, ranks * tp, rank * tp)
+    return Axes(shard, axis(replicas, 0), everyone, along_tp, along_pp, alone, holders, world)
+
+
+def simulated_ends(stage: int, stages: int, *, plays: str, values: bool) -> Axis:
+    """The axis of the first and the last stage of a simulated pipeline, on one of the two."""
+    return _simulated(2, int(stage > 0), (0, stages - 1), plays, values)
+
+
+def _simulated(
+    size: int, at: int, world_ranks: Iterable[int], plays: str, values: bool, node_ranks: int | None = None
+) -> Axis:
+    group: Any = EchoPeers(at, size) if values else NoPeers()
+    return Axis(group, at, size, tuple(world_ranks), plays, node_ranks)
 
 
 def new_gloo_axis(axis: Axis, name: str, timeout_s: float) -> Axis:

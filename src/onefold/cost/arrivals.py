@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onefold.comm.fitting import fit
 from onefold.comm.strategy import Strategy
@@ -26,7 +26,7 @@ class GradientBytes(NamedTuple):
     buffers: int = 0  # of reductions
 
     def at_most(self, other: GradientBytes) -> GradientBytes:
-        return GradientBytes(*map(max, self, other))
+        return GradientBytes(max(self[0], other[0]), max(self[1], other[1]))
 
 
 class Arrival(NamedTuple):
@@ -56,6 +56,9 @@ class Pool:
         self.all_bytes = 0  # of all buffers, free and taken
 
     def take(self, nbytes: int) -> Buffer:
+        if not self._free:
+            self.all_bytes += nbytes
+            return Buffer(nbytes, nbytes)
         index, large_enough = fit(self._free, nbytes)
         found = 0 if index is None else self._free.pop(index)
         if large_enough:
@@ -70,11 +73,25 @@ class Pool:
             self.all_bytes -= buffer.whole_bytes
 
 
+class UnitBytes(NamedTuple):
+    """What the reduction of one unit takes, in bytes; the same for all units of these sizes."""
+
+    on_host: bool  # the host updates it
+    in_place: bool  # a replicated gradient is reduced in the buffer in which it stays
+    local: int | None  # the fp32 buffer in which 16-bit gradients of a micro-batch add up, where another one travels
+    flat: int  # the buffer that travels
+    scratch: int
+    sum: int | None  # fp32 scratch of a sum of 16 bits
+    copied: int  # the gradient that goes to the host
+    waiting: int  # the gradient that waits for the update on the device
+    fresh: int
+    grows: bool  # the first gradient does not take the memory of all
+
+
 class ReductionInFlight(NamedTuple):
     """A reduction in flight, and the buffers it has taken."""
 
-    unit: UnitSize
-    placement: Placement
+    unit: UnitBytes
     taken: list[Buffer]
 
 
@@ -90,6 +107,10 @@ class Reductions:
         self._pool = Pool(keeps=not cuda)
         self._strategy, self._ranks, self._cuda, self._in_backward = strategy, strategy.ranks, cuda, in_backward
         self._counted, self._accumulates = counted, accumulates
+        self._at_once = (
+            cuda and strategy.ranks > 1
+        )  # over NCCL sums are enqueued when a reduction starts, not at its end
+        self._known: dict[Any, UnitBytes] = {}
         self._waiting = 0  # bytes of gradients
         self._room, self._used_room = room, 0  # bytes that may wait for the host, and the most that have waited
         self._flight: deque[ReductionInFlight] = deque()
@@ -100,33 +121,30 @@ class Reductions:
     def _current(self) -> GradientBytes:
         return GradientBytes(self._waiting, self._pool.all_bytes + min(self._room, self._used_room))
 
-    def add(self, unit: UnitSize, placement: Placement) -> Arrival:
+    def add(self, unit: UnitBytes) -> Arrival:
         """Adds the gradients of a unit, and starts its reduction."""
         before, taken = self._current, []
-        local = self._local(unit, placement)
+        local = None if unit.local is None else self._pool.take(unit.local)
         if local is not None:
             taken.append(local)
-        elif placement.updated_on_host or not self._in_place(unit, placement):
-            taken.append(self._take(unit.numel, self._wire(unit)))
+        elif unit.on_host or not unit.in_place:
+            taken.append(self._pool.take(unit.flat))
         else:
-            self._wait_for_update(unit, placement)
+            self._waiting += unit.waiting
         filling = self._fullest = self._current
         while len(self._flight) >= IN_FLIGHT:
             self._finish_oldest()
-        wire = self._wire(unit)
         if local is not None:
-            taken.append(self._take(unit.numel, wire))
-        taken.append(self._take(self._strategy.scratch_numel(unit.shard, wire), wire))
+            taken.append(self._pool.take(unit.flat))
+        taken.append(self._pool.take(unit.scratch))
         if self._at_once:
-            self._take_for_sum(unit, placement, taken)
+            self._take_for_sum(unit, taken)
         elif local is not None:
             taken.remove(local)
             self._pool.give(local)
-        self._flight.append(ReductionInFlight(unit, placement, taken))
-        one_by_one = self._unflattened(unit, placement)
-        fresh = 0 if one_by_one else unit.largest_numel * unit.widths.compute
-        grows = unit.param_count == 1 or (one_by_one and unit.blocks)
-        return Arrival(before if grows else filling, filling, self._fullest.at_most(self._current), fresh)
+        self._flight.append(ReductionInFlight(unit, taken))
+        done = self._fullest.at_most(self._current)
+        return Arrival(before if unit.grows else filling, filling, done, unit.fresh)
 
     def drain(self) -> GradientBytes:
         """Ends all reductions; the most bytes meanwhile."""
@@ -151,49 +169,60 @@ class Reductions:
     def update(self, unit: UnitSize, placement: Placement) -> None:
         """Takes and returns the fp32 vectors that an update by torch's class needs where 16 bits compute."""
         numel = updated_numel(unit, placement)
-        taken = [self._take(numel, 4) for _ in range(2 if unit.widths.master == 2 else 1)]
+        taken = [self._pool.take(numel * 4) for _ in range(2 if unit.widths.master == 2 else 1)]
         for buffer in taken:
             self._pool.give(buffer)
 
     def _finish_oldest(self) -> None:
-        unit, placement, taken = self._flight.popleft()
-        in_place = self._in_place(unit, placement)
-        if placement.updated_on_host:
-            summed = unit.shard if placement.gradients is Scope.SHARDED else unit.numel
-            self._copying.append([taken.pop(0) if in_place else self._take(summed, unit.widths.grad)])
+        unit, taken = self._flight.popleft()
+        if unit.on_host:
+            self._copying.append([taken.pop(0) if unit.in_place else self._pool.take(unit.copied)])
         if not self._at_once:
-            self._take_for_sum(unit, placement, taken)
+            self._take_for_sum(unit, taken)
         self._fullest = self._fullest.at_most(self._current)
         if self._in_backward:
-            self._waiting -= self._counted * gradient_bytes(unit, placement)
+            self._waiting -= unit.waiting
         while len(self._copying) > (COPYING if self._cuda and not self._room else 0):
             taken += self._copying.popleft()
             self._used_room += taken[-1].nbytes
         for buffer in taken:
             self._pool.give(buffer)
 
-    @property
-    def _at_once(self) -> bool:
-        """Whether sums are enqueued when a reduction starts, and not computed when it ends: over NCCL."""
-        return self._cuda and self._ranks > 1
-
-    def _take_for_sum(self, unit: UnitSize, placement: Placement, taken: list[Buffer]) -> None:
+    def _take_for_sum(self, unit: UnitBytes, taken: list[Buffer]) -> None:
         """Takes the gradient that waits for the update, and scratch of the sum."""
-        if not placement.updated_on_host and not self._in_place(unit, placement):
-            self._wait_for_update(unit, placement)
-        if unit.widths.narrow and not self._unflattened(unit, placement):
-            taken.append(self._take(unit.shard, 4))
+        if not unit.on_host and not unit.in_place:
+            self._waiting += unit.waiting
+        if unit.sum is not None:
+            taken.append(self._pool.take(unit.sum))
 
-    def _local(self, unit: UnitSize, placement: Placement) -> Buffer | None:
-        """The buffer in which 16-bit gradients of a micro-batch add up, where another one travels."""
-        sums = unit.widths.sums
-        apart = unit.widths.narrow and placement.gradients is Scope.SHARDED and self._wire(unit) != sums
-        return self._take(unit.numel, sums) if self._accumulates and apart else None
+    def bytes_of(self, unit: UnitSize, placement: Placement) -> UnitBytes:
+        """What the reduction of a unit takes."""
+        # Units come by the hundred and are of few sizes. A placement and widths are many units' own objects.
+        key = (
+            unit.numel, unit.shard, unit.used_numel, unit.largest_numel, unit.param_count, bool(unit.blocks),
+            id(unit.widths), id(placement),
+        )  # fmt: skip
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._bytes_of(unit, placement)
+        return found
 
-    def _in_place(self, unit: UnitSize, placement: Placement) -> bool:
-        """Whether a replicated gradient is reduced in the buffer in which it stays."""
-        replicated = placement.gradients is Scope.REPLICATED
-        return replicated and (unit.widths.grad == self._wire(unit) or self._unflattened(unit, placement))
+    def _bytes_of(self, unit: UnitSize, placement: Placement) -> UnitBytes:
+        wire, sharded = self._wire(unit), placement.gradients is Scope.SHARDED
+        unflattened = self._unflattened(unit, placement)
+        apart = unit.widths.narrow and sharded and wire != unit.widths.sums
+        return UnitBytes(
+            on_host=placement.updated_on_host,
+            in_place=not sharded and (unit.widths.grad == wire or unflattened),
+            local=unit.numel * unit.widths.sums if self._accumulates and apart else None,
+            flat=unit.numel * wire,
+            scratch=self._strategy.scratch_numel(unit.shard, wire) * wire,
+            sum=unit.shard * 4 if unit.widths.narrow and not unflattened else None,
+            copied=(unit.shard if sharded else unit.numel) * unit.widths.grad,
+            waiting=self._counted * gradient_bytes(unit, placement),
+            fresh=0 if unflattened else unit.largest_numel * unit.widths.compute,
+            grows=unit.param_count == 1 or (unflattened and bool(unit.blocks)),
+        )
 
     def _unflattened(self, unit: UnitSize, placement: Placement) -> bool:
         """Whether gradients stay in autograd's own tensors, as they do with one rank."""
@@ -203,12 +232,6 @@ class Reductions:
     def _wire(self, unit: UnitSize) -> int:
         """Bytes per element of a reduction's buffers; with one rank nothing is sent, so nothing is widened for it."""
         return unit.widths.wire if self._ranks > 1 else min(unit.widths.wire, unit.widths.grad)
-
-    def _wait_for_update(self, unit: UnitSize, placement: Placement) -> None:
-        self._waiting += self._counted * gradient_bytes(unit, placement)
-
-    def _take(self, numel: int, width: int) -> Buffer:
-        return self._pool.take(numel * width)
 
 
 def arrivals(
@@ -231,11 +254,17 @@ def arrivals(
         strategy, cuda=cuda, in_backward=in_backward, counted=cuda and not accumulates, room=room,
         accumulates=accumulates,
     )  # fmt: skip
-    found: list[Arrival] = []
-    for _ in range(2 if cuda and any(placement.updated_on_host for placement in placements) else 1):
-        reductions.next_step(others)
-        found = [reductions.add(*row) if row[0].trained else reductions.without_gradients() for row in reversed(rows)]
-        end = reductions.drain()
+    if cuda and (kept := _copied_last(rows)):  # a step before this one leaves buffers that are still being copied
+        for row in reversed(kept):
+            if row[0].trained:
+                reductions.add(reductions.bytes_of(*row))
+        reductions.drain()
+    reductions.next_step(others)
+    found = [
+        reductions.add(reductions.bytes_of(*row)) if row[0].trained else reductions.without_gradients()
+        for row in reversed(rows)
+    ]
+    end = reductions.drain()
     if cuda:
         found[-1:] = [last._replace(after=end) for last in found[-1:]]
         return found[::-1]
@@ -245,3 +274,13 @@ def arrivals(
     reductions.fill_room()
     end = reductions.drain()
     return [Arrival(end, end, end)] * len(rows)
+
+
+def _copied_last(rows: Sequence[tuple[UnitSize, Placement]]) -> Sequence[tuple[UnitSize, Placement]]:
+    """The last units of a backward, up to the COPYING ones whose gradients the host still gets when it has ended."""
+    found = 0
+    for number, (unit, placement) in enumerate(rows, 1):
+        found += unit.trained and placement.updated_on_host
+        if found == COPYING:
+            return rows[:number]
+    return rows if found else ()

@@ -286,7 +286,8 @@ class Estimate:
     @property
     def fits(self) -> bool:
         return (
-            self.peak_bytes <= self.usable_bytes
+            self.persistent_states.total <= self.usable_bytes  # before the peak, which takes longer to find
+            and self.peak_bytes <= self.usable_bytes
             and self.host_bytes * self._ranks_per_node <= self.hardware.host_bytes
             and self.disk_bytes * self._ranks_per_node <= self.hardware.disk_bytes
         )

@@ -7,7 +7,7 @@ that computes has its units unsharded, and the next ones are prefetched.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import Arrival, GradientBytes
@@ -112,22 +112,29 @@ def segments(
             )
             waiting = shared * (3 if tied in run else 1) if backward else 0
             found.append(Segment(where, bool(block), backward, number > last_block, gathered, here, waiting))
+    kinds, levels = [_kind(one) for one in found], [_levels(one) for one in found]
     inner = [
-        one._replace(between=_halfway(before, one, after))
-        for before, one, after in zip(found, found[1:], found[2:], strict=False)
+        one._replace(between=kinds[i - 1] == kinds[i] == kinds[i + 1] and _halfway(*levels[i - 1 : i + 2]))
+        for i, one in enumerate(found[1:-1], 1)
     ]
     return [*found[:1], *inner, *found[-1:]] if len(found) > 1 else found
 
 
-def _halfway(before: Segment, one: Segment, after: Segment) -> bool:
+def _kind(one: Segment) -> tuple[Any, ...]:
+    return one.block, one.backward, one.head, [(arrival.fresh, arrival.beside) for arrival in one.arrivals]
+
+
+def _levels(one: Segment) -> list[int]:
+    """All bytes of a segment that change from one to the next."""
+    return [
+        one.gathered,
+        one.tied,
+        *(n for a in one.arrivals for held in (a.before, a.filling, a.done, a.after) for n in held),
+    ]
+
+
+def _halfway(low: Sequence[int], middle: Sequence[int], high: Sequence[int]) -> bool:
     """Whether a segment's bytes, as those of activations, change by as much from the one before as to the one after."""
-    rows = [(s.block, s.backward, s.head, [(a.fresh, a.beside) for a in s.arrivals]) for s in (before, one, after)]
-    if not rows[0] == rows[1] == rows[2]:
-        return False
-    low, middle, high = (
-        [s.gathered, s.tied, *(n for a in s.arrivals for held in (a.before, a.filling, a.done, a.after) for n in held)]
-        for s in (before, one, after)
-    )
     return all(a + c == 2 * b for a, b, c in zip(low, middle, high, strict=True))
 
 

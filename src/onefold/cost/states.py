@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onefold.cost.layout import ALIGN
 from onefold.cost.sizes import UnitSize
@@ -147,9 +147,17 @@ def state_bytes(
     units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, tier: Tier = Tier.DEVICE
 ) -> StateBytes:
     """Bytes of all states on one tier; of gradients, those between backward and step."""
-    rows = list(zip(units, placements, strict=True))
-    return StateBytes(
-        sum(parameter_bytes(unit, placement, tier) for unit, placement in rows),
-        sum(gradient_bytes(unit, placement, tier) for unit, placement in rows),
-        sum(optimizer_bytes(unit, placement, cost, tier) for unit, placement in rows),
-    )
+    # Units come by the hundred and are of few sizes. A placement and widths are many units' own objects.
+    known: dict[Any, StateBytes] = {}
+    parameters = gradients = optimizer = 0
+    for unit, placement in zip(units, placements, strict=True):
+        key = (*unit[1:7], id(unit.widths), unit.trained, unit.whole_numel, id(placement))
+        one = known.get(key)
+        if one is None:
+            one = known[key] = StateBytes(
+                parameter_bytes(unit, placement, tier),
+                gradient_bytes(unit, placement, tier),
+                optimizer_bytes(unit, placement, cost, tier),
+            )
+        parameters, gradients, optimizer = parameters + one[0], gradients + one[1], optimizer + one[2]
+    return StateBytes(parameters, gradients, optimizer)

@@ -202,8 +202,12 @@ class Work:
         parameters is known."""
         if self.module:
             return self.module.matrices
-        known = self.shape.matrices() if self.shape else {}
-        return self.remember("matrices", lambda: {name: newton_schulz_flops(*size) for name, size in known.items()})
+        shape = self.shape
+        if shape is None:
+            return {}
+        return self.remember(
+            "matrices", lambda: {name: newton_schulz_flops(*size) for name, size in shape.matrices().items()}
+        )
 
     def _units(self, infos: Sequence[ParamInfo], grid: Grid) -> Iterator[tuple[UnitLayout, tuple[str, ...]]]:
         """The units, and the blocks of each."""

@@ -32,7 +32,12 @@ def _agree(comms: Comms, model: nn.Module, found: Survey) -> TensorShards:
     agree(world, found.settings.describe() if found.mistake is None else [], found.mistake)
     named = sorted(model.named_parameters(), key=lambda pair: pair[0])
     together(comms, lambda: agree(everyone, found.lines))
-    return together(comms, lambda: agree_on_tensor_shards(lambda row: tp.exchange(row, AGREE), tp.rank, named))
+    return together(
+        comms,
+        lambda: agree_on_tensor_shards(
+            lambda row: tp.exchange(row, AGREE), tp.rank, named, simulated=tp.simulated and tp.size > 1
+        ),
+    )
 
 
 def _check_mesh(settings: Zero, comms: Comms) -> None:

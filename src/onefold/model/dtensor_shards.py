@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from onefold.errors import MismatchError, ModelError
 
@@ -153,7 +154,8 @@ def check(name: str, tensor: Any, tp_ranks: Sequence[int]) -> None:
     if not is_dtensor(tensor):
         return
     mesh, placements = tensor.device_mesh, tensor.placements
-    ranks = mesh.mesh.flatten().tolist()
+    with unset_fake_temporarily():  # a mesh reads its ranks from a tensor of its own
+        ranks = mesh.mesh.flatten().tolist()
     if mesh.ndim != 1 or ranks != list(tp_ranks):
         axes = mesh.mesh_dim_names or f"{mesh.ndim} axes"
         raise ModelError(
@@ -207,12 +209,14 @@ def split_info(name: str, param: Any) -> SplitInfo:
 
 
 def agree_on_tensor_shards(
-    exchange: Callable[[bytes], list[bytes]], rank: int, named: Sequence[tuple[str, nn.Parameter]]
+    exchange: Callable[[bytes], list[bytes]], rank: int, named: Sequence[tuple[str, nn.Parameter]], *, simulated: bool
 ) -> TensorShards:
     """The parameters that are split, as all ranks of "tp" have them; raises if these are not shards of one model.
-    Collective over "tp"."""
+    Simulated ranks have what torch would give them. Collective over "tp"."""
     mine = json.dumps([split_info(name, param) for name, param in named]).encode()
     rows = [[SplitInfo(*row) for row in json.loads(blob)] for blob in exchange(mine)]
+    if simulated:
+        rows = [[_as_split_by_torch(one, place, len(rows)) for one in row] for place, row in enumerate(rows)]
     parts: dict[str, TensorShard | None] = {}
     for infos in zip(*rows):
         for place, one in enumerate(infos):
@@ -229,6 +233,16 @@ def agree_on_tensor_shards(
             f"parallelize the same model on every rank of 'tp'"
         )
     return MappingProxyType(parts)
+
+
+def _as_split_by_torch(info: SplitInfo, place: int, ranks: int) -> SplitInfo:
+    """The part of a DTensor that another rank has: equal shards, the last ones smaller or empty."""
+    if info.whole is None or info.dim is None:
+        return info
+    numel, shape = info.whole[info.dim], list(info.shape)
+    each = -(-numel // ranks)
+    shape[info.dim] = max(0, min(each, numel - place * each))
+    return info._replace(shape=shape)
 
 
 def _tensor_shard(infos: Sequence[SplitInfo], rank: int) -> TensorShard | None:

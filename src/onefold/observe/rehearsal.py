@@ -14,9 +14,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +35,14 @@ from onefold.comm.mesh import simulated_axes
 from onefold.comm.meter import Flow, Label
 from onefold.cost.states import StateBytes, StateCost, parameter_bytes, state_bytes
 from onefold.errors import ModelError
-from onefold.model.containers import tensors_in
+from onefold.model.dtensor_shards import is_dtensor
 from onefold.model.storage import storage_bytes
 from onefold.model.unit_spec import place
 from onefold.observe.inventory import sizes_of
+from onefold.observe.passes import WHOLE, Backward, Cut, Loss, Passes
 from onefold.observe.rehearsed_update import MakeOptimizer, RehearsedWhole
 from onefold.observe.reports import memory, track_memory, traffic
+from onefold.observe.tensor_messages import TensorMessages
 from onefold.optim.host_update import HostGradients
 from onefold.optim.kernels.cpu import available
 from onefold.runtime.engine import Engine, engine_of
@@ -51,7 +54,6 @@ from onefold.settings.placement import Placement, Scope, Tier
 from onefold.settings.zero import Zero
 from onefold.sharding import shard_over
 
-Loss = Callable[[nn.Module, Any], Tensor]
 BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -80,6 +82,7 @@ class Rehearsal(NamedTuple):
     checkpoints_host: int = 0
     host: StateBytes = StateBytes()  # states in host memory, with gradients that wait for the update
     disk: StateBytes = StateBytes()
+    tensor_messages: Mapping[tuple[str, str], Flow] = MappingProxyType({})  # of tensor parallelism, by torch
 
     @property
     def peak_bytes(self) -> int:
@@ -98,7 +101,7 @@ def rehearse(
     plays: str = "gloo",
     node_ranks: int | None = None,
     loss: Loss | None = None,
-    tp: int = 1,
+    cut: Cut = WHOLE,
     values: bool = False,
     count_flops: bool = False,
     micro_batches: int = 1,
@@ -106,13 +109,17 @@ def rehearse(
     optimizer: MakeOptimizer | None = None,
 ) -> Rehearsal:
     """Rehearses a step of one rank of `ranks`. `sample` is the model's input: a tensor, a tuple of arguments, or a dict
-    of keywords. `plays` is the backend, `node_ranks` the number of ranks on each node. With `tp`, the model must be
-    this rank's part already. `optimizer` makes an Optimizer that updates whole tensors; others are rehearsed by their
-    `cost`. Tensors without memory are on `device`, by default the model's. A kernel that is not an
-    operator of torch (Triton, Liger) launches on a CUDA tensor without memory, and breaks the process; on the CPU it
-    raises."""
+    of keywords. `plays` is the backend, `node_ranks` the number of ranks on each node. `cut` says how the model is cut
+    over other axes; of a pipeline the model is one stage, and the sample all micro-batches. `optimizer` makes an
+    Optimizer that updates whole tensors; others are rehearsed by their `cost`. Tensors without memory are on `device`,
+    by default the model's. A kernel that is not an operator of torch (Triton, Liger) launches on a CUDA tensor without
+    memory, and breaks the process; on the CPU it raises."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
     assert zero.stage != "auto"
+    cut.check(micro_batches)
+    if cut.split is not None:
+        model = copy.deepcopy(model)
+        cut.split(model)
     asked, offload = zero, Offload.of(zero.offload)
     if "disk" in (offload.optimizer, offload.parameters):  # the device's memory is the same with disk as with host
         offload = Offload(optimizer="host", parameters=offload.parameters and "host")
@@ -123,13 +130,21 @@ def rehearse(
     with mode, warnings.catch_warnings(), torch.autograd.set_multithreading_enabled(False):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         try:
-            twin = _twin(model, values, device)
-            axes = simulated_axes(ranks, rank, plays=plays, tp=tp, values=values, node_ranks=node_ranks)
+            twin = _twin(model, values, device) if cut.split is None else _without_memory(model, device)
+            axes = simulated_axes(
+                ranks, rank, plays=plays, tp=cut.tp, pp=cut.pp, stage=cut.stage, values=values, node_ranks=node_ranks
+            )
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
+            cut.tie(twin, plays, values=values)
             inputs = sample if values else tree_map_only(Tensor, lambda tensor: _blank(tensor, device), sample)
-            whole = _whole_step(loss or default_loss, micro_batches)
+            passes = cut.passes(loss, micro_batches)
             update = RehearsedWhole(engine_of(twin), optimizer) if optimizer is not None else None
-            return _some_steps(twin, inputs, whole, cost, asked, count_flops, update)
+            found = _some_steps(twin, inputs, passes, cost, asked, count_flops, update)
+            if cut.tp == 1:
+                return found
+            with TensorMessages(cut.tp) as messages:
+                _passes_alone(engine_of(twin), inputs, passes)
+            return found._replace(tensor_messages=messages.flows)
         except BY_VALUES as error:
             raise ModelError(
                 f"{type(model).__name__} decides by values ({str(error).splitlines()[0]}), so a plan needs a real "
@@ -140,7 +155,7 @@ def rehearse(
 def _some_steps(
     model: nn.Module,
     inputs: Any,
-    loss: Loss,
+    passes: Passes,
     cost: StateCost,
     asked: Zero,
     count_flops: bool,
@@ -150,7 +165,7 @@ def _some_steps(
     engine.optimizers.rehearse(GradientsToHost(engine) if update is None else update)
     supported = cost.one_pass and (not engine.comm.on_host or available())
     one_pass = supported and (cost.small or engine.resolved.precision.narrow)
-    step = partial(_step, engine, inputs, loss, one_pass, update)
+    step = partial(_step, engine, inputs, passes, one_pass, update)
     step()  # the first step learns the order of units and allocates buffers
     flops = 0
     if count_flops:
@@ -198,11 +213,20 @@ def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
     return [place(unit.layout, asked, decided) for unit in engine.all_units]
 
 
-def _step(engine: Engine, inputs: Any, loss: Loss, one_pass: bool, update: RehearsedWhole | None) -> int:
+def _passes_alone(engine: Engine, inputs: Any, passes: Passes) -> None:
+    """Forwards and backwards, whose gradients are dropped."""
+    run: Backward = Tensor.backward
+    with scaled_backward(1.0):
+        passes(engine.model, inputs, run)
+    engine.drop_gradients()
+
+
+def _step(engine: Engine, inputs: Any, passes: Passes, one_pass: bool, update: RehearsedWhole | None) -> int:
     """A step without the arithmetic of the update; the bytes of gradients at its end."""
     half = engine.resolved.precision.compute is torch.float16
+    run: Backward = Tensor.backward
     with scaled_backward(1.0):
-        loss(engine.model, inputs).backward()
+        passes(engine.model, inputs, run)
     with torch.no_grad():
         engine.complete_gradients(Call.STEP)
         if half:
@@ -234,18 +258,6 @@ def _update_shards(engine: Engine, one_pass: bool) -> None:
     for unit in engine.units:
         if unit.placement.optimizer is Scope.SHARDED and unit.placement.parameters is Scope.REPLICATED:
             unit.flat_params.gather_updated().wait()
-
-
-def _whole_step(loss: Loss, micro_batches: int) -> Loss:
-    """A loss function that first runs all micro-batches of a step but the last, accumulating their gradients."""
-
-    def last(model: nn.Module, inputs: Any) -> Tensor:
-        for _ in range(micro_batches - 1):
-            with engine_of(model).accumulate(None):
-                loss(model, inputs).backward()
-        return loss(model, inputs)
-
-    return last
 
 
 def _update_temporaries(engine: Engine, one_pass: bool, cost: StateCost, update: RehearsedWhole | None) -> int:
@@ -293,25 +305,25 @@ def _twin(model: nn.Module, values: bool, device: torch.device | None) -> nn.Mod
         ) from error
 
 
+def _without_memory(model: nn.Module, device: torch.device | None) -> nn.Module:
+    """A model on the meta device, of which some parameters are DTensors: all become tensors without memory, in
+    place."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for kept in (module._parameters, module._buffers):
+            for name, tensor in kept.items():
+                if tensor is None:
+                    continue
+                if not (tensor.is_meta or is_dtensor(tensor)):
+                    raise ModelError(f"{name} has values; a split model is rehearsed from the meta device")
+                if id(tensor) not in made:
+                    blank = torch.empty_like(tensor, device=device or torch.device("cpu"))
+                    param = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if param else blank
+                kept[name] = made[id(tensor)]
+    return model
+
+
 def _blank(tensor: Tensor, device: torch.device | None) -> Tensor:
     device = device or (torch.device("cpu") if tensor.device.type == "meta" else tensor.device)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def default_loss(model: nn.Module, sample: Any) -> Tensor:
-    """The model's own loss if it returns one, else the sum of what it returns."""
-    if isinstance(sample, dict):
-        output = model(**sample)
-    elif isinstance(sample, tuple | list):
-        output = model(*sample)
-    else:
-        output = model(sample)
-    own = getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    floats = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
-    if not floats:
-        raise ModelError(
-            f"{type(model).__name__} returned no tensor with a gradient; give loss=(model, sample) -> loss"
-        )
-    return floats[0] if floats[0].ndim == 0 else torch.stack([tensor.float().sum() for tensor in floats]).sum()

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onefold.model.dtensor_shards import local_tensor
+from onefold.observe.tensor_messages import holds_dtensors
 
 CLOSE = 0.002  # the breakdown is of an instant with at most so much less than the peak
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "communication", "checkpoints", "activations")
@@ -48,6 +49,8 @@ class Tracker(TorchDispatchMode):
             self.note(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if holds_dtensors(types):
+            return NotImplemented  # DTensor computes with local tensors, which come here again
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -11,7 +11,7 @@ reduced, not by dividing .grad afterwards, when the gradients have left it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage as TorchStage
+from torch.distributed.pipelining import Schedule1F1B
 
 from onefold.comm.mesh import end_ranks
 from onefold.errors import ConfigError, StateError
@@ -132,6 +133,18 @@ class PipelineStage(TorchStage):
         with self._engine.accumulate(self._reduce):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, operations: Sequence[Any]) -> Sequence[Any]:
+        """Counts what is about to be sent to a neighbouring stage."""
+        for one in operations:
+            self._engine.comm.meter.count("pipeline", "send", one.tensor.nbytes)
+        return operations
+
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Called by torch when the backwards of all micro-batches have ended, on this stage and on the others."""
         self.scale_grads(grad_scale_factor)
@@ -144,6 +157,26 @@ class PipelineStage(TorchStage):
                 "the schedule would divide .grad by the number of micro-batches, after gradients were reduced; make it "
                 "with scale_grads=False: the stage itself takes the mean over micro-batches (mean=False for sums)"
             )
+
+
+class Schedule:
+    """The micro-batches of a step in the order of 1F1B, on one rank of a pipeline. The sample is (inputs, targets)."""
+
+    def __init__(
+        self, part: nn.Module, mesh: DeviceMesh, micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor],
+        tied: Sequence[str],
+    ) -> None:  # fmt: skip
+        self._stage = PipelineStage(part, mesh, tied=tied)
+        self._schedule = Schedule1F1B(self._stage, micro_batches, loss_fn=loss, scale_grads=False)
+
+    def __call__(self, _: nn.Module, sample: Any, backward: Any) -> None:
+        """Forwards and backwards of a step; torch's schedule runs the backwards itself, not by `backward`."""
+        inputs, targets = sample
+        last, losses = self._stage.is_last, list[Tensor]()
+        self._schedule.step(
+            *[inputs] * self._stage.is_first, target=targets if last else None, losses=losses if last else None,
+            return_outputs=False,
+        )  # fmt: skip
 
 
 def _with_gradients(examples: Any, *, first: bool = False) -> Any:

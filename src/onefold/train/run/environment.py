@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from onefold.cost.shapes import Shape
 from onefold.errors import OnefoldError
+from onefold.observe.passes import Cut
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.reports import placement
 from onefold.optim.named import choose
@@ -109,8 +111,7 @@ def planned(engine: Engine, settings: Settings, made: RunModel, accumulation: in
     """Bytes at the fullest instant and bytes sent, rehearsed on tensors without memory; None if it is too large, or a
     model of others that cannot be rehearsed."""
     shape = made.shape
-    cut = engine.comms.tp.size > 1 or engine.comms.sequence.size > 1
-    if shape.numel > PLANNED or cut:  # a split model is planned by its shape: see `onefold plan`
+    if shape.numel > PLANNED or engine.comms.sequence.size > 1:  # cut sequences are planned by shape: `onefold plan`
         return None
     tokens = torch.zeros(settings.steps.micro_batch, shape.seq, dtype=torch.long)
     plays = "nccl" if engine.device.type == "cuda" else "gloo"
@@ -123,6 +124,7 @@ def planned(engine: Engine, settings: Settings, made: RunModel, accumulation: in
         found = rehearse(
             made.twin(), made.sample(tokens), zero, chosen.cost, ranks=engine.comm.size,
             rank=engine.comm.rank, plays=plays, micro_batches=accumulation, optimizer=chosen.make_whole,
+            cut=_cut(engine, sequence=settings.zero.sequence),
         )  # fmt: skip
     except refusals:
         return None
@@ -134,3 +136,13 @@ def planned(engine: Engine, settings: Settings, made: RunModel, accumulation: in
     held = {**found.states._asdict(), "buffers": found.module_buffers, "communication": found.communication}
     held["activations"] = found.peak["activations"]  # the rest is what is held between steps
     return {"memory": held, "peak_bytes": found.peak_bytes, "traffic": sent}
+
+
+def _cut(engine: Engine, *, sequence: bool) -> Cut:
+    """How the run has split its model over "tp". A rehearsal on the same mesh sends nothing to its ranks."""
+    places = engine.resolved.settings.mesh
+    if engine.comms.tp.size == 1 or places is None:
+        return Cut()
+    from onefold.train.run.tensor_parallel import parallelize  # here: it brings the compiler, a second of imports
+
+    return Cut(tp=engine.comms.tp.size, split=partial(parallelize, mesh=places, sequence=sequence))
