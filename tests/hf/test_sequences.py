@@ -100,7 +100,6 @@ def refused(mesh: Any) -> list[str]:
     cut = onefold.hf.cut_sequences(llama(), mesh)
     cached = transformers.DynamicCache(config=cut.config)
     tries = {
-        "accelerate gives every rank a batch of its own": lambda: onefold.hf.Accelerator(zero=onefold.Zero(mesh=mesh)),
         r"the attention of the model \(BloomForCausalLM\) cannot": lambda: onefold.hf.cut_sequences(bloom, mesh),
         "LlamaAttention of layer 0 drops attention weights out": lambda: dropping(**tokens(8)),
         r"model.layers.0.self_attn \(LlamaAttention\) calls torch's scaled_dot": lambda: uncut(**tokens(8)),
