@@ -29,6 +29,11 @@ def qwen() -> Any:
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, **GROUPED, **settings))
 
 
+def one_head() -> Any:
+    """Attended to by the ring, over balanced stretches."""
+    return llama(num_attention_heads=1, num_key_value_heads=1)
+
+
 def tokens(length: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(32, (2, length), generator=torch.Generator().manual_seed(3))
     labels = torch.where(ids % 3 == 0, -100, ids)
@@ -55,6 +60,7 @@ CASES = {
     "packed": (llama, packed(), {"activations": "checkpoint"}),
     "padded, tiled": (llama, padded(), {}),
     "window, packed": (qwen, packed(), {}),
+    "ring, packed": (one_head, packed(), {}),
 }
 
 

@@ -24,6 +24,7 @@ class Plan(NamedTuple):
     stage: int | None = None
     axes: tuple[tuple[str, int], ...] = CUT
     rows: int = 4  # of a batch on each process
+    heads: int = 2  # one head is attended to by the ring, over balanced stretches
     packs: bool = False
     tile_loss: bool = False
     resume: str | None = None
@@ -77,7 +78,8 @@ def fit(plan: Plan, folder: str) -> Found:
     settings: dict[str, Any] = {"train_dataset": sentences(32), "eval_dataset": sentences(8)}
     settings["data_collator"] = transformers.DataCollatorWithFlattening() if plan.packs else padded
     settings |= {} if plan.packs else {"compute_metrics": near}
-    model, cls = tiny(use_cache=False), transformers.Trainer
+    heads = {"num_attention_heads": plan.heads, "num_key_value_heads": plan.heads}
+    model, cls = tiny(use_cache=False, **heads), transformers.Trainer
     if plan.stage is not None:
         mesh = onefold.mesh(**{"shard": 1, **dict(plan.axes)})
         settings |= {"zero": onefold.Zero(stage=plan.stage, mesh=mesh), "tile_loss": plan.tile_loss}
@@ -117,7 +119,7 @@ ACCUMULATED = (("gradient_accumulation_steps", 2), EACH)
 def test_two_ranks_log_and_train_what_one_process_does_at_all_stages_bitwise(tmp_path: Path) -> None:
     plans = [Plan(stage, flags=ACCUMULATED) for stage in STAGES]
     packed = Plan(3, packs=True, tile_loss=True)
-    smoothed = Plan(2, flags=(("label_smoothing_factor", 0.1), ("average_tokens_across_devices", False)))
+    smoothed = Plan(2, heads=1, flags=(("label_smoothing_factor", 0.1), ("average_tokens_across_devices", False)))
     alone = [one._replace(stage=None) for one in (plans[0], packed, smoothed)]
     wanted = run_ranks(1, fits, alone, str(tmp_path / "alone"))[0]
     by_rank = run_ranks(2, fits, [*plans, packed, smoothed], str(tmp_path / "cut"))

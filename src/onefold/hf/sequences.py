@@ -35,8 +35,9 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 class Cut:
     """The mesh that cuts a model's sequences; copies of the model have the same one."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, heads: int) -> None:
         self.mesh = mesh
+        self.balanced = heads % mesh.size(_names(mesh).index("sequence")) != 0  # attention is by the ring
         self.documents = False  # the forward that runs was given documents
         self.prepared = False  # by an Accelerator: what a loop makes a loss or metrics of is of whole sequences
         self.logits = False  # logits are wanted beside the loss
@@ -75,7 +76,8 @@ def cut_sequences(model: ModelT, mesh: Mesh) -> ModelT:
     causal: Any = base() if callable(base) else model
     _check(causal)
     causal.set_attn_implementation(NAME)
-    state = Cut(mesh)
+    heads = getattr(causal.config.get_text_config(), "num_attention_heads", None)
+    state = Cut(mesh, heads if isinstance(heads, int) else 0)
     for module in causal.modules():
         module.__dict__[STATE] = state
     causal.forward = MethodType(_cut_forward(causal), causal)  # a method: copies of the model get their own
@@ -149,7 +151,7 @@ def _cut_forward(causal: Any) -> Any:
                 "into a plain model"
             )
         items, settings = given.pop("num_items_in_batch", None), _settings(given)
-        cut = cut_sequence(given, state.mesh)
+        cut = cut_sequence(given, state.mesh, balanced=state.balanced)
         targets: Tensor | None = cut.get("shift_labels")
         if targets is not None:
             cut |= {"labels": targets, "num_items_in_batch": 1}  # the sum of the losses
@@ -175,13 +177,13 @@ def _whole(output: Any, state: Cut, given: dict[str, Any], labelled: bool) -> An
         targets = tokens if "shift_labels" in given else tokens - 1  # as in one process, where the last token has none
         for name in PER_TOKEN:
             if isinstance(output.get(name), Tensor):
-                output[name] = whole_sequence(output[name], state.mesh, targets)
+                output[name] = whole_sequence(output[name], state.mesh, targets, balanced=state.balanced)
         return output
     place = 1 if labelled else 0
     logits = output[place] if isinstance(output, tuple) else output.get("logits")
     if not isinstance(logits, Tensor) or (labelled and not state.logits):
         return output
-    return _with(output, place, "logits", whole_sequence(logits, state.mesh, tokens))
+    return _with(output, place, "logits", whole_sequence(logits, state.mesh, tokens, balanced=state.balanced))
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -224,8 +226,9 @@ def _attention(
         _refuse(module, "was not passed the documents of packed or padded sequences by the model")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = sequence_attention(
-        query, key, value, state.mesh, causal=causal, documents=documents, window=sliding_window, scale=scaling
-    )
+        query, key, value, state.mesh, causal=causal, documents=documents, window=sliding_window, scale=scaling,
+        balanced=state.balanced,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -15,14 +15,17 @@ from onefold.comm.communicator import Comm
 from onefold.comm.mesh import Mesh
 from onefold.comm.meter import Label
 from onefold.comm.sequence import sequence_group
+from onefold.parallel.stretches import in_order
 
 LABEL = Label("sequence-outputs", "outputs of the model")
 
 
-def whole_sequence(stretch: Tensor, mesh: Mesh, tokens: int) -> Tensor:
-    """The first `tokens` of (batch, all tokens, …), of which each rank gives (batch, its tokens, …). Collective."""
-    whole: Tensor = _Whole.apply(stretch, sequence_group(mesh, stretch.device).comm)
-    return whole[:, :tokens]
+def whole_sequence(stretch: Tensor, mesh: Mesh, tokens: int, *, balanced: bool) -> Tensor:
+    """The first `tokens` of (batch, all tokens, …), of which each rank gives (batch, its tokens, …), cut as by
+    cut_sequence(balanced=…). Collective."""
+    group = sequence_group(mesh, stretch.device)
+    whole: Tensor = _Whole.apply(stretch, group.comm)
+    return (in_order(whole, group.size, 1) if balanced else whole)[:, :tokens]
 
 
 class _Whole(torch.autograd.Function):

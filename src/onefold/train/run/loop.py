@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from onefold.checkpoint.memory.resilient import Resilient
 from onefold.checkpoint.protocol.background import finish_saves
@@ -50,6 +50,7 @@ from onefold.train.run.metrics import (
     perplexity,
     traffic_now,
 )
+from onefold.train.run.model import GPT
 from onefold.train.run.optimizers import lr_ratios
 from onefold.train.run.pace import Pace, Stragglers, compute
 from onefold.train.run.probe import UpdateProbe
@@ -97,7 +98,7 @@ class Loop:
     def __init__(
         self,
         settings: Settings,
-        model: nn.Module,
+        model: GPT,
         optimizer: Optimizer,
         shape: Shape,
         data: Data,
@@ -211,8 +212,7 @@ class Loop:
 
     def _to_device(self, windows: list[int]) -> Batch:
         """The stretch of the windows that this rank computes: all of it unless the mesh cuts sequences."""
-        along = self.engine.comms.sequence
-        inputs, targets = (one.chunk(along.size, dim=1)[along.rank] for one in self.data.batch(windows))
+        inputs, targets = (self.model.stretch(one) for one in self.data.batch(windows))
         return inputs.to(self.engine.device), targets.to(self.engine.device)
 
     def _forward_backward(self, batches: list[Batch]) -> list[Tensor]:
