@@ -1,11 +1,14 @@
 """How long a sequence trains: shapes of Qwen2.5, with a tiled loss, tiled MLPs, and block inputs on the host.
 
-python benchmarks/long_context.py --model 1.5b                  # one GPU: doubles the sequence until it does not fit
-onefold run --ranks 2 benchmarks/long_context.py --sequence 2   # cut over ranks, against the same without, in one run
-python benchmarks/long_context.py --model tiny --tokens 512     # a small size, to see that it runs
+python -m benchmarks.long_context --model 1.5b                # one GPU: doubles the sequence until it does not fit
+torchrun --nproc-per-node 2 -m benchmarks.long_context --sequence 2   # cut over ranks, against the same without
+torchrun --nproc-per-node 4 -m benchmarks.long_context --sequence 4 --ring --tokens 8192   # the ring alone
+python -m benchmarks.long_context --model tiny --tokens 512   # a small size, to see that it runs
 
 For each length: three steps, seconds and tokens per second of the last, peak of device memory, host memory of block
-inputs, bytes sent for attention, and the loss. JSON into $OUT if set, else on the screen.
+inputs, bytes sent for attention, and the loss. With --ring: of causal attention alone, by the ring, forward and
+backward, the seconds that each rank computes on one thread, of the slowest and of the mean. JSON into $OUT if set, else
+on the screen.
 """
 
 from __future__ import annotations
@@ -20,43 +23,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import onefold
-import onefold.hf
+from benchmarks.decoder import Decoder, Sizes
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-}  # fmt: skip
+SHAPES = {
+    "tiny": Sizes(layers=2, hidden=64, intermediate=128, heads=4, key_heads=2, vocab=512),
+    "1.5b": Sizes(layers=28, hidden=1536, intermediate=8960, heads=12, key_heads=2, vocab=151936, tied=True),
+    "7b": Sizes(layers=28, hidden=3584, intermediate=18944, heads=28, key_heads=4, vocab=152064),
+}
 STEPS, TILE = 3, 4096
+RING_HEADS, RING_WIDTH = 3, 64  # of attention that is timed alone
 
 
 def train(name: str, tokens: int, sequence: int, device: torch.device) -> dict[str, Any]:
     """Three steps of one sequence, on a mesh that cuts it over `sequence` ranks."""
-    mesh, cuda = onefold.mesh(shard=-1, sequence=sequence), device.type == "cuda"
+    mesh, cuda, sizes = onefold.mesh(shard=-1, sequence=sequence), device.type == "cuda", SHAPES[name]
+    balanced = sizes.heads % sequence != 0  # by the ring
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[name], max_position_embeddings=tokens, attention_dropout=0.0)
     with device:
-        model = Qwen2ForCausalLM(config)
-    onefold.hf.tile_loss(onefold.hf.cut_sequences(model, mesh), tokens=TILE)
-    for layer in model.model.layers:
-        onefold.tiled(layer.mlp, tokens=TILE)
+        model = Decoder(sizes, mesh, TILE, balanced=balanced)
+    for block in model.blocks:
+        onefold.tiled(block.mlp, tokens=TILE)
     precision = "bf16" if cuda else "fp32"
     onefold.shard(model, stage=3, mesh=mesh, precision=precision, activations="checkpoint+host")
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-5)
-    ids = torch.randint(config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(sizes.vocab, (1, tokens), generator=torch.Generator().manual_seed(1))
     seconds, loss = 0.0, torch.zeros(())
     for _ in range(STEPS):
         if cuda:
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
         began = time.perf_counter()
-        loss = model(input_ids=ids.to(device), labels=ids.to(device)).loss
+        cut = onefold.cut_sequence({"input_ids": ids, "labels": ids}, mesh, balanced=balanced)
+        mine = {key: value.to(device) for key, value in cut.items()}
+        loss = onefold.token_mean(model(**mine), (mine["shift_labels"] != -100).sum(), mesh)
         optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -92,20 +93,55 @@ def rows(name: str, tokens: int, sequence: int, device: torch.device) -> list[di
     return found
 
 
+def ring(tokens: int, sequence: int, device: torch.device) -> list[dict[str, Any]]:
+    """Causal attention by the ring over neighbouring and over balanced stretches: seconds that ranks compute. On a CPU
+    they are the main thread's own, so ranks may share cores."""
+    mesh, found = onefold.mesh(shard=-1, sequence=sequence), list[dict[str, Any]]()
+    torch.set_num_threads(1)
+    q, k, v = torch.randn(3, 1, RING_HEADS, tokens // sequence, RING_WIDTH, device=device).unbind()
+    for balanced in (False, True):
+        best = float("inf")
+        for _ in range(STEPS):
+            dist.barrier()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            began, clock = time.thread_time(), time.perf_counter()
+            mine = [one.detach().requires_grad_() for one in (q, k, v)]
+            onefold.sequence_attention(*mine, mesh, method="ring", balanced=balanced).sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            took = time.perf_counter() - clock if device.type == "cuda" else time.thread_time() - began
+            best = min(best, took)
+        seconds: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(seconds, best)
+        found.append(
+            {
+                "tokens": tokens, "sequence": sequence, "balanced": balanced, "slowest_s": max(seconds),
+                "mean_s": sum(seconds) / len(seconds), "imbalance": max(seconds) * len(seconds) / sum(seconds),
+                "by_rank_s": seconds,
+            }
+        )  # fmt: skip
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, default=32768, help="the first length")
     parser.add_argument("--sequence", type=int, default=1, help="ranks over which each sequence is cut")
+    parser.add_argument("--ring", action="store_true", help="time attention by the ring alone")
     options = parser.parse_args()
     onefold.init()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = rows(options.model, options.tokens, options.sequence, device)
+    if options.ring:
+        found, name = ring(options.tokens, options.sequence, device), "ring"
+    else:
+        found, name = rows(options.model, options.tokens, options.sequence, device), options.model
     if dist.get_rank() == 0:
         text = json.dumps(found, indent=1)
         out = os.environ.get("OUT")
         if out:
-            (Path(out) / f"long_context-{options.model}-{options.sequence}.json").write_text(text + "\n")
+            (Path(out) / f"long_context-{name}-{options.sequence}.json").write_text(text + "\n")
         print(text)
     onefold.shutdown()
 

@@ -104,6 +104,14 @@ def test_losses_averaged_over_tokens_are_those_of_one_rank(models: Path, stages:
     assert max(abs(a - b) for a, b in zip(stages[3][0]["not averaged"]["losses"], one, strict=True)) > 1e-3
 
 
+def test_a_mesh_that_cuts_sequences_gives_trl_the_losses_of_one_rank(models: Path) -> None:
+    one = warm(1, models, "one", None, "--parts", "sft,dpo")[0]
+    for rank in warm(2, models, "cut", ["--stage", "3", "--mesh", "sequence=2"], "--parts", "sft,dpo"):
+        for part in ("sft", "dpo"):
+            assert rank[part]["losses"] == pytest.approx(one[part]["losses"], rel=3e-6)
+        assert rank["sft"]["accuracies"] == pytest.approx(one["sft"]["accuracies"])
+
+
 DEEPSPEED: dict[str, Any] = {
     "zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto",
     "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
@@ -175,6 +183,9 @@ def test_launched_scripts_train_alike(
         (["--stage", "three", MAIN], "stage='three' is unknown"),
         (["--offload", "tape", MAIN], "'tape'"),
         (["--stagee", "3", MAIN], "unrecognized arguments: --stagee"),
+        (["--mesh", "shard", MAIN], "--mesh 'shard' is not like replica=2,shard=4"),
+        (["--mesh", "tp=2", MAIN], "'tp' is none of replica, shard, sequence"),
+        (["--mesh", "shard=0", MAIN], "a size from 1 on"),
         (["nothing.py"], "nothing.py is no file"),
         (["--zero", "nothing.toml", MAIN], "--zero nothing.toml is not there"),
         (["--zero", "{bad}", MAIN], "unknown setting bucket_mb; known are activations, bucket_bytes"),

@@ -29,6 +29,11 @@ def qwen() -> Any:
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, **GROUPED, **settings))
 
 
+def one_head() -> Any:
+    """Attended to by the ring, over balanced stretches."""
+    return llama(num_attention_heads=1, num_key_value_heads=1)
+
+
 def tokens(length: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(32, (2, length), generator=torch.Generator().manual_seed(3))
     labels = torch.where(ids % 3 == 0, -100, ids)
@@ -55,6 +60,7 @@ CASES = {
     "packed": (llama, packed(), {"activations": "checkpoint"}),
     "padded, tiled": (llama, padded(), {}),
     "window, packed": (qwen, packed(), {}),
+    "ring, packed": (one_head, packed(), {}),
 }
 
 
@@ -100,7 +106,6 @@ def refused(mesh: Any) -> list[str]:
     cut = onefold.hf.cut_sequences(llama(), mesh)
     cached = transformers.DynamicCache(config=cut.config)
     tries = {
-        "accelerate gives every rank a batch of its own": lambda: onefold.hf.Accelerator(zero=onefold.Zero(mesh=mesh)),
         r"the attention of the model \(BloomForCausalLM\) cannot": lambda: onefold.hf.cut_sequences(bloom, mesh),
         "LlamaAttention of layer 0 drops attention weights out": lambda: dropping(**tokens(8)),
         r"model.layers.0.self_attn \(LlamaAttention\) calls torch's scaled_dot": lambda: uncut(**tokens(8)),

@@ -32,6 +32,7 @@ class Run:
     key_heads: int = 4
     causal: bool = True
     window: int | None = None
+    balanced: bool = False
     micro: int = 1
     steps: int = 2
     fields: tuple[tuple[str, Any], ...] = ()
@@ -137,7 +138,7 @@ def alone(run: Run) -> Trained:
 def attention_over(mesh: DeviceMesh, run: Run) -> Any:
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         return onefold.sequence_attention(
-            q, k, v, mesh, causal=run.causal, window=run.window, documents=documents, tile=5
+            q, k, v, mesh, causal=run.causal, window=run.window, documents=documents, tile=5, balanced=run.balanced
         )
 
     return attend
@@ -153,7 +154,7 @@ def turn(run: Run, model: LongLanguage, optimizer: onefold.Optimizer, mesh: Devi
     losses = []
     for micro in range(run.micro):
         whole = batch_of(run.batch, run.micro * step + micro, stream_of(mesh))
-        cut = onefold.cut_sequence(whole, mesh, causal=run.causal)
+        cut = onefold.cut_sequence(whole, mesh, causal=run.causal, balanced=run.balanced)
         mine = {name: one.to(device()) for name, one in cut.items()}
         with nullcontext() if micro == run.micro - 1 else onefold.accumulate(model, "each"):
             loss = onefold.token_mean(model(**mine), (mine["shift_labels"] != IGNORED).sum(), mesh)

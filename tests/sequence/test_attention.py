@@ -28,6 +28,7 @@ class Case(NamedTuple):
     packed: bool = False
     method: str = "auto"
     dtype: torch.dtype = torch.float64
+    balanced: bool = False
 
 
 def cases(ranks: int) -> list[Case]:
@@ -36,7 +37,9 @@ def cases(ranks: int) -> list[Case]:
     kinds = list(product((True, False), (None, 5), (False, True)))  # causal, window, packed
     found = [Case(*shared, *kind) for kind in kinds] + [Case(*odd, *kind) for kind in kinds]
     found += [Case(*divided), Case(8, 1, False), Case(8, 2, True, 5, True), Case(*divided, True, 5, method="ring")]
-    return [*found, Case(4, 2, dtype=torch.bfloat16), Case(3, 1, dtype=torch.bfloat16)]
+    found += [Case(*odd, *kind, balanced=True) for kind in kinds]
+    found += [Case(*shared, *kind, balanced=True) for kind in kinds if all(kind) or not any(kind)]
+    return [*found, Case(4, 2, dtype=torch.bfloat16), Case(3, 1, dtype=torch.bfloat16, balanced=True)]
 
 
 def drawn(case: Case, tokens: int) -> tuple[list[Tensor], Tensor | None, Tensor]:
@@ -74,17 +77,29 @@ def ulysses_bytes(case: Case, ranks: int, rank: int) -> int:
     return per_head * (4 * case.heads * len(peers) // ranks + 2 * needed + 2 * mine)
 
 
+def tokens_of(case: Case, ranks: int, rank: int) -> list[int]:
+    """The positions of a rank's tokens."""
+    if not case.balanced:
+        return list(range(rank * EACH, (rank + 1) * EACH))
+    half = EACH // 2
+    return [*range(rank * half, (rank + 1) * half), *range((2 * ranks - 1 - rank) * half, (2 * ranks - rank) * half)]
+
+
 def ring_bytes(case: Case, ranks: int, rank: int) -> int:
-    """Keys and values to ranks that see them, twice; and gradients, in fp32 at least, to ranks whose keys were seen."""
+    """Pieces of keys and values to ranks that see some of them, twice; and gradients, in fp32 at least, to ranks whose
+    keys were seen."""
 
-    def sees(queries: int, keys: int) -> bool:
-        gap = (abs(queries - keys) - 1) * EACH + 1  # between the nearest tokens
-        return (queries > keys or not case.causal) and (case.window is None or gap < case.window)
+    def seen(queries: int, keys: int) -> int:
+        """How many tokens the pieces of one rank have of which another sees some."""
+        theirs, half = tokens_of(case, ranks, keys), EACH // 2 if case.balanced else EACH
+        gaps = [[at - other for at in tokens_of(case, ranks, queries)] for other in theirs]
+        found = [any((gap >= 0 or not case.causal) and abs(gap) < (case.window or 99) for gap in row) for row in gaps]
+        return sum(half * any(found[start : start + half]) for start in range(0, EACH, half))
 
-    numel = 2 * BATCH * EACH * WIDTH * case.key_heads
+    per_token = 2 * BATCH * WIDTH * case.key_heads
     peers = [one for one in range(ranks) if one != rank]
-    there, back = sum(sees(one, rank) for one in peers), sum(sees(rank, one) for one in peers)
-    return numel * (2 * there * case.dtype.itemsize + back * max(4, case.dtype.itemsize))
+    there, back = sum(seen(one, rank) for one in peers), sum(seen(rank, one) for one in peers)
+    return per_token * (2 * there * case.dtype.itemsize + back * max(4, case.dtype.itemsize))
 
 
 def compare_all() -> list[str]:
@@ -94,13 +109,13 @@ def compare_all() -> list[str]:
     group = sequence_group(mesh, torch.device(device()))
     for case in cases(ranks):
         qkv, documents, grad = drawn(case, ranks * EACH)
-        mine = slice(rank * EACH, (rank + 1) * EACH)
+        mine = tokens_of(case, ranks, rank)
         wanted = whole(case, qkv, documents)
         gradients = torch.autograd.grad(wanted, qkv, grad)
         local = [one.detach()[:, :, mine].to(device()).requires_grad_() for one in qkv]
         group.serve(meter := Meter(), 60)
         out = onefold.sequence_attention(
-            *local, mesh, causal=case.causal, window=case.window, method=case.method, tile=TILE,
+            *local, mesh, causal=case.causal, window=case.window, method=case.method, tile=TILE, balanced=case.balanced,
             documents=None if documents is None else documents[:, mine].to(device()),
         )  # fmt: skip
         found = torch.autograd.grad(out, local, grad[:, :, mine].to(device()))
@@ -168,6 +183,17 @@ def unequal() -> None:
 def test_stretches_of_unequal_length_raise_on_all_ranks() -> None:
     for error in run_ranks_raises(2, unequal):
         assert error.type_name == "MismatchError" and "need stretches of equal length" in error.message
+
+
+def otherwise_cut() -> None:
+    mesh, q = onefold.mesh(sequence=2), torch.randn(1, 2, 4, 4)
+    onefold.cut_sequence({"input_ids": torch.zeros(1, 8, dtype=torch.long)}, mesh)
+    onefold.sequence_attention(q, q, q, mesh, balanced=True)
+
+
+def test_stretches_that_were_cut_otherwise_raise() -> None:
+    for error in run_ranks_raises(2, otherwise_cut):
+        assert error.type_name == "ConfigError" and "cut_sequence(balanced=False) cut the batch" in error.message
 
 
 def not_divided() -> None:

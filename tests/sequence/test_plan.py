@@ -26,7 +26,8 @@ def test_what_attention_sends_by_the_plan_is_what_its_meter_is_held_to(ranks: in
     shape = Decoder(
         layers=1, hidden=heads * WIDTH, heads=heads, kv_heads=key_heads, intermediate=8, seq=ranks * EACH, vocab=8
     )
-    case, ring = Case(heads, key_heads, dtype=torch.bfloat16), bool(heads % ranks)
+    ring = bool(heads % ranks)
+    case = Case(heads, key_heads, dtype=torch.bfloat16, balanced=ring)
     formula = ring_bytes if ring else ulysses_bytes
     mean = sum(formula(case, ranks, rank) for rank in range(ranks)) / ranks
     assert attention_bytes(shape, BATCH, "keep", 1, ranks, 2) == mean

@@ -23,8 +23,10 @@ KINDS = {
     "one key head": Run(key_heads=1),
     "ring": Run("odd", heads=3, key_heads=1),
     "ring, packed, with a window": Run("packed", heads=3, key_heads=3, window=4),
+    "balanced ring, packed": Run("packed", heads=3, key_heads=1, balanced=True),
+    "balanced": Run("odd", balanced=True),
 }
-ALL_STAGES = ("causal", "ring, packed, with a window")
+ALL_STAGES = ("causal", "balanced ring, packed")
 WITH = {
     "accumulated": dataclasses.replace(KINDS["packed, by positions"], micro=2),
     "recomputed": dataclasses.replace(KINDS["packed, by positions"], fields=(("activations", "checkpoint"),)),
@@ -44,7 +46,7 @@ def assert_as_one_process(by_rank: list[Trained], wanted: Trained) -> None:
 
 MESHES = {  # which kinds are trained on which; those of ALL_STAGES at all stages on the first
     (("sequence", 2),): [*KINDS, *WITH],
-    (("sequence", 4),): ["odd lengths", "padded, grouped, with a window", "ring, packed, with a window"],
+    (("sequence", 4),): ["odd lengths", "padded, grouped, with a window", "ring, packed, with a window", "balanced"],
     (("shard", 2), ("sequence", 2)): ["causal", "packed, by lengths", "ring", "accumulated"],
     (("replica", 2), ("sequence", 2)): ["one key head"],
 }

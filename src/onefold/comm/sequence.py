@@ -19,7 +19,7 @@ from onefold.comm.communicator import Comm
 from onefold.comm.links import SEQUENCE
 from onefold.comm.mesh import axes_of
 from onefold.comm.meter import Label, Meter
-from onefold.errors import MismatchError
+from onefold.errors import ConfigError, MismatchError
 
 TIMEOUT_S = 600.0
 DOCUMENTS = Label("sequence-documents", "a batch")
@@ -39,6 +39,7 @@ class SequenceGroup:
         self.rank, self.size = self.comm.rank, self.comm.size
         self.calls = 0  # of sequence_attention() so far
         self.batches = 0  # that cut_sequence() has cut
+        self.balanced: bool | None = None  # how it cut the last one
         self.attending = False  # inside such a call
         self._compared = set[str]()  # shapes that ranks have compared
         self._gathered: tuple[ref[Tensor], int, Tensor] | None = None  # whose documents, their version, the whole
@@ -63,6 +64,21 @@ class SequenceGroup:
                     f"the ranks of one sequence differ: rank {self.comm.world_rank(0)} has {rows[0]}, and rank "
                     f"{self.comm.world_rank(rank)} has {row}; {remedy}"
                 )
+
+    def check_balance(self, tokens: int, balanced: bool) -> None:
+        """Raises if attention takes stretches of so many tokens for others than cut_sequence() made last, but in
+        backward, which may recompute an earlier batch."""
+        if balanced and tokens % 2:
+            raise ConfigError(
+                f"sequence_attention(balanced=True) got {tokens} tokens; a balanced stretch has two equal pieces, as "
+                f"onefold.cut_sequence(…, balanced=True) makes them"
+            )
+        recomputes = torch._C._current_graph_task_id() != -1
+        if self.balanced is not None and self.balanced is not balanced and not recomputes:
+            raise ConfigError(
+                f"cut_sequence(balanced={self.balanced}) cut the batch, and sequence_attention(balanced={balanced}) "
+                f"takes its tokens for others; give both the same"
+            )
 
     def whole_documents(self, documents: Tensor) -> Tensor:
         """The documents (batch, tokens) of the whole sequence. Ranks send them once for each tensor, so once for a

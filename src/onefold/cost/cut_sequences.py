@@ -1,7 +1,7 @@
 """Sequences cut over ranks, in closed form: what a rank keeps of its stretch, and what attention sends. Numbers only.
 
-Attention is by Ulysses where the ranks divide the heads, else by the ring: see parallel/. Formulas are for causal
-attention without documents and windows.
+Attention is by Ulysses where the ranks divide the heads, else by the ring over balanced stretches: see parallel/.
+Formulas are for causal attention without documents and windows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def attention_bytes(shape: Shape, batch: int, policy: str, tp: int, ranks: int, 
     queries, keys = shape.attention_numel // tp, shape.key_numel // tp
     if not by_ulysses(shape, tp, ranks):
         sent = tokens * 2 * keys * (ranks - 1) * ((forwards + 1) * itemsize + WIDE)
-        return sent // 2
+        return sent * 3 // 4
     shared = max(keys, shape.head_numel * ranks)  # where ranks need the same key head, each is sent it
     return tokens * (ranks - 1) * (2 * queries + 2 * shared) * (forwards + 1) * itemsize // ranks
 

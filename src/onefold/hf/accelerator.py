@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
-import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
@@ -35,20 +34,22 @@ from onefold import (
 from onefold.hf.checkpoints import load_state, save_state
 from onefold.hf.loading import deferred_values
 from onefold.hf.optimizers import ShardedOptimizer, groups_by_name, sharded_optimizer
-from onefold.hf.refusals import refuse_cut_sequences, refuse_engines, refuse_wrapped, with_precision
+from onefold.hf.refusals import refuse_engines, refuse_wrapped, with_precision
+from onefold.hf.same_data import SameDataAccelerator
 from onefold.hf.whole_model import whole_model_methods
 from onefold.runtime.engine import is_sharded
 
 PREPARED = "_is_accelerate_prepared"  # accelerate's mark of what prepare() has returned
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(SameDataAccelerator):
     """accelerate.Accelerator whose prepare() shards models by Onefold instead of wrapping them by DDP.
 
     `zero` are the settings of `onefold.shard`, by default Zero(). All other keywords are accelerate's, and the loop
     stays as it is: prepare, accumulate, backward, clip_grad_norm_, save_state, load_state, unwrap_model and
     get_state_dict. mixed_precision= becomes the precision of the model: there is no autocast, and the loss scale of
-    fp16 is Onefold's.
+    fp16 is Onefold's. On a mesh with the axis "sequence" models of transformers attend over cut sequences (see
+    `onefold.hf.cut_sequences`), and ranks that share sequences read the same data.
 
     >>> import torch, onefold.hf
     >>> accelerator = onefold.hf.Accelerator(zero=onefold.Zero(stage=3))
@@ -61,9 +62,8 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, zero: Zero | None = None, **kwargs: Any) -> None:
         refuse_engines(kwargs)
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, zero=zero, **kwargs)
         init()
-        refuse_cut_sequences(zero)
         self.zero = with_precision(zero or Zero(), self.mixed_precision)
         self.native_amp, self.scaler = False, None  # the sharded model computes in 16 bits itself
         self._saving, self._hidden = False, list[AcceleratedOptimizer]()
@@ -113,6 +113,7 @@ class Accelerator(accelerate.Accelerator):
                 )
             moves = self.device_placement if device_placement is None else device_placement
             zero = replace(self.zero, device=self.zero.device or str(self.device)) if moves else self.zero
+            self._cut_sequences(model)
             compiled = zero.compile or self._compiled_blocks()
             shard(model, zero, init=deferred_values(model) or zero.init, compile=compiled)
             self._compile_checkpointed(model)
@@ -126,6 +127,13 @@ class Accelerator(accelerate.Accelerator):
             self.state.dynamo_plugin = plugin
         setattr(model, PREPARED, True)
         return result
+
+    def _cut_sequences(self, model: nn.Module) -> None:
+        """Lets a model of transformers attend over cut sequences, if the mesh cuts them; others do so by themselves."""
+        if self.readers is not None and "transformers" in sys.modules and self.zero.mesh is not None:
+            from onefold.hf.sequences import cut_prepared
+
+            cut_prepared(model, self.zero.mesh)
 
     def _compiles(self) -> bool:
         return bool(self.state.dynamo_plugin.backend != DynamoBackend.NO)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold import ConfigError, Zero
 from onefold.cost.states import StateCost
@@ -39,6 +39,17 @@ class Step:
             self.model, self.sample, replace(zero, mesh=None, device=None), self.cost, ranks=self.ranks,
             plays=self.plays, micro_batches=self.micro_batches, device=torch.device("cpu"),
         ).peak_bytes  # fmt: skip
+
+
+def stretch_of(sample: Any, ranks: int) -> Any:
+    """A batch as long as one rank's stretch, where so many ranks share each sequence."""
+    if ranks == 1 or not isinstance(sample, Mapping):
+        return sample
+    tokens = max((one.shape[1] for one in sample.values() if isinstance(one, Tensor) and one.dim() > 1), default=0)
+    return {
+        name: one[:, : -(-tokens // ranks)] if isinstance(one, Tensor) and one.dim() > 1 else one
+        for name, one in sample.items()
+    }
 
 
 def total_bytes(device: torch.device) -> int | None:

@@ -20,7 +20,7 @@ from onefold.hf.launch_deepspeed import following
 from onefold.hf.launch_settings import Launch
 from onefold.hf.loading import deferring
 from onefold.hf.refusals import refuse_engine_flags, refuse_engines
-from onefold.hf.trainer import ShardedTrainer, sharded
+from onefold.hf.trainer import ShardedTrainer, on_mesh, sharded
 
 
 def run(launch: Launch) -> None:
@@ -39,6 +39,8 @@ def run(launch: Launch) -> None:
 
 def _trainer(cls: type, launch: Launch) -> type:
     found: type = sharded(cls, launch.zero, tile_loss=launch.tile_loss)
+    if launch.axes is not None:
+        found = on_mesh(found, launch.axes)
     return found if launch.deepspeed is None else following(found, launch.deepspeed)
 
 

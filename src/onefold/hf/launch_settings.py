@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from onefold import ConfigError, DeepSpeedConfig, Offload, OnefoldError, Precision, Zero, from_deepspeed
+from onefold.train.run.axes import parse_axes
 from onefold.train.run.toml import read_toml
 
 DESCRIPTION = """\
@@ -20,6 +21,7 @@ Run a script that uses transformers' Trainer, or a subclass, under Onefold: with
   torchrun --nproc-per-node 2 -m onefold.hf --stage 3 script.py [the script's own arguments]
 """
 IN_PYTHON = {"init", "mesh", "units"}  # fields of Zero that no file can hold
+AXES = ("replica", "shard", "sequence")
 TABLES: dict[str, Callable[..., Any]] = {"offload": Offload, "precision": Precision}
 
 
@@ -33,6 +35,9 @@ class Launch:
 
     tile_loss: int | None
     """How many tokens a tile of the loss has, if the loss is to be tiled."""
+
+    axes: dict[str, int] | None
+    """Those of the mesh, which is made when ranks have met; None: state is sharded over all ranks."""
 
     script: str
     """The path of a script, or the name of a module."""
@@ -57,6 +62,7 @@ def parse(words: Sequence[str]) -> Launch:
     )  # fmt: skip
     parser.add_argument("--stage", help="ZeRO stage 0, 1, 2 or 3, or auto; 2 unless the file of --zero says another")
     parser.add_argument("--offload", help="host or auto: keep the optimizer state, and update, in host memory")
+    parser.add_argument("--mesh", help="axes and sizes, such as shard=2,sequence=2 or replica=2,shard=*")
     parser.add_argument(
         "--tile-loss", type=int, metavar="TOKENS", help="compute the loss over tiles of so many tokens, without logits"
     )
@@ -76,7 +82,7 @@ def parse(words: Sequence[str]) -> Launch:
         raise ConfigError(f"--tile-loss {found.tile_loss}: a tile has at least one token; give a number from 1 on")
     return Launch(
         zero=zero, deepspeed=deepspeed, tile_loss=found.tile_loss, script=run[0], module=found.module is not None,
-        arguments=tuple(run[1:]),
+        axes=None if found.mesh is None else parse_axes(found.mesh, AXES), arguments=tuple(run[1:]),
     )  # fmt: skip
 
 

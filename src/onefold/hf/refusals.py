@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onefold import ConfigError, ModelError, OptimizerError, Precision, Zero
+from onefold.comm.mesh import Mesh
 
 ENGINES = {
     "deepspeed_plugin": "DeepSpeed", "deepspeed_plugins": "DeepSpeed", "fsdp_plugin": "FSDP",
@@ -105,6 +106,16 @@ def refuse_flags(args: TrainingFlags) -> None:
         )
 
 
+def refuse_dealt_batches(args: object, mesh: Mesh | None) -> None:
+    """Raises if a Trainer's own sampler deals batches to ranks, and a mesh has ranks that read the same ones."""
+    strategy = getattr(args, "train_sampling_strategy", None)
+    if mesh is not None and "sequence" in (mesh.mesh_dim_names or ()) and strategy == "batch_rebalance":
+        raise ConfigError(
+            'train_sampling_strategy="batch_rebalance" gives every rank a batch of its own, and ranks over which the '
+            'mesh cuts sequences ("sequence") read the same one; use "random" or "group_by_length"'
+        )
+
+
 def refuse_instance(given: tuple[object, object] | None) -> None:
     """Raises if optimizer_cls_and_kwargs holds no class."""
     if given is not None and not isinstance(given[0], type):
@@ -122,17 +133,6 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"the model is wrapped by {cls.__name__} already, and one model has one engine; prepare the model "
                 f"itself"
             )
-
-
-def refuse_cut_sequences(zero: Zero | None) -> None:
-    """Raises for a mesh that cuts sequences: data loaders give every rank data of its own."""
-    names = (zero.mesh.mesh_dim_names or ()) if zero is not None and zero.mesh is not None else ()
-    if "sequence" in names:
-        raise ConfigError(
-            'the mesh cuts sequences over ranks ("sequence"), which then read the same batch, and accelerate gives '
-            "every rank a batch of its own; write the loop with onefold.hf.cut_sequences and onefold.shard: see "
-            "docs/long-context.md"
-        )
 
 
 def with_precision(zero: Zero, mixed_precision: str | None) -> Zero:

@@ -8,6 +8,8 @@ The model's code stays as it is. What the function cannot compute exactly raises
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any, NoReturn, TypeVar
@@ -18,6 +20,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from onefold import ConfigError, ModelError, cut_sequence, sequence_attention, token_mean
 from onefold.comm.mesh import Mesh
+from onefold.parallel.token_mean import sequence_mean
+from onefold.parallel.whole_sequence import whole_sequence
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 NAME = "onefold_sequence"  # in transformers' attention interface
@@ -25,14 +29,18 @@ STATE = "_onefold_sequences"  # attribute of modules
 LAYERS = {"full_attention", "sliding_attention"}
 UNSUPPORTED = ("softcap", "position_bias", "s_aux", "cache")  # of attention functions' arguments
 IGNORED = -100
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's fused head
 
 
 class Cut:
     """The mesh that cuts a model's sequences; copies of the model have the same one."""
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh, self.ranks = mesh, mesh.size(_names(mesh).index("sequence"))
+    def __init__(self, mesh: Mesh, heads: int) -> None:
+        self.mesh = mesh
+        self.balanced = heads % mesh.size(_names(mesh).index("sequence")) != 0  # attention is by the ring
         self.documents = False  # the forward that runs was given documents
+        self.prepared = False  # by an Accelerator: what a loop makes a loss or metrics of is of whole sequences
+        self.logits = False  # logits are wanted beside the loss
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cut:
         return self
@@ -45,7 +53,9 @@ def cut_sequences(model: ModelT, mesh: Mesh) -> ModelT:
     From now on every rank of one sequence gives the model the same batch of whole sequences, and computes its stretch:
     `input_ids`, `labels`, and where there are any `attention_mask` (batch, tokens) for padding, or `position_ids` that
     start again with each packed document; see `onefold.cut_sequence`. The loss is the mean over all labels of all
-    ranks, the same number on each; logits are those of the stretch. Caches and generate() are unsupported.
+    ranks, the same number on each, or, given `num_items_in_batch`, the sum over the sequences of this rank by it;
+    logits are those of the stretch. Caches and generate() are unsupported. `onefold.hf.Accelerator` and `Trainer` call
+    it for their models.
 
     >>> import torch, transformers, onefold.hf
     >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
@@ -66,11 +76,37 @@ def cut_sequences(model: ModelT, mesh: Mesh) -> ModelT:
     causal: Any = base() if callable(base) else model
     _check(causal)
     causal.set_attn_implementation(NAME)
-    state = Cut(mesh)
+    heads = getattr(causal.config.get_text_config(), "num_attention_heads", None)
+    state = Cut(mesh, heads if isinstance(heads, int) else 0)
     for module in causal.modules():
         module.__dict__[STATE] = state
     causal.forward = MethodType(_cut_forward(causal), causal)  # a method: copies of the model get their own
     return model
+
+
+def cut_prepared(model: nn.Module, mesh: Mesh) -> None:
+    """cut_sequences() for an Accelerator: what loops compute losses and metrics of is of whole sequences, on each rank.
+    Models that are none of transformers' are left alone: they call sequence_attention() themselves."""
+    base = getattr(model, "get_base_model", None)
+    causal: Any = base() if callable(base) else model
+    if not isinstance(causal, PreTrainedModel):
+        return
+    if STATE not in causal.__dict__:
+        cut_sequences(model, mesh)
+    causal.__dict__[STATE].prepared = True
+
+
+@contextmanager
+def logits_wanted(model: nn.Module, on: bool) -> Iterator[None]:
+    """Inside, a prepared model whose sequences are cut gives whole logits beside its loss."""
+    found = {id(one.__dict__[STATE]): one.__dict__[STATE] for one in model.modules() if STATE in one.__dict__}
+    for state in found.values():
+        state.logits = on
+    try:
+        yield
+    finally:
+        for state in found.values():
+            state.logits = False
 
 
 def _names(mesh: Mesh) -> tuple[str, ...]:
@@ -115,22 +151,39 @@ def _cut_forward(causal: Any) -> Any:
                 "into a plain model"
             )
         items, settings = given.pop("num_items_in_batch", None), _settings(given)
-        cut = cut_sequence(given, state.mesh)
+        cut = cut_sequence(given, state.mesh, balanced=state.balanced)
         targets: Tensor | None = cut.get("shift_labels")
         if targets is not None:
             cut |= {"labels": targets, "num_items_in_batch": 1}  # the sum of the losses
         state.documents = "documents" in cut
         output = run(**cut, **settings, use_cache=False)
-        if targets is None:
-            return output
-        total = output[0]  # the loss, as in all models of transformers
-        if items is None:
-            loss = token_mean(total, (targets != IGNORED).sum(), state.mesh)
-        else:  # as a Trainer counts, which gave whole sequences to each rank, and averages over ranks
-            loss = total * state.ranks / items
-        return _with_loss(output, loss)
+        if targets is not None:
+            total = output[0]  # the loss, as in all models of transformers
+            if items is None:
+                loss = token_mean(total, (targets != IGNORED).sum(), state.mesh)
+            else:  # those of the sequences that this rank was given, or of all ranks, as the loop counts
+                loss = sequence_mean(total, items, state.mesh)
+            output = _with(output, 0, "loss", loss)
+        return _whole(output, state, given, targets is not None) if state.prepared else output
 
     return forward
+
+
+def _whole(output: Any, state: Cut, given: dict[str, Any], labelled: bool) -> Any:
+    """The output of a forward with what losses and metrics are made of, of whole sequences: logits, if there is no loss
+    or they are wanted beside it, and what TRL's fused head gives of each token."""
+    tokens = (given["input_ids"] if "input_ids" in given else given["inputs_embeds"]).shape[1]
+    if getattr(output, "log_probs", None) is not None:
+        targets = tokens if "shift_labels" in given else tokens - 1  # as in one process, where the last token has none
+        for name in PER_TOKEN:
+            if isinstance(output.get(name), Tensor):
+                output[name] = whole_sequence(output[name], state.mesh, targets, balanced=state.balanced)
+        return output
+    place = 1 if labelled else 0
+    logits = output[place] if isinstance(output, tuple) else output.get("logits")
+    if not isinstance(logits, Tensor) or (labelled and not state.logits):
+        return output
+    return _with(output, place, "logits", whole_sequence(logits, state.mesh, tokens, balanced=state.balanced))
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:
@@ -140,10 +193,11 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None and name != "use_cache"}
 
 
-def _with_loss(output: Any, loss: Tensor) -> Any:
+def _with(output: Any, place: int, name: str, value: Tensor) -> Any:
+    """The output of a model with another loss or other logits."""
     if isinstance(output, tuple):
-        return (loss, *output[1:])
-    output.loss = loss
+        return (*output[:place], value, *output[place + 1 :])
+    setattr(output, name, value)
     return output
 
 
@@ -172,8 +226,9 @@ def _attention(
         _refuse(module, "was not passed the documents of packed or padded sequences by the model")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     out = sequence_attention(
-        query, key, value, state.mesh, causal=causal, documents=documents, window=sliding_window, scale=scaling
-    )
+        query, key, value, state.mesh, causal=causal, documents=documents, window=sliding_window, scale=scaling,
+        balanced=state.balanced,
+    )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 
 

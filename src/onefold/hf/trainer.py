@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,13 +18,15 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from onefold import ConfigError, Zero, full_parameters, load
+from onefold import ConfigError, Zero, full_parameters, init, load, mesh
+from onefold.comm.mesh import Mesh
 from onefold.hf.accelerator import Accelerator
 from onefold.hf.adapters import adapters_state_dict, has_adapters, has_prompts, load_adapters
 from onefold.hf.checkpoints import FOLDER, PLAIN_OPTIMIZER, load_plain, load_state, save_state
-from onefold.hf.fits import Step, random_states_kept, refuse_too_large, total_bytes, warn_of_too_large
+from onefold.hf.fits import Step, random_states_kept, refuse_too_large, stretch_of, total_bytes, warn_of_too_large
 from onefold.hf.optimizers import settings_of
-from onefold.hf.refusals import refuse_flags, refuse_instance, refuse_untiled
+from onefold.hf.refusals import refuse_dealt_batches, refuse_flags, refuse_instance, refuse_untiled
+from onefold.hf.sequences import logits_wanted
 from onefold.hf.tiled_loss import TOKENS, loss_only, tile_loss
 from onefold.optim.elementwise import cost_of
 from onefold.runtime.engine import is_sharded
@@ -40,6 +43,7 @@ class ShardedTrainer(Base):
 
     default_zero: ClassVar[Zero | None] = None
     default_tile_loss: ClassVar[int | bool] = False
+    _axes: ClassVar[tuple[tuple[str, int], ...] | None] = None  # of a mesh that is made when ranks have met
     model: Any  # of the Trainer: a model of transformers or of PEFT, or any module
     optimizer: Any  # of the Trainer: a torch optimizer, and after prepare() a ShardedOptimizer
 
@@ -75,12 +79,32 @@ class ShardedTrainer(Base):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
-        """Evaluation makes logits only if they are used, where the loss is tiled."""
-        with nullcontext() if self._tile_tokens is None else loss_only(self.model, prediction_loss_only):
+        """Evaluation makes logits only if they are used, where the loss is tiled, and collects them from all ranks only
+        then, where sequences are cut."""
+        with ExitStack() as stack:
+            if self._tile_tokens is not None:
+                stack.enter_context(loss_only(self.model, prediction_loss_only))
+            if self.accelerator.readers is not None:
+                stack.enter_context(logits_wanted(self.model, not prediction_loss_only))
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def get_total_train_batch_size(self, *args: Any, **kwargs: Any) -> int:
+        """How many rows a step has: those of ranks that share sequences are the same."""
+        return super().get_total_train_batch_size(*args, **kwargs) // self._sharing_ranks()
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of this rank: its part of those of the sequences that it shares."""
+        return super().floating_point_ops(inputs) // self._sharing_ranks()
+
+    def _sharing_ranks(self) -> int:
+        """How many ranks read the same data."""
+        return int(self.args.world_size) // self.accelerator.num_processes
 
     def create_accelerator_and_postprocess(self) -> None:
         refuse_flags(self.args)
+        if self._axes is not None:
+            self.zero = replace(self.zero, mesh=_mesh(self._axes, self.args.device.type))
+        refuse_dealt_batches(self.args, self.zero.mesh)
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator(zero=self.zero, **self._accelerator_settings)
         self.gather_function = partial(
@@ -147,8 +171,8 @@ class ShardedTrainer(Base):
         self.create_optimizer()
         cost = cost_of(type(self.optimizer), settings_of(self.optimizer))
         return Step(
-            model=self.model, sample=loader.collate_fn(rows), cost=cost,
-            ranks=self.accelerator.num_processes, micro_batches=self.args.gradient_accumulation_steps,
+            model=self.model, sample=stretch_of(loader.collate_fn(rows), self._sharing_ranks()), cost=cost,
+            ranks=self.args.world_size, micro_batches=self.args.gradient_accumulation_steps,
             plays="nccl" if self.accelerator.device.type == "cuda" else "gloo",
         )  # fmt: skip
 
@@ -237,6 +261,18 @@ class Elsewhere:
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
         pass
+
+
+@cache
+def _mesh(axes: tuple[tuple[str, int], ...], device: str) -> Mesh:
+    """One mesh for all Trainers of a process. Collective."""
+    init()
+    return mesh(**dict(axes), device=device)
+
+
+def on_mesh(cls: type, axes: dict[str, int]) -> Any:
+    """A subclass of a sharded Trainer class whose Trainers make a mesh of these axes: ranks need not have met yet."""
+    return type(cls.__name__, (cls,), {"_axes": tuple(axes.items()), "__module__": __name__})
 
 
 def sharded(cls: type, zero: Zero | None = None, *, tile_loss: int | bool | None = None) -> Any:

@@ -7,7 +7,7 @@ so nothing is sent but a digest, by which ranks find out that they were given di
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from onefold.comm.mesh import Mesh
 from onefold.comm.sequence import sequence_group
 from onefold.errors import ConfigError
+from onefold.parallel.stretches import Span, pieces
 
 TOKENS = ("input_ids", "inputs_embeds")  # one of them says how many tokens there are
 LENGTHS = ("cu_seqlens", "cu_seq_lens_q")  # where documents begin, and the end of the last
@@ -34,6 +35,7 @@ def cut_sequence(
     mesh: Mesh | None,
     *,
     causal: bool = True,
+    balanced: bool = False,
     pad_token_id: int = 0,
     ignore_index: int = -100,
 ) -> dict[str, Any]:
@@ -48,6 +50,9 @@ def cut_sequence(
     - `position_ids`: as given, or counted from the start of the sequence.
     - `documents`, for `sequence_attention`, where tokens do not all see each other: numbered from `documents`,
       `cu_seqlens`, or `position_ids` that start again; padding, by `attention_mask` (batch, tokens), is -1.
+
+    With `balanced` a stretch is two pieces, as far from the start of the sequence as from its end, so that all ranks of
+    a causal ring compute equally much: give `sequence_attention` the same `balanced`.
 
     Give it tensors in host memory: a mask or positions on a device are taken to say something. Without a mesh, or
     without that axis, the stretch is the whole. Collective: ranks compare their batches, by a digest in host memory and
@@ -66,16 +71,18 @@ def cut_sequence(
     device = next(batch[name].device for name in TOKENS if name in batch)
     whole["position_ids"] = _positions(batch, rows, tokens, device)
     if ranks > 1 and mesh is not None:
-        _compare(batch, mesh)
-    each = -(-tokens // ranks)
+        _compare(batch, mesh, balanced)
+    halves = 2 if balanced and ranks > 1 else 1
+    each = -(-tokens // (ranks * halves)) * halves
     documents = _documents(batch, rows, tokens, device)
     if documents is None and each * ranks > tokens and not causal:
         documents = torch.zeros(rows, tokens, dtype=torch.int32, device=device)
     if documents is not None:
         whole["documents"] = documents
     fill = {"shift_labels": ignore_index, "documents": PADDING, "input_ids": pad_token_id}
+    mine = pieces(rank, ranks, each, balanced=halves == 2)
     return {
-        name: _stretch(name, one, (rows, tokens), each, rank, ranks, fill.get(name, 0)) for name, one in whole.items()
+        name: _stretch(name, one, (rows, tokens), each * ranks, mine, fill.get(name, 0)) for name, one in whole.items()
     }
 
 
@@ -89,13 +96,13 @@ def place_along(mesh: Mesh | None) -> tuple[int, int]:
     return coordinate[axis], mesh.size(axis)
 
 
-def _compare(batch: Mapping[str, Any], mesh: Mesh) -> None:
+def _compare(batch: Mapping[str, Any], mesh: Mesh, balanced: bool) -> None:
     """Raises on all ranks if those of one sequence were given different batches."""
     given = next(batch[name] for name in TOKENS if name in batch)
     group, mine = sequence_group(mesh, torch.device(mesh.device_type)), f"a batch {tuple(given.shape)}"
     if not given.is_cuda or group.batches == 0:  # on a device the host would wait for it, in every step
         mine += f" of digest {crc32(given.detach().cpu().contiguous().view(torch.uint8).numpy()):08x}"
-    group.batches += 1
+    group.batches, group.balanced = group.batches + 1, balanced
     group.compare(mine, SAME)
 
 
@@ -179,8 +186,8 @@ def _by_lengths(name: str, ends: Tensor, rows: int, tokens: int, device: torch.d
     return torch.bucketize(at, ends.to(device), right=True).to(torch.int32).sub_(1).view(1, tokens)
 
 
-def _stretch(name: str, one: Any, shape: tuple[int, int], each: int, rank: int, ranks: int, value: int) -> Any:
-    """The stretch of this rank: contiguous, so that the whole can be freed."""
+def _stretch(name: str, one: Any, shape: tuple[int, int], length: int, mine: Sequence[Span], value: int) -> Any:
+    """The pieces of this rank of a sequence padded to a length: a copy, so that the whole can be freed."""
     if not isinstance(one, Tensor) or one.dim() == 0:
         return one
     if tuple(one.shape[:2]) != shape:
@@ -188,6 +195,6 @@ def _stretch(name: str, one: Any, shape: tuple[int, int], each: int, rank: int, 
             f"cut_sequence() got {name} {tuple(one.shape)}; it cuts tensors of (batch, tokens, …) = {shape}, and "
             f"leaves numbers as they are; take {name} out of the batch"
         )
-    missing = each * ranks - shape[1]
+    missing = length - shape[1]
     padded = pad(one, (0, 0) * (one.dim() - 2) + (0, missing), value=value) if missing else one
-    return padded[:, rank * each : (rank + 1) * each].contiguous()
+    return torch.cat([padded[:, slice(*piece)] for piece in mine], dim=1)

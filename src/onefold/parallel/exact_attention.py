@@ -10,20 +10,15 @@ of the softmax: it computes each tile's scores again. Memory is that of one tile
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from onefold.parallel.stretches import Span
+
 TILE = 1024  # queries, and keys
-
-
-class Span(NamedTuple):
-    """Half-open range of positions in the whole sequence."""
-
-    start: int
-    stop: int
 
 
 class Visible(NamedTuple):
@@ -68,25 +63,30 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.to(wide(tensor.dtype))
 
 
-def spans(whole: Span, tile: int) -> Iterator[tuple[slice, Span]]:
-    """Tiles of a span: where each lies in its tensor, and in the whole sequence."""
-    for start in range(whole.start, whole.stop, tile):
-        stop = min(start + tile, whole.stop)
-        yield slice(start - whole.start, stop - whole.start), Span(start, stop)
+def spans(pieces: Sequence[Span], tile: int) -> Iterator[tuple[slice, Span]]:
+    """Tiles of pieces that lie one behind the other in a tensor: where each lies there, and in the whole sequence."""
+    before = 0  # tokens of earlier pieces
+    for piece in pieces:
+        for start in range(piece.start, piece.stop, tile):
+            stop = min(start + tile, piece.stop)
+            yield slice(before + start - piece.start, before + stop - piece.start), Span(start, stop)
+        before += piece.stop - piece.start
 
 
 class RunningAttention:
     """Attention of queries (batch, heads, tokens, width) to keys that arrive in parts (batch, fewer heads, tokens,
     width), each with the positions of its tokens."""
 
-    def __init__(self, q: Tensor, at: Span, key_heads: int, visible: Visible, scale: float, tile: int = TILE) -> None:
+    def __init__(
+        self, q: Tensor, at: Sequence[Span], key_heads: int, visible: Visible, scale: float, tile: int = TILE
+    ) -> None:
         self._q, self._at, self._visible, self._scale, self._tile = _grouped(q, key_heads), at, visible, scale, tile
         rows = self._q.shape[:-1]
         self._largest = torch.full(rows, -math.inf, dtype=wide(q.dtype), device=q.device)
         self._total = torch.zeros(rows, dtype=wide(q.dtype), device=q.device)
         self._values: Tensor | None = None
 
-    def add(self, k: Tensor, v: Tensor, at: Span) -> None:
+    def add(self, k: Tensor, v: Tensor, at: Sequence[Span]) -> None:
         if self._values is None:
             shape = (*self._q.shape[:-1], v.shape[-1])
             self._values = torch.zeros(shape, dtype=wide(v.dtype), device=v.device)
@@ -131,7 +131,7 @@ class AttentionGradients:
     """Gradients of attention, part by part of the keys. `q` has the sum of the queries' gradients over parts so far."""
 
     def __init__(
-        self, q: Tensor, at: Span, out: Tensor, sums: Tensor, grad: Tensor, visible: Visible, scale: float,
+        self, q: Tensor, at: Sequence[Span], out: Tensor, sums: Tensor, grad: Tensor, visible: Visible, scale: float,
         tile: int = TILE,
     ) -> None:  # fmt: skip
         heads = sums.shape[1]
@@ -144,7 +144,7 @@ class AttentionGradients:
     def q(self) -> Tensor:
         return self._of_q.flatten(1, 2)
 
-    def of_part(self, k: Tensor, v: Tensor, at: Span) -> PartGradients:
+    def of_part(self, k: Tensor, v: Tensor, at: Sequence[Span]) -> PartGradients:
         found = PartGradients(torch.zeros_like(k, dtype=wide(k.dtype)), torch.zeros_like(v, dtype=wide(v.dtype)))
         for rows, queries in spans(self._at, self._tile):
             q, grad = _widened(self._q[:, :, :, rows]), _widened(self._grad[:, :, :, rows])
@@ -169,7 +169,7 @@ class TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, tile: int) -> Tensor:
-        at = Span(0, q.shape[2])
+        at = (Span(0, q.shape[2]),)
         running = RunningAttention(q, at, k.shape[1], visible, scale, tile)
         running.add(k, v, at)
         out, sums = running.finish(q.dtype)
@@ -181,7 +181,7 @@ class TiledAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
-        at = Span(0, q.shape[2])
+        at = (Span(0, q.shape[2]),)
         gradients = AttentionGradients(q, at, out, sums, grad, ctx.visible, ctx.scale, ctx.tile)
         part = gradients.of_part(k, v, at)
         return gradients.q.to(q.dtype), part.k.to(k.dtype), part.v.to(v.dtype), None, None, None

@@ -15,6 +15,7 @@ from onefold.comm.sequence import SequenceGroup, sequence_group
 from onefold.errors import ConfigError
 from onefold.parallel.exact_attention import TILE, TiledAttention, Visible
 from onefold.parallel.ring import RingAttention, RingOrder
+from onefold.parallel.stretches import by_rank, in_order
 from onefold.parallel.ulysses import HeadSplit, ToHeads, ToTokens
 
 METHODS = ("auto", "ulysses", "ring")
@@ -32,6 +33,7 @@ def sequence_attention(
     window: int | None = None,
     scale: float | None = None,
     method: Literal["auto", "ulysses", "ring"] = "auto",
+    balanced: bool = False,
     tile: int = TILE,
 ) -> Tensor:
     """Attention over whole sequences, of which each rank of the mesh axis "sequence" has one stretch, in rank order.
@@ -47,7 +49,9 @@ def sequence_attention(
 
     "ulysses" trades tokens for heads, in two all-to-alls, and needs heads that are a multiple of the ranks; "ring"
     sends keys and values round, for any number of heads; "auto" is the first where it can be. Documents, windows and
-    the ring are computed over tiles of `tile` × `tile` scores, in fp32. Collective over the axis.
+    the ring are computed over tiles of `tile` × `tile` scores, in fp32. `balanced` stretches are those of
+    `cut_sequence(…, balanced=True)`, by which all ranks of a causal ring compute equally much. Collective over the
+    axis.
 
     >>> import torch, onefold
     >>> onefold.init()
@@ -64,11 +68,13 @@ def sequence_attention(
         return _attend(q, k, v, Visible(causal, window, documents), scale, tile)
     with _attending(group):
         _compare_shapes(group, q, k, v)
+        group.check_balance(q.shape[2], balanced)
         if documents is not None:
             documents = group.whole_documents(documents)
+            documents = in_order(documents, group.size, 1) if balanced else documents
         visible, divides = Visible(causal, window, documents), q.shape[1] % group.size == 0
         if method == "ring" or (method == "auto" and not divides):
-            order = RingOrder(group.comm, q.shape[2], visible)
+            order = RingOrder(group.comm, q.shape[2], visible, balanced)
             out: Tensor = RingAttention.apply(q, k, v, order, scale, tile)
             return out
         if not divides:
@@ -76,7 +82,7 @@ def sequence_attention(
                 f'sequence_attention(method="ulysses") divides {q.shape[1]} heads among {group.size} ranks of the axis '
                 f'"sequence", which is no whole number of heads; use method="ring" or "auto", or another mesh'
             )
-        return _ulysses(group, q, k, v, visible, scale, tile)
+        return _ulysses(group, q, k, v, visible, scale, tile, balanced)
 
 
 def group_of(mesh: Mesh | None, device: torch.device) -> SequenceGroup | None:
@@ -92,14 +98,17 @@ def group_of(mesh: Mesh | None, device: torch.device) -> SequenceGroup | None:
 
 
 def _ulysses(
-    group: SequenceGroup, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, tile: int
+    group: SequenceGroup, q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float, tile: int, balanced: bool
 ) -> Tensor:
     split = HeadSplit(q.shape[1], k.shape[1], group.size)
     q, k, v = ToHeads.apply(q, k, v, group.comm, split)
     chosen = split.key_of_query(group.rank)
     if chosen is not None:  # key heads whose queries lie on two ranks
         k, v = (torch.stack([one[:, head] for head in chosen], dim=1) for one in (k, v))
-    out: Tensor = ToTokens.apply(_attend(q, k, v, visible, scale, tile), group.comm)
+    if balanced:
+        q, k, v = (in_order(one, group.size, 2) for one in (q, k, v))
+    whole = _attend(q, k, v, visible, scale, tile)
+    out: Tensor = ToTokens.apply(by_rank(whole, group.size, 2) if balanced else whole, group.comm)
     return out
 
 

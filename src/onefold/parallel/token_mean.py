@@ -38,12 +38,25 @@ def token_mean(total: Tensor, tokens: Tensor | int, mesh: Mesh) -> Tensor:
     if not isinstance(total, Tensor) or total.dim():
         found = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise ConfigError(f'token_mean() got {found}; it needs the sum of the losses, a scalar: reduction="sum"')
-    if isinstance(tokens, Tensor):
-        count = tokens.to(total.device, torch.float64, non_blocking=True).reshape(())
-    else:
-        count = torch.full((), tokens, dtype=torch.float64, device=total.device)
-    loss: Tensor = _TokenMean.apply(total, count, sequence_group(mesh, total.device).readers)
+    loss: Tensor = _TokenMean.apply(total, _count(tokens, total.device), sequence_group(mesh, total.device).readers)
     return loss
+
+
+@torch._disable_dynamo
+def sequence_mean(total: Tensor, items: Tensor | int, mesh: Mesh) -> Tensor:
+    """The sum of the losses of one sequence's ranks, over `items`, a number that all of them know: what one process
+    with the whole sequences would compute, the same number on each rank. Its gradients, averaged over ranks, are those
+    of the average over sequences. Collective over "sequence"."""
+    comm = sequence_group(mesh, total.device).comm
+    count = _count(items, total.device)
+    loss: Tensor = _TokenMean.apply(total, count if comm.rank == 0 else torch.zeros_like(count), comm)
+    return loss
+
+
+def _count(tokens: Tensor | int, device: torch.device) -> Tensor:
+    if isinstance(tokens, Tensor):
+        return tokens.to(device, torch.float64, non_blocking=True).reshape(())
+    return torch.full((), tokens, dtype=torch.float64, device=device)
 
 
 class _TokenMean(torch.autograd.Function):

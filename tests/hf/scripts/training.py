@@ -69,7 +69,8 @@ def train_sft(folder: str, settings: dict[str, Any]) -> dict[str, Any]:
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
     )  # fmt: skip
     trainer.train()
-    return {"losses": losses(trainer)}
+    accuracies = [row["mean_token_accuracy"] for row in trainer.state.log_history if "loss" in row]
+    return {"losses": losses(trainer), "accuracies": accuracies}
 
 
 def train_dpo(folder: str, settings: dict[str, Any]) -> dict[str, Any]:

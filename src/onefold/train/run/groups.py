@@ -16,12 +16,12 @@ from onefold.errors import ConfigError
 from onefold.settings.offload import Offload
 from onefold.settings.precision import DTYPES
 from onefold.settings.zero import REDUCE, Zero
+from onefold.train.run.axes import parse_axes
 from onefold.train.run.pretrained import Pretrained, open_pretrained
 
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
 AXES = ("replica", "shard", "sequence", "tp")
-REST = "*"  # the size of an axis that takes the ranks that the other axes leave
 WARMUP = 50  # steps in which the learning rate rises, of a run ten times as long
 MUON_LR = 0.02  # Keller Jordan's
 OPTIMIZERS, SCALINGS = ("adamw", "muon"), ("original", "match_rms_adamw")
@@ -283,17 +283,10 @@ class ZeroSettings:
         """The axes of the mesh and their sizes; empty if state is sharded over all ranks."""
         if self.mesh is None:
             return {}
-        try:
-            pairs = [part.split("=") for part in self.mesh.split(",")]
-            sizes = {name.strip(): size.strip() for name, size in pairs}
-            known = math.prod(int(size) for size in sizes.values() if size != REST)
-            axes = {name: int(size) if size != REST else ranks // max(1, known) for name, size in sizes.items()}
-        except ValueError as error:
-            raise ConfigError(f"--mesh {self.mesh!r} is not like replica=2,shard=4") from error
-        if unknown := [name for name in axes if name not in AXES]:
-            hint = "; a pipeline needs a script: see onefold.PipelineStage" if unknown[0] == "pp" else ""
-            raise ConfigError(f"--mesh {self.mesh!r}: {unknown[0]!r} is none of {', '.join(AXES)}{hint}")
-        if len(axes) != len(pairs) or any(size < 1 for size in axes.values()) or math.prod(axes.values()) != ranks:
+        axes = parse_axes(self.mesh, AXES)
+        known = math.prod(size for size in axes.values() if size > 0)
+        axes = {name: size if size > 0 else ranks // known for name, size in axes.items()}
+        if math.prod(axes.values()) != ranks:
             raise ConfigError(
                 f"--mesh {self.mesh!r} has {math.prod(axes.values())} places, but there are {ranks} ranks; name each "
                 f"axis once, with sizes whose product is {ranks}"

@@ -211,8 +211,7 @@ class Loop:
 
     def _to_device(self, windows: list[int]) -> Batch:
         """The stretch of the windows that this rank computes: all of it unless the mesh cuts sequences."""
-        along = self.engine.comms.sequence
-        inputs, targets = (one.chunk(along.size, dim=1)[along.rank] for one in self.data.batch(windows))
+        inputs, targets = (self.made.stretch(one) for one in self.data.batch(windows))
         return inputs.to(self.engine.device), targets.to(self.engine.device)
 
     def _forward_backward(self, batches: list[Batch]) -> list[Tensor]:

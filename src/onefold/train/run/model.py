@@ -10,6 +10,7 @@ from onefold.comm.mesh import Mesh
 from onefold.cost.shapes import Shape
 from onefold.parallel.cut_sequence import place_along
 from onefold.parallel.sequence_attention import sequence_attention
+from onefold.parallel.stretches import Span, pieces
 
 
 class Last(nn.Linear):
@@ -19,7 +20,7 @@ class Last(nn.Linear):
 class Attention(nn.Module):
     def __init__(self, shape: Shape, mesh: Mesh | None) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.balanced = mesh, balances(shape, mesh)
         self.head_dim = shape.hidden // shape.heads
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)  # head by head: any run of heads is a run of rows
         self.out = Last(shape.hidden, shape.hidden)
@@ -30,7 +31,7 @@ class Attention(nn.Module):
         if self.mesh is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            mixed = sequence_attention(q, k, v, self.mesh)
+            mixed = sequence_attention(q, k, v, self.mesh, balanced=self.balanced)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -67,22 +68,36 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape, mesh: Mesh | None = None) -> None:
         super().__init__()
-        self.shape, self.stretch = shape, place_along(mesh)[0]
+        self.shape, self.place, self.balanced = shape, place_along(mesh), balances(shape, mesh)
         self.wte = nn.Embedding(shape.vocab, shape.hidden)
         self.wpe = nn.Embedding(shape.positions or shape.seq, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape, mesh) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.hidden)
         self.loss: nn.Module = nn.CrossEntropyLoss()
 
+    def stretch(self, whole: Tensor) -> Tensor:
+        """This rank's tokens of whole sequences (batch, tokens)."""
+        return torch.cat([whole[:, slice(*piece)] for piece in self._pieces(whole.shape[1] // self.place[1])], dim=1)
+
+    def _pieces(self, tokens: int) -> tuple[Span, ...]:
+        return pieces(*self.place, tokens, balanced=self.balanced)
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        first = self.stretch * tokens.shape[1]
-        x = self.wte(tokens) + self.wpe(torch.arange(first, first + tokens.shape[1], device=tokens.device))
+        at = [torch.arange(*piece, device=tokens.device) for piece in self._pieces(tokens.shape[1])]
+        x = self.wte(tokens) + self.wpe(torch.cat(at))
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.wte.weight)  # tied to the token embedding
         if targets is None:
             return logits
         return self.loss(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def balances(shape: Shape, mesh: Mesh | None) -> bool:
+    """Whether ranks have balanced stretches of the sequences: where attention is by the ring."""
+    ranks, names = place_along(mesh)[1], mesh.mesh_dim_names or () if mesh is not None else ()
+    tp = mesh.size(names.index("tp")) if mesh is not None and "tp" in names else 1
+    return shape.heads // tp % ranks != 0 and shape.seq % (2 * ranks) == 0
 
 
 def initialise(module: nn.Module, layers: int) -> None:

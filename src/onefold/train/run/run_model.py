@@ -36,6 +36,10 @@ class RunModel:
     sample: Callable[[Tensor], Any]
     """The arguments of the twin that make its first result a loss, from tokens."""
 
+    def stretch(self, whole: Tensor) -> Tensor:
+        """This rank's tokens of whole sequences: all of them, unless the mesh cuts the built-in GPT's sequences."""
+        return self.module.stretch(whole) if isinstance(self.module, GPT) else whole
+
 
 Maker: TypeAlias = Callable[[Pretrained, Shape], RunModel]
 """Makes a model of transformers; it stands in a room above this one."""

@@ -15,12 +15,12 @@ from onefold.cost.activations import check_policy
 from onefold.errors import ConfigError
 from onefold.settings.values import STATE_BYTES
 from onefold.settings.zero import AUTO, LONGEST_S
+from onefold.train.run.axes import REST
 from onefold.train.run.fault_settings import FaultSettings
 from onefold.train.run.folder import STAGE_FOLDER, STAGES
 from onefold.train.run.groups import (
     OPTIMIZERS,
     PROFILE_WARMUP,
-    REST,
     SCALINGS,
     AdamSettings,
     CheckpointSettings,
