@@ -334,17 +334,3 @@ def disagreeing() -> str:
 def test_a_mistake_of_one_rank_ends_all() -> None:
     for said in run_ranks(2, disagreeing):
         assert "place= names '1.weight', which no parameter is called" in said
-
-
-def split() -> str:
-    """On every rank: what is said of tensors that are split over "tp"."""
-    onefold.init()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
-    with pytest.raises(onefold.OptimizerError) as caught:
-        onefold.Optimizer(onefold.shard(MODELS["mlp"].build(), mesh=mesh), LAMB)
-    return str(caught.value)
-
-
-def test_a_split_over_tp_is_refused_on_every_rank() -> None:
-    for said in run_ranks(2, split):
-        assert "LAMB needs whole tensors" in said and "'tp'" in said and "without that axis" in said

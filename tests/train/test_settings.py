@@ -85,7 +85,6 @@ def test_the_defaults_are_well():
             {"adam": {"optimizer": "muon"}, "zero": {"offload": "disk", "offload_path": "/tmp"}},
             "use --offload host, or adamw",
         ),
-        ({"adam": {"optimizer": "muon"}, "zero": {"mesh": "tp=2"}}, "leave out tp, or use adamw"),
         ({"adam": {"optimizer": "muon", "optimizer_state": "8bit"}}, "--optimizer-state 8bit is for adamw"),
         ({"adam": {"optimizer_state": "4bit"}}, "--optimizer-state '4bit' is unknown; use one of fp32, bf16, 8bit"),
         (
