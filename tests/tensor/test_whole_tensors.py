@@ -39,6 +39,9 @@ class Leg:
     steps: range = range(3)
     optimizer: str = OURS
     precision: str = "fp32"
+    tier: str | None = None  # of the optimizer state
+    in_backward: bool = False
+    bucket_bytes: int = 300
 
     @property
     def ranks(self) -> int:
@@ -57,9 +60,10 @@ def build() -> GivenGradients:
     return GivenGradients(SHAPES)
 
 
-def optimizer_for(model: nn.Module, name: str) -> onefold.Optimizer:
+def optimizer_for(model: nn.Module, name: str, *, in_backward: bool = False) -> onefold.Optimizer:
     if name == OURS:
-        return onefold.Muon(model, lr=0.1, adamw={"lr": 0.1}, split={"rows": (4, 4, 4)})
+        split = {"rows": (4, 4, 4)}
+        return onefold.Muon(model, lr=0.1, adamw={"lr": 0.1}, split=split, step_in_backward=in_backward)
     if name in (LAMBS, SHAMPOOS):
         return onefold.Optimizer(model, LAMB if name == LAMBS else Shampoo)
     matrices = [param for param in model.parameters() if param.ndim == 2]
@@ -76,15 +80,17 @@ def trained(leg: Leg, mesh: DeviceMesh, load: str = "", save: str = "") -> Train
     model = build()
     if leg.tp > 1:
         model.split(mesh["tp"] if mesh.ndim > 1 else mesh, DIMS)
-    onefold.shard(model, stage=leg.stage, mesh=mesh, bucket_bytes=300, precision=leg.precision)
-    optimizer = optimizer_for(model, leg.optimizer)
+    fields = {"bucket_bytes": leg.bucket_bytes, "precision": leg.precision, "offload": leg.tier}
+    onefold.shard(model, stage=leg.stage, mesh=mesh, **fields)
+    optimizer = optimizer_for(model, leg.optimizer, in_backward=leg.in_backward)
     if load:
         onefold.load(load, model, optimizer)
     for step in leg.steps:
         streams = range(STREAMS) if leg.shard == 1 else [stream_of(mesh) % STREAMS]
         for stream in streams:
             (model(step, stream) / len(streams)).backward()
-        optimizer.clip_grad_norm(1e9)
+        if not leg.in_backward:
+            optimizer.clip_grad_norm(1e9)
         optimizer.step()
         optimizer.zero_grad()
     sent, memory = onefold.traffic(model), onefold.memory(model).optimizer
@@ -137,6 +143,8 @@ def test_split_tensors_get_the_bits_of_one_process_at_every_stage() -> None:
     legs = [Leg(2, 2, stage, optimizer=name) for name in (TORCHS, OURS) for stage in range(4)]
     legs += [Leg(1, 4, 0), Leg(1, 4, 2, optimizer=TORCHS), Leg(2, 2, 1, optimizer=LAMBS), Leg(2, 2, 3, optimizer=LAMBS)]
     legs += [Leg(2, 2, stage, precision="bf16") for stage in (0, 2, 3)]
+    legs += [Leg(2, 2, 3, tier="host", bucket_bytes=4096), Leg(2, 2, 1, in_backward=True, bucket_bytes=4096)]
+    legs += [Leg(2, 2, 2, tier="host", in_backward=True, bucket_bytes=4096)]
     by_rank = run_ranks(4, train, legs)
     for number, leg in enumerate(legs):
         reference = wanted.get(leg.optimizer, alone[leg.precision == "bf16"].params)
@@ -215,6 +223,19 @@ def test_a_language_model_trains_as_one_process_does() -> None:
 def split_along_an_unknown_dim() -> None:
     onefold.init()
     onefold.Optimizer(onefold.shard(NoSplitDim(), mesh=onefold.mesh(shard=1, tp=2)), LAMB)
+
+
+def units_that_differ() -> None:
+    """Three rows on one rank and two on the other: with the vector behind them they are a unit, or two."""
+    mesh = onefold.mesh(shard=1, tp=2)
+    model = GivenGradients({"a": (5, 32), "b": (64,)}).split(mesh, {"a": 0})
+    onefold.Optimizer(onefold.shard(model, mesh=mesh, bucket_bytes=512), LAMB, step_in_backward=True)
+
+
+def test_updates_in_backward_want_equal_units_along_tp() -> None:
+    for error in run_ranks_raises(2, units_that_differ):
+        assert error.type_name == "OptimizerError" and "a is in unit" in error.message
+        assert "bucket_bytes" in error.message
 
 
 def test_a_part_of_an_unknown_whole_is_not_updated() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.cost.layout import ALIGN, Span
+from onefold.model.element_order import Order
 from onefold.optim.elementwise import first_state
 from onefold.optim.kernels.codec import from_8bit
 from onefold.optim.kernels.rule import MOMENTS, SCALE, STORED
@@ -102,13 +103,22 @@ def _whole_states(optimizer: WholeUnitOptimizer, span: Span) -> Iterator[ParamSt
         order, state, every = optimizer.order(owned.slot), owned.state, Span(0, optimizer.order(owned.slot).numel)
         at = _share(optimizer, owned.slot, span) if optimizer.replicated else every
         vectors = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == order.shape and v.ndim}
-        flat = {k: order.vector(v)[at.start : at.stop] for k, v in vectors.items()}
+        flat = {k: _flat(order, v)[at.start : at.stop] for k, v in vectors.items()}
+
+        def read(key: str, state: dict[str, Any] = state, order: Order = order, at: Span = at) -> Tensor:
+            return order.vector(state[key])[at.start : at.stop]
+
         if state and at.numel:
             others = {k: v for k, v in state.items() if k not in vectors and isinstance(v, Tensor) and v.ndim}
             singles = {k: v for k, v in state.items() if k not in vectors and k not in others}
             elements = at.shift(-optimizer.first(owned.slot))
             others = others if at.start == 0 else {}
-            yield ParamState(owned.slot, elements, flat, singles, flat.__getitem__, {}, others)
+            yield ParamState(owned.slot, elements, flat, singles, read, {}, others)
+
+
+def _flat(order: Order, tensor: Tensor) -> Tensor:
+    """A state's tensor as a vector; the placeholder of one that is only in a file stays one."""
+    return order.vector(tensor) if any(tensor.stride()) else tensor.reshape(-1)
 
 
 def _share(optimizer: WholeUnitOptimizer, slot: int, span: Span) -> Span:

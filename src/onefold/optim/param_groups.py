@@ -20,7 +20,7 @@ from onefold.optim.ownership import Ownership
 from onefold.optim.preflight import reserve, updated_dtype
 from onefold.optim.small_state import StateForm, check_small
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
-from onefold.optim.whole_tensors import RestClass, WholeTensors, check_whole, planned_traffic
+from onefold.optim.whole_tensors import RestClass, WholeTensors, planned_traffic
 from onefold.optim.whole_trial import examine_whole
 from onefold.runtime.attached import Update
 from onefold.runtime.engine import Engine
@@ -85,7 +85,6 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     continue
             except NotElementwise:
                 check_form(self._form.name, self._cls.__name__, known=not self._form.small)
-                check_whole(engine, self._cls, in_backward=self._in_backward)
                 self._whole = WholeTensors(engine, self._cls, self._settings, self._rest, in_backward=self._in_backward)
             defaults, self._costs[dtype] = examine_whole(*given)
             if self._rest is not None:

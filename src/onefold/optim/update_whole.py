@@ -251,7 +251,8 @@ class UpdateWhole(UpdateAtStep):
 
 
 class UpdateWholeInBackward(UpdateInBackward):
-    """In backward: the tensors of a unit are brought together as soon as its gradient is reduced."""
+    """In backward: the tensors of a unit are brought together as soon as its gradient is reduced; if the host or a file
+    keeps its state, that comes for the update."""
 
     def __init__(
         self, engine: Engine, by_unit: Sequence[WholeUnitOptimizer], groups: list[dict[str, Any]], ownership: Ownership
@@ -259,7 +260,13 @@ class UpdateWholeInBackward(UpdateInBackward):
         super().__init__(engine, by_unit, groups, None)
         self._whole, self._updates = by_unit, WholeUpdates(engine, ownership)
 
+    def _on_host(self, index: int) -> bool:
+        return False
+
     def _update_unit(self, index: int) -> None:
         optimizer, inputs = self._whole[index], StepInputs(self._groups, 1.0, 1.0, None)
-        flags = optimizer.to_update(self._engine.used.to_update_of(index))
-        self._updates.finish(self._updates.begin(optimizer, flags, inputs), f"{optimizer.unit.name}, ", inputs)
+        unit, flags = optimizer.unit, optimizer.to_update(self._engine.used.to_update_of(index))
+        if unit.updated_on_host:
+            unit.flat_params.check_no_user_writes()
+        with unit.state_in_memory(write=True):
+            self._updates.finish(self._updates.begin(optimizer, flags, inputs), f"{unit.name}, ", inputs)

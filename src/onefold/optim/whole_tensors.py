@@ -1,4 +1,4 @@
-"""For an Optimizer whose class needs whole tensors: which rank updates which, and what does not go with such a class"""
+"""For an Optimizer whose class needs whole tensors: its unit optimizers, their owners, and the class beside it"""
 
 from __future__ import annotations
 
@@ -165,19 +165,3 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return available_bytes()
-
-
-def check_whole(engine: Engine, cls: type[torch.optim.Optimizer], *, in_backward: bool) -> None:
-    """Raises if the model's settings do not go with a class that needs whole tensors."""
-    for what, remedy in _unsupported(engine, in_backward):
-        raise OptimizerError(
-            f"{cls.__name__} needs whole tensors, which does not go with {what}; {remedy}, or use an element-wise "
-            f"class such as AdamW"
-        )
-
-
-def _unsupported(engine: Engine, in_backward: bool) -> Iterable[tuple[str, str]]:
-    if any(unit.image is not None for unit in engine.units):  # which holds vectors alone
-        yield "optimizer state on disk", "offload it to the host"
-    if in_backward and any(unit.updated_on_host for unit in engine.units):
-        yield "step_in_backward=True and offloaded optimizer state at once", "leave out one of them"

@@ -275,14 +275,20 @@ class WholeUnitOptimizer(UnitOptimizer):
         vectors, others = 0, 0
         if self.rest is not None:
             vectors, others = self.rest.planned_state(self._rest_costs[self.unit.master.dtype])
-        return vectors + sum(form.vector_bytes for form in live), others + sum(form.other_bytes for form in live)
+        on_disk = self.unit.image is not None
+        sizes = [form.in_file if on_disk else (form.vector_bytes, form.other_bytes) for form in live]
+        return vectors + sum(size[0] for size in sizes), others + sum(size[1] for size in sizes)
 
     def _rows(self) -> list[dict[str, Any]]:
         spans = {slot: tuple(self.unit.layout.slots[slot].span) for slot in self._owned}
         return [
-            {"unit": self.unit.name, "slots": (slot,), "span": spans[slot], "state": owned.state}
+            {"unit": self.unit.name, "slots": (slot,), "span": spans[slot], "state": self._kept(owned.state)}
             for slot, owned in self._owned.items()
         ] + (self.rest.state_dict() if self.rest is not None else [])
+
+    def _kept(self, state: dict[str, Any]) -> dict[str, Any]:
+        """State that keeps its values when the unit's is unloaded."""
+        return state if self.unit.image is None else tree_map_only(Tensor, Tensor.clone, state)
 
     def _load(self, rows: list[dict[str, Any]]) -> None:
         if self.rest is not None:

@@ -165,8 +165,6 @@ class Settings:
             raise ConfigError(f"--muon-scaling {adam.muon_scaling!r} is unknown; use one of {', '.join(SCALINGS)}")
         if adam.optimizer != "muon" and adam.muon_lr is not None:
             raise ConfigError(f"--muon-lr {adam.muon_lr:g} says nothing of {adam.optimizer}; add --optimizer muon")
-        if adam.optimizer == "muon" and self.zero.offload == "disk":
-            raise ConfigError("--optimizer muon cannot keep its state on disk; use --offload host, or adamw")
 
     def updates_in_backward(self, ranks: int) -> bool:
         """Whether host updates start in backward: only if no gradient is clipped, accumulated or skipped."""
