@@ -35,7 +35,9 @@ from tests.models.torch_modules import (
 )
 from tests.models.sequences import GroupedAttention, LongBlock, LongLanguage
 from tests.models.tiled import MlpBlock, Speaking
-from tests.models.tensor_parallel import MegatronPairs, MegatronResidual, NoSplitDim, Scaled, Summed, full_tensor
+from tests.models.tensor_parallel import (
+    GivenGradients, MegatronPairs, MegatronResidual, NoSplitDim, Scaled, Summed, full_tensor,
+)
 from tests.models.interrupted import Mined, MinedLayers, Thinker, Watched
 from tests.models.trees import ExpertsTree, LayerTree, ResidualTree, TransformerTree
 from tests.models.cases import GPT_SEQ, MODELS, Case, dict_loss, image_loss, skipping_loss, token_loss, vector_loss

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.models.plain import DIM, Residual
 
@@ -96,3 +97,38 @@ class NoSplitDim(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4, 4))
         self.weight.tensor_model_parallel = True
+
+
+class GivenGradients(nn.Module):
+    """Every gradient is a tensor of small whole numbers, whatever the parameters are. Sums of them are not rounded, so
+    a run whose ranks split tensors has the bits of one process, as long as its updates have."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.shapes, self.parts = shapes, {name: (slice(None),) for name in shapes}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+
+    def split(self, tp: DeviceMesh, dims: dict[str, int]) -> GivenGradients:
+        """Splits parameters along these dims: every other one as a DTensor, the rest as Megatron does."""
+        for number, (name, dim) in enumerate(dims.items()):
+            whole = getattr(self, name).detach()
+            rows = -(-whole.shape[dim] // tp.size())
+            here = slice(rows * tp.get_local_rank(), rows * (tp.get_local_rank() + 1))
+            self.parts[name] = (*(slice(None),) * dim, here)
+            if number % 2:
+                part = nn.Parameter(distribute_tensor(whole, tp, [Shard(dim)]))
+            else:
+                part = nn.Parameter(whole[self.parts[name]].contiguous())
+                part.tensor_model_parallel, part.partition_dim = True, dim
+            setattr(self, name, part)
+        return self
+
+    def forward(self, step: int, stream: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + stream)
+        total = torch.zeros(())
+        for name, shape in self.shapes.items():
+            gradient = torch.randint(-8, 9, shape, generator=generator).float()[self.parts[name]]
+            param = getattr(self, name)
+            total = total + ((param.to_local() if hasattr(param, "to_local") else param) * gradient).sum()
+        return total

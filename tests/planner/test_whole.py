@@ -20,9 +20,9 @@ SHAPE = Shape(layers=4, hidden=64, heads=4, seq=32, vocab=128)
 WHOLE = ("whole-gradient", "whole-master", "whole-updated")
 
 
-def estimate(optimizer: str, stage: int, ranks: int) -> Estimate:
-    work = Work(widths=widths_of("fp32", None), shape=SHAPE)
-    asked = Question(work=work, ranks=ranks, hardware=hardware("h100-80"), cost=named_cost(optimizer), batch=1)
+def estimate(optimizer: str, stage: int, ranks: int, tp: int = 1) -> Estimate:
+    work, cost = Work(widths=widths_of("fp32", None), shape=SHAPE), named_cost(optimizer)
+    asked = Question(work=work, ranks=ranks, hardware=hardware("h100-80"), cost=cost, batch=1, tp=tp)
     return asked.price(Choice(stage), asked.grid(), 1)
 
 
@@ -60,3 +60,14 @@ def test_all_ranks_together_send_at_most_ten_bytes_per_element_in_16_bits() -> N
         sent = to_owners(list(zip(found.sizes.units, found.placements, strict=True)), ranks)
         matrices = sum(unit.whole_numel for unit in found.sizes.units)
         assert 0 < ranks * sum(row.bytes for row in sent.values()) <= 10 * matrices
+
+
+def test_matrices_split_over_tp_travel_to_owners_on_all_ranks() -> None:
+    """Of the bytes that a run on two by two ranks sends (tests/tensor/test_whole_tensors.py), by the formula."""
+    matrices = sum(torch.Size(shape).numel() for shape in SHAPE.matrices().values())
+    for stage, holders in ((0, 2), (1, 4), (3, 4)):
+        found = estimate("muon", stage, 4, tp=2)
+        for name in WHOLE:  # each rank sends its pieces of tensors that others own, and as an owner theirs
+            pieces = 4 * matrices // holders
+            assert abs(found.traffic[name].bytes / (pieces * (holders - 1) / holders) - 1) < 0.01, (stage, name)
+        assert found.step.update > estimate("adamw", stage, 4, tp=2).step.update

@@ -44,6 +44,19 @@ def test_what_rests_has_no_memory_and_comes_back_as_it_was(tmp_path) -> None:
     scratch.close()
 
 
+def test_a_matrix_comes_back_with_its_shape_and_strides(tmp_path) -> None:
+    scratch, wanted = Scratch(tmp_path, 0), torch.arange(600.0).view(20, 30)
+    matrix, sliced = wanted.clone().t(), torch.cat([wanted, wanted])[::2]  # not dense: it is stored row by row
+    image = Image(scratch.file(0, "test"), HostPool(pinned=False), lambda: [matrix, sliced])
+    for _ in range(2):
+        image.store(changed=True)
+        assert matrix.isnan().all() and matrix.shape == (30, 20) and matrix.untyped_storage().nbytes() == 4
+        image.load()
+        assert torch.equal(matrix.t(), wanted) and matrix.stride() == (1, 30)
+        assert torch.equal(sliced, torch.cat([wanted, wanted])[::2]) and sliced.is_contiguous()
+    scratch.close()
+
+
 class Slow:
     """A write that ends when it is told to."""
 

@@ -103,12 +103,13 @@ def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batches(whole, t
         assert ours[step][0] == pytest.approx(theirs[step][0], rel=1e-4)
 
 
-def test_a_run_with_muon_has_the_figures_that_were_planned_and_goes_on_at_another_stage(tmp_path):
+def test_a_run_with_muon_has_the_figures_that_were_planned_and_goes_on_at_another_stage_and_tier(tmp_path):
     muon = {"optimizer": "muon", "muon_lr": 0.01, "lr": 1e-3}
     whole = tmp_path / "whole"
     trained(2, whole, adam=muon, checkpoints={"keep": 9})
     again = copied(whole, tmp_path / "again", upto=5)
-    trained(2, again, adam=muon, zero={"stage": 1}, checkpoints={"resume": True})
+    on_disk = {"stage": 1, "offload": "disk", "offload_path": str(tmp_path)}
+    trained(2, again, adam=muon, zero=on_disk, checkpoints={"resume": True})
     assert curve(again) == curve(whole)
     facts, row = read_facts(whole), read_metrics(whole)[-1]
     for name in ("whole-gradient", "whole-master", "whole-updated"):

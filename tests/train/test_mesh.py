@@ -47,6 +47,14 @@ def test_tensors_or_sequences_split_over_ranks_learn_what_whole_ones_do(ranks, z
         assert row["memory"]["peak"] == pytest.approx(plan["peak_bytes"], rel=0.1)
 
 
+def test_muon_on_tensors_split_over_ranks_learns_what_it_does_on_whole_ones(tmp_path):
+    muon = {"optimizer": "muon", "muon_lr": 0.01, "lr": 1e-3}
+    for ranks, name, zero in ((2, "whole", {"stage": 2}), (4, "split", {"mesh": "shard=2,tp=2", "stage": 3})):
+        trained(ranks, tmp_path / name, steps=FOUR, adam=muon, zero=zero)
+    for before, after in zip(read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "split"), strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], rel=1e-4), after["step"]
+
+
 @pytest.mark.parametrize("policy", [pytest.param("checkpoint", marks=pytest.mark.soak), "checkpoint+host", "auto"])
 def test_activations_that_are_computed_again_change_no_bit(policy, plain, tmp_path):
     trained(2, tmp_path / "again", steps=FOUR, zero={"activations": policy})

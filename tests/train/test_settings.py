@@ -81,11 +81,6 @@ def test_the_defaults_are_well():
         ({"adam": {"muon_lr": 0.1}}, "--muon-lr 0.1 says nothing of adamw; add --optimizer muon"),
         ({"adam": {"optimizer": "muon", "muon_lr": 0.0}}, "--muon-lr 0.0 is out of range; use a number above 0"),
         ({"adam": {"optimizer": "muon", "muon_scaling": "none"}}, "use one of original, match_rms_adamw"),
-        (
-            {"adam": {"optimizer": "muon"}, "zero": {"offload": "disk", "offload_path": "/tmp"}},
-            "use --offload host, or adamw",
-        ),
-        ({"adam": {"optimizer": "muon"}, "zero": {"mesh": "tp=2"}}, "leave out tp, or use adamw"),
         ({"adam": {"optimizer": "muon", "optimizer_state": "8bit"}}, "--optimizer-state 8bit is for adamw"),
         ({"adam": {"optimizer_state": "4bit"}}, "--optimizer-state '4bit' is unknown; use one of fp32, bf16, 8bit"),
         (

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
-from onefold.checkpoint.format.order import Order, contiguous_order, dense, nested_stride
 from onefold.checkpoint.format.reading import read_in_order
 from onefold.cost.layout import Span
+from onefold.model.element_order import Order, contiguous_order, dense, nested_stride
 
 
 def numbered(order: Order) -> Tensor:

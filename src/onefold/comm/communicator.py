@@ -296,6 +296,7 @@ class Comms(NamedTuple):
     tp: Comm
     pp: Comm
     sequence: Comm
+    owners: Comm
     holders: Comm
     world: Comm
 

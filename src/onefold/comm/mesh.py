@@ -95,6 +95,7 @@ class Axes(NamedTuple):
     tp: Axis  # tensors are split along it; block inputs are the same
     pp: Axis  # the model is split along it
     sequence: Axis  # sequences are cut along it; a part of `shard`
+    owners: Axis  # shard and tp: each tensor that is updated whole has its owner among these ranks
     holders: Axis  # shard, tp and pp: together these ranks hold one model, each element once
     world: Axis  # all ranks of the mesh
 
@@ -155,7 +156,7 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
         group = dist.group.WORLD
         assert group is not None
         world, alone = _axis(group), _alone(group)
-        return Axes(world, alone, world, alone, alone, alone, world, world)
+        return Axes(world, alone, world, alone, alone, alone, world, world, world)
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh={mesh!r} is not a torch DeviceMesh; make one with onefold.mesh or init_device_mesh")
     if mesh.get_coordinate() is None:
@@ -166,7 +167,7 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
     if mesh.ndim == 1 and not set(names) & set(NAMES) - {"shard"}:  # its one axis is "shard", whatever its name
         shard = _axis(mesh.get_group())
         alone = _alone(mesh.get_group())
-        return Axes(shard, alone, shard, alone, alone, alone, shard, shard)
+        return Axes(shard, alone, shard, alone, alone, alone, shard, shard, shard)
     if not set(names) <= set(NAMES) or len(names) != mesh.ndim:
         raise ConfigError(
             f"mesh has axes {names or mesh.ndim}; use one axis, or several named 'replica', 'shard', 'sequence', 'pp' "
@@ -183,6 +184,7 @@ def axes_of(mesh: DeviceMesh | None) -> Axes:
         tp=along("tp"),
         pp=along("pp"),
         sequence=along("sequence"),
+        owners=along("shard", "sequence", "tp"),
         holders=along("pp", "shard", "sequence", "tp"),
         world=along(*names),
     )
@@ -274,7 +276,8 @@ def simulated_axes(
     holders = axis(ranks * tp * pp, mine) if cut else shard
     world = axis(ranks * replicas * tp * pp, mine) if cut else everyone
     along_tp, along_pp = axis(tp, 0, first=mine), axis(pp, stage, ranks * tp, rank * tp)
-    return Axes(shard, axis(replicas, 0), everyone, along_tp, along_pp, alone, holders, world)
+    owners = axis(ranks * tp, rank * tp, first=of_stage) if tp > 1 else shard
+    return Axes(shard, axis(replicas, 0), everyone, along_tp, along_pp, alone, owners, holders, world)
 
 
 def simulated_ends(stage: int, stages: int, *, plays: str, values: bool) -> Axis:

@@ -305,6 +305,7 @@ class Estimate:
         sent = step_traffic(
             self.sizes, self.placements, strategy=self.strategy, forward=forward, backward=again,
             micro_batches=self.micro_batches, reduce=self.reduce, replicas=self.grid.replica, whole=self.cost.whole,
+            tp=self.grid.tp,
         )  # fmt: skip
         if self.grid.tp > 1:
             elements = self.work.tensor_elements(self.batch, self.choice.activations, self.grid) * self.micro_batches

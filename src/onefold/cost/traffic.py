@@ -55,16 +55,18 @@ def reduced_once(units: Sequence[UnitSize], strategy: Strategy) -> Sent:
     )
 
 
-def to_owners(units: Sequence[tuple[UnitSize, Placement]], ranks: int) -> dict[str, Sent]:
+def to_owners(units: Sequence[tuple[UnitSize, Placement]], ranks: int, tp: int = 1) -> dict[str, Sent]:
     """What one rank sends in a step to owners of whole tensors and, as an owner, to others, if all ranks own and hold
-    equal parts of each tensor."""
-    away = [(unit, placement, unit.whole_numel * (ranks - 1) // ranks**2) for unit, placement in units]
-    rounds = -(-sum(unit.whole_count for unit, _ in units) // ranks)
-    told = [row for row in away if row[0].widths.narrow or row[1].parameters is Scope.SHARDED]
+    equal parts of each tensor: `ranks` share a unit, and the tensors are split over `tp`."""
+    owners = ranks * tp
+    away = [(unit, placement, unit.whole_numel * (owners - 1) // (owners * ranks)) for unit, placement in units]
+    rounds = -(-sum(unit.whole_count for unit, _ in units) // owners)
+    told = [row for row in away if tp > 1 or row[0].widths.narrow or row[1].parameters is Scope.SHARDED]
 
     def sent(rows: Sequence[tuple[UnitSize, Placement, int]], width: str) -> Sent:
         nbytes = sum(numel * getattr(unit.widths, width) for unit, _, numel in rows)
-        return Sent(sum(row[2] for row in rows), nbytes, rounds, "all-to-all", messages=rounds * (ranks - 1))
+        axis = "tp" if ranks == 1 else "shard"
+        return Sent(sum(row[2] for row in rows), nbytes, rounds, "all-to-all", axis, rounds * (owners - 1))
 
     rows = {"whole-gradient": sent(away, "grad"), "whole-master": sent(told, "updated")}
     return {**rows, "whole-updated": sent(away, "updated")}
@@ -97,9 +99,11 @@ def step_traffic(
     replicas: int = 1,
     clip: bool = False,
     whole: bool = False,
+    tp: int = 1,
 ) -> dict[str, Sent]:
     """What one rank sends in a step, by purpose; `forward` and `backward` list the units that are unsharded in each,
-    `strategy` is how the ranks that share the states sum gradients; `whole`: matrices are updated by their owners."""
+    `strategy` is how the ranks that share the states sum gradients; `whole`: matrices, which are split over `tp`, are
+    updated by their owners."""
     n, units = sizes.ranks, sizes.units
     trained = [(unit, placement) for unit, placement in zip(units, placements, strict=True) if unit.trained]
     rounds = micro_batches if (reduce or (placements and reduce_default(placements[0]))) == "each" else 1
@@ -109,8 +113,10 @@ def step_traffic(
         sent["gather-updated"] = gathered_once(kept, "compute", n)
     elif kept:
         sent["gather-gradient"] = gathered_once(kept, "grad", n)
-    if whole and n > 1:
-        sent |= to_owners([row for row in trained if row[1].optimizer is Scope.SHARDED], n)
+    if whole and n * tp > 1:
+        sharded = [row for row in trained if row[1].optimizer is Scope.SHARDED]
+        if sharded or tp > 1:  # where the optimizer is replicated, tp ranks hold parts of a tensor
+            sent |= to_owners(sharded, n, tp) if sharded else to_owners(trained, 1, tp)
     for purpose, order in (("gather-forward", forward), ("gather-backward", backward)):
         if order:
             sent[purpose] = times(gathered_once((units[i] for i in order), "compute", n), micro_batches)

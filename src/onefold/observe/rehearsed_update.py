@@ -30,9 +30,9 @@ class RehearsedWhole(UpdateWhole):
 
     def __init__(self, engine: Engine, make: MakeOptimizer) -> None:
         self.optimizer = make(engine.model)
-        assert self.optimizer.owners is not None, "an element-wise class is rehearsed without an Optimizer"
+        assert self.optimizer.ownership is not None, "an element-wise class is rehearsed without an Optimizer"
         by_unit = [whole(one) for one in self.optimizer.by_unit]
-        super().__init__(engine, by_unit, self.optimizer.owners, RehearsedUpdates)
+        super().__init__(engine, by_unit, self.optimizer.ownership, RehearsedUpdates)
 
     def update(self) -> None:
         """All that step() does of an update, but for arithmetic."""
@@ -44,13 +44,13 @@ class RehearsedWhole(UpdateWhole):
 
     def _update_offloaded(self, indices: Sequence[int], inputs: StepInputs) -> StepInputs:
         """Gradients go to the host, and messages are counted; nothing is loaded."""
-        owners, meter = self.optimizer.owners, self._engine.comm.meter
-        assert self._host is not None and owners is not None
+        ownership, meter = self.optimizer.ownership, self._engine.comm.meter
+        assert self._host is not None and ownership is not None
         for index in indices:
             self._host.offload(index)
             one = self._whole[index]
-            sharded = [] if one.replicated else [slot for slot in one.slots if one.is_whole(slot)]
-            rounds = len(owners.rounds([one.name(slot) for slot in sharded]))
+            shared = [slot for slot in one.slots if one.is_whole(slot) and one.is_shared(slot)]
+            rounds = len(ownership.rounds([one.name(slot) for slot in shared]))
             for purpose, sent_bytes in one.planned_traffic().items() if rounds else ():
                 for number in range(rounds):
                     meter.count(purpose, "all-to-all", 0 if number else sent_bytes)

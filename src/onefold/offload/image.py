@@ -1,6 +1,6 @@
 """The image of a unit's tensors in a file, from which they are loaded and to which they are stored together.
 
-While the tensors are only in the file, each is a placeholder of its own length that reads as NaN. `load` makes them
+While the tensors are only in the file, each is a placeholder of its own shape that reads as NaN. `load` makes them
 views of one buffer that is read in one request; `store` writes that buffer in one request, and `wait_stored` waits for
 it. A tensor has the same offset in the file as in the buffer: cutting a tensor in two moves nothing, and a new tensor
 makes the next `store` lay them all out again.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -38,10 +38,24 @@ class File(Protocol):
     def resize(self, nbytes: int) -> None: ...
 
 
+class _Place(NamedTuple):
+    """Where a tensor is in the file, and its form, which its placeholder has not."""
+
+    leaf: Tensor
+    start: int  # byte
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The tensor as a view of a buffer of the file's bytes."""
+        stop = self.start + self.shape.numel() * self.leaf.itemsize
+        return buffer[self.start : stop].view(self.leaf.dtype).as_strided(self.shape, self.stride)
+
+
 class Image:
     def __init__(self, file: File, pool: Pool, leaves: Callable[[], list[Tensor]]) -> None:
         self._file, self._pool, self._leaves = file, pool, leaves
-        self._places: list[tuple[Tensor, int, int]] = []  # tensor, where it starts, its elements
+        self._places: list[_Place] = []
         self._buffer: Tensor | None = None
         self._reading: Waiting | None = None
         self._writing: tuple[Waiting, Tensor] | None = None
@@ -73,9 +87,9 @@ class Image:
             self._finish_read()
         if not self.is_loaded:
             self.is_loaded = True
-            for leaf, start, numel in self._places:
+            for place in self._places:
                 assert self._buffer is not None
-                leaf.data = self._buffer[start : start + numel * leaf.itemsize].view(leaf.dtype)
+                place.leaf.data = place.view(self._buffer)
 
     def _finish_read(self) -> None:
         """Waits for the read; if it fails, its buffer is freed. After a KeyboardInterrupt the read goes on, and the
@@ -99,10 +113,10 @@ class Image:
         if changed:
             leaves = [leaf for leaf in self._leaves() if belongs_in_file(leaf)]
             self._lay_out(leaves)
-            self._places = [(leaf, _start(leaf, self._buffer), leaf.numel()) for leaf in leaves]
-        for leaf, _, numel in self._places:
+            self._places = [_Place(leaf, _start(leaf, self._buffer), leaf.shape, leaf.stride()) for leaf in leaves]
+        for leaf, _, shape, _ in self._places:
             blank = torch.full((), float("nan") if leaf.is_floating_point() else 0, dtype=leaf.dtype)
-            leaf.data = blank.expand(numel)
+            leaf.data = blank.expand(shape)
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
@@ -136,9 +150,8 @@ class Image:
             return
         self._buffer, at = self._pool.take(total, torch.uint8), 0
         for leaf in leaves:
-            place = self._buffer[at : at + leaf.nbytes].view(leaf.dtype)
-            place.copy_(leaf)
-            leaf.data = place
+            dense = torch.empty_like(leaf, device="meta").stride()  # its own, unless it has gaps
+            leaf.data = _Place(leaf, at, leaf.shape, dense).view(self._buffer).copy_(leaf)
             at += _padded(leaf)
         if old is not None:
             self._pool.give(old)
@@ -148,7 +161,7 @@ class Image:
 
 def belongs_in_file(leaf: Tensor) -> bool:
     """Whether a tensor is kept in the file; short ones stay in memory."""
-    return leaf.ndim == 1 and leaf.numel() >= LEAST_NUMEL
+    return leaf.numel() >= LEAST_NUMEL
 
 
 def _padded(leaf: Tensor) -> int:

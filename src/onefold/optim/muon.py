@@ -68,7 +68,10 @@ class Muon(Optimizer):
         engine = engine_of(model)
         blocks, comms = engine.resolved.blocks, engine.comms
         stage = Stage(comms.pp.rank == comms.pp.size - 1, engine.tied.names) if comms.pp.size > 1 else None
-        self._decided = on_all(comms.world, lambda: decide(model, blocks, place or {}, split or {}, stage), "Muon()")
+        sizes = {name: part.shape for name, part in engine.resolved.tensor_shards.items() if part is not None}
+        self._decided = on_all(
+            comms.world, lambda: decide(model, blocks, place or {}, split or {}, stage, sizes), "Muon()"
+        )
         keys = [*(EVERY if stage is not None else ()), *(self._key_of(param) for param in model.parameters())]
         self._keys = list(dict.fromkeys(keys))
         shared = {"lr": lr} if adjust_lr_fn == "match_rms_adamw" else {}

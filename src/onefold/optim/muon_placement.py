@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeVar
 
 from torch import nn
@@ -43,15 +44,22 @@ class Found(NamedTuple):
 
     name: str
     param: nn.Parameter
+    size: tuple[int, ...]  # without a split over "tp"
     modules: list[tuple[str, nn.Module]]
 
 
 def decide(
-    model: nn.Module, blocks: Sequence[str], place: Place, split: Split, stage: Stage | None = None
+    model: nn.Module,
+    blocks: Sequence[str],
+    place: Place,
+    split: Split,
+    stage: Stage | None = None,
+    sizes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[int, Decision]:
     """What updates each parameter of a model, or of a pipeline stage of it, by id, frozen ones too; raises for patterns
-    that name no parameter, and for parameters that Muon cannot take."""
-    found = list(_parameters(model))
+    that name no parameter, and for parameters that Muon cannot take. `sizes` has the full sizes of parameters that are
+    split over the mesh axis "tp"."""
+    found = list(_parameters(model, sizes))
     if stage is None:
         _check_patterns(place, found, "place")
         _check_patterns(split, found, "split")
@@ -59,15 +67,15 @@ def decide(
     heads = _heads(found, blocks) if stage is None or stage.last else set()
     heads |= {id(one.param) for one in found if stage is not None and one.name in stage.tied}
     for one in found:
-        size, said = tuple(one.param.shape), _match(place, one.name)
+        said = _match(place, one.name)
         if said is not None and said not in (MUON, ADAMW):
             raise OptimizerError(f"place={dict(place)!r} says {said!r} of {one.name}; say 'muon' or 'adamw'")
         by, why = _by_shape(one, heads) if said is None else (said, "said by place=")
         matrices: Matrices = _form(one)
         if by == MUON and (parts := _match(split, one.name)) is not None:
-            matrices, why = _rows(one.name, size, parts), f"{why}, split"
+            matrices, why = _rows(one.name, one.size, parts), f"{why}, split"
         if by == MUON:
-            _check(one.name, size, matrices)
+            _check(one.name, one.size, matrices)
         made[id(one.param)] = Decision(by, matrices, why)
     if stage is None and not any(decision.by == MUON for decision in made.values()):
         raise OptimizerError(
@@ -77,18 +85,18 @@ def decide(
     return made
 
 
-def _parameters(model: nn.Module) -> Iterator[Found]:
+def _parameters(model: nn.Module, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[Found]:
     """Each parameter once, under the first of its names, with every module that holds it."""
     holders: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for param in module.parameters(recurse=False):
             holders.setdefault(id(param), []).append((name, module))
     for name, param in model.named_parameters():
-        yield Found(name, param, holders[id(param)])
+        yield Found(name, param, sizes.get(name, tuple(param.shape)), holders[id(param)])
 
 
 def _by_shape(one: Found, heads: set[int]) -> tuple[str, str]:
-    size = tuple(one.param.shape)
+    size = one.size
     if any(_is_embedding(module) for _, module in one.modules):
         return ADAMW, "embedding"
     if id(one.param) in heads:
@@ -119,8 +127,8 @@ def _heads(found: Sequence[Found], blocks: Sequence[str]) -> set[int]:
     linear = [one for one in found if one.param.ndim == 2 and any(isinstance(m, nn.Linear) for _, m in one.modules)]
     outside = [one for one in linear if not block_of(one.name, list(blocks))]
     tables = [one for one in found if one.param.ndim == 2 and any(_is_embedding(module) for _, module in one.modules)]
-    rows = max((one.param.shape[0] for one in tables), default=0)
-    heads = {id(one.param) for one in outside if one.param.shape[0] == rows} or {id(one.param) for one in outside[-1:]}
+    rows = max((one.size[0] for one in tables), default=0)
+    heads = {id(one.param) for one in outside if one.size[0] == rows} or {id(one.param) for one in outside[-1:]}
     others = [one for one in found if id(one.param) not in heads and _by_shape(one, set())[0] == MUON]
     return heads if others else set()
 

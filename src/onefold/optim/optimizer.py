@@ -150,10 +150,10 @@ class Optimizer(GroupedOptimizer):
     def _new_policy(self) -> UpdatePolicy:
         engine = self._engine
         if self._whole is not None:
-            by_unit, owners = [whole(one) for one in self._by_unit], self._whole.owners
+            by_unit, ownership = [whole(one) for one in self._by_unit], self._whole.ownership
             if self._in_backward:
-                return UpdateWholeInBackward(engine, by_unit, self.param_groups, owners)
-            return UpdateWhole(engine, by_unit, owners)
+                return UpdateWholeInBackward(engine, by_unit, self.param_groups, ownership)
+            return UpdateWhole(engine, by_unit, ownership)
         host = HostUpdates(engine, self._by_unit) if any(unit.updated_on_host for unit in engine.units) else None
         if self._in_backward:
             return UpdateInBackward(engine, self._by_unit, self.param_groups, host)
@@ -304,6 +304,8 @@ class Optimizer(GroupedOptimizer):
             if joining := [param for param in added if self._group_to_join(param) == number]:
                 group["params"] += joining
                 self._add_params(number, joining)
+        if self._whole is not None:
+            self._whole.assign_owners(self._by_unit)
         self._see_groups()
 
     def _group_to_join(self, param: nn.Parameter) -> int:

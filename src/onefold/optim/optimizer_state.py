@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from onefold.cost.layout import ALIGN, Span
+from onefold.model.element_order import Order
 from onefold.optim.elementwise import first_state
 from onefold.optim.kernels.codec import from_8bit
 from onefold.optim.kernels.rule import MOMENTS, SCALE, STORED
@@ -28,7 +29,7 @@ class ParamState(NamedTuple):
     """The optimizer state of one parameter of a unit, as far as this rank has it."""
 
     slot: int
-    elements: Span  # of the parameter
+    elements: Span  # of the parameter, from this rank's first along "tp" on; others' too if it owns the whole tensor
     vectors: dict[str, Tensor]  # over these elements
     singles: dict[str, Any]  # the same on all ranks
     read: Callable[[str], Tensor]  # a vector by its name, while the unit's state is in memory
@@ -96,17 +97,37 @@ def load_states(optimizer: UnitOptimizer, new: dict[int, NewState], groups: list
 
 
 def _whole_states(optimizer: WholeUnitOptimizer, span: Span) -> Iterator[ParamState]:
-    """The state of tensors that this rank owns; where every rank owns all, clipped to these elements of the unit."""
+    """The state of tensors that this rank owns; where all ranks of "shard" own the same, clipped to these elements of
+    the unit."""
     for owned in optimizer.owned():
-        place, state = optimizer.unit.layout.slots[owned.slot], owned.state
-        part = place.span.clip(span) if optimizer.replicated else place.span
-        at, size = part.shift(-place.start), optimizer.size(owned.slot)
-        vectors = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == size and v.ndim}
-        flat = {k: optimizer.unit.in_memory_order(v, owned.slot)[at.start : at.stop] for k, v in vectors.items()}
-        if state and part.numel:
+        order, state, every = optimizer.order(owned.slot), owned.state, Span(0, optimizer.order(owned.slot).numel)
+        at = _share(optimizer, owned.slot, span) if optimizer.replicated else every
+        vectors = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == order.shape and v.ndim}
+        flat = {k: _flat(order, v)[at.start : at.stop] for k, v in vectors.items()}
+
+        def read(key: str, state: dict[str, Any] = state, order: Order = order, at: Span = at) -> Tensor:
+            return order.vector(state[key])[at.start : at.stop]
+
+        if state and at.numel:
             others = {k: v for k, v in state.items() if k not in vectors and isinstance(v, Tensor) and v.ndim}
             singles = {k: v for k, v in state.items() if k not in vectors and k not in others}
-            yield ParamState(owned.slot, at, flat, singles, flat.__getitem__, {}, others if at.start == 0 else {})
+            elements = at.shift(-optimizer.first(owned.slot))
+            others = others if at.start == 0 else {}
+            yield ParamState(owned.slot, elements, flat, singles, read, {}, others)
+
+
+def _flat(order: Order, tensor: Tensor) -> Tensor:
+    """A state's tensor as a vector; the placeholder of one that is only in a file stays one."""
+    return order.vector(tensor) if any(tensor.stride()) else tensor.reshape(-1)
+
+
+def _share(optimizer: WholeUnitOptimizer, slot: int, span: Span) -> Span:
+    """The elements of a tensor that are among these of the unit; if it is split over "tp", as large a share of them."""
+    place, body = optimizer.unit.layout.slots[slot], optimizer.unit.layout.body
+    if not optimizer.is_shared(slot):
+        return place.span.clip(span).shift(-place.start)
+    numel, part = optimizer.order(slot).numel, span.clip(body)
+    return Span(numel * part.start // body.numel, numel * part.stop // body.numel)
 
 
 def _load_whole(optimizer: WholeUnitOptimizer, new: dict[int, NewState]) -> None:
@@ -114,11 +135,12 @@ def _load_whole(optimizer: WholeUnitOptimizer, new: dict[int, NewState]) -> None
         if (state := new.get(owned.slot)) is None:
             continue
         like, made = optimizer.like(owned.slot), dict[str, Any]()
-        size, stride = optimizer.size(owned.slot), optimizer.unit.stride(owned.slot)
+        order, first = optimizer.order(owned.slot), optimizer.first(owned.slot)
         for key in state.vectors:
             dtype, device = like.get(key, (optimizer.unit.master.dtype, optimizer.device))
-            made[key] = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            state.fill(key, Span(0, size.numel()), made[key].as_strided((size.numel(),), (1,)))
+            vector = torch.empty(order.numel, dtype=dtype, device=device)
+            state.fill(key, Span(-first, order.numel - first), vector)
+            made[key] = order.in_memory(vector)
         for key, value in state.singles.items():
             made[key] = value.to(like.get(key, (None, "cpu"))[1], copy=True) if isinstance(value, Tensor) else value
         for key, read in state.others.items():

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from onefold.comm.agreement import agree, together
 from onefold.cost.layout import ALIGN
-from onefold.cost.owners import Owners
 from onefold.cost.states import check_form
 from onefold.errors import OptimizerError
 from onefold.optim.arguments import as_optimizer_errors, check_finite, ids_of, listed
 from onefold.optim.elementwise import NotElementwise, examine
+from onefold.optim.ownership import Ownership
 from onefold.optim.preflight import reserve, updated_dtype
 from onefold.optim.small_state import StateForm, check_small
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
-from onefold.optim.whole_tensors import RestClass, WholeTensors, check_whole, planned_traffic
+from onefold.optim.whole_tensors import RestClass, WholeTensors, planned_traffic
 from onefold.optim.whole_trial import examine_whole
 from onefold.runtime.attached import Update
 from onefold.runtime.engine import Engine
@@ -85,8 +85,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
                     continue
             except NotElementwise:
                 check_form(self._form.name, self._cls.__name__, known=not self._form.small)
-                check_whole(engine, self._cls, in_backward=self._in_backward)
-                self._whole = WholeTensors(engine.comm.size, self._cls, self._settings, self._rest)
+                self._whole = WholeTensors(engine, self._cls, self._settings, self._rest, in_backward=self._in_backward)
             defaults, self._costs[dtype] = examine_whole(*given)
             if self._rest is not None:
                 self._rest.examine(*given[2:])
@@ -107,6 +106,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             agree(comms.world, [], error, where=where)
             for near in (comms.everyone, comms.tp):
                 together(comms, partial(agree, near, lines, where=where), where=where)
+        if self._whole is not None:
+            self._whole.assign_owners(self._by_unit)
         self._engine.comm.meter.cut()
         self._agreed = True
         self._see_groups()
@@ -141,7 +142,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         except Exception as mistake:
             error = mistake
         if self._agreed:
-            self._agree(error, "add_param_group()")
+            try:
+                self._agree(error, "add_param_group()")
+            except BaseException:
+                if self._whole is not None:
+                    self._whole.forget_added()
+                raise
         elif error is not None:
             raise error
 
@@ -250,9 +256,9 @@ class GroupedOptimizer(torch.optim.Optimizer):
         return planned_traffic(self._by_unit)
 
     @property
-    def owners(self) -> Owners | None:
+    def ownership(self) -> Ownership | None:
         """Which rank updates which tensor; None if the class is element-wise."""
-        return self._whole.owners if self._whole is not None else None
+        return self._whole.ownership if self._whole is not None else None
 
     def updates(self) -> list[Update]:
         """Which class updates each parameter, in the model's order; none if one element-wise class updates all."""

@@ -75,25 +75,30 @@ class UpdateInBackward(NoUpdates):
             self._compared = False
             engine.alike.compare(said)
             self._compared = True
-        if unit.placement.optimizer is Scope.REPLICATED and not unit.updated_on_host:
+        on_host = self._on_host(index)
+        if unit.placement.optimizer is Scope.REPLICATED and not on_host:
             unit.gradients.gather().wait()
         unit.flat_params.wait_for_update()  # of a step before it, without a forward between them
         unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
         engine.used.will_update(index, heard[: len(unit.params)])
         with unit.update():
-            if unit.updated_on_host:
+            if on_host:
                 assert self.host is not None
                 self.host.start_in_backward(index, self._groups)
             else:
                 with span("update", "inside", unit.name):
                     self._update_unit(index)
-        if unit.updated_on_host and not unit.placement.hidden_between_passes:
+        if on_host and not unit.placement.hidden_between_passes:
             self._awaited.append(index)
-        elif unit.gathers_updated and not unit.updated_on_host:
+        elif unit.gathers_updated and not on_host:
             self._gathers += unit.gather_updated()
-        if not unit.updated_on_host:  # else the host update has it
+        if not on_host:  # else the host update has it
             unit.gradients.consume()
         return True
+
+    def _on_host(self, index: int) -> bool:
+        """Whether the host updates a unit, beside backward."""
+        return self._engine.units[index].updated_on_host
 
     def _update_unit(self, index: int) -> None:
         """Updates a unit on the device."""

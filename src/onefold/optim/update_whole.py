@@ -1,10 +1,14 @@
 """The update policies of classes that need whole tensors: each tensor is brought together on its owner, at step() or in
 backward.
 
-Where optimizer state is replicated every rank has all that it needs, and nothing is sent. Else, in rounds in which each
-rank updates at most one tensor: 1 ranks send their pieces of gradients, and of masters, to the owners  2 owners update
-3 owners send the updated pieces of the master back, and each rank rounds its own into its parameters. So bits do not
-depend on who holds what. Replicated fp32 parameters are their own masters, and the owner has them already.
+Where optimizer state is replicated and a tensor is not split over "tp", every rank has all that the update needs, and
+nothing is sent. Else, in rounds in which each rank updates at most one tensor: 1 ranks send their pieces of gradients,
+and of masters, to the owners  2 owners update  3 owners send the updated pieces of the master back, and each rank
+rounds its own into its parameters. So bits do not depend on who holds what. Replicated fp32 parameters that are not
+split are their own masters, and the owner has them already.
+
+Pieces arrive in the order of parts (model/element_order.py). If that is not the memory order of the full tensor, as for
+a matrix that is split by columns, gradient and master are copied into it for the update.
 
 Tensors are updated on the device, also where the host keeps gradients, masters and optimizer state: products of
 matrices are too slow there. Pieces come from the host and go back to it, and an owner's state comes for its update.
@@ -24,8 +28,8 @@ from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import span
 from onefold.cost.layout import Span
-from onefold.cost.owners import Owners
 from onefold.optim.host_update import HostGradients
+from onefold.optim.ownership import Ownership
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
@@ -47,8 +51,12 @@ class TensorToUpdate(NamedTuple):
         return self.optimizer.unit
 
     @property
-    def span(self) -> Span:
-        return self.unit.layout.slots[self.slot].span
+    def numel(self) -> int:
+        return self.optimizer.order(self.slot).numel
+
+    @property
+    def sends_master(self) -> bool:
+        return self.optimizer.sends_master(self.slot)
 
 
 class Piece:
@@ -73,40 +81,41 @@ class Piece:
 class Gathered:
     """All of a tensor, on its owner: vectors into which the pieces of other ranks are received."""
 
-    def __init__(self, of: TensorToUpdate, mine: Piece | None, rank: int, pool: Pool) -> None:
+    def __init__(self, of: TensorToUpdate, mine: Piece | None, held: Sequence[Span], rank: int, pool: Pool) -> None:
+        """`held` has the elements that each rank holds."""
         self.of, self._mine, self._pool = of, mine, pool
-        unit, numel = of.unit, of.span.numel
-        ranks = (other for other in range(unit.layout.ranks) if other != rank)
-        self._theirs = {other: part for other in ranks if (part := of.optimizer.part(of.slot, other)).numel}
-        self.gradient = self._pool.take(numel, unit.gradients.dtype)
-        self._own = not of.optimizer.master_is_everywhere
-        self.master = self._pool.take(numel, unit.master.dtype) if self._own else unit.flat_params.part(of.span)
+        unit, self._here = of.unit, held[rank]
+        self._theirs = {other: span for other, span in enumerate(held) if other != rank and span.numel}
+        self.gradient = self._pool.take(of.numel, unit.gradients.dtype)
+        self._own, place = of.sends_master, unit.layout.slots[of.slot].span
+        self.master = self._pool.take(of.numel, unit.master.dtype) if self._own else unit.flat_params.part(place)
         if mine is not None:
-            self._at(mine.part, self.gradient).copy_(mine.gradient)
+            _at(self._here, self.gradient).copy_(mine.gradient)
             if self._own:
-                self._at(mine.part, self.master).copy_(mine.master)
-
-    def _at(self, part: Span, vector: Tensor) -> Tensor:
-        return vector[part.start - self.of.span.start : part.stop - self.of.span.start]
+                _at(self._here, self.master).copy_(mine.master)
 
     def of_peers(self, vector: Tensor) -> dict[int, Tensor]:
         """The pieces of a vector that other ranks hold."""
-        return {rank: self._at(part, vector) for rank, part in self._theirs.items()}
+        return {rank: _at(span, vector) for rank, span in self._theirs.items()}
 
     def finish(self) -> None:
         """Keeps this rank's own piece of the master, and frees the vectors. Nothing is in flight."""
         self._pool.give(self.gradient)
         if self._own:
             if self._mine is not None:
-                self._mine.master.copy_(self._at(self._mine.part, self.master))
+                self._mine.master.copy_(_at(self._here, self.master))
             self._pool.give(self.master)
+
+
+def _at(span: Span, vector: Tensor) -> Tensor:
+    return vector[span.start : span.stop]
 
 
 class WholeUpdates:
     """Updates of units whose gradients are reduced, and whose states are in memory."""
 
-    def __init__(self, engine: Engine, owners: Owners) -> None:
-        self._comm, self._pool, self._device, self._owners = engine.comm, engine.pool, engine.device, owners
+    def __init__(self, engine: Engine, ownership: Ownership) -> None:
+        self._comm, self._pool, self._device, self._ownership = ownership.comm, engine.pool, engine.device, ownership
 
     def begin(self, optimizer: WholeUnitOptimizer, flags: bytes, inputs: StepInputs) -> list[TensorToUpdate]:
         """Updates what this rank can update alone of the flagged parameters of a unit; the tensors that are left."""
@@ -114,17 +123,17 @@ class WholeUpdates:
         if optimizer.rest is not None:
             self._update_rest(optimizer.rest, flags, inputs)
         for slot in (slot for slot, flag in enumerate(flags) if flag and optimizer.is_whole(slot)):
-            if optimizer.replicated:
-                self._update_here(TensorToUpdate(optimizer, slot, optimizer.unit.rank), inputs)
+            if optimizer.is_shared(slot):
+                left.append(TensorToUpdate(optimizer, slot, self._ownership.of(optimizer.name(slot))))
             else:
-                left.append(TensorToUpdate(optimizer, slot, self._owners.of(optimizer.name(slot))))
+                self._update_here(TensorToUpdate(optimizer, slot, self._comm.rank), inputs)
         return left
 
     def finish(self, left: Sequence[TensorToUpdate], where: str, inputs: StepInputs) -> None:
-        """Updates tensors that are sharded. Collective."""
+        """Updates tensors of which several ranks hold pieces. Collective."""
         tensors = {one.optimizer.name(one.slot): one for one in left}
-        for number, names in enumerate(self._owners.rounds(list(tensors))):
-            self._update_round([tensors[name] for name in names], f"{where}round {number}", inputs)
+        for number, turns in enumerate(self._ownership.rounds(list(tensors))):
+            self._update_round([tensors[turn.name] for turn in turns], f"{where}round {number}", inputs)
 
     def _update_rest(self, rest: UnitOptimizer, flags: bytes, inputs: StepInputs) -> None:
         """Updates parameters of a unit that another class updates on shards."""
@@ -133,23 +142,24 @@ class WholeUpdates:
 
     def _update_here(self, one: TensorToUpdate, inputs: StepInputs) -> None:
         """Updates a tensor of which this rank has all elements."""
-        piece = Piece(one, one.span, self._device)
+        piece = Piece(one, one.optimizer.held(one.slot), self._device)
         self._run(one, piece.master, piece.gradient, inputs)
         piece.end()
 
     def _update_round(self, tensors: Sequence[TensorToUpdate], label: str, inputs: StepInputs) -> None:
-        """Updates tensors that are sharded, each on its owner. Collective."""
-        comm = self._comm
-        parts = {one: one.optimizer.part(one.slot, comm.rank) for one in tensors}
+        """Updates tensors of which several ranks hold pieces, each on its owner. Collective."""
+        comm, mine = self._comm, None
+        parts = {one: one.optimizer.held(one.slot) for one in tensors}
         held = {one: Piece(one, part, self._device) for one, part in parts.items() if part.numel}
-        owned = next((one for one in tensors if one.owner == comm.rank), None)
-        mine = Gathered(owned, held.get(owned), comm.rank, self._pool) if owned is not None else None
+        for one in (one for one in tensors if one.owner == comm.rank):  # there is one at most
+            spans = self._ownership.held(one.optimizer.name(one.slot))
+            mine = Gathered(one, held.get(one), spans, comm.rank, self._pool)
         away = [piece for one, piece in held.items() if one.owner != comm.rank]
         # 1
         sent = {piece.of.owner: piece.gradient for piece in away}
         gradients = comm.swap(sent, mine.of_peers(mine.gradient) if mine else {}, Label(GRADIENT, label))
-        sent = {piece.of.owner: piece.master for piece in away if not piece.of.optimizer.master_is_everywhere}
-        wanted = mine.of_peers(mine.master) if mine and not mine.of.optimizer.master_is_everywhere else {}
+        sent = {piece.of.owner: piece.master for piece in away if piece.of.sends_master}
+        wanted = mine.of_peers(mine.master) if mine and mine.of.sends_master else {}
         comm.swap(sent, wanted, Label(MASTER, label)).wait()
         gradients.wait()
         # 2
@@ -164,18 +174,26 @@ class WholeUpdates:
             piece.end()
 
     def _run(self, one: TensorToUpdate, master: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
-        """Runs the wrapped class on a tensor; `gradient` is as it was reduced."""
-        pool, wide = self._pool, None
+        """Runs the wrapped class on a tensor; `gradient` is as it was reduced. Both are in the order of parts."""
+        pool, order, vector = self._pool, one.optimizer.order(one.slot), master
         factor = inputs.factor(narrow=one.unit.dtypes.narrow)
-        if one.unit.dtypes.narrow or not (isinstance(factor, float) and factor == 1.0):
-            wide = pool.take(gradient.numel(), master.dtype)  # a product in 16 bits would be rounded to them
-            wide.copy_(gradient)
-            gradient = wide.mul_(factor)
+        scaled = one.unit.dtypes.narrow or not (isinstance(factor, float) and factor == 1.0)
+        taken: list[Tensor] = []
+        if scaled or order.interleaved:
+            taken.append(pool.take(gradient.numel(), master.dtype))  # a product in 16 bits would be rounded to them
+            order.to_memory_order(gradient, taken[0])
+            gradient = taken[0].mul_(factor) if scaled else taken[0]
+        if order.interleaved:
+            taken.append(pool.take(master.numel(), master.dtype))
+            order.to_memory_order(master, taken[1])
+            vector = taken[1]
         with span("update", "step", one.optimizer.name(one.slot)):
             group = inputs.groups[one.optimizer.group_of(one.slot)]
-            one.optimizer.update_whole(one.slot, master, gradient, group, inputs.bad)
-        if wide is not None:
-            pool.give(wide)
+            one.optimizer.update_whole(one.slot, vector, gradient, group, inputs.bad)
+        if order.interleaved:
+            order.from_memory_order(vector, master)
+        for buffer in taken:
+            pool.give(buffer)
 
 
 class UpdateWhole(UpdateAtStep):
@@ -185,11 +203,11 @@ class UpdateWhole(UpdateAtStep):
         self,
         engine: Engine,
         by_unit: Sequence[WholeUnitOptimizer],
-        owners: Owners,
+        ownership: Ownership,
         updates: type[WholeUpdates] = WholeUpdates,
     ) -> None:
         super().__init__(engine, by_unit)
-        self._whole, self._updates = by_unit, updates(engine, owners)
+        self._whole, self._updates = by_unit, updates(engine, ownership)
         self._host = HostGradients(engine) if any(unit.updated_on_host for unit in engine.units) else None
 
     def reduced(self, index: int, *, final: bool) -> bool:
@@ -233,15 +251,22 @@ class UpdateWhole(UpdateAtStep):
 
 
 class UpdateWholeInBackward(UpdateInBackward):
-    """In backward: the tensors of a unit are brought together as soon as its gradient is reduced."""
+    """In backward: the tensors of a unit are brought together as soon as its gradient is reduced; if the host or a file
+    keeps its state, that comes for the update."""
 
     def __init__(
-        self, engine: Engine, by_unit: Sequence[WholeUnitOptimizer], groups: list[dict[str, Any]], owners: Owners
+        self, engine: Engine, by_unit: Sequence[WholeUnitOptimizer], groups: list[dict[str, Any]], ownership: Ownership
     ) -> None:
         super().__init__(engine, by_unit, groups, None)
-        self._whole, self._updates = by_unit, WholeUpdates(engine, owners)
+        self._whole, self._updates = by_unit, WholeUpdates(engine, ownership)
+
+    def _on_host(self, index: int) -> bool:
+        return False
 
     def _update_unit(self, index: int) -> None:
         optimizer, inputs = self._whole[index], StepInputs(self._groups, 1.0, 1.0, None)
-        flags = optimizer.to_update(self._engine.used.to_update_of(index))
-        self._updates.finish(self._updates.begin(optimizer, flags, inputs), f"{optimizer.unit.name}, ", inputs)
+        unit, flags = optimizer.unit, optimizer.to_update(self._engine.used.to_update_of(index))
+        if unit.updated_on_host:
+            unit.flat_params.check_no_user_writes()
+        with unit.state_in_memory(write=True):
+            self._updates.finish(self._updates.begin(optimizer, flags, inputs), f"{unit.name}, ", inputs)

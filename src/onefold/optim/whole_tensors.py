@@ -1,4 +1,4 @@
-"""For an Optimizer whose class needs whole tensors: which rank updates which, and what does not go with such a class"""
+"""For an Optimizer whose class needs whole tensors: its unit optimizers, their owners, and the class beside it"""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from onefold.cost.owners import Owners
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.errors import OptimizerError
 from onefold.offload.host_memory import available_bytes
 from onefold.optim.elementwise import NotElementwise, examine
+from onefold.optim.ownership import Ownership
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.whole_unit_optimizer import Forms, WholeUnitOptimizer
 from onefold.runtime.engine import Engine
@@ -23,15 +23,22 @@ class WholeTensors:
     """With `rest`, an element-wise class updates the parameters of param groups that name it as their "cls"."""
 
     def __init__(
-        self, ranks: int, cls: type[torch.optim.Optimizer], settings: dict[str, Any], rest: RestClass | None
+        self,
+        engine: Engine,
+        cls: type[torch.optim.Optimizer],
+        settings: dict[str, Any],
+        rest: RestClass | None,
+        *,
+        in_backward: bool,
     ) -> None:
-        self.owners, self.rest = Owners(ranks), rest
-        self._cls, self._settings = cls, settings
+        self.ownership, self.rest = Ownership(engine), rest
+        self._cls, self._settings, self._in_backward = cls, settings, in_backward
+        self._added: list[tuple[int, Mapping[int, Sequence[int]], dict[str, Any]]] = []  # and have no owners yet
         self._forms: Forms = {}
         self.rest_groups: set[int] = set()  # numbers of param groups that the rest's class updates
 
     def unit_optimizer(self, unit: Unit) -> UnitOptimizer:
-        made = WholeUnitOptimizer(unit, self._cls, self._settings, self.owners, self._forms)
+        made = WholeUnitOptimizer(unit, self._cls, self._settings, self.ownership, self._forms)
         if self.rest is not None:
             made.add_rest(UnitOptimizer(unit, self.rest.cls, self.rest.settings), self.rest.costs)
         return made
@@ -39,15 +46,13 @@ class WholeTensors:
     def add(
         self, by_unit: Sequence[UnitOptimizer], slots: Mapping[int, Sequence[int]], number: int, group: dict[str, Any]
     ) -> None:
-        """Adds parameters, by unit and slot, to a param group."""
+        """Adds parameters, by unit and slot, to a param group; `assign_owners` follows."""
         if number in self.rest_groups:
             for index, some in slots.items():
                 whole(by_unit[index]).add_to_rest(number, some)
             return
         self.check(by_unit, slots, number, group)
-        self.assign(by_unit, slots, group)
-        for index, some in slots.items():
-            by_unit[index].add_group(number, some)
+        self._added.append((number, slots, group))
 
     def check(
         self, by_unit: Sequence[UnitOptimizer], slots: Mapping[int, Sequence[int]], number: int, group: dict[str, Any]
@@ -61,12 +66,24 @@ class WholeTensors:
         if needed:
             check_room(needed, _memory_bytes(by_unit[0].device))
 
-    def assign(
-        self, by_unit: Sequence[UnitOptimizer], slots: Mapping[int, Sequence[int]], group: dict[str, Any]
-    ) -> None:
-        """Chooses owners of these parameters of a param group, by unit and slot."""
-        found = [whole(by_unit[index]).to_own(some, group) for index, some in slots.items()]
-        self.owners.assign({name: tensor for tensors in found for name, tensor in tensors.items()})
+    def assign_owners(self, by_unit: Sequence[UnitOptimizer]) -> None:
+        """Chooses owners of the parameters that were added since the last call. Collective."""
+        added, self._added = self._added, []
+        together = self._in_backward or any(one.unit.updated_on_host for one in by_unit)
+        tensors = [
+            tensor
+            for _, slots, group in added
+            for index, some in slots.items()
+            for tensor in whole(by_unit[index]).to_own(some, group)
+        ]
+        self.ownership.assign(tensors, by_unit=together)
+        for number, slots, _ in added:
+            for index, some in slots.items():
+                by_unit[index].add_group(number, some)
+
+    def forget_added(self) -> None:
+        """Parameters that were added get no owners, because ranks do not agree on them."""
+        self._added = []
 
     def updater(
         self, optimizer: UnitOptimizer, name: str, number: int
@@ -76,7 +93,7 @@ class WholeTensors:
         if number in self.rest_groups:
             assert self.rest is not None
             return self.rest.cls, None
-        return self._cls, None if whole(optimizer).replicated else self.owners.of(name)
+        return self._cls, self.ownership.of(name) if self.ownership.is_shared(name) else None
 
 
 class RestClass:
@@ -148,21 +165,3 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return available_bytes()
-
-
-def check_whole(engine: Engine, cls: type[torch.optim.Optimizer], *, in_backward: bool) -> None:
-    """Raises if the model's settings do not go with a class that needs whole tensors."""
-    for what, remedy in _unsupported(engine, in_backward):
-        raise OptimizerError(
-            f"{cls.__name__} needs whole tensors, which does not go with {what}; {remedy}, or use an element-wise "
-            f"class such as AdamW"
-        )
-
-
-def _unsupported(engine: Engine, in_backward: bool) -> Iterable[tuple[str, str]]:
-    if engine.comms.tp.size > 1:
-        yield "tensors that are split over the mesh axis 'tp'", "train without that axis"
-    if any(unit.image is not None for unit in engine.units):  # which holds vectors alone
-        yield "optimizer state on disk", "offload it to the host"
-    if in_backward and any(unit.updated_on_host for unit in engine.units):
-        yield "step_in_backward=True and offloaded optimizer state at once", "leave out one of them"

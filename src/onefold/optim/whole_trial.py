@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from onefold.cost.states import StateCost
+from onefold.cost.layout import padded
+from onefold.cost.states import LEAF, StateCost
 from onefold.errors import OptimizerError
+from onefold.offload.image import LEAST_NUMEL
 from onefold.optim.trials import REMEDY, STEPS, bare_step, group_settings, on_numbers
 
 SHAPE = (24, 40)  # of the trial's matrices: not square, so that state of rows, columns and elements differ in size
@@ -73,13 +75,21 @@ class StateForm(NamedTuple):
     like: dict[str, tuple[torch.dtype, torch.device]]  # of tensors, by name
     vector_bytes: int  # of tensors of the parameter's shape
     other_bytes: int
+    tensors: tuple[tuple[int, int], ...]  # the elements and the bytes of each tensor
 
     @classmethod
     def of(cls, state: dict[str, Any], shape: tuple[int, ...]) -> StateForm:
         tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         vectors = sum(leaf.nbytes for leaf in tensors if leaf.shape == shape)
         like = {key: (value.dtype, value.device) for key, value in state.items() if isinstance(value, Tensor)}
-        return cls(like, vectors, sum(leaf.nbytes for leaf in tensors) - vectors)
+        sizes = tuple((leaf.numel(), leaf.nbytes) for leaf in tensors)
+        return cls(like, vectors, sum(leaf.nbytes for leaf in tensors) - vectors, sizes)
+
+    @property
+    def in_file(self) -> tuple[int, int]:
+        """Bytes of what a file would keep, each tensor padded, and of what would stay in memory."""
+        kept = sum(padded(nbytes, LEAF) for numel, nbytes in self.tensors if numel >= LEAST_NUMEL)
+        return kept, sum(nbytes for numel, nbytes in self.tensors if numel < LEAST_NUMEL)
 
 
 @on_numbers()

@@ -1,8 +1,9 @@
 """The unit optimizer of classes that need whole tensors: one wrapped optimizer for each tensor that this rank owns.
 
-The wrapped class sees a tensor in its true shape. The master stays sharded as it is for other classes; what an update
-needs comes to the owner for the update only (update_whole.py). Optimizer state stays with the owner. Where optimizer
-state is replicated, every rank owns every tensor.
+The wrapped class sees a tensor in its true shape, also if that is split over the mesh axis "tp". The master stays
+sharded as it is for other classes; what an update needs comes to the owner for the update only (update_whole.py).
+Optimizer state stays with the owner (ownership.py). Where optimizer state is replicated, every rank owns every tensor
+that is not split.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from onefold.cost.layout import Span
-from onefold.cost.owners import Owners, WholeTensor
 from onefold.cost.states import StateCost
 from onefold.errors import OptimizerError, StateError
+from onefold.model.element_order import Order
 from onefold.optim.guarded_step import GuardedStep
 from onefold.optim.newton_schulz import Muon, work_of
+from onefold.optim.ownership import Ownership, ToOwn
 from onefold.optim.trials import bare_step
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.whole_trial import StateForm, first_whole_state
@@ -49,10 +51,11 @@ class OwnedTensor:
 
 class WholeUnitOptimizer(UnitOptimizer):
     def __init__(
-        self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], owners: Owners, forms: Forms
+        self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], ownership: Ownership, forms: Forms
     ) -> None:
         super().__init__(unit, cls, kwargs)
-        self._owners, self._forms = owners, forms
+        self._ownership, self._forms = ownership, forms
+        self._orders: dict[int, Order] = {}  # by slot
         self._owned: dict[int, OwnedTensor] = {}  # by slot
         self._groups: dict[int, int] = {}  # the param group of each tensor, on whatever rank
         self.rest: UnitOptimizer | None = None  # updates other parameters of the unit on shards, with another class
@@ -82,69 +85,87 @@ class WholeUnitOptimizer(UnitOptimizer):
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank updates every tensor of the unit."""
+        """Whether optimizer state is replicated over the mesh axis "shard"."""
         return self.unit.placement.optimizer is Scope.REPLICATED
 
     def name(self, slot: int) -> str:
         return self.unit.layout.slots[slot].name
 
+    def order(self, slot: int) -> Order:
+        """The shape of a tensor, without the split over "tp", and the order in which ranks hold its elements."""
+        if slot not in self._orders:
+            self._orders[slot] = self._ownership.order(self.unit, slot)
+        return self._orders[slot]
+
+    def first(self, slot: int) -> int:
+        """The number of the first element of a tensor that is this rank's along "tp"."""
+        return self._ownership.first(self.order(slot), self.name(slot))
+
     def size(self, slot: int) -> torch.Size:
-        return self.unit.size(slot)
+        return torch.Size(self.order(slot).shape)
 
-    def part(self, slot: int, rank: int) -> Span:
-        """The elements of the unit that belong to this tensor and to this rank's shard."""
-        layout = self.unit.layout
-        return layout.slots[slot].span.clip(layout.shard(rank))
+    def is_shared(self, slot: int) -> bool:
+        """Whether a tensor is brought together for its update, because several ranks hold pieces of it."""
+        return self._ownership.is_shared(self.name(slot))
 
-    def to_own(self, slots: Sequence[int], group: dict[str, Any]) -> dict[str, WholeTensor]:
-        """Tensors of the unit that need owners, by name."""
-        if self.replicated:
-            return {}
-        found: dict[str, WholeTensor] = {}
-        for slot in slots:
-            size = tuple(self.size(slot))
-            held = tuple(self.part(slot, rank).numel for rank in range(self.unit.layout.ranks))
+    def held(self, slot: int) -> Span:
+        """The elements of the unit that belong to this tensor and that this rank updates, or would as an element-wise
+        class."""
+        return self._held_by(slot, self.unit.rank)
+
+    def _held_by(self, slot: int, shard: int) -> Span:
+        span = self.unit.layout.slots[slot].span
+        return span if self.replicated else span.clip(self.unit.layout.shard(shard))
+
+    def to_own(self, slots: Sequence[int], group: dict[str, Any]) -> list[ToOwn]:
+        """Tensors of the unit that need owners."""
+        found = []
+        for slot in (slot for slot in slots if self.is_shared(slot)):
+            size, shards = tuple(self.size(slot)), 1 if self.replicated else self.unit.layout.ranks
+            numbered = self.first(slot) - self.unit.layout.slots[slot].start
+            held = tuple(self._held_by(slot, shard).shift(numbered) for shard in range(shards))
             work = work_of(size, group["matrices"]) if self.cls is Muon else None
-            found[self.name(slot)] = WholeTensor(size, held, work)
+            split = self._ownership.part(self.name(slot)) is not None
+            found.append(ToOwn(self.name(slot), size, work, held, split, self.unit.name))
         return found
 
     def update_bytes(self, slots: Sequence[int], group: int) -> dict[str, int]:
         """Bytes that the rank that updates a tensor needs at least, by name: gradients, the master and state."""
-        if self.replicated:
-            return {}
-        element = self.unit.gradients.dtype.itemsize + 2 * self.unit.master.dtype.itemsize  # a wide gradient, too
-        forms = {slot: self._form(slot, group) for slot in slots}
-        return {
-            self.name(slot): self.size(slot).numel() * element + form.vector_bytes + form.other_bytes
-            for slot, form in forms.items()
-        }
+        gradient, master = self.unit.gradients.dtype.itemsize, self.unit.master.dtype.itemsize
+        forms = {slot: self._form(slot, group) for slot in slots if self.is_shared(slot)}
+        found = {}
+        for slot, form in forms.items():
+            wide = 3 if self.order(slot).interleaved else 2  # a gradient and a master, and that in memory order
+            vectors = self.size(slot).numel() * (gradient + wide * master)
+            found[self.name(slot)] = vectors + form.vector_bytes + form.other_bytes
+        return found
 
-    @property
-    def master_is_everywhere(self) -> bool:
-        """Every rank has all of the master on its device: parameters that are replicated, and not rounded from one."""
+    def sends_master(self, slot: int) -> bool:
+        """Whether pieces of the master go to the owner. It has them all if parameters are replicated on its device, not
+        rounded from a master, and not split."""
         replicated = self.unit.placement.parameters is Scope.REPLICATED
-        return replicated and not self.unit.dtypes.narrow and not self.unit.updated_on_host
+        there = replicated and not self.unit.dtypes.narrow and not self.unit.updated_on_host
+        return self._ownership.is_split(self.name(slot)) or not there
 
     def planned_traffic(self) -> dict[str, int]:
         """Bytes that this rank sends in a step that updates every tensor, by purpose."""
-        if self.replicated:
-            return {}
-        sent = dict.fromkeys(PURPOSES, 0)
+        shared = [slot for slot in self._groups if self.is_shared(slot)]
+        sent = {} if self.replicated and not shared else dict.fromkeys(PURPOSES, 0)
         gradient, master = self.unit.gradients.dtype.itemsize, self.unit.master.dtype.itemsize
-        for slot in self._groups:
-            held = self.part(slot, self.unit.rank).numel
+        for slot in shared:
+            held = self.held(slot).numel
             if slot in self._owned:
-                sent[UPDATED] += (self.unit.layout.slots[slot].numel - held) * master
+                sent[UPDATED] += (self.size(slot).numel() - held) * master
             else:
                 sent[GRADIENT] += held * gradient
-                sent[MASTER] += 0 if self.master_is_everywhere else held * master
+                sent[MASTER] += held * master if self.sends_master(slot) else 0
         return sent
 
     def add_group(self, group: int, slots: Sequence[int]) -> None:
         self.slots.update(slots)
         for slot in slots:
             self._groups[slot] = group
-            if self.replicated or self._owners.of(self.name(slot)) == self.unit.rank:
+            if not self.is_shared(slot) or self._ownership.of(self.name(slot)) == self._ownership.comm.rank:
                 self._owned[slot] = OwnedTensor(slot, group, nn.Parameter(self._empty))
 
     def check_shapes(self, slots: Sequence[int], group: int, settings: dict[str, Any]) -> None:
@@ -160,7 +181,7 @@ class WholeUnitOptimizer(UnitOptimizer):
                 ) from error
 
     def _form(self, slot: int, group: int | None = None, settings: dict[str, Any] | None = None) -> StateForm:
-        size, stride, dtype = tuple(self.size(slot)), self.unit.stride(slot), self.unit.master.dtype
+        size, stride, dtype = *self.order(slot)[:2], self.unit.master.dtype
         key = self._groups[slot] if group is None else group, size, stride, dtype
         if key not in self._forms:
             assert settings is not None
@@ -174,9 +195,8 @@ class WholeUnitOptimizer(UnitOptimizer):
     ) -> None:
         """Updates one tensor that this rank owns in place; `master` and `gradient` are vectors in memory order. Nothing
         changes if the device flag `bad` is set."""
-        owned, size, stride = self._owned[slot], self.size(slot), self.unit.stride(slot)
-        owned.tensor.data = master.as_strided(size, stride)
-        owned.tensor.grad = gradient.as_strided(size, stride)
+        owned, order = self._owned[slot], self.order(slot)
+        owned.tensor.data, owned.tensor.grad = order.full(master), order.full(gradient)
         inner = self._inner(owned)
         inner.param_groups[0].update((key, value) for key, value in group.items() if key not in NOT_SETTINGS)
         owned.guarded = None
@@ -255,14 +275,20 @@ class WholeUnitOptimizer(UnitOptimizer):
         vectors, others = 0, 0
         if self.rest is not None:
             vectors, others = self.rest.planned_state(self._rest_costs[self.unit.master.dtype])
-        return vectors + sum(form.vector_bytes for form in live), others + sum(form.other_bytes for form in live)
+        on_disk = self.unit.image is not None
+        sizes = [form.in_file if on_disk else (form.vector_bytes, form.other_bytes) for form in live]
+        return vectors + sum(size[0] for size in sizes), others + sum(size[1] for size in sizes)
 
     def _rows(self) -> list[dict[str, Any]]:
         spans = {slot: tuple(self.unit.layout.slots[slot].span) for slot in self._owned}
         return [
-            {"unit": self.unit.name, "slots": (slot,), "span": spans[slot], "state": owned.state}
+            {"unit": self.unit.name, "slots": (slot,), "span": spans[slot], "state": self._kept(owned.state)}
             for slot, owned in self._owned.items()
         ] + (self.rest.state_dict() if self.rest is not None else [])
+
+    def _kept(self, state: dict[str, Any]) -> dict[str, Any]:
+        """State that keeps its values when the unit's is unloaded."""
+        return state if self.unit.image is None else tree_map_only(Tensor, Tensor.clone, state)
 
     def _load(self, rows: list[dict[str, Any]]) -> None:
         if self.rest is not None:
@@ -279,7 +305,7 @@ class WholeUnitOptimizer(UnitOptimizer):
         owned = self._owned[slot]
         owned.inner = None
         if state:
-            size, stride = self.size(slot), self.unit.stride(slot)
+            size, stride = self.order(slot)[:2]
             owned.tensor.data = torch.empty_strided(size, stride, dtype=self.unit.master.dtype, device=self.device)
             self._inner(owned).state[owned.tensor] = state
             owned.tensor.data = self._empty

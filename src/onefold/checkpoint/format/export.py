@@ -18,12 +18,12 @@ from onefold.checkpoint.format.address import local, place
 from onefold.checkpoint.format.folder import drafted
 from onefold.checkpoint.format.manifest import ParamRecord
 from onefold.checkpoint.format.opening import storage_of
-from onefold.checkpoint.format.order import contiguous_order
 from onefold.checkpoint.format.reading import Checkpoint, read_in_order, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import Block, write_tensors
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError, ConfigError
+from onefold.model.element_order import contiguous_order
 
 SHARD_BYTES = 5_000_000_000  # what Hugging Face writes by default
 CHUNK_BYTES = 16 << 20

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onefold.checkpoint.format.order import Order, dense
 from onefold.checkpoint.format.tensorfile import CHUNK_BYTES, DTYPES, Block, Written, sizes, unique
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError
+from onefold.model.element_order import Order, dense
 
 VERSION = 1
 FORMAT = {"format": "onefold checkpoint", "version": VERSION, "chunk_bytes": CHUNK_BYTES}

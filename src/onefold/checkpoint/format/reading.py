@@ -14,11 +14,11 @@ from torch import Tensor
 
 from onefold.checkpoint.format.folder import committed, find, read_manifest, step_name, step_of
 from onefold.checkpoint.format.manifest import VALUE, Entry, FileRecord, ParamRecord, block_of
-from onefold.checkpoint.format.order import Order
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import TensorFile
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError, CheckpointRemoved
+from onefold.model.element_order import Order
 
 T = TypeVar("T")
 P = TypeVar("P")

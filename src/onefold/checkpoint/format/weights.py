@@ -16,11 +16,11 @@ from torch import Tensor
 
 from onefold.checkpoint.format.folder import step_of
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
-from onefold.checkpoint.format.order import contiguous_stride
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES, HEADER_BYTES_LIMIT, TensorFile, unique
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError
+from onefold.model.element_order import contiguous_stride
 
 INDEX = ".safetensors.index.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")

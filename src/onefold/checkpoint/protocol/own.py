@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
 from onefold.checkpoint.format.notes import decode, encode
-from onefold.checkpoint.format.order import contiguous_stride
 from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES
 from onefold.checkpoint.protocol.state import OwnedElements, own_tensor, plain
 from onefold.errors import CheckpointDamaged
+from onefold.model.element_order import contiguous_stride
 from onefold.offload.host_memory import bytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.full_parameters import EXTRA, extra_states, persistent_buffers

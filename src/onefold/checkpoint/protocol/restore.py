@@ -15,12 +15,12 @@ from torch import Tensor
 
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
 from onefold.checkpoint.format.notes import decode_single
-from onefold.checkpoint.format.order import Order
 from onefold.checkpoint.format.reading import Source, read_in_order
 from onefold.checkpoint.protocol.state import AVERAGES, OTHERS, Param, params_of, pieces, scales_of
 from onefold.cost.layout import ALIGN, Span
 from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import local_tensor
+from onefold.model.element_order import Order
 from onefold.model.storage import dense_stride
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.optimizer_state import Codes, NewState, decoded, load_states

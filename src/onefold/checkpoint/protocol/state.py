@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from onefold.checkpoint.format.manifest import VALUE, Entry, ParamRecord
 from onefold.checkpoint.format.notes import encode_single
-from onefold.checkpoint.format.order import Order, contiguous_order, nested_stride
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES
 from onefold.cost.layout import ALIGN, Piece, Span, UnitLayout
 from onefold.errors import CheckpointError
 from onefold.model.dtensor_shards import local_tensor as local
+from onefold.model.element_order import Order, contiguous_order, order_of
 from onefold.model.storage import dense_stride
 from onefold.optim.kernels.rule import SCALE
 from onefold.optim.optimizer import Optimizer
@@ -209,10 +209,8 @@ def _order(engine: Engine, name: str, shape: tuple[int, ...], stride: tuple[int,
     """The stored element order of a full parameter, and the number of this rank's first element in it."""
     check_split_dim(engine, name, "a checkpoint")
     part = engine.resolved.tensor_shards.get(name)
-    if part is None:
-        return Order(shape, stride), 0
-    order = Order(part.shape, nested_stride(part.shape, stride), part.dim, part.bounds)
-    return order, part.start * order.row_numel
+    order = order_of(part, shape, stride)
+    return order, part.start * order.row_numel if part is not None else 0
 
 
 def _values(engine: Engine, base: Mapping[str, int]) -> Iterator[OwnedElements]:

@@ -22,7 +22,6 @@ from onefold.checkpoint.format.folder import drafted
 from onefold.checkpoint.format.manifest import VALUE, ParamRecord
 from onefold.checkpoint.format.notes import decode_single
 from onefold.checkpoint.format.opening import storage_of
-from onefold.checkpoint.format.order import contiguous_order
 from onefold.checkpoint.format.reading import Checkpoint, read_in_order, with_newest
 from onefold.checkpoint.format.storage import Storage, explained
 from onefold.checkpoint.protocol.own import MODULES, OwnNotes, RankPlace
@@ -31,6 +30,7 @@ from onefold.checkpoint.protocol.state import AVERAGES, scales_of
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError, ConfigError
 from onefold.integrations.checkpoints.optimizers import defaults_of
+from onefold.model.element_order import contiguous_order
 from onefold.runtime.full_parameters import EXTRA
 
 HUGGING_FACE, TORCH, DCP = "huggingface", "torch", "dcp"

@@ -28,7 +28,6 @@ from onefold.checkpoint.format.manifest import (
     rank_part_to_json,
 )
 from onefold.checkpoint.format.notes import encode_single
-from onefold.checkpoint.format.order import contiguous_stride
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES, write_tensors
 from onefold.checkpoint.protocol.commit import begin, clean, commit
@@ -41,6 +40,7 @@ from onefold.integrations.checkpoints.foreign import Elements, Foreign, ForeignT
 from onefold.integrations.checkpoints.optimizers import class_of, in_form_of
 from onefold.integrations.checkpoints.torch_files import read_torch_files
 from onefold.integrations.checkpoints.trainer_folder import is_trainer, read_trainer
+from onefold.model.element_order import contiguous_stride
 from onefold.version import VERSION
 
 

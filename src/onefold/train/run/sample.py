@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from onefold.checkpoint.format.order import Order
 from onefold.checkpoint.format.reading import Checkpoint, read_in_order, with_newest
 from onefold.checkpoint.format.storage import Storage
 from onefold.cost.layout import Span
 from onefold.cost.shapes import Shape
 from onefold.errors import CheckpointError, ConfigError
+from onefold.model.element_order import Order
 from onefold.train.run.folder import RunFolder
 from onefold.train.run.groups import BYTES
 from onefold.train.run.model import GPT

@@ -87,7 +87,7 @@ class Settings:
                 f"--sequence splits block inputs over tp already, so --activations {self.zero.activations} has nothing "
                 f"left to share; use {self.zero.activations.replace('partition', 'checkpoint')}"
             )
-        self._check_optimizer(ranks)
+        self._check_optimizer()
         if self.checkpoints.resume and self.checkpoints.resume_or_start:
             raise ConfigError("--resume wants a run at --out and --resume-or-start does not; give one of them")
         store = self.checkpoints.store
@@ -168,7 +168,7 @@ class Settings:
         except ConfigError:  # of the mesh
             return False
 
-    def _check_optimizer(self, ranks: int) -> None:
+    def _check_optimizer(self) -> None:
         adam = self.adam
         if adam.optimizer not in OPTIMIZERS:
             raise ConfigError(f"--optimizer {adam.optimizer!r} is unknown; use one of {', '.join(OPTIMIZERS)}")
@@ -176,10 +176,6 @@ class Settings:
             raise ConfigError(f"--muon-scaling {adam.muon_scaling!r} is unknown; use one of {', '.join(SCALINGS)}")
         if adam.optimizer != "muon" and adam.muon_lr is not None:
             raise ConfigError(f"--muon-lr {adam.muon_lr:g} says nothing of {adam.optimizer}; add --optimizer muon")
-        if adam.optimizer == "muon" and self.zero.offload == "disk":
-            raise ConfigError("--optimizer muon cannot keep its state on disk; use --offload host, or adamw")
-        if adam.optimizer == "muon" and self.zero.axes(ranks).get("tp", 1) > 1:
-            raise ConfigError("--optimizer muon needs whole tensors, and tp splits them; leave out tp, or use adamw")
 
     def updates_in_backward(self, ranks: int) -> bool:
         """Whether host updates start in backward: only if no gradient is clipped, accumulated or skipped."""
