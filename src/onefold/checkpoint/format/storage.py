@@ -107,7 +107,7 @@ class Storage:
                 os.close(file)
 
     def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
-        """Calls `act` for each item, to read a range of a file; where that helps, for several at once."""
+        """Calls `act` for each item, to read a range or to look for a file; where that helps, for several at once."""
         for item in items:
             act(item)
 
