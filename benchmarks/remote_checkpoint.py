@@ -4,22 +4,47 @@
 
 Without --address the store is moto's server on this machine, in a process of its own, which keeps objects in memory
 (pip install 'onefold[test]'). Each round puts and then saves, so that both see the same store; the
-first round is not counted.
+first round is not counted. CPU seconds of this process and of the server tell more than seconds where others are busy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
 
 import s3fs
 
 import onefold
 from benchmarks.checkpoint import build
 from tests.checkpoint.s3 import make_bucket, s3_server, store
+from tests.train.launched import children
+
+
+class Spent(NamedTuple):
+    """Seconds: of the clock, of this process's CPU time, and of that of the processes it started."""
+
+    wall: float
+    client: float
+    server: float
+
+
+def spent(act: Callable[[], object]) -> Spent:
+    before = _now()
+    act()
+    return Spent(*(after - earlier for after, earlier in zip(_now(), before)))
+
+
+def _now() -> Spent:
+    rows = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in children(os.getpid())]
+    ticks = sum(int(row[11]) + int(row[12]) for row in rows)
+    return Spent(time.perf_counter(), time.process_time(), ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def bench(gigabytes: float, rounds: int, address: str) -> dict[str, float]:
@@ -31,16 +56,14 @@ def bench(gigabytes: float, rounds: int, address: str) -> dict[str, float]:
     body = bytes(size)
     puts, saves = [], []
     for step in range(rounds + 1):
-        started = time.perf_counter()
-        files.call_s3("put_object", Bucket=bucket, Key=key, Body=body)
-        puts.append(time.perf_counter() - started)
+        puts.append(spent(lambda: files.call_s3("put_object", Bucket=bucket, Key=key, Body=body)))
         files.call_s3("delete_object", Bucket=bucket, Key=key)
-        started = time.perf_counter()
-        onefold.save(address, model, optimizer, step=step, keep=1)
-        saves.append(time.perf_counter() - started)
+        saves.append(spent(lambda step=step: onefold.save(address, model, optimizer, step=step, keep=1)))
     found = {"gigabytes": size / 1e9, "rounds": rounds}
-    found |= {"put_s": statistics.median(puts[1:]), "save_s": statistics.median(saves[1:])}
-    return {**found, "save / put": statistics.median(put / save for put, save in zip(puts[1:], saves[1:]))}
+    for name, rows in (("put", puts[1:]), ("save", saves[1:])):
+        wall, client, server = (statistics.median(column) for column in zip(*rows))
+        found |= {f"{name}_s": wall, f"{name}_client_cpu_s": client, f"{name}_server_cpu_s": server}
+    return {**found, "save / put": statistics.median(put.wall / save.wall for put, save in zip(puts[1:], saves[1:]))}
 
 
 def main() -> None:
@@ -62,8 +85,10 @@ def main() -> None:
         return
     size = found["gigabytes"]
     print(f"{size:.2f} GB of state to {address}, median of {asked.rounds} rounds")
-    for name in ("put_s", "save_s"):
-        print(f"  {name.removesuffix('_s'):<12}{found[name]:7.2f} s {size / found[name]:7.2f} GB/s")
+    for name in ("put", "save"):
+        wall, client, server = (found[f"{name}_{part}s"] for part in ("", "client_cpu_", "server_cpu_"))
+        cpu = f"CPU time: client {client:.2f} s, server {server:.2f} s"
+        print(f"  {name:<12}{wall:7.2f} s {size / wall:7.2f} GB/s; {cpu}")
     print(f"  {'save / put':<12}{found['save / put']:7.0%}   wanted: at least 90%")
 
 

@@ -74,9 +74,9 @@ KINDS = {
         "tests/faults/test_disagreement.py",
     ),
     "faults of a run": Kind(
-        "A kill, stop, signal or exception at one of 21 points of `onefold train`, in a rank or the launcher",
+        "A kill, stop, signal or exception at one of 22 points of `onefold train`, in a rank or the launcher",
         "the first cause is named, all processes end in time, nothing is left behind",
-        305,
+        320,
         "tests/faults/test_every_point.py",
     ),
     "faults over NCCL": Kind(
@@ -124,11 +124,14 @@ def take_in(record: Path, old: dict[str, Row]) -> dict[str, Row]:
 
 
 def soak_table(rows: dict[str, Row]) -> list[str]:
+    """Where rows were run on different days or machines, each row is marked with a letter, which the line below the
+    table explains."""
+    marks = marks_of(rows.values())
     lines = ["| Trials | What was done | What held each time | Lost | Time | `pytest --soak …` |", "|---" * 6 + "|"]
     for name, kind in KINDS.items():
         number, lost, time = "not run", "–", "–"
         if row := rows.get(name):
-            number, lost, time = f"{row['trials']:,}", str(row["lost"]), told(row["seconds"])
+            number, lost, time = f"{row['trials']:,}", str(row["lost"]), f"{told(row['seconds'])}{marks[where(row)]}"
         if row and row["trials"] < kind.wanted:
             number += f" of {kind.wanted:,}"
         lines.append(f"| {number} | {kind.done} | {kind.held} | {lost} | {time} | `{kind.tests}` |")
@@ -154,15 +157,30 @@ def by_number(ends: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(ends.items(), key=lambda end: -end[1])
 
 
+def where(row: Row) -> str:
+    return f"{row['date']}, {row['machine']}"
+
+
+def marks_of(rows: Iterable[Row]) -> dict[str, str]:
+    """A letter for each date and machine; none if there is only one."""
+    places = list(dict.fromkeys(map(where, rows)))
+    return {place: f" ({chr(ord('a') + number)})" if len(places) > 1 else "" for number, place in enumerate(places)}
+
+
 def when_and_where(rows: Iterable[Row]) -> str:
     """Each date and machine once."""
-    return "; ".join(dict.fromkeys(f"{row['date']}, {row['machine']}" for row in rows))
+    return "; ".join(dict.fromkeys(map(where, rows)))
+
+
+def marked(rows: Iterable[Row]) -> str:
+    """Each date and machine once, with its letter."""
+    return "; ".join(f"{mark} {place}".strip() for place, mark in marks_of(rows).items())
 
 
 def page(text: str, rows: dict[str, Row], systems: dict[str, Row]) -> str:
     """The page with its two tables as the results say."""
     parts = {
-        "soak": [*soak_table(rows), "", f"Run on {when_and_where(rows.values())}."],
+        "soak": [*soak_table(rows), "", f"Run on {marked(rows.values())}."],
         "peers": [*peer_table(systems), "", f"Run on {when_and_where(systems.values())}."],
     }
     for name, lines in parts.items():

@@ -31,5 +31,7 @@ def test_a_record_replaces_the_rows_of_its_kinds_and_counts_tests_that_failed(tm
         name: row for name, row in before.items() if name != "bit flips"
     }
     line = next(line for line in (tmp_path / "soak.md").read_text().splitlines() if "One bit of a committed" in line)
-    assert line.startswith("| 1,507 of 2,000 |") and "| 1 | 2 min |" in line
+    assert line.startswith("| 1,507 of 2,000 |") and "| 1 | 2 min (" in line
+    mark = line.partition("2 min ")[2].partition(" ")[0]  # says on which machine the row was run
+    assert f"{mark} {soak_table.where(after['bit flips'])}" in (tmp_path / "soak.md").read_text()
     assert soak_table.main(["--check", "--results", str(tmp_path)]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import resource
 import shutil
@@ -10,16 +11,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 import onefold
+from onefold.checkpoint.memory.copying import SENT
 from onefold.checkpoint.memory.neighbours import check_room, nodes_of
 from onefold.checkpoint.memory.places import MEMORY, owned_folder, remove_stale
+from onefold.comm.communicator import Comm
+from onefold.comm.endpoint import Pending
+from onefold.comm.meter import Label
 from tests.checkpoint.runs import Case, Trainer, fingerprint
 from tests.harness import run_ranks
 
@@ -140,10 +147,48 @@ def test_what_is_left_in_memory_is_restored_to_the_bit_at_any_number_of_ranks_el
     assert run_ranks(3, go_on, case, disk, grown) == [[("memory", 4, True)] * 2] * 3
 
 
-def lose_memory(case: Case, disk: Path, nodes: list[Path]) -> int:
-    """Rank 1 can write no more when step 4 is copied. Then the ranks end, and start again: at which step they are."""
-    onefold.init()
+def logged() -> list[str]:
+    """What this rank logs from now on."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("onefold").addHandler(handler)
+    return found
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """This rank can write no file of more than 1000 bytes."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+@contextmanager
+def damaged_on_its_way(digests: bool, at: int) -> Iterator[None]:
+    """Flips a bit of one byte in each message of a copy that this rank receives from another, of those that begin as
+    digests (JSON) do, or of the others, which are files."""
+    swap = Comm.swap
+
+    def flipping(comm: Comm, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
+        pending = swap(comm, sends, receives, label)
+        pending.wait()
+        for tensor in receives.values() if label == SENT else ():
+            if (bytes(tensor[:1].tolist()) == b"[") == digests:
+                tensor[at] ^= 1
+        return pending
+
+    with patch.object(Comm, "swap", flipping):
+        yield
+
+
+def lose_memory(case: Case, disk: Path, nodes: list[Path]) -> tuple[int, list[str]]:
+    """What rank 1 receives of later steps is damaged on its way, or it can write no more. Then the ranks end, and start
+    again: at which step they are, and what was logged."""
+    onefold.init()
     with memory_in(nodes[dist.get_rank()]), suppress(LostError):
         trainer = Trainer(case)
         with onefold.resilient(disk, trainer.model, trainer.optimizer, every=2) as run:
@@ -153,23 +198,26 @@ def lose_memory(case: Case, disk: Path, nodes: list[Path]) -> int:
             trainer.train(1)
             while not list(nodes[dist.get_rank()].glob("*/step-00000002-*")):  # its copy is complete on this rank
                 time.sleep(0.01)
-            try:
-                if dist.get_rank() == 1:
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-                run.step(trainer.extra)
-                raise LostError
-            finally:
-                run.__exit__(LostError)  # waits for the copy, as at the end of the block
-                resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            told = logged()
+            troubles = [damaged_on_its_way(*where) for where in ((True, 70), (False, 20), (False, -1))]
+            for trouble in (*troubles, no_room()):
+                with trouble if dist.get_rank() == 1 else nullcontext():
+                    for _ in range(2):  # the second call waits for the first copy, and logs why it failed
+                        run.step(trainer.extra)
+                    run.__exit__(LostError)  # waits for the second, as at the end of the block
+            raise LostError
     with memory_in(nodes[dist.get_rank()]):
         again = Trainer(case, seed=9)
         with onefold.resilient(disk, again.model, again.optimizer) as run:
-            return run.extra["tried"]
+            return run.extra["tried"], told
 
 
 def test_a_copy_that_fails_on_one_rank_leaves_the_one_before_it_and_the_end_of_a_run_leaves_none(tmp_path):
     nodes = [tmp_path / "a", tmp_path / "b"]
-    assert run_ranks(2, lose_memory, CASES[1], tmp_path / "run", nodes) == [2, 2]
+    for step, told in run_ranks(2, lose_memory, CASES[1], tmp_path / "run", nodes):
+        assert step == 2 and len(told) == 4 and all("step 4 was not copied to memory" in line for line in told)
+        assert all(f"{FIRST} came with a header" in line for line in told[:2])
+        assert f"{FIRST}: tensor " in told[2] and "could not" in told[3]
     assert not any(path for node in nodes for path in node.iterdir())
 
 

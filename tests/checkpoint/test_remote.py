@@ -3,6 +3,7 @@
 import itertools
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from onefold.checkpoint.format.address import Address, place
 from onefold.checkpoint.format.folder import committed, find
 from onefold.checkpoint.format.manifest import FILE_NAME
 from onefold.checkpoint.format.opening import storage_of
+from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.tensorfile import Block, TensorFile, write_tensors
 from onefold.checkpoint.format.verify import verify
 from onefold.checkpoint.protocol.commit import begin, clean, set_aside
@@ -61,12 +63,9 @@ def test_what_cannot_be_opened_is_refused_in_one_line_that_names_the_remedy():
         assert type(storage_of(place("/tmp/run"))) is remote.Storage  # paths need no package
     with patch.dict("os.environ", {remote.DEADLINE: "soon"}), pytest.raises(ConfigError, match="soon"):
         storage_of(place("memory://run"))
-    for act in (
-        lambda: onefold.export("memory://run", "s3://bucket/out"),
-        lambda: onefold.import_checkpoint("x.pt", "s3://bucket/out"),
-    ):
+    for format in ("torch", "dcp"):
         with pytest.raises(ConfigError, match=r"s3://bucket/out is the address of a store"):
-            act()
+            onefold.export("memory://run", "s3://bucket/out", format=format)
     assert main(["train", "--out", "s3://bucket/out"]) == 2
 
 
@@ -125,6 +124,75 @@ def test_a_checkpoint_is_there_with_its_manifest_and_not_before():
     saved_again_and_again("memory://again/run")
 
 
+def test_a_manifest_is_put_after_all_files_are_there_and_removed_before_them():
+    run = place("memory://order/run")
+    disk = storage_of(run)
+    drive.save(disk, run, 1)
+    done: list[tuple[str, str]] = []
+    disk.at = lambda operation, path: done.append((operation, f"{path.parent.name}/{path.name}"))
+    drive.save(disk, run, 2, ranks=2, keep=1)
+    put = done.index(("create", "step-00000002/manifest.json"))
+    files = [at for at, (operation, path) in enumerate(done) if operation == "finish" and "step-00000002/rank-" in path]
+    assert len(files) == 2 and max(files) < put
+    removed = [("remove", "step-00000001/manifest.json"), ("remove_folder", "run/step-00000001")]
+    assert put < done.index(removed[0]) < done.index(removed[1])
+
+    draft = begin(disk, run, 3)
+    parts = [drive.write_rank(disk, draft, rank, 2) for rank in range(2)]
+    disk.remove(draft.file(1))
+    with pytest.raises(CheckpointError, match="no such file"):
+        drive.finish(disk, draft, parts)
+    assert committed(disk, run) == [2], "a manifest was put for files that are not there"
+
+
+def test_a_request_is_repeated_until_the_deadline_and_later_ones_are_tried_once():
+    tried: list[float] = []
+
+    def fails() -> None:
+        tried.append(time.monotonic())
+        raise PermissionError("too late") if tried[-1] - tried[0] > 20 else ConnectionResetError("gone")
+
+    with patch.dict("os.environ", {remote.DEADLINE: "2"}):
+        path = place("memory://deadline/run")
+        disk = storage_of(path)
+    counts = []
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=rf"could not read {path}: gone; tried \d+ times.*{remote.DEADLINE}"):
+            disk.request("read", path, fails)
+        counts.append(len(tried))
+    assert 2 <= counts[0] <= 5 and counts[1] == counts[0] + 1  # pauses of 0.1, 0.2, 0.4 and 0.8 s
+    with pytest.raises(CheckpointError, match="another cause"):
+        disk.request("read", path, lambda: (_ for _ in ()).throw(PermissionError("another cause")))
+
+
+def test_an_export_to_a_store_is_there_whole_or_not_at_all_and_writes_over_nothing():
+    source, out = place("memory://exported/run"), place("memory://exported/weights")
+    disk = storage_of(source)
+    drive.save(disk, source, 1)
+    assert onefold.export(source, out).files == ("model.safetensors",) and disk.names(out) == ["model.safetensors"]
+    found = torch.empty(drive.NUMEL)
+    TensorFile(disk, out / "model.safetensors").read("w", Span(0, drive.NUMEL), found)
+    assert torch.equal(found, drive.expected(1, "value"))
+    with pytest.raises(CheckpointError, match=r"memory://exported/weights exists"):
+        onefold.export(source, out)
+    drive.save(disk, source, 100)
+    with pytest.raises(CheckpointError, match=r"too large for torch\.float16"):
+        onefold.export(source, out.with_name("narrow"), dtype="fp16")
+    assert disk.names(place("memory://exported")) == ["run", "weights"], "a failed export left something"
+
+
+def test_a_file_of_torch_is_imported_to_a_store(tmp_path):
+    model = nn.Linear(3, 2)
+    torch.save({"model": model.state_dict()}, tmp_path / "last.pt")
+    run = place("memory://imported/run")
+    done = onefold.import_checkpoint(tmp_path / "last.pt", run, step=7)
+    disk = storage_of(run)
+    assert done.folder == run / "step-00000007" and committed(disk, run) == [7] and verify(disk, done.folder) == []
+    found = torch.empty(6)
+    Checkpoint(disk, done.folder).whole("weight", found)
+    assert torch.equal(found, model.weight.detach().view(-1))
+
+
 # -- a real server ---------------------------------------------------------------------------------------------------
 
 
@@ -149,6 +217,41 @@ def test_the_same_holds_on_s3(port):
     address = make_bucket(port, "again")
     with store(port):
         saved_again_and_again(f"{address}/run")
+
+
+def test_of_two_jobs_that_replace_a_checkpoint_at_once_the_second_is_refused(port):
+    run = place(f"{make_bucket(port, 'replaced')}/run")
+    with store(port):
+        direct = storage_of(run)
+    with proxied(port) as proxy, store(proxy.port):
+        disk = storage_of(run)
+        drive.save(disk, run, 1)
+        first, second = (begin(disk, run, 1, overwrite=True) for _ in range(2))
+        ours = [drive.write_rank(disk, first, 0, 1)]
+        theirs = [drive.write_rank(direct, second, rank, 2) for rank in range(2)]
+
+        def they_come_first(exchange: Exchange) -> bool:
+            if exchange.method == "PUT":
+                proxy.fault = lambda exchange: False
+                drive.finish(direct, second, theirs)
+                came.set()
+            return False
+
+        came = threading.Event()
+        proxy.fault = they_come_first
+        with pytest.raises(CheckpointError, match="another job"):
+            drive.finish(disk, first, ours)
+        assert came.is_set() and verify(disk, run / "step-00000001") == []
+
+
+def test_an_upload_has_no_checksums_where_the_user_has_turned_them_off(port):
+    path = place(f"{make_bucket(port, 'unchecked')}/run/file")
+    values = torch.arange(3_000_000, dtype=torch.float32)
+    block = Block("w", torch.float32, (values.numel(),))
+    with store(port, AWS_REQUEST_CHECKSUM_CALCULATION="when_required"), patch.object(s3, "PART_BYTES", 5 << 20):
+        disk = storage_of(path)
+        assert disk.of_parts() == {}
+        assert write_tensors(disk, path, [block], values.split(1 << 20)).bytes == disk.size(path)
 
 
 def test_without_credentials_or_bucket_one_line_says_so(port):
@@ -260,6 +363,8 @@ def test_a_file_is_uploaded_in_parts_of_which_each_may_fail_or_be_slow(port):
         disk = storage_of(path)
 
         def last_parts_first(exchange: Exchange) -> bool:
+            if exchange.method == "POST":  # the upload is created, or completed with the CRC of each of its parts
+                checked.append(exchange.headers.get("x-amz-checksum-type") or exchange.body.count(b"<ChecksumCRC32>"))
             if "partNumber=1" in exchange.path:
                 second.wait(5)  # the second overtakes the first
                 return False
@@ -267,14 +372,14 @@ def test_a_file_is_uploaded_in_parts_of_which_each_may_fail_or_be_slow(port):
                 second.set()
             return dropped(exchange)
 
-        second = threading.Event()
+        second, checked = threading.Event(), []
         proxy.fault = fails_once(last_parts_first)
         written = write_tensors(disk, path, [block], values.split(1 << 20))
         proxy.fault = fails_once(half_answer)
         out = torch.empty(2_000_000)
         TensorFile(disk, path).read("w", Span(1_000_000, 3_000_000), out, written.sha256["w"])
         assert torch.equal(out, values[1_000_000:3_000_000])
-        assert any("partNumber=3" in one for one in proxy.injured)
+        assert any("partNumber=3" in one for one in proxy.injured) and checked == ["COMPOSITE", 3]
 
         proxy.fault = lambda exchange: "partNumber=2" in exchange.path and server_error(exchange)
         with patch.dict("os.environ", {remote.DEADLINE: "8"}):  # 2 s for each request
@@ -308,6 +413,24 @@ def ranks_load(port: int, run: str) -> dict[str, str]:
         return digests(trained(truth(Trainer(Case(3, "fp32"), seed=3).load(run))))
 
 
+def check_export_in_shards(port: int, run: str) -> None:
+    """Weights that are exported to the store in several files are those of one file, and their index is put last."""
+    out, puts = place("s3://ranks/shards"), []
+
+    def note(exchange: Exchange) -> bool:
+        puts.extend([exchange.path.rpartition("/")[2]] if exchange.method == "PUT" else [])
+        return False
+
+    with proxied(port) as proxy:
+        proxy.fault = note
+        with store(proxy.port):
+            done = onefold.export(run, out, shard_bytes=2000)
+            disk = storage_of(out)
+            shards = [TensorFile(disk, out / name) for name in done.files]
+    assert len(shards) > 1 and puts == [*done.files, "model.safetensors.index.json"]
+    assert sum(len(shard.blocks) for shard in shards) == done.tensors
+
+
 def test_ranks_save_to_a_store_and_others_load_from_it(port, tmp_path, capsys):
     run = f"{make_bucket(port, 'ranks')}/some/run"
     read_bytes = []
@@ -339,6 +462,7 @@ def test_ranks_save_to_a_store_and_others_load_from_it(port, tmp_path, capsys):
         assert main(["export", run, str(tmp_path / "weights")]) == 0
         assert (tmp_path / "weights" / "model.safetensors").stat().st_size > 1000
         disk, folder = storage_of(place(run)), place(run) / "step-00000003"
+        check_export_in_shards(port, run)
         total = sum(size for name, size in disk.sizes(folder).items() if name != "manifest.json")
         assert total < sum(read_bytes) < 1.5 * total, "the two ranks together read more than each of them needs"
         for name in disk.names(folder):

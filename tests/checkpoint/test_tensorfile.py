@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.checkpoint.format import tensorfile
+from onefold.checkpoint.format.manifest import Entry, FileRecord, RankPart
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import CHUNK_BYTES, DTYPES, Block, TensorFile, write_tensors
+from onefold.checkpoint.format.verify import Arriving
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError
 
@@ -127,3 +130,35 @@ def test_writing_and_reading_take_memory_for_one_chunk_however_large_the_file(tm
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert Path(path).stat().st_size > 256 << 20 and peak < 2 << 20
+
+
+# -- checked while it comes --------------------------------------------------------------------------------------------
+
+
+def take_in_pieces(data: bytes, part: RankPart, size: int) -> None:
+    arriving = Arriving("rank-00000.safetensors", part)
+    for start in range(0, len(data), size):
+        arriving.take(memoryview(data)[start : start + size])
+    arriving.check()
+
+
+def test_a_file_that_comes_in_pieces_of_any_size_is_as_it_was_written_or_refused(tmp_path):
+    path, values = tmp_path / "rank-00000.safetensors", torch.arange(CHUNK_BYTES // 4 + 1000, dtype=torch.float32)
+    entries = [Entry(name, "value", 0, count, path.name) for name, count in (("w", values.numel()), ("b", 3), ("c", 1))]
+    blocks = [Block(entry.key, torch.float32, (entry.stop,)) for entry in entries]
+    written = write_tensors(Storage(), path, blocks, [*values.split(1 << 20), values[:3], values[5:6]])
+    filled = [entry._replace(sha256=written.sha256[entry.key]) for entry in reversed(entries)]
+    part = RankPart(FileRecord(path.name, written.bytes, written.header_sha256), filled, [])
+    data = path.read_bytes()
+    for size in (len(data), 1 << 20, 4099, 101):
+        take_in_pieces(data, part, size)
+    chance = random.Random(0)
+    tail = len(data) - 16  # the last two tensors
+    for at in (0, 7, 8, 100, tail, *(chance.randrange(len(data)) for _ in range(20)), len(data) - 1):
+        changed = bytearray(data)
+        changed[at] ^= 1 << chance.randrange(8)
+        with pytest.raises(CheckpointDamaged, match=r"rank-00000\.safetensors"):
+            take_in_pieces(bytes(changed), part, 1 << 20)
+    for wrong in (b"", data[:4], data[:-1], data + b"0", data[:200] + data[204:] + data[:4]):
+        with pytest.raises(CheckpointDamaged, match=r"rank-00000\.safetensors"):
+            take_in_pieces(wrong, part, 1 << 20)

@@ -41,7 +41,7 @@ class Export:
     """The --out of `onefold train` or a folder of checkpoints (the newest is taken), or one step-… in it; or an
     address of a store, as s3://bucket/run."""
     out: tyro.conf.Positional[Path]
-    """The folder to write, with --format torch the file; it must not exist."""
+    """The folder to write, with --format torch the file; it must not exist. Weights may go to an address of a store."""
     format: Literal["huggingface", "torch", "dcp"] = "huggingface"
     """huggingface: weights, as safetensors shards and their index. torch: one file of torch.save with "model" and
     "optimizer". dcp: a folder of torch.distributed.checkpoint with "model" and "optim"."""

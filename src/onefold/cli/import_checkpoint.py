@@ -25,7 +25,7 @@ class ImportCheckpoint:
     """A DeepSpeed folder (with `latest`, or one global_step…), a DCP folder, a checkpoint of transformers' Trainer
     (which needs --names), or a file of torch.save."""
     out: tyro.conf.Positional[Path]
-    """The folder of checkpoints to write into; load it with onefold.load."""
+    """The folder of checkpoints to write into, or an address of a store; load it with onefold.load."""
     optimizer_source: Path | None = None
     """The file or DCP folder of the optimizer, if that was saved on its own."""
     optimizer: str | None = None

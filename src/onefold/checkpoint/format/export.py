@@ -1,7 +1,8 @@
 """Exports a checkpoint's weights as a Hugging Face folder: safetensors files and their index, written tensor by tensor.
 
 Runs in one process, needs no model, and has one chunk in memory at a time (one tensor, if it is stored in parts or with
-strides that safetensors lacks). Like a checkpoint, the folder gets its name when all of it is written.
+strides that safetensors lacks). Like a checkpoint, the folder gets its name when all of it is written. A store has no
+renames: there the index of several files comes last, and nobody reads them without it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onefold.checkpoint.format.address import local, place
+from onefold.checkpoint.format.address import place
 from onefold.checkpoint.format.folder import drafted
 from onefold.checkpoint.format.manifest import ParamRecord
 from onefold.checkpoint.format.opening import storage_of
@@ -58,10 +59,11 @@ def export(
 ) -> Exported:
     """Writes the weights of the newest checkpoint in `folder`, or of one `step-…`, to the new folder `out`. Tensors
     that `forms` names have another name and form there; `files` are written beside them, by name."""
-    source, storage, target = place(folder), Storage(), local(out, "an export")
-    wanted = _dtype(dtype)
+    source, target, wanted = place(folder), place(out).absolute(), _dtype(dtype)
     if shard_bytes <= 0:
         raise ConfigError(f"shard_bytes={shard_bytes} is not a number of bytes above 0")
+    storage = storage_of(target)
+    storage.check_access(target)
     if storage.exists(target) and not (storage.is_folder(target) and not storage.names(target)):
         raise CheckpointError(f"{target} exists; name a folder that does not, so that nothing is overwritten")
     found = storage_of(source)

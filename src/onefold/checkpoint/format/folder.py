@@ -40,7 +40,14 @@ def committed_names(storage: Storage, run: Path) -> dict[int, str]:
     names = storage.names(run)
     hidden = {step: name for name in names if (step := replaced_step(name)) is not None}
     named = {step: name for name in names if (step := step_of(name)) is not None}
-    return hidden | {step: name for step, name in named.items() if storage.is_committed(run / name / MANIFEST)}
+    there: dict[int, str] = {}
+
+    def look(step: int) -> None:
+        if storage.is_committed(run / named[step] / MANIFEST):
+            there[step] = named[step]
+
+    storage.each(look, named)
+    return hidden | there
 
 
 def replaced_step(name: str) -> int | None:
@@ -102,13 +109,24 @@ def remove_all(storage: Storage, path: Path) -> None:
 @contextmanager
 def drafted(storage: Storage, target: Path) -> Iterator[Path]:
     """Gives the path for a draft, a file or a folder. It takes the name of the target when the block ends, and is
-    removed if the block raises: what other programs find under that name is complete."""
+    removed if the block raises: what other programs find under that name is complete. A store has no renames: there the
+    block is given the target itself, and must write last what makes it complete."""
+    if not storage.renames:
+        with _removed_if_it_fails(storage, target):
+            yield target
+        return
     draft = target.with_name(f".writing-{target.name}-{secrets.token_hex(4)}")
-    try:
+    with _removed_if_it_fails(storage, draft):
         yield draft
         storage.rename(draft, target)
+    storage.sync_folder(target.parent)
+
+
+@contextmanager
+def _removed_if_it_fails(storage: Storage, path: Path) -> Iterator[None]:
+    try:
+        yield
     except Exception:
         with suppress(CheckpointError):
-            remove_all(storage, draft)
+            remove_all(storage, path)
         raise
-    storage.sync_folder(target.parent)

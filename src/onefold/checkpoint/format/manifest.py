@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +112,7 @@ class Manifest:
             "step": self.step,
             "ranks": self.ranks,
             "files": [list(file) for file in self.files],
-            "records": [asdict(record) for record in self.records],
+            "records": [vars(record) for record in self.records],
             "entries": [list(entry) for entry in self.entries],
             "about": self.about,
             "optimizer": self.optimizer,
@@ -147,7 +147,21 @@ def rank_part_to_json(written: Written, entries: Iterable[Entry], records: Itera
     """What one rank wrote, as JSON for rank 0, which merges the parts of all ranks."""
     file = FileRecord(written.name, written.bytes, written.header_sha256)
     filled = [entry._replace(file=written.name, sha256=written.sha256[entry.key]) for entry in entries]
-    return json.dumps([list(file), [list(entry) for entry in filled], [asdict(record) for record in records]])
+    return json.dumps([list(file), [list(entry) for entry in filled], [vars(record) for record in records]])
+
+
+class RankPart(NamedTuple):
+    """What one rank wrote."""
+
+    file: FileRecord
+    entries: list[Entry]
+    records: list[Any]  # as JSON
+
+
+def rank_part_from_json(part: str) -> RankPart:
+    check = Check("what a rank wrote")
+    file, rows, records = json.loads(part)
+    return RankPart(check.file(file), [check.entry(row) for row in rows], records)
 
 
 def merge_rank_parts(parts: Sequence[str], bare: Manifest) -> Manifest:
@@ -157,12 +171,13 @@ def merge_rank_parts(parts: Sequence[str], bare: Manifest) -> Manifest:
     entries: list[Entry] = []
     records: dict[str, ParamRecord] = {}
     check = Check("what the ranks wrote")
-    for part in parts:
-        file, rows, more = json.loads(part)
-        files.append(check.file(file))
-        entries += [check.entry(row) for row in rows]
-        for record in map(check.record, more):
-            known = records.get(record.name, record)
+    for part in map(rank_part_from_json, parts):
+        files.append(part.file)
+        entries += part.entries
+        for record in map(check.record, part.records):
+            known = records.setdefault(record.name, record)
+            if known is record:
+                continue
             both = _united(known, record)
             check.that(both == _united(record, known), f"tells of {record.name!r} in two ways: {known} and {record}")
             records[record.name] = both

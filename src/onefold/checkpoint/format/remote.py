@@ -77,6 +77,9 @@ class RemoteStorage(Storage):
     def create(self, path: Path) -> Out:
         return StreamOut(self, path, self.request("create", path, lambda: self._fs.open(self.key(path), "wb")))
 
+    def remove_folder(self, path: Path) -> None:
+        """A folder is gone with the last object in it."""
+
     def remove(self, path: Path) -> None:
         with suppress(ObjectMissing):  # by a request whose answer was lost
             self.request("remove", path, lambda: self.call("rm_file", self.key(path)))

@@ -23,6 +23,7 @@ from onefold.errors import CheckpointError
 
 PART_BYTES = 16 << 20
 PARTS_OF_ONE_SIZE = 2000  # then parts are twice as large: S3 takes 10,000
+CRC = "ChecksumCRC32"
 UPLOADS = 4  # parts of one file that are under way at once; each is in memory
 
 
@@ -48,6 +49,12 @@ class S3Storage(RemoteStorage):
         """One call of the S3 API about the object at a path."""
         bucket, key, _ = self._fs.split_path(self.key(path))
         return self.call("call_s3", method, Bucket=bucket, Key=key, **kwargs)
+
+    def of_parts(self) -> dict[str, str]:
+        """What a new upload in parts is created with: that each part has a CRC, by which the store checks it again when
+        it joins them; nothing where the user has turned checksums off, as for stores that do not know them."""
+        config = getattr(self._fs.s3.meta.config, "request_checksum_calculation", None)
+        return {"ChecksumAlgorithm": "CRC32", "ChecksumType": "COMPOSITE"} if config == "when_supported" else {}
 
     def check_access(self, path: Path) -> None:
         bucket, key, _ = self._fs.split_path(self.key(path))
@@ -95,7 +102,7 @@ class PartsOut(Out):
         self._store, self._path = storage, path
         self._buffer, self._bytes = bytearray(), 0
         self._upload: str | None = None
-        self._parts: list[Future[str]] = []
+        self._parts: list[Future[dict[str, str]]] = []
         self._threads = ThreadPoolExecutor(UPLOADS)
 
     def write(self, data: memoryview) -> None:
@@ -114,7 +121,7 @@ class PartsOut(Out):
             return
         if self._buffer:
             self._send()
-        tags = [{"PartNumber": number + 1, "ETag": part.result()} for number, part in enumerate(self._parts)]
+        tags = [{"PartNumber": number + 1, **part.result()} for number, part in enumerate(self._parts)]
         about = {"UploadId": self._upload, "MultipartUpload": {"Parts": tags}}
         try:
             self._store.request(
@@ -141,8 +148,9 @@ class PartsOut(Out):
     def _send(self) -> None:
         """Begins to upload the buffer; first waits until fewer than UPLOADS parts are under way."""
         if self._upload is None:
+            about = self._store.of_parts()
             made = self._store.request(
-                "create", self._path, lambda: self._store.s3("create_multipart_upload", self._path)
+                "create", self._path, lambda: self._store.s3("create_multipart_upload", self._path, **about)
             )
             self._upload = made["UploadId"]
         if len(self._parts) >= UPLOADS:
@@ -150,7 +158,8 @@ class PartsOut(Out):
         body, self._buffer = self._buffer, bytearray()
         self._parts.append(self._threads.submit(self._send_part, self._upload, len(self._parts) + 1, body))
 
-    def _send_part(self, upload: str, number: int, body: bytearray) -> str:
+    def _send_part(self, upload: str, number: int, body: bytearray) -> dict[str, str]:
+        """What the store says of the part, and is told again when the upload is completed."""
         about = {"UploadId": upload, "PartNumber": number, "Body": body}
         sent = self._store.request("write", self._path, lambda: self._store.s3("upload_part", self._path, **about))
-        return str(sent["ETag"])
+        return {name: str(sent[name]) for name in ("ETag", CRC) if name in sent}

@@ -107,7 +107,7 @@ class Storage:
                 os.close(file)
 
     def each(self, act: Callable[[T], object], items: Iterable[T]) -> None:
-        """Calls `act` for each item, to read a range of a file; where that helps, for several at once."""
+        """Calls `act` for each item, to read a range or to look for a file; where that helps, for several at once."""
         for item in items:
             act(item)
 
@@ -175,8 +175,10 @@ class Out:
 
 def start_writeback(file: int, size: int) -> None:
     """Starts to write the last bytes to disk, so that the final flush has less to do. A hint: it may do nothing."""
+    if size < WORTH_BYTES:
+        return
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux; Python has no name for it
-    if begin is not None and size >= WORTH_BYTES:
+    if begin is not None:
         end = os.lseek(file, 0, os.SEEK_CUR)
         begin(file, ctypes.c_int64(end - size), ctypes.c_int64(size), ctypes.c_uint(SYNC_FILE_RANGE_WRITE))
 

@@ -26,8 +26,10 @@ from onefold.checkpoint.format.folder import step_name
 from onefold.checkpoint.format.manifest import (
     Manifest,
     ParamRecord,
+    RankPart,
     block_of,
     merge_rank_parts,
+    rank_part_from_json,
     rank_part_to_json,
 )
 from onefold.checkpoint.format.opening import storage_of
@@ -43,7 +45,7 @@ from onefold.checkpoint.protocol.stages import StageContents, joined_groups, sta
 from onefold.checkpoint.protocol.state import OwnedElements, on_host, rank_contents, vector
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
 from onefold.comm.communicator import Comm
-from onefold.errors import CheckpointError, ConfigError
+from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
 from onefold.offload.host_memory import host_share, size_text
 from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine, engine_of
@@ -329,6 +331,14 @@ def write_part(job: Job, path: Path, digests: list[dict[str, str]]) -> bytes:
     written = write_tensors(job.storage, path, blocks, on_host(owned, job.device))
     answers = {name: one.json for name, one in own.items() if rank or name != EXTRA_NOTE}
     return json.dumps([rank_part_to_json(written, entries, records), answers]).encode()
+
+
+def part_from(blob: bytes) -> RankPart:
+    """What a rank wrote, from what `write_part` returned there. Raises CheckpointDamaged if it came damaged."""
+    try:
+        return rank_part_from_json(json.loads(blob)[0])
+    except (ValueError, TypeError, LookupError) as error:
+        raise CheckpointDamaged(f"what a rank says it wrote came damaged: {error}") from error
 
 
 def merged_manifest(job: Job, parts: Sequence[bytes]) -> Manifest:

@@ -25,10 +25,11 @@ class StageContents(NamedTuple):
 
 
 def stage_contents(engine: Engine, optimizers: Sequence[Optimizer]) -> StageContents:
-    names = [name for param in params_of(engine) for name in (param.name, *param.also)]
+    alone = engine.comms.pp.size == 1  # then no other stage can have the same names
+    names = [] if alone else [name for param in params_of(engine) for name in (param.name, *param.also)]
     tied = list(engine.tied.names)
     groups = [group["names"] for optimizer in optimizers for group in optimizer.notes()["groups"]]
-    return StageContents(engine.comms.pp.rank, names if engine.comms.pp.size > 1 else [], tied, groups)
+    return StageContents(engine.comms.pp.rank, names, tied, groups)
 
 
 def joined_groups(parts: Sequence[StageContents]) -> list[list[str]]:

@@ -49,7 +49,8 @@ def export(
 
     `folder` is a folder of checkpoints, of which the newest is taken, or one `step-…` in it; `out` must not exist. With
     format="huggingface" weights are written as safetensors files of at most `shard_bytes`, parameters in `dtype`
-    ("fp32", "bf16", "fp16"), by default in that of the checkpoint; tied weights once, under their first name. With
+    ("fp32", "bf16", "fp16"), by default in that of the checkpoint; tied weights once, under their first name; `out` may
+    then be the address of an object store, as "s3://bucket/weights". With
     "torch" `out` is a file of torch.save with "model" and "optimizer", which a plain model and torch.optim load; with
     "dcp" a folder of torch.distributed.checkpoint with "model" and "optim", which FSDP2 loads: both hold the fp32
     masters and the optimizer state, and need memory for them. Not collective: call it on one rank.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onefold.checkpoint.format.address import local
+from onefold.checkpoint.format.address import place
 from onefold.checkpoint.format.manifest import (
     VALUE,
     Entry,
@@ -28,6 +28,7 @@ from onefold.checkpoint.format.manifest import (
     rank_part_to_json,
 )
 from onefold.checkpoint.format.notes import encode_single
+from onefold.checkpoint.format.opening import storage_of
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import DTYPE_NAMES, write_tensors
 from onefold.checkpoint.protocol.commit import begin, clean, commit
@@ -70,7 +71,8 @@ def import_checkpoint(
     transformers' Trainer, or a file of `torch.save`: a state dict, a dict with "model" and "optimizer", or a checkpoint
     of Lightning. `optimizer_source` has the optimizer where that was saved on its own. `optimizer` names the torch
     class ("AdamW") where the source does not tell it, `names` are the parameters in the optimizer's order where shapes
-    do not tell them, `step` is the number of the checkpoint. Pickle is read by a process that may only read tensors.
+    do not tell them, `step` is the number of the checkpoint. `out` may be the address of an object store, as
+    "s3://bucket/run". Pickle is read by a process that may only read tensors.
     Not collective: call it on one rank, then `load` on all.
 
     >>> import tempfile, torch, onefold
@@ -81,13 +83,15 @@ def import_checkpoint(
     ...     onefold.import_checkpoint(f"{folder}/last.pt", f"{folder}/run").optimizer
     'AdamW'
     """
-    path, run = Path(source).absolute(), local(out, "an imported checkpoint")
+    path, run = Path(source).absolute(), place(out).absolute()
+    storage = storage_of(run)
+    storage.check_access(run)
     second = None if optimizer_source is None else Path(optimizer_source).absolute()
     if step is not None and (type(step) is not int or step < 0):
         raise ConfigError(f"step={step!r} is not a whole number of at least 0")
-    if not run.parent.is_dir():
+    if storage.renames and not run.parent.is_dir():
         raise CheckpointError(f"{run.parent} is no folder; make the folder above {run.name} first")
-    with tempfile.TemporaryDirectory(prefix=".importing-", dir=run.parent) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".importing-", dir=run.parent if storage.renames else None) as scratch:
         found = _read(path, second, names, Path(scratch))
         if step is not None:
             found = replace(found, step=step)
@@ -98,7 +102,7 @@ def import_checkpoint(
             raise CheckpointError(f"{path} holds no optimizer state; leave optimizer= away, or name optimizer_source=")
         found = found if cls is None else in_form_of(cls, found)
         name = None if cls is None else cls.__name__
-        return Imported(_write(run, found, name), found.step or 0, found.origin, len(found.tensors), name)
+        return Imported(_write(storage, run, found, name), found.step or 0, found.origin, len(found.tensors), name)
 
 
 def _read(path: Path, second: Path | None, names: Sequence[str] | None, scratch: Path) -> Foreign:
@@ -130,8 +134,8 @@ def _without_optimizer(found: Foreign) -> Foreign:
 # -- writing --------------------------------------------------------------------------------------------------------
 
 
-def _write(run: Path, found: Foreign, optimizer: str | None) -> Path:
-    storage, step = Storage(), found.step or 0
+def _write(storage: Storage, run: Path, found: Foreign, optimizer: str | None) -> Path:
+    step = found.step or 0
     notes = {
         EXTRA_NOTE: note(dict(found.extra), EXTRA_NOTE, copy=False),
         MODULES: note(dict(found.modules), MODULES, copy=False),
