@@ -110,6 +110,21 @@ def test_every_mesh_reads_what_every_other_wrote(ranks: int, written: tuple[Path
         assert not torch.equal(wanted.moments["wte.weight"], wanted.values["wte.weight"])
 
 
+def from_8bit(folder: str) -> list[dict[str, Tensor]]:
+    """Whole moments in fp32, read without and with tensor parallelism from what was saved in 8 bits."""
+    mesh = onefold.mesh(shard=2)
+    model, optimizer = built(Run(2, 1, 3), mesh, state="8bit")
+    turn(Run(2, 1, 3), model, optimizer, 0, stream_of(mesh))
+    onefold.save(folder, model, optimizer, extra={"tokens": 7})
+    return [state.moments for state in read([(Run(2, 1, 3), folder), (Run(1, 2, 0), folder)])]
+
+
+def test_moments_in_8_bits_are_read_by_ranks_that_split_tensors(tmp_path: Path) -> None:
+    whole, split = run_ranks(2, from_8bit, str(tmp_path))[0]
+    assert whole.keys() == split.keys() and all(same_bits(split[name], moment) for name, moment in whole.items())
+    assert all(moment.any() for moment in whole.values())
+
+
 def test_each_element_is_stored_once_and_exported_whole(written: tuple[Path, dict[Run, State]], tmp_path: Path) -> None:
     root, states = written
     for run, state in states.items():

@@ -130,7 +130,8 @@ def fill_optimizer(engine: Engine, optimizer: Optimizer, source: Source, found: 
 
 def _new_state(source: Source, record: ParamRecord, param: Param) -> NewState:
     def codes(key: str, elements: Span) -> Codes | None:
-        if scales_of(record.name, key) not in source.records or not record.order.same(param.order):
+        in_8bit = scales_of(record.name, key) in source.records
+        if not in_8bit or param.base or not record.order.same(param.order):
             return None
         return _codes(source, record, key, elements)
 
@@ -169,9 +170,9 @@ def saved_in_8bit(source: Source, record: ParamRecord, key: str) -> Tensor:
 
 
 def _reordered(source: Source, record: ParamRecord, key: str, param: Param, elements: Span) -> Tensor:
-    """Elements that were saved in 8 bits in another order of memory."""
-    here = torch.empty_strided(param.order.shape, param.order.stride).copy_(saved_in_8bit(source, record, key))
-    return here.as_strided((record.numel,), (1,))[elements.start : elements.stop]
+    """Elements that were saved in 8 bits in another order of memory, or are part of a tensor that is split here."""
+    mine = elements.shift(param.base)
+    return param.order.vector(saved_in_8bit(source, record, key))[mine.start : mine.stop]
 
 
 def _tensor(source: Source, name: str) -> Tensor:
