@@ -115,8 +115,8 @@ def test_what_cannot_be_is_refused_with_the_way_out(groups, said):
     [
         ({"adam": {"lrr": 1.0}}, "here, [adam]: 'lrr' is no setting; known are lr, min_lr"),
         ({"adam": 3}, "should be a table: [adam]"),
-        ({"steps": {"steps": "many"}}, "is not a int"),
-        ({"steps": {"steps": True}}, "is not a int"),
+        ({"steps": {"steps": "many"}}, "should be of type int"),
+        ({"steps": {"steps": True}}, "should be of type int"),
         ({"colour": "blue"}, "'colour' is no setting"),
     ],
 )
@@ -124,6 +124,11 @@ def test_a_file_with_a_mistake_names_it(groups, said):
     with pytest.raises(ConfigError) as error:
         of(**groups)
     assert said in str(error.value)
+
+
+def test_settings_of_version_0_1_are_read_by_the_names_they_have_now():
+    assert of(output={"tensorboard": True}).output.logs == ["tensorboard"]
+    assert of(output={"tensorboard": False}).output.logs == []
 
 
 def test_warmup_is_fifty_steps_and_at_most_a_tenth_of_the_run():

@@ -72,7 +72,7 @@ def with_values(settings: T, values: dict[str, Any], where: str) -> T:
     fields = {field.name: field for field in dataclasses.fields(settings)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(type(settings))
     changes: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in (_named_now(values) if "log" in fields else values).items():
         if key not in fields:
             raise ConfigError(f"{where}: {key!r} is no setting; known are {', '.join(fields)}")
         now = getattr(settings, key)
@@ -83,6 +83,15 @@ def with_values(settings: T, values: dict[str, Any], where: str) -> T:
         else:
             changes[key] = _value(value, hints[key], f"{where}: {key} = {value!r}")
     return dataclasses.replace(settings, **changes)  # type: ignore[type-var]
+
+
+def _named_now(values: dict[str, Any]) -> dict[str, Any]:
+    """Runs of version 0.1 have `tensorboard = true` or `false`, which is `log` now."""
+    old = values.get("tensorboard")
+    if type(old) is not bool:
+        return values
+    rest = {key: value for key, value in values.items() if key != "tensorboard"}
+    return {"log": "tensorboard", **rest} if old else rest
 
 
 def _value(value: Any, hint: Any, where: str) -> Any:
@@ -97,4 +106,4 @@ def _value(value: Any, hint: Any, where: str) -> Any:
         if kind is Path and isinstance(value, str):
             return Path(value)
     wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-    raise ConfigError(f"{where} is not a {wanted.replace('Path', 'path')}")
+    raise ConfigError(f"{where} should be of type {wanted.replace('Path', 'path')}")
