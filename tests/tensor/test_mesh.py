@@ -35,32 +35,44 @@ def test_tp_is_innermost_and_axes_of_one_rank_are_left_out() -> None:
     [
         (
             {"shard": 2, "tp": 2}, 3,
-            {"shard": (1, 3), "replica": (3,), "everyone": (1, 3), "tp": (2, 3), "pp": (3,), "holders": (0, 1, 2, 3)},
+            {
+                "shard": (1, 3), "replica": (3,), "everyone": (1, 3), "tp": (2, 3), "pp": (3,),
+                "owners": (0, 1, 2, 3), "holders": (0, 1, 2, 3),
+            },
         ),
         (
             {"replica": 2, "shard": 1, "tp": 2}, 1,
-            {"shard": (1,), "replica": (1, 3), "everyone": (1, 3), "tp": (0, 1), "pp": (1,), "holders": (0, 1)},
+            {
+                "shard": (1,), "replica": (1, 3), "everyone": (1, 3), "tp": (0, 1), "pp": (1,),
+                "owners": (0, 1), "holders": (0, 1),
+            },
         ),
         (
             {"pp": 2, "shard": 2}, 2,
-            {"shard": (2, 3), "replica": (2,), "everyone": (2, 3), "tp": (2,), "pp": (0, 2), "holders": (0, 1, 2, 3)},
+            {
+                "shard": (2, 3), "replica": (2,), "everyone": (2, 3), "tp": (2,), "pp": (0, 2),
+                "owners": (2, 3), "holders": (0, 1, 2, 3),
+            },
         ),
         (
             {"replica": 2, "shard": 2}, 2,
-            {"shard": (2, 3), "replica": (0, 2), "everyone": (0, 1, 2, 3), "tp": (2,), "pp": (2,), "holders": (2, 3)},
+            {
+                "shard": (2, 3), "replica": (0, 2), "everyone": (0, 1, 2, 3), "tp": (2,), "pp": (2,),
+                "owners": (2, 3), "holders": (2, 3),
+            },
         ),
         (
             {"replica": 2, "sequence": 2}, 2,
             {
                 "shard": (2, 3), "replica": (0, 2), "everyone": (0, 1, 2, 3), "sequence": (2, 3), "tp": (2,),
-                "pp": (2,), "holders": (2, 3),
+                "pp": (2,), "owners": (2, 3), "holders": (2, 3),
             },
         ),
         (
             {"shard": 2, "sequence": 2}, 2,
             {
                 "shard": (0, 1, 2, 3), "replica": (2,), "everyone": (0, 1, 2, 3), "sequence": (2, 3), "tp": (2,),
-                "pp": (2,), "holders": (0, 1, 2, 3),
+                "pp": (2,), "owners": (0, 1, 2, 3), "holders": (0, 1, 2, 3),
             },
         ),
     ],

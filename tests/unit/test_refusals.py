@@ -26,6 +26,7 @@ ABOUT_CONTENT = {
     "activations/store.py": 1,  # a block writes to its input
     "activations/tiled_loss.py": 1,  # a second derivative
     "comm/mesh.py": 2,  # no process group: there is no model yet
+    "comm/simulated_world.py": 1,  # a process that has joined ranks cannot simulate others
     "hf/accelerator.py": 3,  # optimizers that were not prepared, parameters of none, a call of DDP's
     "model/tree.py": 2,  # a parameter was added, replaced or removed
     "observe/profiling/profile.py": 3,  # the profiler's own life
