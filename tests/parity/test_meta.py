@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import onefold
 from tests.harness import fresh_ranks, run_ranks, run_ranks_raises
-from tests.harness.resident import resident_bytes
+from tests.harness.resident import KEPT_BYTES, resident_bytes
 from tests.models import GPT, FillingChild, OneBuffer, Resettable
 from tests.parity.training import same_bits
 
@@ -115,7 +115,7 @@ def test_a_large_model_is_built_in_memory_for_its_shards() -> None:
         assert outcome.error is None, outcome.error
         whole, held, most = outcome.value
         assert held <= whole / 4 + (1 << 20)
-        assert most <= held + 3 * (4 << 20)
+        assert most <= held + 3 * (4 << 20) + KEPT_BYTES
 
 
 def masked(dtype: torch.dtype) -> nn.Module:
