@@ -83,12 +83,6 @@ CASES = {
     "Muon for vectors": Case(
         lambda: built(optim.Muon), "OptimizerError", "Muon cannot update 0.bias of shape (8,)", "a second Optimizer"
     ),
-    "Adafactor offloaded, in backward": Case(
-        lambda: onefold.Optimizer(
-            onefold.shard(net(), stage=2, offload="host"), optim.Adafactor, step_in_backward=True
-        ),
-        "OptimizerError", "Adafactor", "step_in_backward=True and offloaded optimizer state at once; leave out one",
-    ),
     "a class beside an element-wise one": Case(
         lambda: grouped(lambda m: [{"params": [m[0].weight], "cls": optim.AdamW}]),
         "OptimizerError", "cls=AdamW", "a second Optimizer",

@@ -33,6 +33,7 @@ def trained(axes: dict[str, int]) -> tuple[list[float], dict[str, torch.Tensor]]
 def ring() -> tuple[float, float, list[str]]:
     """With one head, so by the ring over balanced stretches: this rank's loss, that of one process, what differs."""
     mesh, shape = onefold.mesh(sequence=2), dataclasses.replace(SHAPE, heads=1)
+    onefold.cut_sequence({"input_ids": tokens(0, 0, 0)[0]}, mesh)  # another model's batch, cut in another way
     torch.manual_seed(0)
     plain = GPT(shape)
     wanted = plain(*tokens(0, 0, 0))

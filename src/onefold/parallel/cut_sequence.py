@@ -96,6 +96,12 @@ def place_along(mesh: Mesh | None) -> tuple[int, int]:
     return coordinate[axis], mesh.size(axis)
 
 
+def note_stretches(mesh: Mesh | None, *, balanced: bool) -> None:
+    """Says how the next batch is cut, for a model that cuts its batches without cut_sequence()."""
+    if mesh is not None and place_along(mesh)[1] > 1:
+        sequence_group(mesh, torch.device(mesh.device_type)).balanced = balanced
+
+
 def _compare(batch: Mapping[str, Any], mesh: Mesh, balanced: bool) -> None:
     """Raises on all ranks if those of one sequence were given different batches."""
     given = next(batch[name] for name in TOKENS if name in batch)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from onefold.comm.mesh import Mesh
 from onefold.cost.shapes import Shape
-from onefold.parallel.cut_sequence import place_along
+from onefold.parallel.cut_sequence import note_stretches, place_along
 from onefold.parallel.sequence_attention import sequence_attention
 from onefold.parallel.stretches import Span, pieces
 
@@ -68,7 +68,7 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape, mesh: Mesh | None = None) -> None:
         super().__init__()
-        self.shape, self.place, self.balanced = shape, place_along(mesh), balances(shape, mesh)
+        self.shape, self.mesh, self.place, self.balanced = shape, mesh, place_along(mesh), balances(shape, mesh)
         self.wte = nn.Embedding(shape.vocab, shape.hidden)
         self.wpe = nn.Embedding(shape.positions or shape.seq, shape.hidden)
         self.blocks = nn.ModuleList(Block(shape, mesh) for _ in range(shape.layers))
@@ -77,6 +77,7 @@ class GPT(nn.Module):
 
     def stretch(self, whole: Tensor) -> Tensor:
         """This rank's tokens of whole sequences (batch, tokens)."""
+        note_stretches(self.mesh, balanced=self.balanced)
         return torch.cat([whole[:, slice(*piece)] for piece in self._pieces(whole.shape[1] // self.place[1])], dim=1)
 
     def _pieces(self, tokens: int) -> tuple[Span, ...]:
