@@ -45,7 +45,7 @@ def make_model(start: Pretrained, shape: Shape) -> RunModel:
             blank: nn.Module = kind(config)
         return blank
 
-    return RunModel(model, shape, deferred_values(model), loss_of, twin, lambda tokens: _sample(tokens))
+    return RunModel(model, shape, deferred_values(model), loss_of, twin, _sample)
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

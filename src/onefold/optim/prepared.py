@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,20 +102,19 @@ class PreparedUpdate:
             if self._before is not None:
                 self._before.wait()  # one that was forgotten while it ran writes to the same memory
             self._spare.uploaded.wait()
-            with torch.no_grad(), span("update", "prepared", self.optimizer.unit.name):
-                self._update()
+            with self._parameters() as read, torch.no_grad(), span("update", "prepared", self.optimizer.unit.name):
+                self._update(read)
         except BaseException as error:
             self.error = error
 
     def finish(self) -> None:
         pass
 
-    def _update(self) -> None:
+    def _update(self, read: Tensor) -> None:
+        """Writes what the update of the parameters `read` makes of the unit's state to spare memory."""
         optimizer, unit, spare = self.optimizer, self.optimizer.unit, self._spare
         assert isinstance(unit.master, StoredMaster) and self.assumed.transfer is not None
         owned, threads = unit.master.owned, optimizer.threads or torch.get_num_threads()
-        loaded = self._load_parameters()
-        read = spare.parameters if loaded is None else loaded
         self._counts = []
         for (piece, group), moments in zip(_pieces(optimizer, self.assumed.settings), spare.moments, strict=True):
             state = dict(_state(optimizer)[piece.tensor])
@@ -123,25 +123,27 @@ class PreparedUpdate:
             rule = next_step(optimizer.cls, group, state, piece.span.numel, optimizer.device)
             self._counts.append(state.get("step"))
             at = slice(piece.span.start - owned.start, piece.span.stop - owned.start)
-            first, second = ([*moments.values(), None, None])[:2]
+            first, second = [*moments.values(), None, None][:2]
             to = Written(spare.parameters[at], spare.stored[at], first, second)
             grad, stored = unit.gradients.from_transfer(self.assumed.transfer, piece.span), unit.master.tensors()[0][at]
             update(rule, grad, read[at], stored, self.assumed.factor, threads, to=to)
-        if loaded is not None and not unit.flat_params.on_host:
-            self._host.staging.give(loaded)
 
-    def _load_parameters(self) -> Tensor | None:
-        """This rank's parameters as they are, on the host; None if the update does not read them."""
+    @contextmanager
+    def _parameters(self) -> Iterator[Tensor]:
+        """This rank's parameters as they are, on the host; or any memory, where the update has an fp32 master to read
+        instead."""
         unit = self.optimizer.unit
-        if unit.dtypes.master == "fp32":
-            return None
         mine = unit.flat_params.part(unit.master.owned)
-        if unit.flat_params.on_host:
-            return mine
+        if unit.dtypes.master == "fp32" or unit.flat_params.on_host:
+            yield mine if unit.flat_params.on_host else self._spare.parameters
+            return
         loaded = self._host.staging.take(mine.numel(), mine.dtype)
-        with span("download", "parameters", unit.name):
-            self._host.to_host(mine, loaded, self._after).wait()
-        return loaded
+        try:
+            with span("download", "parameters", unit.name):
+                self._host.to_host(mine, loaded, self._after).wait()
+            yield loaded
+        finally:
+            self._host.staging.give(loaded)
 
     def keep(self, after: StreamEvent) -> StreamEvent:
         """What was written is the unit's state from now on; the event after which the device has the parameters. They
