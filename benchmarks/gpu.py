@@ -68,6 +68,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--path", help="offload, ours: the folder of what lies on disk")
     parser.add_argument("--device-bytes", type=int, help="offload, ours: what --optimizer auto may fill")
     parser.add_argument("--host-bytes", type=int, help="the same of host memory, with --path")
+    parser.add_argument("--spare-bytes", type=int, help="host memory, ours: for updates before gradients are clipped")
     parser.add_argument("--timeout-s", type=float, default=300, help="how long one answer may take")
     parser.add_argument("--out", type=Path, help="benchmarks/results for the usual systems and sizes, else runs/bench")
     parser.add_argument("--quick", action="store_true", help="a tiny model; without a GPU on the CPU")

@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -79,16 +80,18 @@ def train(name: str, tokens: int, sequence: int, device: torch.device) -> dict[s
     return found
 
 
-def rows(name: str, tokens: int, sequence: int, device: torch.device) -> list[dict[str, Any]]:
+def rows(name: str, tokens: int, longest: int, sequence: int, device: torch.device) -> list[dict[str, Any]]:
     if sequence > 1:  # the same length without the axis, and with it
         return [train(name, tokens, size, device) for size in (1, sequence)]
-    found, most = list[dict[str, Any]](), 1 << 22 if name != "tiny" else tokens
-    while tokens <= most:
+    found = list[dict[str, Any]]()
+    while tokens <= longest:
         try:
             found.append(train(name, tokens, 1, device))
         except torch.cuda.OutOfMemoryError as error:
             found.append({"model": name, "tokens": tokens, "ended": str(error).splitlines()[0]})
             break
+        finally:
+            print(json.dumps(found[-1:]), file=sys.stderr, flush=True)  # of a run that is cut off these are left
         tokens *= 2
     return found
 
@@ -128,15 +131,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, default=32768, help="the first length")
+    parser.add_argument("--longest", type=int, help="the last length; the first doubled until memory is full")
     parser.add_argument("--sequence", type=int, default=1, help="ranks over which each sequence is cut")
     parser.add_argument("--ring", action="store_true", help="time attention by the ring alone")
     options = parser.parse_args()
     onefold.init()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    longest = options.longest or (options.tokens if options.model == "tiny" else 1 << 22)
     if options.ring:
         found, name = ring(options.tokens, options.sequence, device), "ring"
     else:
-        found, name = rows(options.model, options.tokens, options.sequence, device), options.model
+        found, name = rows(options.model, options.tokens, longest, options.sequence, device), options.model
     if dist.get_rank() == 0:
         text = json.dumps(found, indent=1)
         out = os.environ.get("OUT")

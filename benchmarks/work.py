@@ -22,6 +22,7 @@ class Away:
     path: str | None = None
     device_bytes: int | None = None
     host_bytes: int | None = None
+    spare_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

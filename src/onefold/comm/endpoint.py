@@ -122,11 +122,16 @@ class Pending:
 
 
 class StreamPending(Pending):
-    """A message in flight on a CUDA stream. `wait` makes the current stream wait for it, and never the host."""
+    """A message in flight on a CUDA stream. `wait` makes the current stream wait for it, and never the host.
 
-    def __init__(self, endpoint: Endpoint, label: Label, event: StreamEvent) -> None:
+    `reads` are kept until then: memory that is freed earlier may be given to a kernel of the current stream that
+    writes it while the message is still sent from it.
+    """
+
+    def __init__(self, endpoint: Endpoint, label: Label, event: StreamEvent, reads: Sequence[Tensor] = ()) -> None:
         super().__init__(endpoint, label, ())
         self._event: StreamEvent | None = event
+        self._reads = reads
 
     def wait(self) -> None:
         event, self._event = self._event, None
@@ -135,6 +140,7 @@ class StreamPending(Pending):
             waits = self._endpoint.waits
             with waits.stream() if waits is not None and waits.on_stream else NOTHING:
                 event.stream_wait()
+        self._reads = ()
 
     def __del__(self) -> None:
         """Orders the current stream after the message, whose buffers may be freed from here on."""

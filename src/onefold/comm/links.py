@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from onefold.comm.endpoint import Endpoint, StreamPending
 from onefold.comm.mesh import Axis, link_name
@@ -42,12 +43,13 @@ class Link:
         self.name, self.ranks, self.group = name, axis.world_ranks, group
         self.stream = SideStream(device, FIRST)
 
-    def pending(self, endpoint: Endpoint, label: Label) -> StreamPending:
-        """The message that was just issued on this link, which is watched from now on."""
+    def pending(self, endpoint: Endpoint, label: Label, reads: Sequence[Tensor] = ()) -> StreamPending:
+        """The message that was just issued on this link, which is watched from now on. It keeps the tensors that it
+        reads until it is waited for."""
         event, watcher = self.stream.event(), current_watcher()
         if watcher is not None:
             watcher.issued(self.name, self.ranks, label, event.query, endpoint.timeout.total_seconds())
-        return StreamPending(endpoint, label, event)
+        return StreamPending(endpoint, label, event, reads)
 
     @contextmanager
     def explained(self, label: Label) -> Iterator[None]:

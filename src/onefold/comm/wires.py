@@ -239,7 +239,7 @@ class NcclWire:
             nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
             received = [receives.get(rank, nothing) for rank in ranks]
             link.group.alltoall(received, [sends.get(rank, nothing) for rank in ranks], _EXCHANGING)
-            return link.pending(self._endpoint, label)
+            return link.pending(self._endpoint, label, [*sends.values()])
 
     def _exchange(self, link: Link, flat: Tensor, scratch: Tensor) -> list[Tensor]:
         """An all-to-all: this rank's slot of every rank's buffer, in rank order."""
