@@ -30,7 +30,7 @@ def drawn(name: str, module: nn.Module, param: Tensor, maker: torch.device) -> T
     if param.ndim > 1:
         generator = torch.Generator(maker).manual_seed(zlib.crc32(name.encode()))
         return torch.empty(param.shape, device=maker).normal_(std=0.02, generator=generator)
-    scale = isinstance(module, nn.LayerNorm) and name.endswith("weight")
+    scale = isinstance(module, nn.LayerNorm | nn.RMSNorm) and name.endswith("weight")
     return torch.full(param.shape, float(scale), device=maker)
 
 

@@ -4,6 +4,7 @@
     python -m benchmarks.gpu --work rank8-5.25b                          # one rank of eight that are not there
     python -m benchmarks.gpu --work offload-6.86b --systems onefold+inside onefold+clip fsdp2 --rounds 2
     python -m benchmarks.gpu --work offload-6.86b --systems onefold+inside --layers 48 --dim 5120 --optimizer auto
+    python -m benchmarks.gpu --work qwen2.5-7b --systems fsdp2+compile onefold+lean   # full fine-tuning, 524,288 tokens
     python -m benchmarks.gpu --nccl 2                                    # two ranks share the GPU over real NCCL
     python -m benchmarks.gpu --nccl 2 --work nccl-0.74b --rounds 3
     python -m benchmarks.gpu --work rank8-1.64b --systems onefold onefold+muon --base onefold   # Muon's step to AdamW's
@@ -62,6 +63,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--dim", type=at_least(1))
     parser.add_argument("--batch", type=at_least(1))
     parser.add_argument("--seq", type=at_least(1))
+    parser.add_argument("--micro-batches", type=at_least(1))
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--optimizer", choices=("host", "disk", "auto"), help="offload, ours: where it lies")
     parser.add_argument("--parameters", choices=("host", "disk"), help="offload, ours: where they lie")
@@ -87,7 +89,7 @@ def chosen(asked: argparse.Namespace) -> Work:
         work = dataclasses.replace(work.quick(), device="cuda" if torch.cuda.is_available() else "cpu")
     elif not torch.cuda.is_available():
         sys.exit("no CUDA device found; run this on a machine with one, or try it out with --quick")
-    given = {key: getattr(asked, key) for key in ("layers", "dim", "batch", "seq", "recompute")}
+    given = {key: getattr(asked, key) for key in ("layers", "dim", "batch", "seq", "micro_batches", "recompute")}
     lies = {key: getattr(asked, key) for key in ("optimizer", "parameters", *UNNAMED)}
     changed = {key: value for key, value in given.items() if value is not None}
     if asked.nccl not in (None, work.ranks):

@@ -26,13 +26,8 @@ import torch
 import torch.distributed as dist
 
 import onefold
-from benchmarks.decoder import Decoder, Sizes
+from benchmarks.decoder import SHAPES, Decoder
 
-SHAPES = {
-    "tiny": Sizes(layers=2, hidden=64, intermediate=128, heads=4, key_heads=2, vocab=512),
-    "1.5b": Sizes(layers=28, hidden=1536, intermediate=8960, heads=12, key_heads=2, vocab=151936, tied=True),
-    "7b": Sizes(layers=28, hidden=3584, intermediate=18944, heads=28, key_heads=4, vocab=152064),
-}
 STEPS, TILE = 3, 4096
 RING_HEADS, RING_WIDTH = 3, 64  # of attention that is timed alone
 
@@ -44,7 +39,10 @@ def train(name: str, tokens: int, sequence: int, device: torch.device) -> dict[s
     torch.manual_seed(0)
     with device:
         model = Decoder(sizes, mesh, TILE, balanced=balanced)
-    for block in model.blocks:
+    for param in model.parameters():
+        if param.ndim > 1:
+            torch.nn.init.normal_(param, std=0.02)
+    for block in model.layers:
         onefold.tiled(block.mlp, tokens=TILE)
     precision = "bf16" if cuda else "fp32"
     onefold.shard(model, stage=3, mesh=mesh, precision=precision, activations="checkpoint+host")

@@ -145,5 +145,7 @@ def line_of(name: str, row: dict[str, Any], base: str | None = None) -> str:
         cells.append(f"sends {row['sent_bytes'] / 1e6:.1f} MB{over}")
     if losses := row.get("losses"):
         cells.append("loss " + " .. ".join(f"{float(step[0]):.4f}" for step in (losses[0], losses[-1])))
+    if "tokens_per_s" in row:
+        cells.append(f"{row['tokens_per_s']:,.0f} tokens/s")
     cells.append(f"built in {row['build_s'][-1]:.0f} s")
     return "  ".join(cells)

@@ -126,7 +126,7 @@ def row(work: Work, record: Record, base: list[Step], warm_up: int) -> dict[str,
             "quartiles_s": statistics.quantiles(seconds * 2 if len(seconds) == 1 else seconds, n=4, method="inclusive")[
                 ::2
             ],
-            "tokens_per_s": work.batch * work.seq * work.ranks / statistics.median(seconds),
+            "tokens_per_s": work.tokens_per_step / statistics.median(seconds),
         }
         found |= beside(steps, base)
         found["steps_s"] = seconds

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from benchmarks.decoder import SHAPES, CausalDecoder
 from benchmarks.gpt import GPT
 
 
@@ -30,7 +31,10 @@ class Work:
     name: str
     layers: int
     dim: int
-    batch: int  # sequences per rank
+    batch: int  # sequences per rank, in a micro-batch
+    micro_batches: int = 1
+    decoder: str | None = None
+    """A shape of Qwen2.5 by its name in decoder.py; None: a GPT."""
     seq: int = 1024
     vocab: int = 50304
     precision: Literal["fp32", "bf16"] = "bf16"
@@ -63,7 +67,13 @@ class Work:
     def world(self) -> int:
         return self.ranks * self.rank_of
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.micro_batches * self.seq * self.ranks
+
     def model(self) -> nn.Module:
+        if self.decoder:
+            return CausalDecoder(SHAPES[self.decoder])
         heads = max(1, self.dim // 64)
         return GPT(vocab=self.vocab, dim=self.dim, layers=self.layers, heads=heads, context=self.seq)
 
@@ -73,13 +83,15 @@ class Work:
             return self.model()
 
     def tokens(self, rank: int, step: int) -> Tensor:
-        """The batch of one rank in one step, and the token after it."""
+        """The micro-batches of one rank in one step, one behind the other, and the token after each sequence."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"tokens/{rank}/{step}".encode()))
-        return torch.randint(0, self.vocab, (self.batch, self.seq + 1), generator=generator).to(self.target)
+        shape = self.batch * self.micro_batches, self.seq + 1
+        return torch.randint(0, self.vocab, shape, generator=generator).to(self.target)
 
     def quick(self) -> Work:
         """The same kind of work at a size that any machine does in an instant."""
-        return dataclasses.replace(self, layers=2, dim=64, batch=1, seq=16, vocab=64)
+        small = dataclasses.replace(self, layers=2, dim=64, batch=1, seq=16, vocab=64)
+        return dataclasses.replace(small, decoder=self.decoder and "tiny", micro_batches=min(2, self.micro_batches))
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> Work:
@@ -98,8 +110,19 @@ def one_gpu() -> dict[str, Work]:
         Work(name="rank8-5.25b", rank_of=8, **large),
         Work(name="offload-2.78b", dim=2560, **away),
         Work(name="offload-6.86b", dim=4096, **away),
+        *(qwen(name) for name in ("1.5b", "7b")),
+        *(qwen(name, Away(optimizer="auto")) for name in ("14b", "20b", "32b")),
     )
     return {work.name: work for work in works}
+
+
+def qwen(shape: str, away: Away | None = None) -> Work:
+    """Fine-tuning of all parameters of a shape of Qwen2.5, with 524,288 tokens a step."""
+    sizes = SHAPES[shape]
+    return Work(
+        name=f"qwen2.5-{shape}", decoder=shape, layers=sizes.layers, dim=sizes.hidden, vocab=sizes.vocab, batch=16,
+        micro_batches=32, recompute=away is not None, away=away, lr=1e-5,
+    )  # fmt: skip
 
 
 def shared_gpu() -> dict[str, Work]:

@@ -25,10 +25,13 @@ def deepspeed(work: Work, *, stage: int) -> Ready:
     engine, *_ = library.initialize(model=model, optimizer=optimizer(work, model), config=settings)
 
     def step(tokens: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens[:, :-1], tokens[:, 1:])
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        total = torch.zeros((), device=tokens.device)
+        for rows in tokens.chunk(work.micro_batches):
+            loss: Tensor = engine(rows[:, :-1], rows[:, 1:])
+            engine.backward(loss)  # divided by their number there
+            engine.step()
+            total += loss.detach() / work.micro_batches
+        return total
 
     return Ready(step, count)
 
@@ -41,6 +44,7 @@ def configuration(work: Work, stage: int) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": work.batch,
+        "gradient_accumulation_steps": work.micro_batches,
         "bf16": {"enabled": work.precision == "bf16"},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,

@@ -22,17 +22,21 @@ def numel(model: nn.Module) -> int:
     return sum(param.numel() for param in model.parameters())
 
 
-def plain_loop(model: nn.Module, optimizer: Any, *, autocast: torch.device | None = None) -> Callable[[Tensor], Tensor]:
+def plain_loop(
+    model: nn.Module, optimizer: Any, micro_batches: int, *, autocast: torch.device | None = None
+) -> Callable[[Tensor], Tensor]:
     """The loop every PyTorch user writes."""
 
     def step(tokens: Tensor) -> Tensor:
-        kind = autocast.type if autocast else "cpu"
-        with torch.autocast(kind, torch.bfloat16, enabled=autocast is not None):
-            loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+        kind, total = autocast.type if autocast else "cpu", torch.zeros((), device=tokens.device)
+        for rows in tokens.chunk(micro_batches):
+            with torch.autocast(kind, torch.bfloat16, enabled=autocast is not None):
+                loss: Tensor = model(rows[:, :-1], rows[:, 1:]) / micro_batches
+            loss.backward()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return total
 
     return step
 
@@ -43,8 +47,8 @@ def recompute_blocks(model: Any) -> None:
         block.forward = _recomputed(block.forward)
 
 
-def _recomputed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(forward, x, use_reentrant=False)
+def _recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: checkpoint(forward, *given, use_reentrant=False)
 
 
 def compile_blocks(model: Any) -> None:

@@ -21,15 +21,21 @@ OFFLOADED_BYTES = 128 << 20  # as docs/offload.md advises for a GPU
 
 def ours(
     work: Work, *, stage: int = 3, inside: bool = False, clip: float | None = None, compiled: bool = False,
-    muon: bool = False, **fields: Any,
+    muon: bool = False, state: str = "fp32", accumulate: str = "fp32", tile: int | None = None, **fields: Any,
 ) -> Ready:  # fmt: skip
-    """`inside` updates in backward, `clip` is the limit of the norm, `muon` updates matrices by Muon; other
-    fields are those of shard()."""
+    """`inside` updates in backward, `clip` is the limit of the norm, `muon` updates matrices by Muon, `state` and
+    `accumulate` are the forms of optimizer state and of sums over micro-batches, `tile` has tokens of the loss computed
+    together; other fields are those of shard()."""
     model: Any = work.blank()
     count = numel(model)
-    fields |= {"stage": stage, "precision": work.precision, "init": filler(model, work.target), "device": work.device}
+    precision = (
+        onefold.Precision(compute=work.precision, accumulate=accumulate) if accumulate != "fp32" else work.precision
+    )
+    fields |= {"stage": stage, "precision": precision, "init": filler(model, work.target), "device": work.device}
     if work.recompute:
-        fields["activations"] = "checkpoint"
+        fields = {"activations": "checkpoint"} | fields
+    if tile is not None:
+        model.tile = tile
     if away := work.away:
         fields["offload"] = onefold.Offload(**dataclasses.asdict(away))
         fields["bucket_bytes"] = OFFLOADED_BYTES
@@ -47,19 +53,30 @@ def ours(
             ns_dtype="bf16" if work.device == "cuda" else "fp32", step_in_backward=inside,
         )
         if muon
-        else onefold.Optimizer(model, torch.optim.AdamW, step_in_backward=inside, fused=True, **work.adamw)
+        else onefold.Optimizer(model, torch.optim.AdamW, step_in_backward=inside, fused=True, state=state, **work.adamw)
     )  # fmt: skip
-    return Ready(_loop(model, optimizer, clip), count, lambda: str(onefold.memory(model)))
+    return Ready(_loop(model, optimizer, clip, work.micro_batches), count, lambda: str(onefold.memory(model)))
 
 
-def _loop(model: Any, optimizer: onefold.Optimizer, clip: float | None) -> Callable[[Tensor], Tensor]:
+def _loop(
+    model: Any, optimizer: onefold.Optimizer, clip: float | None, micro_batches: int
+) -> Callable[[Tensor], Tensor]:
     def step(tokens: Tensor) -> Tensor:
-        loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
+        *first, last = tokens.chunk(micro_batches)
+        total = torch.zeros((), device=tokens.device)
+        for rows in first:
+            with onefold.accumulate(model):
+                total += part(rows)
+        total += part(last)
         if clip is not None:
             optimizer.clip_grad_norm(clip)
         optimizer.step()
         optimizer.zero_grad()
+        return total
+
+    def part(rows: Tensor) -> Tensor:
+        loss: Tensor = model(rows[:, :-1], rows[:, 1:]) / micro_batches
+        loss.backward()
         return loss.detach()
 
     return step

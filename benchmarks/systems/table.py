@@ -33,6 +33,11 @@ def ours(label: str, moves: float, agrees: Agrees = "every step", **settings: An
     return System(label, "ours:ours", settings, moves, agrees)
 
 
+def lean(label: str, state: str, accumulate: str = "fp32", **settings: Any) -> System:
+    settings |= {"compile": True, "activations": "auto", "tile": 4096, "accumulate": accumulate, "state": state}
+    return ours(label, 3, "first step", **settings)
+
+
 def of_torch(label: str, name: str, moves: float, agrees: Agrees = "every step", **settings: Any) -> System:
     return System(label, f"torchs:{name}", settings, moves, agrees)
 
@@ -71,6 +76,12 @@ SYSTEMS = {
     "stage2+muon": ours("Onefold, stage 2, Muon", 3, "first step", stage=2, muon=True),
     "onefold+muon": ours("Onefold, Muon", 4.5, "first step", muon=True),
     "onefold+inside+muon": ours("Onefold, Muon, updated in backward", 4.5, "first step", inside=True, muon=True),
+    # What one fine-tunes giants with: blocks compiled, moments and sums over micro-batches in bf16, the loss by tiles.
+    "onefold+lean": lean("Onefold, compiled, bf16 moments, tiled loss", "bf16", accumulate="bf16"),
+    "onefold+lean8": lean("Onefold, compiled, 8-bit moments, tiled loss", "8bit", accumulate="bf16"),
+    "onefold+lean8+inside": lean(
+        "Onefold, compiled, 8-bit moments, tiled loss, updated in backward", "8bit", inside=True
+    ),
     "onefold+inside+compile": ours("Onefold, updated in backward, compiled", 3, inside=True, compiled=True),
 }
 

@@ -30,20 +30,20 @@ def floor(work: Work) -> Ready:
     """Compute only. In bf16 also the parameters and moments are bf16: a bound on time, not a way to train."""
     model = whole(work).to(work.compute)
     adamw = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
-    return Ready(plain_loop(model, adamw), numel(model))
+    return Ready(plain_loop(model, adamw, work.micro_batches), numel(model))
 
 
 def amp(work: Work, *, compiled: bool = False) -> Ready:
     """fp32 parameters, cast where they are used."""
     model = whole(work, compiled=compiled)
     adamw = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
-    return Ready(plain_loop(model, adamw, autocast=autocast(work)), numel(model))
+    return Ready(plain_loop(model, adamw, work.micro_batches, autocast=autocast(work)), numel(model))
 
 
 def ddp(work: Work) -> Ready:
     model = DistributedDataParallel(whole(work), gradient_as_bucket_view=work.device == "cuda")
     adamw = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
-    return Ready(plain_loop(model, adamw, autocast=autocast(work)), numel(model))
+    return Ready(plain_loop(model, adamw, work.micro_batches, autocast=autocast(work)), numel(model))
 
 
 def zero1(work: Work) -> Ready:
@@ -51,7 +51,7 @@ def zero1(work: Work) -> Ready:
 
     model = DistributedDataParallel(whole(work), gradient_as_bucket_view=True)
     adamw = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **work.adamw)
-    return Ready(plain_loop(model, adamw, autocast=autocast(work)), numel(model))
+    return Ready(plain_loop(model, adamw, work.micro_batches, autocast=autocast(work)), numel(model))
 
 
 def autocast(work: Work) -> torch.device | None:
@@ -81,4 +81,4 @@ def fsdp2(work: Work, *, compiled: bool = False) -> Ready:
     fully_shard(model, **fields)
     real(model, on=rests, maker=work.target)
     adamw = torch.optim.AdamW(model.parameters(), fused=True, **work.adamw)
-    return Ready(plain_loop(model, adamw), numel(model))
+    return Ready(plain_loop(model, adamw, work.micro_batches), numel(model))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import onefold
+from onefold.activations.tiled_loss_cuda import losses_and_gradient
 
 pytestmark = pytest.mark.gpu
 TOKENS, WIDTH, VOCABULARY = 4096, 256, 8192
@@ -49,3 +50,23 @@ def test_memory_is_that_of_a_tile_and_of_the_gradients() -> None:
     onefold.tiled_cross_entropy(hidden, weight, targets, tokens=256).backward()
     tile, gradients = 256 * VOCABULARY * (4 + 2 + 2), hidden.numel() * 2 + weight.numel() * (4 + 2 + 2)
     assert torch.cuda.max_memory_allocated() - before < 1.3 * (tile + gradients)  # whole logits: 16 tiles
+
+
+@pytest.mark.parametrize("vocabulary", [7, 4096, 9001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernel_has_the_losses_and_gradients_of_fp32_logits(dtype: torch.dtype, vocabulary: int) -> None:
+    torch.manual_seed(1)
+    logits = (4 * torch.randn(300, vocabulary, device="cuda")).to(dtype)
+    logits[3, : vocabulary // 2] = -torch.inf  # masked
+    targets = torch.randint(vocabulary // 2, vocabulary, (300,), device="cuda")
+    targets[::7] = -100
+    wide = (logits.double() * 0.5).requires_grad_()
+    wanted = F.cross_entropy(wide, targets, reduction="none")
+    gradient = torch.autograd.grad(wanted.sum() * 0.25, wide)[0] * 0.5
+    losses, factor = torch.empty(300, device="cuda"), torch.full((), 0.25, device="cuda")
+    for asked in (False, True):
+        before = logits.clone()
+        losses_and_gradient(logits, targets, losses, factor, scale=0.5, ignore_index=-100, gradient=asked)
+        torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-5)
+        assert asked or torch.equal(logits, before)
+    torch.testing.assert_close(logits.double(), gradient, rtol=2.0**-7, atol=1e-6)

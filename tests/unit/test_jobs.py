@@ -25,7 +25,7 @@ class Ahead(StreamEvent):
 
 def job(after: StreamEvent | None = None) -> Job:
     nothing: Any = None
-    return Job(nothing, [], b"\1", 1.0, None, after or StreamEvent(), True)
+    return Job(nothing, [], b"\1", 1.0, None, after or StreamEvent(), True, after or StreamEvent())
 
 
 def test_of_the_jobs_that_are_ready_the_first_of_the_next_forward_is_taken_and_one_that_is_not_waits() -> None:
@@ -92,7 +92,7 @@ def test_a_failed_update_gives_the_room_of_its_gradient_back_whoever_still_holds
     if brought:
         transfer.start_copy()
     room.take(10)
-    failed = Job(broken, [], b"\1", 1.0, transfer, StreamEvent(), True)
+    failed = Job(broken, [], b"\1", 1.0, transfer, StreamEvent(), True, StreamEvent())
     failed.run()
     failed.done.set()
     with pytest.raises(OSError, match="the disk is gone"):

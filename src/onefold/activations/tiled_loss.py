@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.overrides import handle_torch_function, has_torch_function
 
+from onefold.activations import tiled_loss_cuda
 from onefold.errors import ConfigError, StateError
 from onefold.model.dtensor_shards import is_dtensor
 
@@ -225,11 +226,21 @@ def _run(
         torch.zeros_like(weight, dtype=form.wide) if wants.weight else None,
         torch.zeros(len(weight), dtype=form.wide, device=weight.device) if wants.bias else None,
     )
+    fused = tiled_loss_cuda.fits(head) and form.softcap is None and not wants.bias
     for start in range(0, len(hidden), form.tokens):
         tile = slice(start, start + form.tokens)
         rows, counts = hidden[tile].to(form.dtype), targets[tile] != form.ignore_index
         picked = torch.where(counts, targets[tile], 0).unsqueeze(1)
         products = torch.mm(rows, head.t()) if offset is None else torch.addmm(offset, rows, head.t())
+        if fused:
+            factor = share if form.early else torch.ones_like(share)
+            tiled_loss_cuda.losses_and_gradient(
+                products, targets[tile], losses[tile], factor, scale=form.scale, ignore_index=form.ignore_index,
+                gradient=any(wants),
+            )  # fmt: skip
+            if any(wants):
+                _add_gradients(sums, tile, products, rows, head)
+            continue
         logits = products.to(form.wide)
         del products
         slope = _scale_and_cap(logits, form, slope=any(wants))

@@ -1,9 +1,10 @@
 """Transfers between a device and host memory, on streams of their own beside compute, and their pinned buffers.
 
-Gradients and parameters are copied to the host, updated parameters back to the device; each direction has a CUDA
-stream. A copy starts once an event of the compute stream has passed: `after`, or by default one recorded now. It
-returns its own event: `wait` blocks the host until the copy has completed, `stream_wait` makes the compute stream wait.
-On a CPU a copy completes before the call returns, and events are empty.
+Gradients and parameters are copied to the host, updated parameters back to the device; each of the three has a CUDA
+stream: copies of gradients wait for backward, and copies of parameters must not wait behind them. A copy starts once an
+event of the compute stream has passed: `after`, or by default one recorded now. It returns its own event: `wait` blocks
+the host until the copy has completed, `stream_wait` makes the compute stream wait. On a CPU a copy completes before the
+call returns, and events are empty.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class HostPool(Pool):
 
 
 class Host:
-    """The host side of one device: its buffer pools and its two copy streams."""
+    """The host side of one device: its buffer pools and its copy streams."""
 
     def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
         self.device = device
@@ -55,6 +56,10 @@ class Host:
     def to_host(self, source: Tensor, target: Tensor, after: StreamEvent | None = None) -> StreamEvent:
         """Starts a copy from the device to the host once `after` has passed; the event of its end."""
         return self._copy("down", source, target, after)
+
+    def load(self, source: Tensor, target: Tensor, after: StreamEvent | None = None) -> StreamEvent:
+        """As `to_host`, of parameters: it does not wait for gradients whose copies were started before."""
+        return self._copy("load", source, target, after)
 
     def to_device(self, source: Tensor, target: Tensor, after: StreamEvent | None = None) -> StreamEvent:
         """Starts a copy from the host to the device once `after` has passed; the event of its end."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from onefold.comm.endpoint import Pending
 from onefold.comm.spans import span
+from onefold.comm.streams import StreamEvent
 from onefold.cost.limits import COPYING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
 from onefold.offload.transfer import GradientTransfer
@@ -77,6 +78,7 @@ class HostUpdates(HostGradients):
         self.prepared = PreparedUpdates(engine, by_unit, self._queue, spare_bytes)
         self.budget = ByteBudget(waiting_bytes(self._device_bytes()))
         self._positions: dict[int, int] = {}
+        self._reduced: dict[int, StreamEvent] = {}  # units of this backward, in the order of their gradients
         self._reserved = False
         if self.host.cuda:  # the cores are idle while the device trains
             cores = threads_here()
@@ -143,7 +145,10 @@ class HostUpdates(HostGradients):
         settings = settings_of(groups)
         prepared = self.prepared.take(index, Assumed(settings, to_update, float(factor), transfer))
         cls = Job if prepared is None else partial(KeptUpdate, prepared=prepared)
-        job = cls(optimizer, settings, to_update, factor, transfer, self.host.record_event(), load_parameters)
+        after, reduced = self.host.record_event(), self._reduced.pop(index, None)
+        shown = unit.may_be_edited or unit.flat_params.on_host  # where users write, and the device reads until step()
+        load_after = after if reduced is None or shown else reduced
+        job = cls(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
@@ -151,11 +156,18 @@ class HostUpdates(HostGradients):
 
     def prepare(self, index: int, groups: list[dict[str, Any]]) -> None:
         """Updates a unit in spare memory before step(), if step() is expected to use its gradient as it is."""
+        self._reduced.pop(index, None)
+        self._reduced[index] = self.host.record_event()
         if self._by_unit[index].slots:
             self.prepared.start(index, groups, self._forward_position(index))
 
+    def forget_prepared(self) -> None:
+        """Parameters, optimizer state or settings may change before step(): updates begin from what is there then."""
+        self.prepared.forget()
+        self._reduced.clear()
+
     def step(self, inputs: StepInputs) -> list[Pending]:
-        """Queues the updates of all units, in the order of the next forward, and waits for those that the next forward
+        """Queues the updates of all units, in the order of their gradients, and waits for those that the next forward
         may not overlap; the all-gathers of their parameters, which are in flight."""
         engine = self._engine
         engine.tiers.load_for_reading(None)
@@ -165,7 +177,8 @@ class HostUpdates(HostGradients):
         inputs = inputs._replace(clip=float(clip) if isinstance(clip, Tensor) and clip.is_cuda else clip)
         self.prepared.expect(float(clip) == 1.0)
         mine = [i for i, unit in enumerate(engine.units) if unit.updated_on_host and self._by_unit[i].slots]
-        mine.sort(key=self._forward_position)
+        gradients = {index: place for place, index in enumerate(self._reduced)}
+        mine.sort(key=lambda index: (gradients.get(index, len(gradients)), self._forward_position(index)))
         for index in mine:
             engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
         for index in mine:
@@ -206,7 +219,7 @@ class HostUpdates(HostGradients):
     def abandon(self) -> None:
         """Ends all updates before a load replaces every parameter; their errors no longer matter."""
         self._engine.schedule.drain()
-        self.prepared.forget()
+        self.forget_prepared()
         self.wait(ignore_errors=True)
 
     def wait(self, *, ignore_errors: bool = False) -> None:
@@ -253,7 +266,7 @@ class UpdateOnHost(UpdateAtStep):
         self.host.abandon()
 
     def forget_prepared(self) -> None:
-        self.host.prepared.forget()
+        self.host.forget_prepared()
 
     @property
     def spare(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:

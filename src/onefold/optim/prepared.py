@@ -68,7 +68,7 @@ class Spare:
         self.spans = [piece.span for piece, _ in pieces]
         self.parameters = host_bytes(nbytes, pinned=host.cuda).view(unit.flat_params.dtype)
         self.stored = host_bytes(stored.nbytes, pinned=False).view(stored.dtype)
-        self.moments = [{key: torch.empty_like(state[piece.tensor][key]) for key in keys} for piece, keys in pieces]
+        self.moments = [{key: _like(state[piece.tensor][key]) for key in keys} for piece, keys in pieces]
         self.written: threading.Event | None = None  # the last update that was prepared in it is done
         self.uploaded = StreamEvent()  # the device has read the parameters
 
@@ -140,7 +140,7 @@ class PreparedUpdate:
         loaded = self._host.staging.take(mine.numel(), mine.dtype)
         try:
             with span("download", "parameters", unit.name):
-                self._host.to_host(mine, loaded, self._after).wait()
+                self._host.load(mine, loaded, self._after).wait()
             yield loaded
         finally:
             self._host.staging.give(loaded)
@@ -292,6 +292,10 @@ class PreparedUpdates:
     def tensors(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
         """Spare memory by unit: of parameters, and of master and optimizer state."""
         return {index: ([spare.parameters], spare.state_tensors()) for index, spare in self._spares.items()}
+
+
+def _like(moment: Tensor) -> Tensor:
+    return host_bytes(moment.nbytes, pinned=False).view(moment.dtype)
 
 
 def settings_of(groups: Settings) -> Settings:

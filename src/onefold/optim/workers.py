@@ -35,13 +35,14 @@ class Job:
     transfer: GradientTransfer | None
     after: StreamEvent  # after it the device reads the old parameters no more
     load_parameters: bool  # False: the update writes every element, so the old parameters are not needed
+    load_after: StreamEvent  # after it the device has the parameters that are to be updated
     done: threading.Event = field(default_factory=threading.Event)
     uploaded: StreamEvent = field(default_factory=StreamEvent)
     error: BaseException | None = None
 
     def ready(self) -> bool:
-        """Whether the device has done what the job waits for."""
-        return self.after.query() and (self.transfer is None or self.transfer.copied.query())
+        """Whether the device has done what the update waits for."""
+        return self.load_after.query() and (self.transfer is None or self.transfer.copied.query())
 
     def wait(self) -> None:
         """Waits until the job is done, raises its error, and makes the current stream wait for the new parameters."""
@@ -59,7 +60,7 @@ class Job:
     def run(self) -> None:
         unit = self.optimizer.unit
         try:
-            unit.start_load(self.after, parameters=self.load_parameters)
+            unit.start_load(self.load_after, parameters=self.load_parameters)
             if self.transfer is not None:
                 self.transfer.start_copy()
             unit.finish_load()

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onefold.state import rounding_cuda
+
 SIGN, SIZE, INFINITE, NAN = -(1 << 31), 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 NEAREST_16 = 1 << 15  # in place of random bits: rounds half away from zero
 WORD = 1 << 32
@@ -51,6 +53,9 @@ def to_bf16(values: Tensor, random: Tensor | int = NEAREST_16) -> Tensor:
 def add_rounded(total: Tensor, plus: Tensor, keys: Keys, start: int) -> None:
     """total += plus, of elements of one parameter from `start` on: a bf16 vector, summed in fp32 and rounded
     stochastically. The random bits depend on the sum too: a counter of all sums would have to be saved with a run."""
+    if rounding_cuda.fits(total, plus):
+        rounding_cuda.add_rounded(total, plus, keys, start)
+        return
     wide = total.float().add_(plus)
     drawn = random_bits(keys, start, total.numel(), total.device)
     total.copy_(to_bf16(wide, _mixed(drawn ^ wide.view(torch.int32)) & 0xFFFF))

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from onefold.state import rounding_cuda
+
 HALF = 0x8000
 CHUNK = 1 << 17  # elements at a time, so that the sum stays in cache and needs no buffer as long as the vector
 
@@ -26,6 +28,9 @@ def narrow(wide: Tensor, out: Tensor) -> None:
         return
     if out.dtype is not torch.bfloat16 or wide.dtype is not torch.float32:
         out.copy_(wide)
+        return
+    if rounding_cuda.fits(wide, out):
+        rounding_cuda.narrow(wide, out)
         return
     copy = out.view(torch.int16)
     for chunk, halves in _rounded(wide):
@@ -53,6 +58,9 @@ def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
     """Writes an fp32 vector as its bf16 copy and signed 16-bit remainder; `join` undoes it."""
     if isinstance(copy, FakeTensor):
         return
+    if rounding_cuda.fits(wide, copy, remainder):
+        rounding_cuda.split(wide, copy, remainder)
+        return
     upper = copy.view(torch.int16)
     for chunk, halves in _rounded(wide):
         upper[chunk].copy_(halves[:, 1])
@@ -66,6 +74,9 @@ def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
 def join(copy: Tensor, remainder: Tensor, out: Tensor) -> None:
     """out = the fp32 vector that `split` made `copy` and `remainder` of."""
     if isinstance(copy, FakeTensor):
+        return
+    if rounding_cuda.fits(copy, remainder, out):
+        rounding_cuda.join(copy, remainder, out)
         return
     upper, bits = copy.view(torch.int16), out.view(torch.int32)
     for start in range(0, out.numel(), CHUNK):

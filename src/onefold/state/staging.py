@@ -49,7 +49,7 @@ class StagingBuffer:
             self._loaded = StreamEvent()
             if fill:
                 with span("download", "parameters", self._flat_params.name):
-                    self._loaded = self._host.to_host(self._flat_params.part(self._owned), self._buffer, after)
+                    self._loaded = self._host.load(self._flat_params.part(self._owned), self._buffer, after)
 
     def finish_load(self) -> None:
         """Waits until the parameters are in host memory."""

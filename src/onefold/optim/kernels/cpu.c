@@ -14,6 +14,9 @@ update. There each operation is rounded by itself: the arithmetic of small.py, o
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #if !defined(__FP_FAST_FMAF) && !defined(__FMA__) && !defined(__aarch64__)
 #error "this processor does not multiply and add with one rounding"
@@ -23,6 +26,7 @@ update. There each operation is rounded by itself: the arithmetic of small.py, o
 #define BLOCK 16 /* tiles that a thread takes at once */
 #define CODED 64 /* elements of 8 bits that share a scale */
 #define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64)))
 
 /* cpu.py has the same numbers and fields. */
 enum { BF16, FP16, FP32 };                          /* gradients */
@@ -221,6 +225,37 @@ static void carry(const Step *s, Slice to, Slice from, int64_t count) {
         memcpy(to.second, from.second, count * sizeof(float));
 }
 
+#ifdef __SSE2__
+/* Copies a part of a tile past the caches. */
+INLINE void stream(void *to, const void *from, int64_t bytes) {
+    if (((uintptr_t)to & 15) != 0) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    for (int64_t i = 0; i < bytes / 16; i++)
+        _mm_stream_si128((__m128i *)to + i, _mm_load_si128((const __m128i *)from + i));
+}
+
+/* As run_tiles, for memory that is only written: a plain store fetches its line first, a third more traffic. */
+static void run_elsewhere(const Step *s, Slice slice, Slice to, int64_t tiles) {
+    float master[TILE] ALIGNED, first[TILE] ALIGNED, second[TILE] ALIGNED;
+    uint16_t copy[TILE] ALIGNED;
+    const Slice tile = {slice.grad, copy, master, first, second};
+    for (; tiles > 0; tiles--, slice = shifted(s, slice, TILE), to = shifted(s, to, TILE)) {
+        run_tiles(s, slice, tile, 1);
+        stream(to.copy, copy, sizeof copy);
+        stream(to.master, master, TILE * master_bytes(s));
+        if (moments(s) > 0)
+            stream(to.first, first, sizeof first);
+        if (moments(s) > 1)
+            stream(to.second, second, sizeof second);
+    }
+    _mm_sfence();
+}
+#else /* processors of ARM see by themselves that lines are overwritten whole */
+#define run_elsewhere run_tiles
+#endif
+
 static void run_rest(const Step *s, Slice slice, Slice to, int64_t count) {
     float grad[TILE] = {0}, master[TILE] = {0}, first[TILE] = {0}, second[TILE] = {0};
     uint16_t copy[TILE] = {0};
@@ -238,8 +273,11 @@ int onefold_update(const Step *s, const Slice *slice, const Slice *to, int64_t n
         return 1;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && blocks > 1)
     for (int64_t i = 0; i < blocks; i++) {
-        int64_t left = whole - i * BLOCK, at = i * BLOCK * TILE;
-        run_tiles(s, shifted(s, *slice, at), shifted(s, *to, at), left < BLOCK ? left : BLOCK);
+        int64_t left = whole - i * BLOCK, at = i * BLOCK * TILE, tiles = left < BLOCK ? left : BLOCK;
+        if (slice->master == to->master)
+            run_tiles(s, shifted(s, *slice, at), shifted(s, *to, at), tiles);
+        else
+            run_elsewhere(s, shifted(s, *slice, at), shifted(s, *to, at), tiles);
     }
     if (numel % TILE)
         run_rest(s, shifted(s, *slice, whole * TILE), shifted(s, *to, whole * TILE), numel % TILE);

@@ -12,6 +12,8 @@ from onefold.optim.kernels.small import SmallStep
 try:
     import triton
     import triton.language as tl
+
+    from onefold.state.rounding_cuda import random_bits
 except ImportError:  # a build of torch without CUDA
     triton = None
 
@@ -55,15 +57,6 @@ def update(
 
 
 if triton is not None:
-
-    @triton.jit
-    def _random(index, key0, key1):  # type: ignore[no-untyped-def]
-        bits = (index.to(tl.uint32) * 0x9E3779B1).to(tl.uint32) + key0.to(tl.uint32, bitcast=True)
-        bits ^= bits >> 16
-        bits = (bits * 0x21F0AAAD).to(tl.uint32) ^ key1.to(tl.uint32, bitcast=True)
-        bits ^= bits >> 15
-        bits = (bits * 0x735A2D97).to(tl.uint32)
-        return bits ^ (bits >> 15)
 
     @triton.jit
     def _widened(ptr, scale_ptr, at, block, inside, full, SECOND: tl.constexpr, IN_8BIT: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -141,7 +134,7 @@ if triton is not None:
         if DECAY:
             grad = grad + value * decay
         first = _widened(first_ptr, first_scale_ptr, at, block, inside, full, False, IN_8BIT)
-        random = _random(at + start, key0, key1)
+        random = random_bits(at + start, key0, key1)
         if ADAM:
             second = _widened(second_ptr, second_scale_ptr, at, block, inside, full, True, IN_8BIT)
             first = first * beta1 + grad * rest1
