@@ -135,6 +135,15 @@ def test_several_ranks_are_refused_for_work_of_one() -> None:
         gpu.main(["--quick", "--nccl", "2", "--work", "1.64b"])
 
 
+def test_a_decoder_with_micro_batches_and_offloaded_state_is_measured(tmp_path: Path) -> None:
+    words = ["--work", "qwen2.5-14b", "--systems", "onefold", "--spare-bytes", "0", "--out", str(tmp_path)]
+    assert gpu.main([*SHORT, *words]) == 0
+    found = written(tmp_path)
+    row, work = found["systems"]["onefold"], found["work"]
+    assert (work["decoder"], work["micro_batches"], work["away"]["optimizer"]) == ("tiny", 2, "auto")
+    assert row["tokens_per_s"] == pytest.approx(2 * work["batch"] * work["seq"] / row["median_s"])
+
+
 @pytest.mark.soak
 def test_a_system_that_fails_is_named_and_the_others_go_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lies = ["--optimizer", "disk", "--path", "/no/such"]
