@@ -50,6 +50,27 @@ def trained(offload: Any, *, stage: int = 3, precision: Any = "bf16", clip: bool
     return losses, onefold.full_state_dict(model), model, adam
 
 
+def test_a_forward_between_backward_and_step_sees_the_parameters_before_the_step() -> None:
+    """The device is busy for a second when step() begins, so that an update that did not wait for it would be seen."""
+    run_ranks(1, _forward_before_step)
+
+
+def _forward_before_step() -> None:
+    *_, model, adam = trained(onefold.Offload(optimizer="host"), clip=False)
+    tokens = torch.randint(0, SHAPE.vocab, (4, SHAPE.seq), generator=torch.Generator().manual_seed(7)).cuda()
+    for _ in range(3):
+        with torch.no_grad():
+            wanted = model(tokens, tokens).item()
+        adam.backward(model(tokens, tokens))
+        torch.cuda._sleep(2_000_000_000)
+        with torch.no_grad():
+            found = model(tokens, tokens)
+        adam.step()
+        adam.zero_grad()
+        assert found.item() == wanted
+    assert model(tokens, tokens).item() < wanted
+
+
 def distance(tiers: dict[str, str], **how: Any) -> float:
     """The largest difference of a parameter from the run whose updates the device makes."""
     with tempfile.TemporaryDirectory() as folder:

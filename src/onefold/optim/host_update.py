@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.refusals import Situation
 from onefold.runtime.update_policy import StepInputs
 from onefold.settings.offload import Offload
+from onefold.settings.placement import Scope
 from onefold.state.gradient_state import GradientState
 from onefold.state.gradients import Gradients
 
@@ -66,6 +67,13 @@ class HostGradients:
                 self._leaving.popleft().left()
 
 
+class Reduced(NamedTuple):
+    """When a unit's gradient was complete, so that its backward was over; and how often its shard had been read."""
+
+    event: StreamEvent
+    reads: int
+
+
 class HostUpdates(HostGradients):
     """Runs the optimizer on the host, in a few threads, for units whose optimizer state is offloaded."""
 
@@ -78,7 +86,7 @@ class HostUpdates(HostGradients):
         self.prepared = PreparedUpdates(engine, by_unit, self._queue, spare_bytes)
         self.budget = ByteBudget(waiting_bytes(self._device_bytes()))
         self._positions: dict[int, int] = {}
-        self._reduced: dict[int, StreamEvent] = {}  # units of this backward, in the order of their gradients
+        self._reduced: dict[int, Reduced] = {}  # units of this backward, in the order of their gradients
         self._reserved = False
         if self.host.cuda:  # the cores are idle while the device trains
             cores = threads_here()
@@ -145,9 +153,12 @@ class HostUpdates(HostGradients):
         settings = settings_of(groups)
         prepared = self.prepared.take(index, Assumed(settings, to_update, float(factor), transfer))
         cls = Job if prepared is None else partial(KeptUpdate, prepared=prepared)
-        after, reduced = self.host.record_event(), self._reduced.pop(index, None)
-        shown = unit.may_be_edited or unit.flat_params.on_host  # where users write, and the device reads until step()
-        load_after = after if reduced is None or shown else reduced
+        after = load_after = self.host.record_event()
+        reduced, hidden = self._reduced.pop(index, None), unit.placement.parameters is Scope.SHARDED
+        if reduced is not None and hidden and not (unit.may_be_edited or unit.flat_params.on_host):
+            load_after = reduced.event
+            if reduced.reads == unit.flat_params.reads:  # no forward was between backward and step()
+                after = reduced.event
         job = cls(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
@@ -157,7 +168,7 @@ class HostUpdates(HostGradients):
     def prepare(self, index: int, groups: list[dict[str, Any]]) -> None:
         """Updates a unit in spare memory before step(), if step() is expected to use its gradient as it is."""
         self._reduced.pop(index, None)
-        self._reduced[index] = self.host.record_event()
+        self._reduced[index] = Reduced(self.host.record_event(), self._engine.units[index].flat_params.reads)
         if self._by_unit[index].slots:
             self.prepared.start(index, groups, self._forward_position(index))
 

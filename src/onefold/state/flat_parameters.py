@@ -95,6 +95,7 @@ class FlatParameters:
         self.on_resize: Callable[[Tensor], None] | None = None  # called when the buffer's memory is freed or returns
         self._posted: dict[str, list[Pending]] = {}  # messages with this rank's shard, by purpose
         self.pins = 0  # while above zero, reshard does nothing
+        self.reads = 0  # how often this rank's shard was read for use: who overwrites it comes after the last
         self._shard: Tensor | None = None  # None: replicated
         self.image: Image | None = None  # the file in which this rank's shard is kept
         self._wait_for_host: Callable[[], None] | None = None  # while a host update runs: waits for it
@@ -198,6 +199,7 @@ class FlatParameters:
         self.wait_for_update()
         if self._shard is None or self._comm.size == 1:
             return
+        self.reads += 1
         self.load_shard()
         posted = self._comm.post_shard(self._shard, Label(purpose, self._views.layout.name), to)
         self._posted.setdefault(purpose, []).append(posted)
@@ -239,6 +241,7 @@ class FlatParameters:
     def _copy_own_shard(self) -> None:
         """Copies this rank's shard into the flat buffer; from the host on the copy stream, beside compute."""
         assert self._shard is not None
+        self.reads += 1
         self.load_shard()
         if self.on_host:
             with span("upload", "shard", self._views.layout.name):
