@@ -91,7 +91,7 @@ class HostUpdates(HostGradients):
         if self.host.cuda:  # the cores are idle while the device trains
             cores = threads_here()
             for optimizer in by_unit:
-                optimizer.threads = (cores - SPARE_CORES) // WORKERS if cores > 2 * SPARE_CORES else cores
+                optimizer.threads = cores - SPARE_CORES if cores > 2 * SPARE_CORES else cores
         jobs = (self._queue, self.budget, engine.device)
         threads = [
             threading.Thread(target=work, args=jobs, name="onefold updates", daemon=True) for _ in range(WORKERS)
