@@ -159,6 +159,7 @@ def collect_garbage() -> None:
 
 def serve_once(setup: Setup, line: Line) -> None:
     """A fresh rank: one call, then exit as a script would, with status 0, 1 or what sys.exit was given."""
+    gc.freeze()  # what it was forked with
     _fresh_line.append(line)
     started_s = time.monotonic()
     try:

@@ -11,6 +11,7 @@ from tests.models import MODELS
 from tests.parity.training import OPTIMIZERS, Run, Verdict, compare_stages, differing, train, train_ddp
 
 RANKS = (1, 2, 3, 4)
+FEW = (1, 2, 3)  # where a rank more shows nothing that it does not show in the tests with RANKS
 SHARDED = (1, 2, 3)
 NEAR_DDP = [
     Run(model="mlp"),
@@ -34,7 +35,7 @@ def test_stages_are_bitwise_equal_for_every_model(model: str, ranks: int) -> Non
     assert_equal_across_stages(ranks, Run(model=model))
 
 
-@pytest.mark.parametrize(("optimizer", "ranks"), thinned(OPTIMIZERS, RANKS))
+@pytest.mark.parametrize(("optimizer", "ranks"), thinned(OPTIMIZERS, FEW))
 def test_stages_are_bitwise_equal_for_every_optimizer(optimizer: str, ranks: int) -> None:
     assert_equal_across_stages(ranks, Run(optimizer=optimizer))
 
@@ -45,7 +46,7 @@ def test_stages_are_bitwise_equal_with_clipping_and_groups(ranks: int, grouped: 
     assert min(reference[0].norms) > 0.05, "the gradients were small, clipping did nothing"
 
 
-@pytest.mark.parametrize(("model", "ranks", "reduce"), thinned(["gpt", "skipping", "conv"], RANKS, ["once", "each"]))
+@pytest.mark.parametrize(("model", "ranks", "reduce"), thinned(["gpt", "skipping", "conv"], FEW, ["once", "each"]))
 def test_stages_are_bitwise_equal_under_accumulation(model: str, ranks: int, reduce: str) -> None:
     assert_equal_across_stages(ranks, Run(model=model, micro=3, reduce=reduce, clip=0.5))
 

@@ -152,7 +152,8 @@ def test_a_process_of_its_own_ends_with_exit_code_2():
 
 def test_verify_runs_real_ranks_with_their_flags_finds_the_plan_right_and_is_reached_on_loopback_only(tmp_path):
     """--master begins like a flag of torchrun, which once took it."""
-    model = ("--model", "gpt-tiny", "--precision", "bf16", "--master", "split")
+    shape = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--vocab", "64")  # 16 bits are slow here
+    model = (*shape, "--precision", "bf16", "--master", "split")
     flags = (*model, "--ranks", "2", "--stage", "3", "--json")
     with launched(tmp_path / "deep", *flags, command="verify", limit=ENTER if CAN_ENTER else "") as launch:
         seen = listeners_of_all_its_life(launch)

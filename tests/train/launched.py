@@ -16,7 +16,8 @@ from onefold.cli.launch import COMMAND
 from onefold.train.run.records import read_lines
 from tests.harness.patience import PATIENCE_S
 
-SMALL = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--eval-windows", "4", "--log-every", "1")
+SHAPE = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16")
+SMALL = (*SHAPE, "--eval-windows", "4", "--log-every", "1", "--no-plan")
 NAME = "onefold rank "
 MARK = "ONEFOLD_TEST_MARK"  # in the environment of all that a launch starts: by it they are found again
 

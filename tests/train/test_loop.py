@@ -21,7 +21,7 @@ ACCUMULATED = {"accumulation": 2}
 def whole(tmp_path_factory) -> Path:
     """A run that nobody disturbs, with all its checkpoints."""
     out = tmp_path_factory.mktemp("loop") / "whole"
-    trained(2, out, adam=LR, checkpoints={"keep": 9})
+    trained(2, out, adam=LR, checkpoints={"keep": 9}, plan=True)
     return out
 
 
@@ -39,7 +39,7 @@ def test_losses_are_the_same_bits_at_every_stage(tmp_path, precision):
 
 @pytest.mark.soak  # the compiler takes half a minute
 def test_compiled_blocks_are_planned_uncompiled_and_train_to_the_same_losses(whole, tmp_path):
-    trained(2, tmp_path / "run", adam=LR, output={"compile": True}, timeout_s=600)
+    trained(2, tmp_path / "run", adam=LR, output={"compile": True}, plan=True, timeout_s=600)
     assert read_facts(tmp_path / "run")["plan"] == read_facts(whole)["plan"]
     losses = [[row["loss"] for row in read_metrics(one)] for one in (tmp_path / "run", whole)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -62,7 +62,8 @@ def test_a_row_has_all_figures_and_they_are_those_that_were_planned(whole):
 
 
 def test_moments_in_8_bits_take_the_bytes_that_were_planned(whole, tmp_path):
-    trained(2, tmp_path / "run", adam={**LR, "optimizer_state": "8bit"}, steps={"steps": 3, "eval_every": 0})
+    adam, few = {**LR, "optimizer_state": "8bit"}, {"steps": 3, "eval_every": 0}
+    trained(2, tmp_path / "run", adam=adam, steps=few, plan=True)
     [*_, row], wide = read_metrics(tmp_path / "run"), read_metrics(whole)[-1]
     planned = read_facts(tmp_path / "run")["plan"]["memory"]["optimizer"]
     assert row["memory"]["optimizer"] == pytest.approx(planned, rel=0.01)
@@ -89,8 +90,9 @@ def copied(run: Path, to: Path, upto: int) -> Path:
 def test_a_run_goes_on_bit_for_bit_also_at_another_stage(whole, tmp_path):
     for stage in (3, 1):
         out = copied(whole, tmp_path / f"again{stage}", upto=5)
-        trained(2, out, adam=LR, zero={"stage": stage}, checkpoints={"resume": True})
+        trained(2, out, adam=LR, zero={"stage": stage}, checkpoints={"resume": True}, plan=stage == 1)
         assert curve(out) == curve(whole)
+        assert ("plan" in read_facts(out)) == (stage == 1)
 
 
 def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batches(whole, tmp_path):
@@ -106,7 +108,7 @@ def test_a_run_goes_on_at_another_number_of_ranks_with_the_same_batches(whole, t
 def test_a_run_with_muon_has_the_figures_that_were_planned_and_goes_on_at_another_stage_and_tier(tmp_path):
     muon = {"optimizer": "muon", "muon_lr": 0.01, "lr": 1e-3}
     whole = tmp_path / "whole"
-    trained(2, whole, adam=muon, checkpoints={"keep": 9})
+    trained(2, whole, adam=muon, checkpoints={"keep": 9}, plan=True)
     again = copied(whole, tmp_path / "again", upto=5)
     on_disk = {"stage": 1, "offload": "disk", "offload_path": str(tmp_path)}
     trained(2, again, adam=muon, zero=on_disk, checkpoints={"resume": True})

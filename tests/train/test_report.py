@@ -49,6 +49,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Path:
         trained(
             2, folder / f"stage-{stage}", zero={"stage": stage}, data={"data": __file__}, model={"hidden": 64},
             steps={"steps": 4, "micro_batch": 1}, checkpoints={"save_every": 0},
+            plan=True,
         )  # fmt: skip
     write_comparison(folder)
     return folder

@@ -65,7 +65,7 @@ def place(tmp_path_factory) -> Path:
     return place
 
 
-def settings_of(place: Path, kind: str, out: Path, **groups: dict[str, Any]) -> Settings:
+def settings_of(place: Path, kind: str, out: Path, **groups: Any) -> Settings:
     """What `onefold train --weights` makes of its flags."""
     usual = with_values(Settings(), fine_tuned(place / kind), "--weights")
     given: dict[str, Any] = {
@@ -86,7 +86,7 @@ def run(place: Path, kind: str, name: str, **groups: dict[str, Any]) -> Path:
     """The folder of a run that began with these weights; a run of that name is made once."""
     out = place / "runs" / name
     if not out.exists():
-        settings = settings_of(place, kind, out, **groups)
+        settings = settings_of(place, kind, out, plan=name == "llama", **groups)
         settings.check(RANKS)
         run_ranks(RANKS, one_rank, settings)
     return out

@@ -49,6 +49,8 @@ def forks() -> bool:
         return False
     obstacle = _obstacle()
     if not obstacle:
+        import torch._dynamo  # noqa: F401  once, here: making a model imports it, 2 s of CPU time in every rank
+
         obstacle = _obstacle()  # again: what was imported may have started threads
     if obstacle and wanted == "fork":
         raise ConfigError(f"{START}=fork, but {obstacle}; leave {START} unset")

@@ -64,9 +64,6 @@ class TrainCommand(Settings):
     config: Path | None = None
     """A TOML file of settings, such as the config.toml of a run; flags override it."""
 
-    plan: bool = True
-    """Ask the plan first, and refuse a run that cannot fit into memory; --no-plan starts it all the same."""
-
     json: bool = False
     """Print nothing while the run trains, and its last row of metrics as JSON at the end."""
 

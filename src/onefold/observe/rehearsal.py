@@ -1,4 +1,4 @@
-"""A rehearsal: the runtime itself takes two steps of a model on tensors without memory and with simulated peers.
+"""A rehearsal: the runtime itself takes two or three steps of a model on tensors without memory, with simulated peers.
 
 torch's FakeTensorMode gives tensors with shapes, dtypes and storages but no memory, so a rehearsal measures what a rank
 of N would measure: when units are unsharded, what autograd keeps, which buffers are reused, what is sent. Only the
@@ -166,16 +166,15 @@ def _some_steps(
     supported = cost.one_pass and (not engine.comm.on_host or available())
     one_pass = supported and (cost.small or engine.resolved.precision.narrow)
     step = partial(_step, engine, inputs, passes, one_pass, update)
-    step()  # the first step learns the order of units and allocates buffers
-    flops = 0
-    if count_flops:
-        with FlopCounterMode(display=False) as counter:
-            step()
-        flops = counter.get_total_flops()
-    elif engine.pool.keeps:  # buffers that are kept grow in the second step too, where units differ in size
-        step()
-    with track_memory(model) as tracker:
-        gradients = step()
+    with FlopCounterMode(display=False) if count_flops else nullcontext() as counter:
+        step()  # the first step learns the order of units and allocates buffers
+    flops = counter.get_total_flops() if counter is not None else 0
+    for _ in range(2):
+        kept = _kept_bytes(engine)
+        with track_memory(model) as tracker:
+            gradients = step()
+        if kept == _kept_bytes(engine):
+            break  # else buffers grew in the second step too, where units differ in size: the third is the first whole
     now = memory(model)
     owned = [unit.master.owned.numel for unit in engine.units if not unit.updated_on_host]
     moments = sum(cost.vectors(numel) + (cost.per_tensor if numel else 0) for numel in owned)
@@ -204,6 +203,11 @@ def _some_steps(
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
         now.checkpoints_host.measured, host, disk,
     )  # fmt: skip
+
+
+def _kept_bytes(engine: Engine) -> list[int]:
+    """The sizes of the buffers that stay from step to step; none on CUDA, where torch's allocator keeps them."""
+    return sorted(buffer.nbytes for buffer in engine.pool.buffers()) if engine.pool.keeps else []
 
 
 def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:

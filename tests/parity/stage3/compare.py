@@ -66,7 +66,11 @@ def train(case: Case, stage: int, **fields: Any) -> Trained:
 
 def differences(case: Case, stage: int = 3, only: Mapping[str, Any] | None = None, **fields: Any) -> list[str]:
     """On a rank: what a stage did not do as stage 0 did; the fields `only` are that stage's."""
-    whole, spread = train(case, 0, **fields), train(case, stage, **fields, **(only or {}))
+    return between(train(case, 0, **fields), train(case, stage, **fields, **(only or {})))
+
+
+def between(whole: Trained, spread: Trained) -> list[str]:
+    """On a rank: what the second run did not do as the first, which is one of stage 0."""
     found = []
     for what in ("losses", "norms"):
         pairs = zip(getattr(whole, what), getattr(spread, what), strict=True)

@@ -65,13 +65,14 @@ def facts_of(
             **digests,
         },
     }
-    if all(earlier.get(key) == facts[key] for key in facts if key != "environment") and "plan" in earlier:
+    same = all(earlier.get(key) == facts[key] for key in facts if key != "environment")
+    if same and "baseline" in earlier and ("plan" in earlier or not settings.plan):
         return {**earlier, **facts}
     known = "baseline" in earlier and all(earlier.get(key) == facts[key] for key in ("model", "data", "eval_windows"))
     evaluated = data.windows.evaluated(settings.steps.eval_windows)
     return {
         **facts,
-        "plan": planned(engine, settings, made, accumulation),
+        **({"plan": planned(engine, settings, made, accumulation)} if settings.plan else {}),
         "baseline": earlier["baseline"] if known else {"bigram_val_loss": bigram_loss(data, evaluated)},
     }
 

@@ -42,6 +42,10 @@ class Settings:
     compare: str | None = None
     """Run several stages one after another, such as 0,1,2,3, and compare them in one report."""
 
+    plan: bool = True
+    """Ask the plan first: refuse a run that cannot fit into memory, and keep what a rank is to hold and send, for the
+    report. --no-plan does neither."""
+
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     steps: StepSettings = field(default_factory=StepSettings)
