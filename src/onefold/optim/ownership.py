@@ -103,6 +103,8 @@ class Ownership:
                 new[one.name] = WholeTensor(one.shape, tuple(span.numel for span in one.held), one.work, choices)
             self._held[one.name] = held
         self._owners.assign(new)
+        if new:
+            self.comm.connect_swaps()
 
     def _exchange(self, split: Sequence[ToOwn]) -> list[_Row]:
         """What every rank holds of tensors that are split. Collective over "tp" and "shard" if there is a "tp"."""
