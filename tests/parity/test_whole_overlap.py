@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
@@ -102,3 +103,47 @@ def after_an_error() -> list[str]:
 
 def test_after_a_failed_update_no_round_is_left() -> None:
     assert run_ranks(2, after_an_error) == [[], []]
+
+
+class Raises(torch.autograd.Function):
+    """A backward that fails where it comes to this."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ZeroDivisionError("this backward fails")
+
+
+def interrupted(stage: int) -> list[Tensor]:
+    """On a rank: losses of evaluations between backward and step(), and parameters; one backward fails half-way."""
+    torch.manual_seed(0)
+    model = onefold.shard(CASE.build(), stage=stage, bucket_bytes=24 << 10)
+    optimizer, found = onefold.Muon(model, ns_dtype="fp32", step_in_backward=True), []
+    for step in range(3):
+        batch = batch_for(step, 0, dist.get_rank())
+        if step == 1:
+            hook = model.layers[0].register_forward_pre_hook(lambda _, args: (Raises.apply(args[0]), *args[1:]))
+            with pytest.raises(ZeroDivisionError):
+                CASE.loss(model, batch, step).backward()
+            hook.remove()
+        else:
+            CASE.loss(model, batch, step).backward()
+        with torch.no_grad():  # reads what backward has updated
+            found.append(CASE.loss(model, batch_for(9, 0, dist.get_rank()), 9))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *onefold.full_state_dict(model).values()]
+
+
+def compared() -> list[int]:
+    """On a rank: what differs between stages."""
+    onefold.init()
+    whole, sharded = interrupted(0), interrupted(3)
+    return [i for i, (a, b) in enumerate(zip(whole, sharded, strict=True)) if not same_bits(a, b)]
+
+
+def test_an_evaluation_and_a_failed_backward_find_every_update_ended() -> None:
+    assert run_ranks(2, compared) == [[], []]
