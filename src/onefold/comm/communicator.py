@@ -63,6 +63,11 @@ class Comm(Endpoint):
             rows = self.all_gather_bytes(mine.to_bytes(4, "big"), Label("agree", "how sums are computed"))
             self._wire.connect(mine if len(set(rows)) == 1 else 1)
 
+    def connect_swaps(self) -> None:
+        """Makes the connections that `swap` will need. Collective."""
+        if self.size > 1:
+            self._wire.connect_swaps()
+
     def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Elements of scratch that `reduce_scatter` of this dtype needs beside its buffer."""
         return self._wire.scratch_numel(shard_numel, dtype) if self.size > 1 else 0
@@ -134,7 +139,8 @@ class Comm(Endpoint):
 
     def swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
         """Starts to send vectors to some ranks and to receive vectors from some, of any sizes and dtypes. Every rank
-        calls it, also with nothing to send; what one rank sends another receives."""
+        calls it, also with nothing to send; what one rank sends another receives. Swaps have an order of their own,
+        the same on all ranks."""
         self.meter.count(label.purpose, "all-to-all", sum(tensor.nbytes for tensor in sends.values()))
         if self.size == 1:
             return Pending(self, label, ())

@@ -2,8 +2,9 @@
 
 NCCL runs the messages of one communicator in the order in which they were issued, which must be the same on all ranks.
 Where ranks skip different blocks, all-gathers have one common order and reduce-scatters another, but there is none of
-both together. So each kind has its own link: two kinds on one communicator deadlock. Links of the same ranks are shared
-by all models, and connected before the first step, because connecting waits for peers on the host.
+both together. Swaps in backward follow the ends of reductions, and how many others have started by then differs, too.
+So each kind has its own link: two kinds on one communicator deadlock. Links of the same ranks are shared by all models,
+and connected before the first step, because connecting waits for peers on the host.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from onefold.comm.streams import FIRST, SideStream
 from onefold.comm.watcher import end_process
 from onefold.comm.watching import current_watcher, ensure_watcher
 
-GATHER, REDUCE, BOTH, SEQUENCE = "gather", "reduce", "replica", "sequence"
+GATHER, REDUCE, SWAP, BOTH, SEQUENCE = "gather", "reduce", "swap", "replica", "sequence"
 ABORTED_WITHIN_S = 1.0
 PATIENCE = 10  # times a time limit: NCCL's own watchdog ends the process, ours names the culprit before
 

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from onefold.comm.endpoint import Endpoint, Pending, Reduction
 from onefold.comm.last_words import first_words
-from onefold.comm.links import GATHER, REDUCE, Link, link_of
+from onefold.comm.links import GATHER, REDUCE, SWAP, Link, link_of
 from onefold.comm.mesh import Axis
 from onefold.comm.meter import Label
 from onefold.comm.nodes import node_axes
@@ -60,6 +60,9 @@ class Wire(Protocol):
     def connect(self, per_node: int) -> None:
         """Makes the connections that messages will need, and decides how to sum where each node has so many of the
         ranks. Collective."""
+
+    def connect_swaps(self) -> None:
+        """Makes the connections that `swap` will need. Collective."""
 
     def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
         """Elements of scratch that `reduce_scatter` of this dtype needs."""
@@ -109,6 +112,9 @@ class PairwiseWire:
         self._endpoint, self.strategy = endpoint, pairwise(endpoint.size)
 
     def connect(self, per_node: int) -> None:
+        pass
+
+    def connect_swaps(self) -> None:
         pass
 
     def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:
@@ -166,7 +172,7 @@ class PairwiseWire:
 
 
 class NcclWire:
-    """CUDA tensors over NCCL. All ranks issue all-gathers in one order, and reduce-scatters in another.
+    """CUDA tensors over NCCL. All ranks issue all-gathers in one order, reduce-scatters in another, swaps in a third.
 
     Messages run on the streams of their links (links.py), after what the current stream holds when they are issued, and
     the host never waits for them. How gradients are summed is decided by strategy.py.
@@ -177,7 +183,7 @@ class NcclWire:
 
     def __init__(self, endpoint: Endpoint, device: torch.device, timeout_s: float, *, one_link: str | None) -> None:
         self._endpoint, self._device, self._timeout_s = endpoint, device, timeout_s
-        self._gather, self._reduce = (one_link, one_link) if one_link else (GATHER, REDUCE)
+        self._gather, self._reduce, self._swap = (one_link,) * 3 if one_link else (GATHER, REDUCE, SWAP)
         self._links: dict[tuple[Axis | None, str], Link] = {}  # None: of this endpoint's own axis
         self.strategy = over_nccl(endpoint.size, 1)
         self._near = self._far = endpoint.axis
@@ -190,6 +196,9 @@ class NcclWire:
             self._near, self._far = node_axes(self._endpoint.axis, per_node)
             for axis in (self._near, self._far):
                 self._link(self._reduce, axis)
+
+    def connect_swaps(self) -> None:
+        self._link(self._swap)
 
     def _link(self, kind: str, axis: Axis | None = None) -> Link:
         check_watcher()
@@ -234,7 +243,7 @@ class NcclWire:
             return Reduction(link.pending(self._endpoint, label), parts)
 
     def swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
-        link, ranks = self._link(self._reduce), range(self._endpoint.size)
+        link, ranks = self._link(self._swap), range(self._endpoint.size)
         with link.stream.after_current(), link.explained(label):
             nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
             received = [receives.get(rank, nothing) for rank in ranks]
@@ -273,6 +282,9 @@ class StagedWire:
         self.strategy = self._host.strategy
 
     def connect(self, per_node: int) -> None:
+        pass
+
+    def connect_swaps(self) -> None:
         pass
 
     def scratch_numel(self, shard_numel: int, dtype: torch.dtype) -> int:

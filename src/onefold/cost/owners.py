@@ -45,6 +45,7 @@ class Turn(NamedTuple):
 
     name: str
     owner: int
+    numel: int
 
 
 class Owners:
@@ -60,6 +61,7 @@ class Owners:
         self._work = [0] * ranks
         self._owners: dict[str, tuple[int, ...]] = {}
         self._cost: dict[str, int] = {}
+        self._numel: dict[str, int] = {}
 
     def assign(self, tensors: Mapping[str, WholeTensor]) -> None:
         """Chooses owners of tensors that have none."""
@@ -71,7 +73,7 @@ class Owners:
             ranks, _ = min(rows, key=lambda row: (max(self._work[rank] for rank in row[0]), -row[1]))
             for rank in ranks:
                 self._work[rank] += tensor.cost
-            self._owners[name], self._cost[name] = ranks, tensor.cost
+            self._owners[name], self._cost[name], self._numel[name] = ranks, tensor.cost, prod(tensor.shape)
 
     def of(self, name: str, row: int = 0) -> int:
         """The owner of a tensor; of one that has several, that at this place along "tp"."""
@@ -85,5 +87,5 @@ class Owners:
         wanted = set(names)
         for name in sorted((name for name in self._owners if name in wanted), key=lambda name: -self._cost[name]):
             for rank in self._owners[name]:
-                by_rank[rank].append(Turn(name, rank))
+                by_rank[rank].append(Turn(name, rank, self._numel[name]))
         return [[turn for turn in row if turn is not None] for row in zip_longest(*by_rank)]

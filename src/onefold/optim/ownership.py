@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from onefold.comm.meter import Label
 from onefold.cost.layout import Span
-from onefold.cost.owners import Owners, Turn, WholeTensor
+from onefold.cost.owners import Owners, WholeTensor
 from onefold.errors import OptimizerError
 from onefold.model.dtensor_shards import TensorShard
 from onefold.model.element_order import Order, order_of
@@ -38,6 +38,13 @@ class ToOwn(NamedTuple):
     held: tuple[Span, ...]  # elements that each rank of "shard" holds, of those with this rank's "tp" coordinate
     split: bool  # over "tp"
     unit: str
+
+
+class PlannedRound(NamedTuple):
+    """Tensors that are updated at once, at most one on each rank."""
+
+    names: list[str]  # of those that this rank takes part in
+    numel: int  # of the largest, on whatever rank
 
 
 class _Row(NamedTuple):
@@ -103,6 +110,8 @@ class Ownership:
                 new[one.name] = WholeTensor(one.shape, tuple(span.numel for span in one.held), one.work, choices)
             self._held[one.name] = held
         self._owners.assign(new)
+        if new:
+            self.comm.connect_swaps()
 
     def _exchange(self, split: Sequence[ToOwn]) -> list[_Row]:
         """What every rank holds of tensors that are split. Collective over "tp" and "shard" if there is a "tp"."""
@@ -135,7 +144,10 @@ class Ownership:
         """The elements of a tensor that each rank of `comm` holds, as far as they are sent to this rank's owner."""
         return self._held[name]
 
-    def rounds(self, names: Sequence[str]) -> list[list[Turn]]:
-        """These tensors in rounds, in each of which every rank updates at most one: those in which this rank takes
-        part. All ranks of `comm` have equally many rounds."""
-        return [[turn for turn in turns if turn.owner == self.of(turn.name)] for turns in self._owners.rounds(names)]
+    def rounds(self, names: Sequence[str]) -> list[PlannedRound]:
+        """These tensors in rounds, in each of which every rank updates at most one. All ranks of `comm` have equally
+        many rounds, of the same sizes."""
+        return [
+            PlannedRound([turn.name for turn in turns if turn.owner == self.of(turn.name)], max(t.numel for t in turns))
+            for turns in self._owners.rounds(names)
+        ]

@@ -21,6 +21,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.phases import Phase
 from onefold.runtime.update_policy import NoUpdates, StepInputs
 from onefold.settings.placement import Scope
+from onefold.state.unit import Unit
 
 
 class UpdateInBackward(NoUpdates):
@@ -81,19 +82,14 @@ class UpdateInBackward(NoUpdates):
         unit.flat_params.wait_for_update()  # of a step before it, without a forward between them
         unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
         engine.used.will_update(index, heard[: len(unit.params)])
+        if not on_host:
+            self._update_unit(index)
+            return True
+        assert self.host is not None
         with unit.update():
-            if on_host:
-                assert self.host is not None
-                self.host.start_in_backward(index, self._groups)
-            else:
-                with span("update", "inside", unit.name):
-                    self._update_unit(index)
-        if on_host and not unit.placement.hidden_between_passes:
+            self.host.start_in_backward(index, self._groups)
+        if not unit.placement.hidden_between_passes:
             self._awaited.append(index)
-        elif unit.gathers_updated and not on_host:
-            self._gathers += unit.gather_updated()
-        if not on_host:  # else the host update has it
-            unit.gradients.consume()
         return True
 
     def _on_host(self, index: int) -> bool:
@@ -101,18 +97,31 @@ class UpdateInBackward(NoUpdates):
         return self._engine.units[index].updated_on_host
 
     def _update_unit(self, index: int) -> None:
-        """Updates a unit on the device."""
-        to_update = self._by_unit[index].to_update(self._engine.used.to_update_of(index))
-        self._by_unit[index].update(self._groups, to_update, 1.0)
+        """Updates a unit on the device, and ends its update."""
+        unit = self._engine.units[index]
+        with unit.update(), span("update", "inside", unit.name):
+            to_update = self._by_unit[index].to_update(self._engine.used.to_update_of(index))
+            self._by_unit[index].update(self._groups, to_update, 1.0)
+        self._end_unit(unit)
+
+    def _end_unit(self, unit: Unit) -> None:
+        """A unit has been updated on the device: its parameters travel, and its gradient is freed."""
+        if unit.gathers_updated:
+            self._gathers += unit.gather_updated()
+        unit.gradients.consume()
 
     def finish(self) -> None:
         self._engine.schedule.drain()
+        self._finish_updates()
         for index in self._awaited:
             assert self.host is not None
             self._gathers += self.host.finish(index)
         self._awaited.clear()
         while self._gathers:
             self._gathers.pop().wait()
+
+    def _finish_updates(self) -> None:
+        """Ends updates on the device that `_update_unit` has begun."""
 
     def wait(self) -> None:
         if self.host is not None:

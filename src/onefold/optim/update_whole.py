@@ -2,10 +2,9 @@
 backward.
 
 Where optimizer state is replicated and a tensor is not split over "tp", every rank has all that the update needs, and
-nothing is sent. Else, in rounds in which each rank updates at most one tensor: 1 ranks send their pieces of gradients,
-and of masters, to the owners  2 owners update  3 owners send the updated pieces of the master back, and each rank
-rounds its own into its parameters. So bits do not depend on who holds what. Replicated fp32 parameters that are not
-split are their own masters, and the owner has them already.
+nothing is sent. Else tensors are updated in rounds (whole_rounds.py), whose messages overlap: at step() with the update
+of other tensors and of shards, in backward with the backward of the units that follow. Bits do not depend on who holds
+what.
 
 Pieces arrive in the order of parts (model/element_order.py). If that is not the memory order of the full tensor, as for
 a matrix that is split by columns, gradient and master are copied into it for the update.
@@ -16,162 +15,94 @@ matrices are too slow there. Pieces come from the host and go back to it, and an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from onefold.comm.buffers import Pool
 from onefold.comm.endpoint import Pending
-from onefold.comm.meter import Label
 from onefold.comm.spans import span
-from onefold.cost.layout import Span
 from onefold.optim.host_update import HostGradients
 from onefold.optim.ownership import Ownership
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
-from onefold.optim.whole_unit_optimizer import GRADIENT, MASTER, UPDATED, WholeUnitOptimizer
+from onefold.optim.whole_rounds import Piece, Round, Rounds, RoundToSend, TensorToUpdate
+from onefold.optim.whole_unit_optimizer import WholeUnitOptimizer
 from onefold.runtime.engine import Engine
 from onefold.runtime.update_policy import StepInputs
 from onefold.state.unit import Unit
 
 
-class TensorToUpdate(NamedTuple):
-    """A tensor that is to be updated."""
-
-    optimizer: WholeUnitOptimizer  # of its unit
-    slot: int
-    owner: int
-
-    @property
-    def unit(self) -> Unit:
-        return self.optimizer.unit
-
-    @property
-    def numel(self) -> int:
-        return self.optimizer.order(self.slot).numel
-
-    @property
-    def sends_master(self) -> bool:
-        return self.optimizer.sends_master(self.slot)
-
-
-class Piece:
-    """This rank's elements of a tensor, while it is updated."""
-
-    def __init__(self, of: TensorToUpdate, part: Span, device: torch.device) -> None:
-        self.of, self.part = of, part
-        if of.unit.may_be_edited:
-            of.unit.master.take_changed(part)
-        self._kept = of.unit.master.begin_update(part)
-        [(_, gradient)] = of.unit.gradients.pieces(part)
-        self.gradient = gradient.to(device, non_blocking=True)
-        self.master = self._kept.to(device, non_blocking=True)
-
-    def end(self) -> None:
-        """The master is updated."""
-        if self.master is not self._kept:
-            self._kept.copy_(self.master)
-        self.of.unit.master.end_update(self.part, self._kept)
-
-
-class Gathered:
-    """All of a tensor, on its owner: vectors into which the pieces of other ranks are received."""
-
-    def __init__(self, of: TensorToUpdate, mine: Piece | None, held: Sequence[Span], rank: int, pool: Pool) -> None:
-        """`held` has the elements that each rank holds."""
-        self.of, self._mine, self._pool = of, mine, pool
-        unit, self._here = of.unit, held[rank]
-        self._theirs = {other: span for other, span in enumerate(held) if other != rank and span.numel}
-        self.gradient = self._pool.take(of.numel, unit.gradients.dtype)
-        self._own, place = of.sends_master, unit.layout.slots[of.slot].span
-        self.master = self._pool.take(of.numel, unit.master.dtype) if self._own else unit.flat_params.part(place)
-        if mine is not None:
-            _at(self._here, self.gradient).copy_(mine.gradient)
-            if self._own:
-                _at(self._here, self.master).copy_(mine.master)
-
-    def of_peers(self, vector: Tensor) -> dict[int, Tensor]:
-        """The pieces of a vector that other ranks hold."""
-        return {rank: _at(span, vector) for rank, span in self._theirs.items()}
-
-    def finish(self) -> None:
-        """Keeps this rank's own piece of the master, and frees the vectors. Nothing is in flight."""
-        self._pool.give(self.gradient)
-        if self._own:
-            if self._mine is not None:
-                self._mine.master.copy_(_at(self._here, self.master))
-            self._pool.give(self.master)
-
-
-def _at(span: Span, vector: Tensor) -> Tensor:
-    return vector[span.start : span.stop]
-
-
 class WholeUpdates:
-    """Updates of units whose gradients are reduced, and whose states are in memory."""
+    """Updates of units whose gradients are reduced, and whose states are in memory. `on_end` is called for a unit when
+    the last of its tensors that were added to the rounds has been updated on all ranks."""
 
-    def __init__(self, engine: Engine, ownership: Ownership) -> None:
+    def __init__(self, engine: Engine, ownership: Ownership, on_end: Callable[[Unit], None]) -> None:
         self._comm, self._pool, self._device, self._ownership = ownership.comm, engine.pool, engine.device, ownership
+        compute = max(unit.dtypes.compute.itemsize for unit in engine.units)
+        split = any(unit.dtypes.master == "split" for unit in engine.units)
+        self._element_bytes = compute + max(compute, 4) + 4 * split  # of a gradient, a master, and pieces of masters
+        self._left: Counter[int] = Counter()  # tensors of each unit in rounds that have not ended, by the unit's id
+        self._on_end = on_end
+        self.rounds = Rounds(self._send, self._run, self._tensor_ended, engine.resolved.settings.bucket_bytes)
 
-    def begin(self, optimizer: WholeUnitOptimizer, flags: bytes, inputs: StepInputs) -> list[TensorToUpdate]:
-        """Updates what this rank can update alone of the flagged parameters of a unit; the tensors that are left."""
-        left = []
+    def shared(self, optimizer: WholeUnitOptimizer, flags: bytes) -> list[TensorToUpdate]:
+        """The flagged tensors of a unit of which several ranks hold pieces."""
+        slots = [slot for slot in _whole_slots(optimizer, flags) if optimizer.is_shared(slot)]
+        return [TensorToUpdate(optimizer, slot, self._ownership.of(optimizer.name(slot))) for slot in slots]
+
+    def add(self, tensors: Sequence[TensorToUpdate], where: str, inputs: StepInputs) -> int:
+        """Starts to update tensors of which several ranks hold pieces; the number of rounds. Collective."""
+        by_name = {one.optimizer.name(one.slot): one for one in tensors}
+        self._left.update(id(one.unit) for one in tensors)
+        planned = [
+            RoundToSend([by_name[name] for name in names], f"{where}round {i}", numel * self._element_bytes, inputs)
+            for i, (names, numel) in enumerate(self._ownership.rounds(list(by_name)))
+        ]
+        self.rounds.add(planned)
+        return len(planned)
+
+    def update_alone(self, optimizer: WholeUnitOptimizer, flags: bytes, inputs: StepInputs) -> None:
+        """Updates what this rank can update alone of the flagged parameters of a unit."""
         if optimizer.rest is not None:
             self._update_rest(optimizer.rest, flags, inputs)
-        for slot in (slot for slot, flag in enumerate(flags) if flag and optimizer.is_whole(slot)):
-            if optimizer.is_shared(slot):
-                left.append(TensorToUpdate(optimizer, slot, self._ownership.of(optimizer.name(slot))))
-            else:
-                self._update_here(TensorToUpdate(optimizer, slot, self._comm.rank), inputs)
-        return left
+        for slot in (slot for slot in _whole_slots(optimizer, flags) if not optimizer.is_shared(slot)):
+            one = TensorToUpdate(optimizer, slot, self._comm.rank)
+            piece = Piece(one, optimizer.held(slot), self._device)
+            self._run(one, piece.master, piece.gradient, inputs)
+            piece.end()
 
-    def finish(self, left: Sequence[TensorToUpdate], where: str, inputs: StepInputs) -> None:
-        """Updates tensors of which several ranks hold pieces. Collective."""
-        tensors = {one.optimizer.name(one.slot): one for one in left}
-        for number, turns in enumerate(self._ownership.rounds(list(tensors))):
-            self._update_round([tensors[turn.name] for turn in turns], f"{where}round {number}", inputs)
+    def update_now(self, optimizer: WholeUnitOptimizer, flags: bytes, inputs: StepInputs) -> None:
+        """Updates the flagged parameters of a unit. Collective."""
+        self.add(self.shared(optimizer, flags), f"{optimizer.unit.name}, ", inputs)
+        self.update_alone(optimizer, flags, inputs)
+        self.rounds.drain()
+
+    @contextmanager
+    def forgotten_after_error(self) -> Iterator[None]:
+        """Inside, rounds go on; after an error none is left for the next step."""
+        try:
+            yield
+        except BaseException:
+            self.rounds.forget()
+            self._left.clear()
+            raise
+
+    def _send(self, planned: RoundToSend) -> Round:
+        return Round(planned, self._ownership, self._pool, self._device)
+
+    def _tensor_ended(self, one: TensorToUpdate) -> None:
+        self._left[id(one.unit)] -= 1
+        if not self._left[id(one.unit)]:
+            self._on_end(one.unit)
 
     def _update_rest(self, rest: UnitOptimizer, flags: bytes, inputs: StepInputs) -> None:
         """Updates parameters of a unit that another class updates on shards."""
         factor = inputs.factor(narrow=rest.unit.dtypes.narrow)
         rest.update(inputs.groups, rest.to_update(flags), factor, inputs.bad)
-
-    def _update_here(self, one: TensorToUpdate, inputs: StepInputs) -> None:
-        """Updates a tensor of which this rank has all elements."""
-        piece = Piece(one, one.optimizer.held(one.slot), self._device)
-        self._run(one, piece.master, piece.gradient, inputs)
-        piece.end()
-
-    def _update_round(self, tensors: Sequence[TensorToUpdate], label: str, inputs: StepInputs) -> None:
-        """Updates tensors of which several ranks hold pieces, each on its owner. Collective."""
-        comm, mine = self._comm, None
-        parts = {one: one.optimizer.held(one.slot) for one in tensors}
-        held = {one: Piece(one, part, self._device) for one, part in parts.items() if part.numel}
-        for one in (one for one in tensors if one.owner == comm.rank):  # there is one at most
-            spans = self._ownership.held(one.optimizer.name(one.slot))
-            mine = Gathered(one, held.get(one), spans, comm.rank, self._pool)
-        away = [piece for one, piece in held.items() if one.owner != comm.rank]
-        # 1
-        sent = {piece.of.owner: piece.gradient for piece in away}
-        gradients = comm.swap(sent, mine.of_peers(mine.gradient) if mine else {}, Label(GRADIENT, label))
-        sent = {piece.of.owner: piece.master for piece in away if piece.of.sends_master}
-        wanted = mine.of_peers(mine.master) if mine and mine.of.sends_master else {}
-        comm.swap(sent, wanted, Label(MASTER, label)).wait()
-        gradients.wait()
-        # 2
-        if mine:
-            self._run(mine.of, mine.master, mine.gradient, inputs)
-        # 3
-        updated = {piece.of.owner: piece.master for piece in away}
-        comm.swap(mine.of_peers(mine.master) if mine else {}, updated, Label(UPDATED, label)).wait()
-        if mine:
-            mine.finish()
-        for piece in held.values():
-            piece.end()
 
     def _run(self, one: TensorToUpdate, master: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
         """Runs the wrapped class on a tensor; `gradient` is as it was reduced. Both are in the order of parts."""
@@ -196,8 +127,12 @@ class WholeUpdates:
             pool.give(buffer)
 
 
+def _whole_slots(optimizer: WholeUnitOptimizer, flags: bytes) -> list[int]:
+    return [slot for slot, flag in enumerate(flags) if flag and optimizer.is_whole(slot)]
+
+
 class UpdateWhole(UpdateAtStep):
-    """At step(): first what every rank can update alone, then tensors of all units in common rounds."""
+    """At step(): tensors of all units in common rounds, and beside them what every rank can update alone."""
 
     def __init__(
         self,
@@ -207,29 +142,54 @@ class UpdateWhole(UpdateAtStep):
         updates: type[WholeUpdates] = WholeUpdates,
     ) -> None:
         super().__init__(engine, by_unit)
-        self._whole, self._updates = by_unit, updates(engine, ownership)
+        self._whole, self._updates = by_unit, updates(engine, ownership, self._end_unit)
+        self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
+        self._gathers: list[Pending] = []
         self._host = HostGradients(engine) if any(unit.updated_on_host for unit in engine.units) else None
 
     def reduced(self, index: int, *, final: bool) -> bool:
         return self._host.on_reduced(index, final=final) if self._host is not None else False
 
     def _update(self, inputs: StepInputs) -> list[Pending]:
-        engine, left = self._engine, list[TensorToUpdate]()
-        offloaded = [index for index in engine.schedule.order if engine.wait_reduced(index).updated_on_host]
-        if offloaded:
-            inputs = self._update_offloaded(offloaded, inputs)
-        with ExitStack() as updates:
-            for index in (index for index in engine.schedule.order if index not in offloaded):
-                unit, optimizer = engine.units[index], self._whole[index]
-                if not optimizer.slots:
-                    continue
-                unit.flat_params.wait_for_update()  # of a step before, without a forward between them
-                flags = optimizer.to_update(engine.used.to_update_of(index))
-                updates.enter_context(unit.update(flags))
-                left += self._updates.begin(optimizer, flags, inputs)
-            self._updates.finish(left, "", inputs)
-        units = [one.unit for one in self._whole if one.slots and one.unit.gathers_updated]
-        return [pending for unit in units for pending in unit.gather_updated()]
+        engine, self._gathers = self._engine, []
+        here: list[int] = []
+        offloaded: list[int] = []
+        for index in engine.schedule.order:
+            on_host = engine.wait_reduced(index).updated_on_host
+            if self._whole[index].slots:
+                (offloaded if on_host else here).append(index)
+        with self._updates.forgotten_after_error():
+            if offloaded:
+                inputs = self._update_offloaded(offloaded, inputs)
+            for unit in (engine.units[index] for index in offloaded):
+                self._gathers += unit.gather_updated() if unit.gathers_updated else []
+            self._update_here(here, inputs)
+        return self._gathers
+
+    def _update_here(self, indices: Sequence[int], inputs: StepInputs) -> None:
+        """Updates units whose state is on the device."""
+        engine, updates, flags = self._engine, self._updates, dict[int, bytes]()
+        for index in indices:
+            unit, optimizer = engine.units[index], self._whole[index]
+            unit.flat_params.wait_for_update()  # of a step before, without a forward between them
+            flags[index] = optimizer.to_update(engine.used.to_update_of(index))
+            self._open[id(unit)] = ExitStack()
+            self._open[id(unit)].enter_context(unit.update(flags[index]))
+        shared = {index: updates.shared(self._whole[index], flags[index]) for index in indices}
+        updates.add([one for tensors in shared.values() for one in tensors], "", inputs)
+        for index in indices:  # meanwhile the first rounds travel
+            updates.update_alone(self._whole[index], flags[index], inputs)
+            if not shared[index]:
+                self._end_unit(engine.units[index])
+        updates.rounds.drain()
+
+    def _end_unit(self, unit: Unit) -> None:
+        """A unit is updated: if its parameters are replicated, they travel while others are updated."""
+        if unit.updated_on_host:
+            return
+        self._open.pop(id(unit)).close()
+        if unit.gathers_updated:
+            self._gathers += unit.gather_updated()
 
     def _update_offloaded(self, indices: Sequence[int], inputs: StepInputs) -> StepInputs:
         """Updates units whose state the host keeps, one after the other: in memory is the state of one. The inputs,
@@ -238,35 +198,56 @@ class UpdateWhole(UpdateAtStep):
         assert host is not None
         engine.tiers.load_for_reading(None)
         inputs = inputs._replace(clip=float(inputs.clip))
-        mine = [index for index in indices if self._whole[index].slots]
-        for index in mine:
+        for index in indices:
             engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
-        for index in mine:
+        for index in indices:
             unit, optimizer = engine.units[index], self._whole[index]
             host.offload(index)
             flags = optimizer.to_update(engine.used.to_update_of(index))
             with unit.state_in_memory(write=True), unit.update(flags):
-                self._updates.finish(self._updates.begin(optimizer, flags, inputs), f"{unit.name}, ", inputs)
+                self._updates.update_now(optimizer, flags, inputs)
         return inputs
 
 
 class UpdateWholeInBackward(UpdateInBackward):
-    """In backward: the tensors of a unit are brought together as soon as its gradient is reduced; if the host or a file
-    keeps its state, that comes for the update."""
+    """In backward: the tensors of a unit are sent to their owners as soon as its gradient is reduced, and updated when
+    the next unit is reduced, or at the end: meanwhile they travel. Units whose state the host or a file keeps are
+    updated at once, since in memory is the state of one."""
 
     def __init__(
         self, engine: Engine, by_unit: Sequence[WholeUnitOptimizer], groups: list[dict[str, Any]], ownership: Ownership
     ) -> None:
         super().__init__(engine, by_unit, groups, None)
-        self._whole, self._updates = by_unit, WholeUpdates(engine, ownership)
+        self._whole, self._updates = by_unit, WholeUpdates(engine, ownership, self._unit_ended)
+        self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
 
     def _on_host(self, index: int) -> bool:
         return False
 
     def _update_unit(self, index: int) -> None:
-        optimizer, inputs = self._whole[index], StepInputs(self._groups, 1.0, 1.0, None)
+        optimizer, inputs, updates = self._whole[index], StepInputs(self._groups, 1.0, 1.0, None), self._updates
         unit, flags = optimizer.unit, optimizer.to_update(self._engine.used.to_update_of(index))
-        if unit.updated_on_host:
-            unit.flat_params.check_no_user_writes()
-        with unit.state_in_memory(write=True):
-            self._updates.finish(self._updates.begin(optimizer, flags, inputs), f"{unit.name}, ", inputs)
+        with updates.forgotten_after_error(), span("update", "inside", unit.name):
+            if unit.updated_on_host:
+                updates.rounds.drain()
+                unit.flat_params.check_no_user_writes()
+                with unit.update(), unit.state_in_memory(write=True):
+                    updates.update_now(optimizer, flags, inputs)
+                self._end_unit(unit)
+                return
+            self._open[id(unit)] = ExitStack()
+            self._open[id(unit)].enter_context(unit.update())
+            rounds = updates.add(updates.shared(optimizer, flags), f"{unit.name}, ", inputs)
+            updates.update_alone(optimizer, flags, inputs)
+            updates.rounds.update_all_but(rounds)
+            if not rounds:
+                self._unit_ended(unit)
+
+    def _unit_ended(self, unit: Unit) -> None:
+        if not unit.updated_on_host:
+            self._open.pop(id(unit)).close()
+            self._end_unit(unit)
+
+    def _finish_updates(self) -> None:
+        with self._updates.forgotten_after_error():
+            self._updates.rounds.drain()

@@ -1,0 +1,149 @@
+"""Messages of whole tensors overlap with updates and with backward, in one order on all ranks; an error ends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import onefold
+from onefold.comm.spans import SpanName, read
+from tests.harness import run_ranks
+from tests.models import MODELS
+from tests.parity.training import batch_for, same_bits
+from tests.parity.whole import LAMB
+
+CASE = MODELS["gpt"]
+
+
+def trace(**fields: Any) -> list[SpanName]:
+    """On a rank: Onefold's spans of one step with Muon, in the order in which they begin."""
+    torch.manual_seed(0)
+    in_backward = fields.pop("step_in_backward", False)
+    model = onefold.shard(CASE.build(), **fields)
+    optimizer = onefold.Muon(model, ns_dtype="fp32", step_in_backward=in_backward)
+    for step in range(2):
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            CASE.loss(model, batch_for(step, 0, dist.get_rank()), step).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    spans = sorted((event.time_range.start, read(event.name)) for event in found.events() if read(event.name))
+    return [name for _, name in spans if name]
+
+
+def traces() -> dict[str, list[SpanName]]:
+    onefold.init()
+    return {
+        "pipelined": trace(stage=3),
+        "one by one": trace(stage=3, bucket_bytes=1),
+        "gathered": trace(stage=2, bucket_bytes=64 << 10),
+        "in backward": trace(stage=3, bucket_bytes=24 << 10, step_in_backward=True),
+    }
+
+
+def at(spans: list[SpanName], verb: str, what: str, of: str = "") -> list[int]:
+    """Where spans of this kind are; of whole tensors' messages, those of rounds that end with `of`."""
+    return [i for i, one in enumerate(spans) if one.verb == verb and one.what == what and one.of.endswith(of)]
+
+
+def test_messages_travel_while_tensors_are_updated_and_while_backward_runs() -> None:
+    for found in run_ranks(2, traces):
+        spans = found["pipelined"]
+        updates = at(spans, "update", "step")
+        assert at(spans, "start", "whole-gradient", "round 1")[0] < updates[0]  # the next tensors are on their way
+        assert at(spans, "wait", "whole-updated", "round 0")[0] > updates[1]  # and those before, back
+
+        spans = found["one by one"]
+        assert at(spans, "start", "whole-gradient", "round 1")[0] > at(spans, "wait", "whole-updated", "round 0")[0]
+
+        spans = found["gathered"]  # parameters that AdamW alone updates, and units whose tensors are all updated
+        assert at(spans, "start", "gather-updated")[0] < at(spans, "start", "whole-updated")[0]
+
+        spans = found["in backward"]
+        first, *_ = at(spans, "start", "whole-gradient", "round 0")
+        update = next(i for i in at(spans, "update", "step") if i > first)
+        assert any(first < i < update for i in at(spans, "start", "reduce")), "backward went on in between"
+
+
+class Fails(LAMB):
+    """Raises in the update of a tensor while `broken`."""
+
+    broken = False
+
+    def direction(self, *args: Any) -> Any:
+        if Fails.broken:
+            raise ZeroDivisionError("this class fails")
+        return super().direction(*args)
+
+
+def after_an_error() -> list[str]:
+    """On a rank: what differs from a run without an error, after one that every rank had."""
+    onefold.init()
+    ended = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = onefold.shard(CASE.build(), stage=3)
+        optimizer = onefold.Optimizer(model, Fails)
+        for step in range(2):
+            CASE.loss(model, batch_for(step, 0, dist.get_rank()), step).backward()
+            if fails and step == 0:
+                Fails.broken = True
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step()
+                Fails.broken = False
+            optimizer.step()
+            optimizer.zero_grad()
+        ended.append(onefold.full_state_dict(model))
+    return [name for name, value in ended[0].items() if not same_bits(value, ended[1][name])]
+
+
+def test_after_a_failed_update_no_round_is_left() -> None:
+    assert run_ranks(2, after_an_error) == [[], []]
+
+
+class Raises(torch.autograd.Function):
+    """A backward that fails where it comes to this."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ZeroDivisionError("this backward fails")
+
+
+def interrupted(stage: int) -> list[Tensor]:
+    """On a rank: losses of evaluations between backward and step(), and parameters; one backward fails half-way."""
+    torch.manual_seed(0)
+    model = onefold.shard(CASE.build(), stage=stage, bucket_bytes=24 << 10)
+    optimizer, found = onefold.Muon(model, ns_dtype="fp32", step_in_backward=True), []
+    for step in range(3):
+        batch = batch_for(step, 0, dist.get_rank())
+        if step == 1:
+            hook = model.layers[0].register_forward_pre_hook(lambda _, args: (Raises.apply(args[0]), *args[1:]))
+            with pytest.raises(ZeroDivisionError):
+                CASE.loss(model, batch, step).backward()
+            hook.remove()
+        else:
+            CASE.loss(model, batch, step).backward()
+        with torch.no_grad():  # reads what backward has updated
+            found.append(CASE.loss(model, batch_for(9, 0, dist.get_rank()), 9))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *onefold.full_state_dict(model).values()]
+
+
+def compared() -> list[int]:
+    """On a rank: what differs between stages."""
+    onefold.init()
+    whole, sharded = interrupted(0), interrupted(3)
+    return [i for i, (a, b) in enumerate(zip(whole, sharded, strict=True)) if not same_bits(a, b)]
+
+
+def test_an_evaluation_and_a_failed_backward_find_every_update_ended() -> None:
+    assert run_ranks(2, compared) == [[], []]
