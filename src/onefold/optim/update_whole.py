@@ -224,6 +224,7 @@ class UpdateWhole(UpdateAtStep):
                 if not optimizer.slots:
                     continue
                 unit.flat_params.wait_for_update()  # of a step before, without a forward between them
+                unit.gradients.bring_back()
                 flags = optimizer.to_update(engine.used.to_update_of(index))
                 updates.enter_context(unit.update(flags))
                 left += self._updates.begin(optimizer, flags, inputs)
