@@ -158,7 +158,7 @@ def within_budget(seeds: list[int]) -> list[str]:
 @pytest.mark.trials_of("budgets")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_stays_within_any_budget_that_some_placement_fits(ranks: int, soak: Any) -> None:
-    first, count = 1000 * ranks, soak.number(3, 100)
+    first, count = 1000 * ranks, soak.number(4 - ranks, 100)
     for start in range(first, first + count, 5):
         seeds = list(range(start, min(start + 5, first + count)))
         assert run_ranks(ranks, within_budget, seeds) == [[]] * ranks
@@ -213,7 +213,7 @@ def accumulated(work: Work) -> tuple[list[str], list[Tier], list[str], bool]:
 
 @pytest.mark.parametrize(("ranks", "precision"), [(1, "bf16"), (2, "fp32")])
 def test_a_step_that_takes_more_moves_state_off_the_device_and_says_so(ranks: int, precision: str) -> None:
-    said, tiers, differs, within = run_ranks(ranks, accumulated, Work(precision=precision, depth=8, rows=4))[0]
+    said, tiers, differs, within = run_ranks(ranks, accumulated, Work(precision=precision, depth=5, rows=4))[0]
     assert not differs and within
     assert len(said) == 1 and "was moved from the device to host" in said[0], said
     assert Tier.DEVICE in tiers or "of 0 of" in said[0]

@@ -65,17 +65,22 @@ class Placing:
         tiers, _ = automatic_tiers(*given, self._cost, share=FILLED)
         candidates = sum(tier is Tier.DEVICE for tier in tiers.values())
         watch.may_move_first(candidates)
-        names, room, spills = list(tiers), self._host_room(), self._spills
+        count, rows, room = len(tiers), self._rows(), self._host_room()
+        cost, backward = self._cost, self._in_backward
 
-        def need(there: int) -> int:
-            rows, behind = self._rows(), max(there, candidates)
-            first = host_need(*rows, there, len(names) - there, cost=StateCost(0))
-            made = host_need(*rows, behind, len(names) - behind, cost=self._cost)
-            return first + made - host_need(*rows, behind, len(names) - behind, cost=StateCost(0))
+        def held(first: int) -> int:
+            """Bytes in host memory of masters and gradients of all units but the first ones."""
+            return host_need(*rows, first, count - first, cost=StateCost(0))
 
-        there = 0 if spills else next((count for count in range(candidates) if need(count) <= room), candidates)
-        tiers |= {name: Tier.DEVICE if number < there else Tier.HOST for number, name in enumerate(names[:candidates])}
-        move_states(engine, tiers, resolved.why)
+        there, on_host = 0, count
+        if self._spills:
+            left = max(room - (held(0) - held(candidates)), 0)
+            behind, _ = split_offloaded(*rows, candidates, left, cost=cost, in_backward=backward)
+            on_host = candidates + behind
+        else:
+            state = host_need(*rows, candidates, count - candidates, cost=cost) - held(candidates)
+            there = next((first for first in range(candidates) if held(first) + state <= room), candidates)
+        self._move(in_order(there, on_host, count), resolved.why)
 
     def by_formula(self, *, final: bool) -> None:
         """Decides before a step has shown what activations take, as state is about to be loaded, or must be made:
@@ -116,8 +121,10 @@ class Placing:
 
     def make_room(self) -> None:
         """The device has run out of memory: state of half of the units that it updates leaves it."""
-        there = sum(not unit.updated_on_host for unit in self._engine.units)
-        if there and self._engine.comms.world.size == 1:  # ranks could not agree on it
+        units = self._engine.units
+        there = sum(not unit.updated_on_host for unit in units)
+        sums = any(unit.gradients.waiting for unit in units)
+        if there and not sums and self._engine.comms.world.size == 1:  # several ranks could not agree on it
             self._leave_device(there // 2, "the device ran out of memory")
 
     # -- what there is --------------------------------------------------------------------------------------------

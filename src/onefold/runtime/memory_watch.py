@@ -44,8 +44,8 @@ class Counter(Protocol):
     def peak_bytes(self) -> int: ...
 
     @property
-    def slack_bytes(self) -> int:
-        """What the allocator had taken from the device at the peak, beyond the bytes of tensors."""
+    def reserved_bytes(self) -> int:
+        """The most that the allocator had taken from the device: bytes of tensors, and what it keeps beside them."""
         ...
 
     def stop(self) -> None: ...
@@ -63,16 +63,14 @@ class CudaCounter:
         return torch.cuda.max_memory_allocated(self._device)
 
     @property
-    def slack_bytes(self) -> int:
-        return max(0, torch.cuda.max_memory_reserved(self._device) - self.peak_bytes)
+    def reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
 
     def stop(self) -> None:
         pass
 
 
 class CpuCounter:
-    slack_bytes = 0
-
     def __init__(self, engine: Engine) -> None:
         self._elsewhere = NotOnDevice(engine)
         self._mode, self._open = LiveBytes(_Weak(self._elsewhere)), ExitStack()
@@ -92,6 +90,8 @@ class CpuCounter:
     @property
     def peak_bytes(self) -> int:
         return self._mode.peak_bytes
+
+    reserved_bytes = peak_bytes
 
 
 class _Weak:
@@ -123,6 +123,7 @@ class MemoryWatch(NoWatch):
         self._engine, self._candidates = weakref.ref(engine), candidates
         self._cuda, self._device = engine.device.type == "cuda", engine.device
         self._parts: list[Taken] = []
+        self._reserved = 0  # bytes that the allocator had taken, at most, in the step that is watched
         self._slack = 0
         self._counter: Counter | None = None
         self._reduced: set[int] = set()
@@ -141,6 +142,8 @@ class MemoryWatch(NoWatch):
     def forward_begins(self) -> None:
         engine = self._engine()
         if self._counter is None and engine is not None and self.steps < (1 if self._cuda else WATCHED_STEPS):
+            if self._cuda:
+                torch.cuda.empty_cache()  # what was needed to load and shard the model would count as slack
             self._counter = CudaCounter(self._device) if self._cuda else CpuCounter(engine)
             self._counter.restart()
 
@@ -152,7 +155,7 @@ class MemoryWatch(NoWatch):
     def _end_part(self) -> None:
         assert self._counter is not None
         self._parts.append(Taken(self._counter.peak_bytes, frozenset(self._reduced)))
-        self._slack = max(self._slack, self._counter.slack_bytes)
+        self._reserved = max(self._reserved, self._counter.reserved_bytes)
         self._counter.restart()
 
     def step_begins(self) -> list[Taken]:
@@ -165,6 +168,7 @@ class MemoryWatch(NoWatch):
             self._counter.stop()
             self._counter = None
             parts, self._parts, self._reduced = self._parts, [], set()
+            self._slack = max(0, self._reserved - max(part.nbytes for part in parts))
             return parts
         return [Taken(torch.cuda.max_memory_allocated(self._device))] if self._cuda else []
 
@@ -195,13 +199,14 @@ class MemoryWatch(NoWatch):
 
     def was_short(self) -> bool:
         """Whether torch's allocator had to free cached memory, or failed, since it was asked last."""
-        if not self._cuda:
-            return False
-        found = torch.cuda.memory_stats(self._device)
-        now = found.get("num_alloc_retries", 0), found.get("num_ooms", 0)
-        before, (self._retries, self._failures) = (self._retries, self._failures), now
-        return now != before
+        before, (self._retries, self._failures) = (self._retries, self._failures), self._troubles()
+        return before != (self._retries, self._failures)
 
     def failed(self) -> bool:
         """Whether an allocation on the device failed since `was_short` was asked last."""
-        return self._cuda and self.decided and torch.cuda.memory_stats(self._device).get("num_ooms", 0) > self._failures
+        return self.decided and self._troubles()[1] > self._failures
+
+    def _troubles(self) -> tuple[int, int]:
+        """How often torch's allocator had to free what it kept, and how often it failed."""
+        found = torch.cuda.memory_stats_as_nested_dict(self._device) if self._cuda else {}
+        return found.get("num_alloc_retries", 0), found.get("num_ooms", 0)
