@@ -85,6 +85,12 @@ KINDS = {
         22,
         "tests/nccl/test_faults.py",
     ),
+    "budgets": Kind(
+        'A random model, batch and `device_bytes` under `Offload(optimizer="auto")`, on 1 and 2 ranks of a CPU',
+        "no step takes more bytes than the budget, and parameters are those of a run without offload, to the bit",
+        200,
+        "tests/offload/test_auto.py -k any_budget",
+    ),
 }
 
 

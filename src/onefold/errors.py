@@ -52,6 +52,11 @@ class CheckpointDamaged(CheckpointError):
     """A checkpoint's bytes are not those that were written; the message names the file and the tensor."""
 
 
+class PlacementWarning(UserWarning):
+    """Offload(optimizer="auto") found a step to take more memory than was planned, and moved optimizer state; or even
+    without any of it on the device, memory is short."""
+
+
 class ExposedWarning(UserWarning):
     """torchrun's store listens on every interface without authentication."""
 

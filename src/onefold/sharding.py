@@ -21,10 +21,11 @@ from onefold.model.quantized import adopt_constants, adopted_constants
 from onefold.model.survey import survey_or_mistake
 from onefold.model.sync import sync_parameters
 from onefold.offload.tiers import Tiers
-from onefold.runtime.automatic import resolve
+from onefold.runtime.automatic import resolve, waits_for_a_step
 from onefold.runtime.compiling import compile_blocks, forget_graphs
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import attach
+from onefold.runtime.memory_watch import MemoryWatch
 from onefold.runtime.pipeline_axis import Pipeline
 from onefold.runtime.sequence_watch import NoSequences, SequenceWatch
 from onefold.runtime.unfreezing import Unfreezing
@@ -88,6 +89,8 @@ def _shard(axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, An
         model, resolved, comms=comms, pool=pool, tiers=tiers, units=units, pipeline=pipeline,
         sequences=_watched(model, resolved.settings, comms, device),
     )  # fmt: skip
+    if waits_for_a_step(resolved.settings, device, comms):
+        engine.watch_memory(MemoryWatch(engine, resolved.candidates))
     forget_graphs()
     _attach(engine)
     engine.follow_unfreezing(Unfreezing(engine, partial(_attach, engine)))

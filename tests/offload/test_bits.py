@@ -10,7 +10,6 @@ import torch
 import onefold
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
-from tests.models import MODELS
 from tests.offload.runs import PRECISIONS, TIERS, compare, offload_of, stages_of
 from tests.parity.training import Run
 
@@ -76,28 +75,3 @@ def compare_loops(offload: Any) -> list[str]:
 @pytest.mark.parametrize(("tiers", "ranks"), thinned(["optimizer on the host", "both on disk"], [1, 2]))
 def test_unusual_loops_give_the_same_bits(tiers: str, ranks: int, tmp_path) -> None:
     assert run_ranks(ranks, compare_loops, offload_of(tiers, str(tmp_path))) == [[]] * ranks
-
-
-def decided(run: Run, budgets: dict[str, Any]) -> tuple[list[str], str, list[str]]:
-    """What differs, what was decided, and where the optimizer's state of each unit is."""
-    offload = onefold.Offload(optimizer="auto", **budgets)
-    onefold.init()
-    model = onefold.shard(MODELS[run.model].build(), stage=run.stage, bucket_bytes=run.bucket_bytes, offload=offload)
-    found = onefold.placement(model)
-    return compare(run, offload), found.why, [row.optimizer for row in found.rows]
-
-
-@pytest.mark.parametrize(("stage", "ranks", "clip"), thinned((1, 2, 3), (1, 2), (0.1, None)))
-def test_auto_fills_the_device_from_the_front_and_gives_the_same_bits(stage: int, ranks: int, clip: Any) -> None:
-    """Budgets that no unit, about half of them and all of them fit."""
-    run = Run(model="gpt", stage=stage, steps=3, clip=clip, bucket_bytes=16 << 10)
-    states = 16 * sum(p.numel() for p in MODELS["gpt"].build().parameters()) // (ranks if stage == 3 else 1)
-    moved, tight = [], states if stage == 3 else int(0.8 * states)
-    for budget in (1, tight, 4 * states):
-        rows = run_ranks(ranks, decided, run, {"device_bytes": budget})
-        assert [row[0] for row in rows] == [[]] * ranks
-        where = [tier.endswith(", host") for tier in rows[0][2]]
-        assert where == sorted(where), "units of the front stay"
-        assert f"{where.count(False)} of {len(where)} units stay" in rows[0][1].replace("stays", "stay")
-        moved.append(sum(where) / len(where))
-    assert moved[0] == 1 and 0 < moved[1] < 1 and moved[2] == 0

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.cost.limits import WORKERS
-from onefold.observe.inventory import storages
 from onefold.offload.disk import Request
 from onefold.runtime.engine import engine_of
+from onefold.runtime.held_tensors import storages
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.grids import thinned
 from tests.harness.resident import resident_bytes

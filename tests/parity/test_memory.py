@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
-from onefold.observe.inventory import storages
 from onefold.observe.tracker import CATEGORIES
 from onefold.runtime.engine import engine_of
+from onefold.runtime.held_tensors import storages
 from tests.harness import run_ranks
 from tests.harness.grids import thinned
 from tests.models import GPT, Case, Layers, token_loss

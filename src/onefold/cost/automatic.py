@@ -83,6 +83,7 @@ def choose_tiers(
     prefetch: int = 1,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
+    cost: StateCost = ADAM,
 ) -> Tiers:
     """Keeps the optimizer state of as many units as fit on the device, the first of forward: backward reaches them last
     and the next forward needs them first, so no host update is waited for at the end of a step. The next units' state
@@ -93,34 +94,68 @@ def choose_tiers(
     gathered = max((part.gathered for part in segments(units, placements, prefetch)), default=0)
     budget = device_bytes if device_bytes is not None else int(STATES_SHARE * machine.memory_bytes) - gathered
 
-    def placed(on_device: int, on_host: int) -> list[Placement]:
-        tiers = dict(zip(trained, _in_order(on_device, on_host, len(trained)), strict=True))
-        return [p.on(tiers.get(i, p.optimizer_tier), p.parameters_tier) for i, p in enumerate(placements)]
-
     def device_need(on_device: int) -> int:
-        rows = placed(on_device, len(trained))
+        rows = _placed(units, placements, on_device, len(trained))
         arriving = arrivals(units, rows, strategy, cuda=cuda, one_pass=False, accumulates=True)
         in_flight = max((unit.done.buffers for unit in arriving), default=0) + lent_bytes(units, rows)
-        return state_bytes(units, rows, ADAM).total + in_flight
-
-    def host_need(on_host: int) -> int:
-        rows = placed(on_device, on_host)
-        staging = staging_bytes(units, rows, ADAM, in_backward=False)
-        return state_bytes(units, rows, ADAM, Tier.HOST).total + sum(staging)
+        return state_bytes(units, rows, cost).total + in_flight
 
     on_device = most(lambda count: device_need(count) <= budget, len(trained))
     room = "device_bytes" if device_bytes is not None else f"{STATES_SHARE:.0%} of the device less units in use"
     why = f"with Adam, states take {format_bytes(device_need(on_device))} of {format_bytes(max(budget, 0))} ({room})"
     reason = f"optimizer state of {on_device} of {len(trained)} units stays on the device: {why}"
-    on_host = offloaded = len(trained) - on_device
-    if host_bytes is not None and host_need(offloaded) > host_bytes:
-        on_host = min(most(lambda count: host_need(count) <= host_bytes, offloaded), offloaded)
-        takes = f"{format_bytes(host_need(on_host))} of {format_bytes(host_bytes)}"
-        reason += f"; of {on_host} more it is in host memory ({takes}), of {offloaded - on_host} on disk"
-    return Tiers(tuple(_in_order(on_device, on_host, len(trained))), reason)
+    on_host, told = split_offloaded(units, placements, on_device, host_bytes, cost=cost)
+    return Tiers(tuple(in_order(on_device, on_host, len(trained))), reason + told)
 
 
-def _in_order(on_device: int, on_host: int, units: int) -> list[Tier]:
+def host_need(
+    units: Sequence[UnitSize],
+    placements: Sequence[Placement],
+    on_device: int,
+    on_host: int,
+    *,
+    cost: StateCost,
+    in_backward: bool = False,
+) -> int:
+    """Bytes of host memory for so many units with their state on the device, so many in host memory, the rest on disk;
+    with gradients that wait for step(), unless updates run in backward."""
+    rows = _placed(units, placements, on_device, on_host)
+    held = state_bytes(units, rows, cost, Tier.HOST)
+    return held.total - in_backward * held.gradients + sum(staging_bytes(units, rows, cost, in_backward=in_backward))
+
+
+def split_offloaded(
+    units: Sequence[UnitSize],
+    placements: Sequence[Placement],
+    on_device: int,
+    host_bytes: int | None,
+    *,
+    cost: StateCost,
+    in_backward: bool = False,
+) -> tuple[int, str]:
+    """Of the units whose state is not on the device, how many have it in host memory, the others on disk; and what to
+    tell of it. Without `host_bytes` all have it in host memory."""
+    offloaded = sum(unit.trained for unit in units) - on_device
+
+    def need(on_host: int) -> int:
+        return host_need(units, placements, on_device, on_host, cost=cost, in_backward=in_backward)
+
+    if host_bytes is None or need(offloaded) <= host_bytes:
+        return offloaded, ""
+    on_host = min(most(lambda count: need(count) <= host_bytes, offloaded), offloaded)
+    takes = f"{format_bytes(need(on_host))} of {format_bytes(host_bytes)}"
+    return on_host, f"; of {on_host} more it is in host memory ({takes}), of {offloaded - on_host} on disk"
+
+
+def _placed(
+    units: Sequence[UnitSize], placements: Sequence[Placement], on_device: int, on_host: int
+) -> list[Placement]:
+    trained = [index for index, unit in enumerate(units) if unit.trained]
+    tiers = dict(zip(trained, in_order(on_device, on_host, len(trained)), strict=True))
+    return [p.on(tiers.get(i, p.optimizer_tier), p.parameters_tier) for i, p in enumerate(placements)]
+
+
+def in_order(on_device: int, on_host: int, units: int) -> list[Tier]:
     """The tiers of units in forward order: the first `on_device` ones, then `on_host` ones, the others on disk."""
     return ([Tier.DEVICE] * on_device + [Tier.HOST] * on_host + [Tier.DISK] * units)[:units]
 

@@ -257,3 +257,8 @@ def _tensor_shard(infos: Sequence[SplitInfo], rank: int) -> TensorShard | None:
             f"to the dim along which it is split"
         )
     return TensorShard(tuple(wholes[0]), dim, bounds, rank)
+
+
+def holds_dtensors(types: Any) -> bool:
+    """Whether any of the classes of an operator's arguments is torch's DTensor, told without its import."""
+    return any(kind.__name__ == "DTensor" for kind in types)

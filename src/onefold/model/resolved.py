@@ -66,6 +66,9 @@ class Resolved:
     why: str
     """What shard() chose automatically, and the reasons; "" where nothing was left to it."""
 
+    candidates: int = 0
+    """Of trained units, the first ones, whose optimizer state the first step may move to the device."""
+
     @property
     def recomputed(self) -> tuple[str, ...]:
         """Blocks that backward computes again; with activations="auto", those that it may."""

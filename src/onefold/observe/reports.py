@@ -15,21 +15,13 @@ from onefold.comm.strategy import WIDE
 from onefold.cost.states import parameter_bytes
 from onefold.cost.traffic import NORM_BYTES, step_traffic
 from onefold.model.storage import storage_bytes
-from onefold.observe.inventory import CHECKPOINTS_HOST as HOST
-from onefold.observe.inventory import (
-    DISK,
-    PAGEABLE,
-    PINNED,
-    NotOnDevice,
-    TierRow,
-    offloaded_rows,
-    on_device,
-    planned_on_device,
-    sizes_of,
-)
+from onefold.observe.inventory import DISK, TierRow, offloaded_rows, planned_on_device, sizes_of
 from onefold.observe.tracker import CATEGORIES, Tracker
 from onefold.runtime.attached import Update
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.held_tensors import CHECKPOINTS_HOST as HOST
+from onefold.runtime.held_tensors import PAGEABLE, PINNED, NotOnDevice, on_device
+from onefold.runtime.live_bytes import watching_sizes
 from onefold.settings.placement import Scope, Tier
 
 
@@ -310,14 +302,8 @@ def track_memory(model: nn.Module) -> Iterator[Tracker]:
     engine = engine_of(model)
     tracker = Tracker(partial(on_device, engine), NotOnDevice(engine))
     tracker.add(tensor for _, tensor in on_device(engine).values())
-    for unit in engine.unsharding.units:
-        unit.flat_params.on_resize = tracker.note
-    try:
-        with tracker:
-            yield tracker
-    finally:
-        for unit in engine.unsharding.units:
-            unit.flat_params.on_resize = None
+    with watching_sizes(engine, tracker), tracker:
+        yield tracker
 
 
 def _gathered_places(engine: Engine, order: Sequence[int]) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onefold.comm.meter import Flow
+from onefold.model.dtensor_shards import holds_dtensors
 
 PURPOSE = "tensor-parallel"
 NAMESPACE = "_c10d_functional"  # of the operators that DTensors communicate by
@@ -39,8 +40,3 @@ class TensorMessages(TorchDispatchMode):
             collective, sent = rings[operator]
             flow = self.flows.get((PURPOSE, collective), Flow())
             self.flows[PURPOSE, collective] = Flow(flow.sent_bytes + sent(args[0].nbytes), flow.calls + 1)
-
-
-def holds_dtensors(types: Any) -> bool:
-    """Whether any of the classes of an operator's arguments is torch's DTensor, told without its import."""
-    return any(kind.__name__ == "DTensor" for kind in types)

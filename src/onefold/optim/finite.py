@@ -50,10 +50,15 @@ class FiniteCheck:
         self._clipping, self._spikes = clipping, spikes
         self.why, self.spikes = "", 0  # why the last skipped step was; skipped steps that are no overflow of fp16
         self._in_a_row = 0  # skipped, but for overflows of fp16
-        self._on_device = not any(one.unit.updated_on_host for one in by_unit) and _guardable(engine, by_unit)
+        self.follow_placement()
         self.skipped = 0
         self.taken_back = False  # the last step, by the device
         self._device_flags: tuple[Tensor, StreamEvent] | None = None  # copied from the device in the last step
+
+    def follow_placement(self) -> None:
+        """Units are updated on the device, or on the host, from now on."""
+        updates = self._by_unit
+        self._on_device = not any(one.unit.updated_on_host for one in updates) and _guardable(self._engine, updates)
 
     def reset(self, skipped: int) -> None:
         """Forgets the last step, after a load; `skipped` steps were counted before."""

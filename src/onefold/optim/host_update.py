@@ -139,6 +139,24 @@ class HostUpdates(HostGradients):
             budget.take(nbytes)
         self._start(index, groups, 1.0, unit.gradients.lend(lambda: budget.give(nbytes)))
 
+    def start_offloaded(self, index: int, groups: list[dict[str, Any]]) -> None:
+        """Queues the update of a unit whose complete gradient is on the host, and leaves the gradient to it."""
+        self._engine.tiers.load_for_reading(None)
+        gradients = self._engine.units[index].gradients
+        self._engine.units[index].flat_params.check_no_user_writes()
+        self._start(index, groups, 1.0, gradients.offloaded)
+        gradients.drop()
+
+    def follow_placement(self, moved: Sequence[int], *, in_backward: bool) -> None:
+        """The optimizer state of these units is on other tiers now: buffers are those that host updates need now."""
+        self.prepared.release(moved)
+        self.budget.total_bytes = waiting_bytes(self._device_bytes())
+        for pool in (self.host.waiting, self.host.staging, self.host.scratch):
+            pool.trim()
+        if in_backward:
+            self.reserve_buffers(in_backward=True)
+        self._reserved = in_backward
+
     def _start(
         self, index: int, groups: list[dict[str, Any]], factor: float | Tensor, transfer: GradientTransfer | None
     ) -> None:
@@ -278,6 +296,9 @@ class UpdateOnHost(UpdateAtStep):
 
     def forget_prepared(self) -> None:
         self.host.forget_prepared()
+
+    def follow_placement(self, moved: Sequence[int]) -> None:
+        self.host.follow_placement(moved, in_backward=False)
 
     @property
     def spare(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:

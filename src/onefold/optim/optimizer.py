@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -116,6 +116,7 @@ class Optimizer(GroupedOptimizer):
             error = mistake
         try:
             self._agree(error, "Optimizer()")
+            self._prepare_placing()
         except BaseException:
             for one in self._by_unit:
                 one.detach()
@@ -154,7 +155,8 @@ class Optimizer(GroupedOptimizer):
             if self._in_backward:
                 return UpdateWholeInBackward(engine, by_unit, self.param_groups, ownership)
             return UpdateWhole(engine, by_unit, ownership)
-        host = HostUpdates(engine, self._by_unit) if any(unit.updated_on_host for unit in engine.units) else None
+        on_host = engine.watch.active or any(unit.updated_on_host for unit in engine.units)
+        host = HostUpdates(engine, self._by_unit) if on_host else None
         if self._in_backward:
             return UpdateInBackward(engine, self._by_unit, self.param_groups, host)
         if host is not None:
@@ -255,6 +257,7 @@ class Optimizer(GroupedOptimizer):
             self._written = False
         engine.step_begins()
         engine.unsharding.reshard_all()
+        self._placing.at_step()
         self._finite.read_last_step()
         flag = self._finite.flag_on_device()
         bad = self._finite.bad() if flag is None else None
@@ -293,6 +296,17 @@ class Optimizer(GroupedOptimizer):
         self._finite.reset(skipped)
         self._policy = self._new_policy()
         return self._policy
+
+    def follow_placement(self, moved: Sequence[int]) -> None:
+        """Called when the optimizer state of these units has moved to other tiers."""
+        for index in moved:
+            self._by_unit[index].follow_unit()
+        self._finite.follow_placement()
+        self._policy.follow_placement(moved)
+
+    def make_room(self) -> None:
+        """Called when the device has run out of memory."""
+        self._placing.make_room()
 
     def adopt(self, taken: frozenset[int]) -> None:
         """Called when parameters have been unfrozen: they join a param group if this Optimizer was made for all that
@@ -441,6 +455,7 @@ class Optimizer(GroupedOptimizer):
             )
         if state_dict["names"] != self._names():
             raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
+        self.before_load()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)  # the same objects: schedulers hold them
         self._finite.reset(state_dict["skipped"])
@@ -451,6 +466,11 @@ class Optimizer(GroupedOptimizer):
             self._spikes.load(state_dict.get("spikes"))
         for unit in self._by_unit:
             unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
+
+    def before_load(self) -> None:
+        """Optimizer state is about to be loaded. With Offload(optimizer="auto") it must have a place before the first
+        step shows what activations take; that step may move it. Collective."""
+        self._placing.by_formula(final=False)
 
     def notes(self) -> dict[str, Any]:
         """What a checkpoint records of the optimizer beside the state of parameters; equal on all ranks."""

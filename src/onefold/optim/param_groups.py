@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.comm.agreement import agree, together
+from onefold.comm.agreement import agree, on_all, together
 from onefold.cost.layout import ALIGN
 from onefold.cost.states import check_form
 from onefold.errors import OptimizerError
 from onefold.optim.arguments import as_optimizer_errors, check_finite, ids_of, listed
 from onefold.optim.elementwise import NotElementwise, examine
+from onefold.optim.kernels.rule import knows
 from onefold.optim.ownership import Ownership
+from onefold.optim.placing import Placing, keep_off_disk
 from onefold.optim.preflight import reserve, updated_dtype
 from onefold.optim.small_state import StateForm, check_small
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
@@ -38,6 +40,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     _replaced = ""  # a parameter that a newer Optimizer has
     _whole: WholeTensors | None = None  # who updates which tensor, if the class needs whole ones
     _by_unit: list[UnitOptimizer]
+    _placing: Placing  # where state is, if steps decide
 
     def _check_state(self) -> None:
         self._refuse_if_replaced(Call.OPTIMIZER_STATE)
@@ -73,6 +76,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def _examine_units(self) -> dict[str, Any]:
         """Raises unless the class can update the model's units, and its state fits. Its default settings."""
         engine, defaults = self._engine, dict[str, Any]()
+        if self._form.small:
+            keep_off_disk(engine)
         self._index = {id(p): index for index, p in enumerate(engine.params)}
         self._costs = {}
         for dtype in dict.fromkeys(updated_dtype(unit) for unit in engine.units):
@@ -94,8 +99,24 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"a param group names cls={self._rest.cls.__name__}, which goes with classes that need whole tensors, "
                 f"but {self._cls.__name__} is element-wise; make a second Optimizer for that group"
             )
-        reserve(engine, self._costs)
+        one_pass = self._whole is None and knows(self._cls, defaults)
+        self._placing = Placing(engine, self._costs, in_backward=self._in_backward, one_pass=one_pass)
+        if not engine.watch.active:
+            reserve(engine, self._costs)
         return defaults
+
+    def _prepare_placing(self) -> None:
+        """Offload(optimizer="auto"): says what the first step may move, and raises unless there is room. Collective."""
+        engine = self._engine
+        if not engine.watch.active:
+            return
+        if self._whole is not None and self._in_backward:
+            self._placing.by_formula(final=True)  # a unit's tensors are updated as soon as its gradient is there
+        else:
+            self._placing.before_first_step()
+        for one in self._by_unit:
+            one.follow_unit()
+        on_all(engine.comms.world, lambda: reserve(engine, self._costs, in_backward=self._in_backward))
 
     def _agree(self, error: Exception | None, where: str) -> None:
         """Raises on every rank if one rank has an `error`, or if param groups or their settings differ. Collective."""

@@ -25,14 +25,18 @@ def updated_dtype(unit: Unit) -> torch.dtype:
     return torch.float32 if unit.dtypes.narrow else unit.dtypes.compute
 
 
-def reserve(engine: Engine, costs: Mapping[torch.dtype, StateCost]) -> None:
+def reserve(engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool = False) -> None:
     """Raises unless host memory and disk have room for the optimizer state of units that the host updates, and for
-    their gradients."""
+    their gradients. Units that the first step may move have their gradients there, and no state yet; if others are
+    updated `in_backward`, gradients of those do not wait there."""
     needed = dict.fromkeys(Tier, 0)
-    for unit in engine.units:
+    for index, unit in enumerate(engine.units):
         if unit.updated_on_host:
-            needed[unit.placement.optimizer_tier] += costs[updated_dtype(unit)].vectors(unit.master.owned.numel)
-            needed[Tier.HOST] += unit.layout.shard_numel * unit.gradients.dtype.itemsize
+            gradient = unit.layout.shard_numel * unit.gradients.dtype.itemsize
+            state = costs[updated_dtype(unit)].vectors(unit.master.owned.numel)
+            waits = engine.watch.may_move(index)
+            needed[unit.placement.optimizer_tier] += 0 if waits else state
+            needed[Tier.HOST] += 0 if in_backward and not waits else gradient
     path = Offload.of(engine.resolved.settings.offload).path
     what = "the optimizer state"
     engine.tiers.reserve(what, host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=path)

@@ -236,6 +236,13 @@ class PreparedUpdates:
         for index in list(self._jobs):
             self._forget(index)
 
+    def release(self, indices: Sequence[int]) -> None:
+        """Frees the spare memory of units whose state has moved to another tier."""
+        for index in indices:
+            self._forget(index)
+            if (spare := self._spares.pop(index, None)) is not None and self._room is not None:
+                self._room += sum(tensor.nbytes for tensor in [spare.parameters, *spare.state_tensors()])
+
     def wait(self) -> None:
         """Waits until every update that is being prepared has run."""
         for job in list(self._jobs.values()):

@@ -49,8 +49,8 @@ class UnitOptimizer:
     def __init__(
         self, unit: Unit, cls: type[torch.optim.Optimizer], kwargs: dict[str, Any], form: StateForm = FP32
     ) -> None:
-        self.unit, self._pool, self.form = unit, unit.pool, form
-        self._on_master = unit.dtypes.narrow or unit.updated_on_host  # the wrapped class gets vectors of the master
+        self.unit, self.form = unit, form
+        self._see_placement()
         unit.attach_state(self.state_tensors)
         self.cls, self.kwargs = cls, kwargs
         self._borrowed: list[Tensor] = []
@@ -59,12 +59,30 @@ class UnitOptimizer:
         self._transfer: GradientTransfer | None = None
         self._fused_params: list[OptimizerParam] = []  # updated by one kernel each in the last update
         self._guarded: GuardedStep | None = None  # the step of the wrapped class in the last update, under a flag
-        # the data of an optimizer parameter outside an update, where it is a vector of the master
-        self._empty = torch.empty(0, dtype=unit.master.dtype, device=unit.pool.device)
         self.slots: set[int] = set()  # of the parameters that it updates, on whatever rank
         self.by_group: dict[int, list[OptimizerParam]] = {}  # param group -> its optimizer parameters
         self.inner: torch.optim.Optimizer | None = None
         self.group_numbers: list[int] = []  # which param group each of the inner optimizer's is
+
+    def _see_placement(self) -> None:
+        unit = self.unit
+        self._pool = unit.pool
+        self._on_master = unit.dtypes.narrow or unit.updated_on_host  # the wrapped class gets vectors of the master
+        # the data of an optimizer parameter outside an update, where it is a vector of the master
+        self._empty = torch.empty(0, dtype=unit.master.dtype, device=unit.pool.device)
+
+    def follow_unit(self) -> None:
+        """The unit's master and optimizer state are on another tier, where they are updated from now on."""
+        self._see_placement()
+        self._guarded = None
+        for piece in self.optimizer_params():
+            piece.tensor.data = self._empty if self._on_master else self.unit.flat_params.part(piece.span)
+        for group in self.inner.param_groups if self.inner is not None else ():
+            if group.get("fused") or group.get("capturable"):  # torch wants step counts beside parameters then
+                for param in group["params"]:
+                    for value in self.inner.state.get(param, {}).values() if self.inner is not None else ():
+                        if isinstance(value, Tensor) and not value.dim():
+                            value.data = value.to(self.device)
 
     def detach(self) -> None:
         """Frees the state. Nothing is in flight."""

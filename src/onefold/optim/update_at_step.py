@@ -34,6 +34,7 @@ class UpdateAtStep(NoUpdates):
             if unit.updated_on_host or not self._by_unit[index].slots:
                 continue
             unit.flat_params.wait_for_update()  # of a step before, without a forward between them
+            unit.gradients.bring_back()
             optimizer, factor = self._by_unit[index], inputs.factor(narrow=unit.dtypes.narrow)
             to_update = optimizer.to_update(engine.used.to_update_of(index))
             with span("update", "step", unit.name), unit.update(to_update):

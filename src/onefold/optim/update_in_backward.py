@@ -40,6 +40,7 @@ class UpdateInBackward(NoUpdates):
         self._gathers: list[Pending] = []
         self._compared = False  # since the last step: whether ranks have done alike what they must
         self._awaited: list[int] = []  # units that the host updates before step() returns
+        self._until_step: list[int] = []  # units whose state the first step may move, and that it updates then
         engine.drop_gradients()  # those of another Optimizer's step
         engine.schedule.one_reduction_each()
         for unit in engine.units:
@@ -76,21 +77,33 @@ class UpdateInBackward(NoUpdates):
             self._compared = False
             engine.alike.compare(said)
             self._compared = True
-        on_host = self._on_host(index)
-        if unit.placement.optimizer is Scope.REPLICATED and not on_host:
-            unit.gradients.gather().wait()
         unit.flat_params.wait_for_update()  # of a step before it, without a forward between them
         unit.flat_params.finish_posted()  # does not wait: a peer sends its gradients after it has received the shards
         engine.used.will_update(index, heard[: len(unit.params)])
-        if not on_host:
+        if self._on_host(index) and engine.watch.may_move(index):
+            assert self.host is not None
+            self.host.offload(index)
+            self._until_step.append(index)
+        else:
+            self._update(index)
+        return True
+
+    def _update(self, index: int, *, offloaded: bool = False) -> None:
+        """Updates a unit from its reduced gradient, or queues its host update, and frees the gradient; a host update
+        may find it `offloaded`."""
+        unit = self._engine.units[index]
+        if not self._on_host(index):
+            unit.gradients.bring_back()
+            if unit.placement.optimizer is Scope.REPLICATED:
+                unit.gradients.gather().wait()
             self._update_unit(index)
-            return True
+            return
         assert self.host is not None
         with unit.update():
-            self.host.start_in_backward(index, self._groups)
+            start = self.host.start_offloaded if offloaded else self.host.start_in_backward
+            start(index, self._groups)
         if not unit.placement.hidden_between_passes:
             self._awaited.append(index)
-        return True
 
     def _on_host(self, index: int) -> bool:
         """Whether the host updates a unit, beside backward."""
@@ -137,6 +150,16 @@ class UpdateInBackward(NoUpdates):
             unit.gradients.make_transient(False)
             optimizer.detach()
 
+    def follow_placement(self, moved: Sequence[int]) -> None:
+        if self.host is not None:
+            self.host.follow_placement(moved, in_backward=True)
+
+    @torch.no_grad()
     def step(self, inputs: StepInputs) -> None:
+        for index in self._until_step:
+            self._update(index, offloaded=True)
+        if self._until_step:
+            self._until_step.clear()
+            self.finish()
         self._compared = False
         self._engine.forget_used()

@@ -172,6 +172,7 @@ class UpdateWhole(UpdateAtStep):
         for index in indices:
             unit, optimizer = engine.units[index], self._whole[index]
             unit.flat_params.wait_for_update()  # of a step before, without a forward between them
+            unit.gradients.bring_back()
             flags[index] = optimizer.to_update(engine.used.to_update_of(index))
             self._open[id(unit)] = ExitStack()
             self._open[id(unit)].enter_context(unit.update(flags[index]))

@@ -67,6 +67,13 @@ class WholeUnitOptimizer(UnitOptimizer):
         if self.rest is not None:
             self.rest.detach()
 
+    def follow_unit(self) -> None:
+        super().follow_unit()
+        for owned in self._owned.values():
+            owned.guarded, owned.tensor.data = None, owned.tensor.data.to(self.device)
+        if self.rest is not None:
+            self.rest.follow_unit()
+
     def add_rest(self, rest: UnitOptimizer, costs: dict[torch.dtype, StateCost]) -> None:
         """Another class updates parameters of the unit that are added with `add_to_rest`."""
         self.unit.detach_state(rest.state_tensors)  # they are among the state_tensors of this one

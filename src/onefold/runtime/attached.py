@@ -85,6 +85,14 @@ class AttachedOptimizer(Protocol):
         """The model has other units: state of those that stay is kept. How the Optimizer updates from now on."""
         ...
 
+    def follow_placement(self, moved: Sequence[int]) -> None:
+        """The optimizer state of these units is on other tiers now, and they are updated there."""
+        ...
+
+    def make_room(self) -> None:
+        """The device has run out of memory: moves optimizer state to the host, if there is some."""
+        ...
+
     def adopt(self, taken: frozenset[int]) -> None:
         """Parameters have been unfrozen: updates them if it was made for all that train, but for `taken` ones (ids)."""
         ...
@@ -137,6 +145,18 @@ class AttachedOptimizers:
         others = {id(param) for group in self.groups() for param in group["params"]}
         for optimizer in self:
             optimizer.adopt(taken | others)
+
+    def follow_placement(self, moved: Sequence[int]) -> None:
+        """The optimizer state of these units is on other tiers now."""
+        for one in self._all:
+            if (optimizer := one.optimizer()) is not None:
+                optimizer.follow_placement(moved)
+
+    def make_room(self) -> None:
+        """The device has run out of memory: one of them moves optimizer state of all to the host."""
+        for optimizer in self:
+            optimizer.make_room()
+            return
 
     def groups(self) -> list[dict[str, Any]]:
         """The param groups of all Optimizers."""

@@ -12,20 +12,28 @@ from onefold.comm.agreement import digest
 from onefold.comm.communicator import Comms
 from onefold.comm.meter import Label
 from onefold.comm.strategy import Strategy
-from onefold.cost.automatic import choose_stage, choose_tiers, room_for_activations
+from onefold.cost.automatic import ADAM, choose_stage, choose_tiers, room_for_activations
 from onefold.cost.estimate import Choice
+from onefold.cost.filling import FILLED
 from onefold.cost.machine import here
+from onefold.cost.states import StateCost, parameter_bytes
+from onefold.cost.text import format_bytes
+from onefold.errors import ConfigError
 from onefold.model.dtensor_shards import TensorShards
 from onefold.model.resolved import Resolved
 from onefold.model.survey import Survey
 from onefold.model.unit_spec import UnitSpec, frozen_kinds, place, place_all, widths_by_kind
 from onefold.offload.host_memory import host_share
 from onefold.settings.offload import Offload
-from onefold.settings.placement import Tier
+from onefold.settings.placement import Scope, Tier
 from onefold.settings.precision import Precision
 from onefold.settings.zero import AUTO, Zero
 
 LOG = logging.getLogger("onefold")
+UNDECIDED = (
+    'Offload(optimizer="auto") decides in the first step, which shows what activations take: at most {} of {} units '
+    "can keep their optimizer state on the device"
+)
 
 
 def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, comms: Comms) -> Resolved:
@@ -35,16 +43,24 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
     precision = Precision.of(settings.precision).decided(
         own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
     )
-    reasons = []
+    reasons, candidates = [], 0
     if settings.stage == AUTO:
         stage, why = _automatic_stage(found, precision, device, comms)
         settings = dataclasses.replace(settings, stage=stage)
         units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings)) for unit in units)
         reasons.append(f"stage {stage}: {why}")
     if Offload.of(settings.offload).optimizer == AUTO:
-        tiers, why = _automatic_tiers(units, settings, precision, device, comms)
+        waits = waits_for_a_step(settings, device, comms)
+        tiers, why = automatic_tiers(units, settings, precision, device, comms, share=FILLED if waits else None)
+        if waits:
+            _check_budget(units, settings, precision)
+            candidates = sum(tier is Tier.DEVICE for tier in tiers.values())
+            tiers = {name: Tier.HOST if tier is Tier.DEVICE else tier for name, tier in tiers.items()}
+            why = UNDECIDED.format(candidates, len(tiers))
         units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers)) for unit in units)
         reasons.append(why)
+        if comms.world.rank == 0:
+            LOG.info("%s", why)
     return Resolved(
         settings=settings,
         precision=precision,
@@ -61,7 +77,31 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
         dtypes=found.dtypes,
         digest=digest(found.lines),
         why="; ".join(reasons),
+        candidates=candidates,
     )
+
+
+def waits_for_a_step(settings: Zero, device: torch.device, comms: Comms) -> bool:
+    """Whether the first step can say how much memory activations take: on a GPU, and on a CPU with a budget that
+    stands for a device's memory; not in a simulation."""
+    offload = Offload.of(settings.offload)
+    known = device.type == "cuda" or offload.device_bytes is not None
+    return offload.optimizer == AUTO and known and not comms.shard.simulated
+
+
+def _check_budget(units: Sequence[UnitSpec], settings: Zero, precision: Precision) -> None:
+    """Raises if the device may not even hold parameters and the largest unit of them."""
+    budget = Offload.of(settings.offload).device_bytes
+    sizes = [unit.size(0, precision) for unit in units]
+    kept = sum(parameter_bytes(size, unit.placement) for size, unit in zip(sizes, units, strict=True))
+    sharded = [unit.placement.parameters is Scope.SHARDED for unit in units]
+    largest = max((size.unsharded_bytes * one for size, one in zip(sizes, sharded, strict=True)), default=0)
+    if budget is not None and budget < kept + largest:
+        raise ConfigError(
+            f"Offload(device_bytes={budget}) is less than the parameters that this rank keeps and the largest unit, "
+            f"{format_bytes(kept)} and {format_bytes(largest)}; give at least {kept + largest} bytes and room for "
+            f"activations, use more ranks, or a smaller bucket_bytes"
+        )
 
 
 def _automatic_stage(found: Survey, precision: Precision, device: torch.device, comms: Comms) -> tuple[int, str]:
@@ -84,11 +124,19 @@ def _automatic_stage(found: Survey, precision: Precision, device: torch.device, 
     return stage, why
 
 
-def _automatic_tiers(
-    units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device, comms: Comms
+def automatic_tiers(
+    units: Sequence[UnitSpec],
+    settings: Zero,
+    precision: Precision,
+    device: torch.device,
+    comms: Comms,
+    cost: StateCost = ADAM,
+    *,
+    share: float | None = None,
 ) -> tuple[dict[str, Tier], str]:
     """Offload(optimizer="auto"): by the names of trained units, where their optimizer state is, by the smallest budgets
-    of all ranks; and the reason."""
+    of all ranks; and the reason. What activations will need is not known: states may take this `share` of the budget.
+    Without it a budget that users give is all for states. Collective."""
     offload, machine, world = Offload.of(settings.offload), here(device), comms.world
     mine = f"{offload.device_bytes or machine.memory_bytes} {offload.host_bytes or host_share()}"
     rows = [row.split() for row in world.exchange(mine.encode(), Label("agree", "memory"))]
@@ -99,11 +147,10 @@ def _automatic_tiers(
         strategy=comms.shard.strategy,
         machine=dataclasses.replace(machine, memory_bytes=smallest),
         prefetch=settings.prefetch if isinstance(settings.prefetch, int) else 1,
-        device_bytes=None if offload.device_bytes is None else smallest,
-        host_bytes=None if offload.path is None else host_bytes,
+        device_bytes=int(share * smallest) if share else None if offload.device_bytes is None else smallest,
+        host_bytes=None if offload.path is None or cost.small else host_bytes,
+        cost=cost,
     )
-    if world.rank == 0:
-        LOG.info("%s", chosen.why)
     names = [unit.layout.name for unit in units if unit.trained]
     return dict(zip(names, chosen.tiers, strict=True)), chosen.why
 

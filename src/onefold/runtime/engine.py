@@ -36,6 +36,7 @@ from onefold.runtime.backward import Backward
 from onefold.runtime.done_alike import DoneAlike
 from onefold.runtime.freezing import Freezing
 from onefold.runtime.no_unfreezing import NoUnfreezing
+from onefold.runtime.no_watch import NoWatch
 from onefold.runtime.open_contexts import FullParameterContexts
 from onefold.runtime.order_agreement import agree_on_order
 from onefold.runtime.parameter_checks import ParameterChecks
@@ -88,6 +89,7 @@ class Engine:
         self.alike = DoneAlike(self.everyone, self.optimizers.groups, lambda: self.accumulating.wide_sums)
         self._gradients_used = False  # by a step(), since a backward brought them
         self.unfreezing = NoUnfreezing()
+        self.watch = NoWatch()  # over the memory of the device, where steps decide by it
         self.ended = False  # by unshard()
         self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
         self.broken: Situation | None = None  # why the values are of no use
@@ -156,6 +158,19 @@ class Engine:
     def share_rank(self) -> None:
         """This rank holds other parts of the same model, too."""
         self.alone_in_rank = False
+
+    def watch_memory(self, watch: NoWatch) -> None:
+        """Steps decide where optimizer state is, by the memory that this watch sees."""
+        self.watch = watch
+
+    def see_placements(self, resolved: Resolved) -> None:
+        """The optimizer state of some units is on other tiers now; their unit optimizers follow."""
+        before = self.resolved.units
+        self.resolved = resolved
+        trained = [(old, new) for old, new in zip(before, resolved.units, strict=True) if new.trained]
+        self.optimizers.follow_placement(
+            [index for index, (old, new) in enumerate(trained) if old.placement != new.placement]
+        )
 
     def tell_activations(self, why: str) -> None:
         """What activations="auto" has chosen, and the reason, or why it has not yet: shard() cannot know."""
@@ -251,6 +266,9 @@ class Engine:
                 self.check_parameters()
         if torch.is_grad_enabled() and self.trains:
             self.progress.forward_began(reducing=self.accumulating.reducing)
+            if self.watch.failed():
+                self.optimizers.make_room()
+            self.watch.forward_begins()
 
     def enter_backward(self) -> None:
         """Called inside backward: autograd has come to this model."""
@@ -322,6 +340,7 @@ class Engine:
         self.updates.reduction_starts(index)
 
     def _reduced(self, index: int, final: bool) -> None:
+        self.watch.reduced(index, final=final)
         if not self.updates.reduced(index, final=final):
             self._replicated.reduced(index, gather=final and index not in self.tied.units)
 

@@ -75,6 +75,10 @@ class UpdatePolicy(Protocol):
         """Every value is about to be replaced: end updates in flight, also those that failed."""
         ...
 
+    def follow_placement(self, moved: Sequence[int]) -> None:
+        """The optimizer state of these units is on other tiers now. Nothing is in flight."""
+        ...
+
     def end(self) -> None:
         """The Optimizer is gone or replaced, and nothing is in flight: frees its state."""
         ...
@@ -118,6 +122,9 @@ class NoUpdates:
         return {}
 
     def abandon(self) -> None:
+        pass
+
+    def follow_placement(self, moved: Sequence[int]) -> None:
         pass
 
     def end(self) -> None:

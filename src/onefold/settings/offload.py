@@ -24,9 +24,9 @@ class Offload:
 
     optimizer: Literal["host", "disk", "auto"] | None = None
     """Where the fp32 master and the optimizer state are kept, and where the update runs with them: "host" memory or
-    "disk". "auto" keeps as many units on the device as fit, the first of forward (with Adam's 8 bytes per element),
-    puts the others in host memory, and on disk what does not fit there, if there is a `path`; `placement` says which,
-    and why. None: on the device."""
+    "disk". "auto" keeps as many units on the device as fit beside activations, the first of forward, puts the others in
+    host memory, and on disk what does not fit there, if there is a `path`. The first step decides, which shows what
+    activations take; `placement` says which, and why. None: on the device."""
 
     parameters: Literal["host", "disk"] | None = None
     """Stage 3: where this rank's shard of the parameters is kept; it is copied to the device for use. None: on the
@@ -37,8 +37,9 @@ class Offload:
     space and are removed when the run ends."""
 
     device_bytes: int | None = None
-    """With "auto": the most bytes that training state may take on the device, with the staging buffers of what is
-    offloaded. None: 70% of the smallest device's memory, less the units in use; the rest is for activations."""
+    """With "auto": the most bytes that training may take on the device, activations included; 95% of it is filled.
+    None: the memory of the device that nothing else uses. Plans, and a CPU without it, where no step is measured, keep
+    70% for states."""
 
     host_bytes: int | None = None
     """With "auto" and a `path`: the most bytes that each rank may take in host memory, with the gradients that wait

@@ -92,7 +92,7 @@ class FlatParameters:
         self.storage = storage_key(self.buffer)
         self._flat_views = views.all(self.buffer)
         self._receiving: Pending | None = None
-        self.on_resize: Callable[[Tensor], None] | None = None  # called when the buffer's memory is freed or returns
+        self.on_resize: list[Callable[[Tensor], None]] = []  # called when the buffer's memory is freed or returns
         self._posted: dict[str, list[Pending]] = {}  # messages with this rank's shard, by purpose
         self.pins = 0  # while above zero, reshard does nothing
         self.reads = 0  # how often this rank's shard was read for use: who overwrites it comes after the last
@@ -154,6 +154,15 @@ class FlatParameters:
         if self._hidden_by_updates:
             self._move(ParameterEvent.UPDATE_STARTED)
             self._show_placeholders()
+
+    def hide_between_passes(self, hidden: bool) -> None:
+        """From now on host updates may run beside the next forward, and hide the parameters until they are done; or
+        no longer. No update is running."""
+        assert self._wait_for_host is None
+        self._hidden_between_passes = hidden
+        if self.scope is Scope.REPLICATED:  # sharded ones have placeholders
+            self.finish_gather()  # the last update may still hide them
+            self._init_placeholders()
 
     @property
     def _hidden_by_updates(self) -> bool:
@@ -322,8 +331,8 @@ class FlatParameters:
                 self._refuse_write(written)
 
     def _resized(self) -> None:
-        if self.on_resize is not None:
-            self.on_resize(self.buffer)
+        for told in self.on_resize:
+            told(self.buffer)
 
     def write_back(self) -> None:
         """Copies what the unsharded parameters hold now into this rank's shard."""

@@ -23,6 +23,7 @@ class GradientEvent(Enum):
     SENT_TO_HOST = auto()  # the sum is complete, and step() will update on the host
     LENT = auto()  # the sum is complete, and the host update that backward has started reads and frees it
     USED = auto()  # backward has updated the unit on the device
+    RETURNED = auto()  # the device updates the unit from this step on, and the sum has been copied back to it
     ZEROED = auto()  # zero_grad(set_to_none=False) keeps a gradient of zeros
     DROPPED = auto()  # zero_grad(), or a load
 
@@ -37,5 +38,6 @@ GRADIENT_STATES: dict[tuple[GradientState, GradientEvent], GradientState] = {
     (GradientState.REDUCED, GradientEvent.USED): GradientState.EMPTY,
     (GradientState.REDUCED, GradientEvent.DROPPED): GradientState.EMPTY,
     (GradientState.OFFLOADED, GradientEvent.REDUCTION_ENDED): GradientState.REDUCED,  # it was brought back first
+    (GradientState.OFFLOADED, GradientEvent.RETURNED): GradientState.REDUCED,
     (GradientState.OFFLOADED, GradientEvent.DROPPED): GradientState.EMPTY,
 }

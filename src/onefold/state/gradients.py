@@ -53,10 +53,8 @@ class Gradients:
     ) -> None:
         self._views, self._layout, self._scope, self._comm, self._pool = views, views.layout, scope, comm, pool
         self._mine = views.layout.shard(comm.rank)
-        self._host = host  # where a complete gradient goes
-        self._homes = pool if host is None else host.waiting  # lends buffers to complete gradients
-        transient = host is not None or not pool.keeps
-        self._buffer = GradientBuffer(views, scope, self._mine, dtypes.grad, self._homes, transient=transient)
+        self._used_at_once = False  # in backward: buffers are borrowed
+        self._take_host(host, dtypes.grad)
         self._reducer = Reducer(views.layout, comm, replicas, pool, dtypes)
         self._narrow, self._local_dtype, self._unwidened = dtypes.narrow, dtypes.wire, dtypes.grad
         self._sums = dtypes.accumulate  # the dtype of sums over micro-batches, where 16 bits compute
@@ -134,7 +132,40 @@ class Gradients:
 
     def make_transient(self, transient: bool = True) -> None:
         """From now on gradients are used as soon as they are complete: their buffers are the pool's; or no longer."""
+        self._used_at_once = transient
         self._buffer.make_transient(transient or self._host is not None or not self._pool.keeps)
+
+    def _take_host(self, host: Host | None, dtype: torch.dtype) -> None:
+        """Complete gradients, of this dtype, go to this host; or stay on the device."""
+        self._host = host
+        self._homes = self._pool if host is None else host.waiting  # lends buffers to complete gradients
+        transient = host is not None or self._used_at_once or not self._pool.keeps
+        self._buffer = GradientBuffer(self._views, self._scope, self._mine, dtype, self._homes, transient=transient)
+
+    def update_on(self, host: Host | None) -> None:
+        """The unit is updated on this host from now on, or on the device (None). A gradient on the device stays there,
+        one on the host until it is brought back. No reduction is in flight, and there is no local sum."""
+        assert not self._in_flight and self._local is None
+        self.left()
+        held, before = self._buffer.own() if self.state is GradientState.REDUCED else None, self._buffer
+        self._take_host(host, before.dtype)
+        self._may_stay_unflattened = self._narrow and self._reducer.trivial and host is None and not self._rounds_sums
+        if held is not None:
+            self._buffer.own().copy_(held)
+        self._reducer.wait_for_compute()  # before another reduction writes the old buffer
+        before.clear()
+
+    def bring_back(self) -> None:
+        """Copies an offloaded gradient to the device, which updates the unit."""
+        if self.offloaded is not None:
+            self._buffer.own().copy_(self.offloaded.wait())
+            self.offloaded = None
+            self._move(GradientEvent.RETURNED)
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether the memory of the gradient stays from step to step, if the device updates the unit."""
+        return self._pool.keeps and not self._used_at_once and not (self._narrow and self._reducer.trivial)
 
     # -- the local sum, and its reduction ---------------------------------------------------------------------------
 
@@ -173,6 +204,11 @@ class Gradients:
         self._buffer.adopt(local.by_slot)
         flat = self._buffer.whole()
         return FlatSum(flat, self._views, self._scale, written, rounded=self._rounds(flat))
+
+    @property
+    def _rounds_sums(self) -> bool:
+        """Whether gradients accumulate in sums that are rounded stochastically."""
+        return self._rounded and self._local_dtype is self._sums
 
     def _rounds(self, flat: Tensor) -> bool:
         """Whether sums in this buffer are rounded stochastically."""

@@ -46,44 +46,55 @@ class Unit:
         *,
         trained: bool,
     ) -> None:
-        self.layout, self.params, self.placement, self.dtypes = layout, list(params), placement, dtypes
+        self.layout, self.params, self.dtypes = layout, list(params), dtypes
         self.name, self.trained = layout.name, trained
         self.mine = layout.shard(comm.rank)
         views = FlatViews(layout, params, dtypes.compute)
         owned = layout.body if placement.optimizer is Scope.REPLICATED else layout.body.clip(self.mine)
-        self.updated_on_host = placement.updated_on_host and trained
         self.has_training_state = trained  # else the parameters are their own master
         wide = views.flatten(params, owned, torch.float32) if trained and dtypes.narrow else None
         self.edits = Edits(params)
         self.flat_params = FlatParameters(views, params, placement, comm, tiers.host, self.edits)
-        self._views, self._comm = views, comm
-        self.pool = tiers.host.scratch if self.updated_on_host else pool  # for scratch vectors of updates
-        self.staging = StagingBuffer(self.flat_params, owned, tiers.host) if self.updated_on_host else None
+        self._views, self._comm, self._device_pool, self._tiers = views, comm, pool, tiers
+        self._in_memory, self._will_change = False, False
+        self._averages: list[Tensor] = []
+        self._averaged = False  # compute reads a moving average in place of the parameters
+        self._optimizer_states: list[Callable[[], list[Tensor]]] = []  # of each unit optimizer
+        self._take_placement(placement, owned)
         stored = stored_master(wide, dtypes.master) if wide is not None else None
         stored = tiers.host.keep(stored, pinned=False) if stored is not None and self.updated_on_host else stored
         self.master = make_master(self.staging or self.flat_params, owned, stored, self.pool)
         host = tiers.host if self.updated_on_host else None
         self.gradients = Gradients(views, placement.gradients, comm, replicas, pool, dtypes, host)
-        self._averages: list[Tensor] = []
-        self._averaged = False  # compute reads a moving average in place of the parameters
-        self._optimizer_states: list[Callable[[], list[Tensor]]] = []  # of each unit optimizer
-        self.image: Image | None = None  # master and optimizer state, where they are kept in a file
-        if self.updated_on_host and placement.optimizer_tier is Tier.DISK:
-            self.image = tiers.image(f"optimizer state of {self.name}", tiers.host.scratch, self.state_tensors)
-        if self.image is not None:
-            self.image.store(changed=True)
-            self.image.wait_stored()  # else the buffers of all units would be in memory at once
+        self._make_image()
         if placement.parameters_tier is Tier.DISK:
             image = tiers.image(f"parameters of {self.name}", tiers.host.staging, self.flat_params.shards)
             assert image is not None
             self.flat_params.keep_in_file(image)
-        self._tiers, self._in_memory, self._will_change = tiers, False, False
-        self._offloaded = self.updated_on_host or self.flat_params.image is not None  # frozen parameters may be, too
+            self._offloaded = True  # also if they are frozen
+
+    def _take_placement(self, placement: Placement, owned: Span) -> None:
+        """What follows from where the states of the unit are."""
+        self.placement = placement
+        self.updated_on_host = placement.updated_on_host and self.trained
+        host = self._tiers.host
+        self.pool = host.scratch if self.updated_on_host else self._device_pool  # for scratch vectors of updates
+        self.staging = StagingBuffer(self.flat_params, owned, host) if self.updated_on_host else None
+        self.image: Image | None = None  # master and optimizer state, where they are kept in a file
+        self._offloaded = self.updated_on_host or self.flat_params.image is not None
         self._hidden_between_passes = placement.parameters is Scope.SHARDED or placement.hidden_between_passes
         # users may write parameters between steps, and there is a master that must follow
         self.may_be_edited = (
-            dtypes.narrow and placement.parameters is Scope.REPLICATED and not placement.hidden_between_passes
+            self.dtypes.narrow and placement.parameters is Scope.REPLICATED and not placement.hidden_between_passes
         )
+
+    def _make_image(self) -> None:
+        if self.updated_on_host and self.placement.optimizer_tier is Tier.DISK:
+            name, pool = f"optimizer state of {self.name}", self._tiers.host.scratch
+            self.image = self._tiers.image(name, pool, self.state_tensors)
+        if self.image is not None:
+            self.image.store(changed=True)
+            self.image.wait_stored()  # else the buffers of all units would be in memory at once
 
     @property
     def gathers_updated(self) -> bool:
@@ -265,6 +276,35 @@ class Unit:
 
     def set_loaded(self, loaded: bool) -> None:
         self._load() if loaded else self._unload(changed=False)
+
+    def move_optimizer(self, placement: Placement) -> None:
+        """Keeps master and optimizer state on another tier from now on, where the unit is then updated; its unit
+        optimizers must follow. Users' edits are in the master; no update and no reduction is in flight."""
+        self._tiers.load_for_reading(None)
+        self.flat_params.wait_for_update()
+        self.wait_stored()
+        if self.image is not None:
+            self.image.load()
+        before, stored = self.image, self.master.tensors()
+        leaves = [leaf for leaf in self.state_tensors() if leaf.dim()]  # step counts stay
+        self._take_placement(placement, self.master.owned)
+        moved = [self._in_its_place(leaf) for leaf in leaves]
+        if before is not None:
+            before.store(changed=False)
+        for leaf, new in zip(leaves, moved, strict=True):
+            leaf.data = new
+        self.master = make_master(
+            self.staging or self.flat_params, self.master.owned, stored[0] if stored else None, self.pool
+        )
+        self.gradients.update_on(self._tiers.host if self.updated_on_host else None)
+        self.flat_params.hide_between_passes(placement.hidden_between_passes)
+        self._make_image()
+
+    def _in_its_place(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor of the master or of the optimizer state, in host memory or on the device."""
+        if self.updated_on_host:
+            return self._tiers.host.keep(tensor.flatten(), pinned=False).view(tensor.shape)
+        return torch.empty_like(tensor, device=self._device_pool.device).copy_(tensor)
 
     # -- the master --------------------------------------------------------------------------------------------------
 

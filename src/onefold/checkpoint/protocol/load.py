@@ -228,6 +228,8 @@ def _load_one(engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, o
     if not whole:
         engine.check(Call.LOAD_PART)
     attempt(comm, lambda: begin_load(engine))
+    for optimizer in optimizers:
+        optimizer.before_load()
     attempt(comm, lambda: _fill(engine, found))
     attempt(comm, lambda: set_random_state(found.random, engine.device))
     end_load(engine)

@@ -1,0 +1,212 @@
+"""Watches how much memory of the device a step takes, for Offload(optimizer="auto"), which decides by it.
+
+On CUDA torch's allocator counts; its peak is set back while the first step is watched. On a CPU, for a `device_bytes`
+that stands for a device, a dispatch mode counts live tensors: below all modes of users, so that theirs end in order.
+It is slow, and is on for the first two steps only.
+
+A step has parts: up to the first complete gradient of its last backward, from one complete gradient to the next, and
+up to step(). Each part has a peak of its own: what is there late in backward finds the activations gone.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    _len_torch_dispatch_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from onefold.cost.filling import Taken
+from onefold.runtime.engine import Engine
+from onefold.runtime.held_tensors import NotOnDevice, on_device
+from onefold.runtime.live_bytes import LiveBytes, watching_sizes
+from onefold.runtime.no_watch import NoWatch
+from onefold.settings.offload import Offload
+
+WATCHED_STEPS = 2  # on a CPU: the one that decides, and the one that shows whether it was right
+
+
+class Counter(Protocol):
+    """Counts bytes on one device."""
+
+    def restart(self) -> None:
+        """The peak is what is there now."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that the allocator had taken from the device: bytes of tensors, and what it keeps beside them."""
+        ...
+
+    def stop(self) -> None: ...
+
+
+class CudaCounter:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def restart(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    @property
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+    def stop(self) -> None:
+        pass
+
+
+class CpuCounter:
+    def __init__(self, engine: Engine) -> None:
+        self._elsewhere = NotOnDevice(engine)
+        self._mode, self._open = LiveBytes(_Weak(self._elsewhere)), ExitStack()
+        self._mode.add(tensor for _, tensor in on_device(engine).values())
+        self._open.enter_context(watching_sizes(engine, self._mode))
+        above = []
+        while _len_torch_dispatch_stack():
+            above.append(_pop_mode())
+        self._mode.__enter__()
+        for mode in reversed(above):
+            _push_mode(mode)
+        self.stop = weakref.finalize(self, _end, self._mode, self._open)
+
+    def restart(self) -> None:
+        self._mode.peak_bytes = self._mode.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._mode.peak_bytes
+
+    reserved_bytes = peak_bytes
+
+
+class _Weak:
+    """Storages that are not on the device, as long as the model lives: torch holds the mode that asks."""
+
+    def __init__(self, elsewhere: NotOnDevice) -> None:
+        self._elsewhere = weakref.ref(elsewhere)
+
+    def __contains__(self, key: object) -> bool:
+        known = self._elsewhere()
+        return known is not None and key in known
+
+
+def _end(mode: LiveBytes, opened: ExitStack) -> None:
+    above: list[Any] = []
+    while (top := _get_current_dispatch_mode()) is not None and top is not mode:
+        above.append(_pop_mode())
+    if top is mode:
+        mode.__exit__(None, None, None)
+    for other in reversed(above):
+        _push_mode(other)
+    opened.close()
+
+
+class MemoryWatch(NoWatch):
+    """Watches one model. `candidates` of its trained units, the first of forward, may be updated by the device."""
+
+    def __init__(self, engine: Engine, candidates: int) -> None:
+        self._engine, self._candidates = weakref.ref(engine), candidates
+        self._cuda, self._device = engine.device.type == "cuda", engine.device
+        self._parts: list[Taken] = []
+        self._reserved = 0  # bytes that the allocator had taken, at most, in the step that is watched
+        self._slack = 0
+        self._counter: Counter | None = None
+        self._reduced: set[int] = set()
+        self.steps = 0
+        self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
+        self.decided = False
+
+    active = True
+
+    def may_move_first(self, count: int) -> None:
+        self._candidates = count
+
+    def may_move(self, index: int) -> bool:
+        return not self.decided and index < self._candidates
+
+    def forward_begins(self) -> None:
+        engine = self._engine()
+        if self._counter is None and engine is not None and self.steps < (1 if self._cuda else WATCHED_STEPS):
+            if self._cuda:
+                torch.cuda.empty_cache()  # what was needed to load and shard the model would count as slack
+            self._counter = CudaCounter(self._device) if self._cuda else CpuCounter(engine)
+            self._counter.restart()
+
+    def reduced(self, index: int, *, final: bool) -> None:
+        if final and self._counter is not None:
+            self._reduced.add(index)
+            self._end_part()
+
+    def _end_part(self) -> None:
+        assert self._counter is not None
+        self._parts.append(Taken(self._counter.peak_bytes, frozenset(self._reduced)))
+        self._reserved = max(self._reserved, self._counter.reserved_bytes)
+        self._counter.restart()
+
+    def step_begins(self) -> list[Taken]:
+        """The parts of the step whose gradients are complete now, if it was watched, the last of them what is there
+        now; else, on CUDA, the most bytes since the peak was set back last."""
+        self.steps += 1
+        if self._counter is not None:
+            self._end_part()
+            self._end_part()
+            self._counter.stop()
+            self._counter = None
+            parts, self._parts, self._reduced = self._parts, [], set()
+            self._slack = max(0, self._reserved - max(part.nbytes for part in parts))
+            return parts
+        return [Taken(torch.cuda.max_memory_allocated(self._device))] if self._cuda else []
+
+    @property
+    def keeps_looking(self) -> bool:
+        return self._cuda or self.steps <= WATCHED_STEPS
+
+    def decide(self) -> None:
+        self.decided = True
+        self.was_short()
+
+    def budget(self) -> int:
+        """Bytes of the device that training may take, with what the allocator keeps beside tensors."""
+        engine = self._engine()
+        assert engine is not None
+        asked = Offload.of(engine.resolved.settings.offload).device_bytes
+        if not self._cuda:
+            assert asked is not None
+            return asked
+        ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // max(torch.cuda.device_count(), 1))
+        free, _ = torch.cuda.mem_get_info(self._device)
+        mine = free // ranks + torch.cuda.memory_reserved(self._device)
+        return mine if asked is None else min(asked, mine)
+
+    @property
+    def slack_bytes(self) -> int:
+        return self._slack
+
+    def was_short(self) -> bool:
+        """Whether torch's allocator had to free cached memory, or failed, since it was asked last."""
+        before, (self._retries, self._failures) = (self._retries, self._failures), self._troubles()
+        return before != (self._retries, self._failures)
+
+    def failed(self) -> bool:
+        """Whether an allocation on the device failed since `was_short` was asked last."""
+        return self.decided and self._troubles()[1] > self._failures
+
+    def _troubles(self) -> tuple[int, int]:
+        """How often torch's allocator had to free what it kept, and how often it failed."""
+        found = torch.cuda.memory_stats_as_nested_dict(self._device) if self._cuda else {}
+        return found.get("num_alloc_retries", 0), found.get("num_ooms", 0)

@@ -1,0 +1,51 @@
+"""What an engine asks of a watch over the memory of its device, where nothing is decided by it: nothing is watched."""
+
+from __future__ import annotations
+
+from onefold.cost.filling import Taken
+
+
+class NoWatch:
+    """Where the tiers of optimizer state were all decided by shard()."""
+
+    active = False  # a step may move optimizer state between device, host and disk
+    decided = True  # a step has
+    steps = 0  # that were begun
+
+    def may_move_first(self, count: int) -> None:
+        """So many trained units, the first of forward, may be moved by the first step."""
+
+    def may_move(self, index: int) -> bool:
+        """Whether the first step may move the state of this trained unit to the device, so that it waits for step()."""
+        return False
+
+    def forward_begins(self) -> None:
+        """A training forward begins."""
+
+    def reduced(self, index: int, *, final: bool) -> None:
+        """The reduction of a trained unit's gradient has ended; `final` in the last micro-batch of a step."""
+
+    def step_begins(self) -> list[Taken]:
+        """step() has complete gradients. How much memory the parts of the step took, if that is known."""
+        return []
+
+    @property
+    def keeps_looking(self) -> bool:
+        """Whether this step was watched, or can be looked at all the same."""
+        return False
+
+    def decide(self) -> None:
+        """Where state is was decided."""
+
+    def budget(self) -> int:
+        raise AssertionError("nothing is watched")
+
+    @property
+    def slack_bytes(self) -> int:
+        return 0
+
+    def was_short(self) -> bool:
+        return False
+
+    def failed(self) -> bool:
+        return False

@@ -1,0 +1,156 @@
+"""Offload(optimizer="auto") on a GPU: what fits trains, near the run without offload, within the device's memory.
+
+Giants (7B to 32B parameters; minutes, and most of a GPU with 140 GB): python -m tests.gpu.test_auto_gpu 7b 14b 20b 32b
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import onefold
+from onefold.cost.shapes import Shape
+from onefold.errors import PlacementWarning
+from onefold.runtime.engine import engine_of
+from onefold.settings.placement import Tier
+from onefold.train.run.model import GPT
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.gpu
+SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
+STEPS = 4
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    params: dict[str, Any]
+    peak: int  # bytes that tensors took beyond those that were there before
+    tiers: list[Tier]
+    said: list[str]
+
+
+def train(offload: Any, *, stage: int = 3, inside: bool = False, rows: tuple[int, ...] = (4,) * STEPS) -> Run:
+    torch.cuda.set_device(0)
+    onefold.init()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    model = onefold.shard(GPT(SHAPE).cuda(), stage=stage, precision="bf16", offload=offload, bucket_bytes=1 << 18)
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, step_in_backward=inside)
+    losses, peaks = [], []
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for number, count in enumerate(rows):
+            generator = torch.Generator().manual_seed(100 * number + torch.distributed.get_rank())
+            tokens = torch.randint(0, SHAPE.vocab, (count, SHAPE.seq), generator=generator).cuda()
+            torch.cuda.reset_peak_memory_stats()
+            loss = model(tokens, tokens)
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            losses.append(loss.item())
+            peaks.append(torch.cuda.max_memory_allocated())
+    tiers = [unit.placement.optimizer_tier for unit in engine_of(model).units]
+    said = [str(one.message) for one in heard if issubclass(one.category, PlacementWarning)]
+    return Run(losses, onefold.full_state_dict(model), max(peaks) - before, tiers, said)
+
+
+def filled(stage: int, inside: bool, share: float) -> tuple[float, int, int, set[str]]:
+    """How far parameters are from the run without offload, bytes at the peak, the budget, and the tiers."""
+    there, away = train(None, stage=stage, inside=inside), train("host", stage=stage, inside=inside)
+    before = torch.cuda.memory_allocated()
+    budget = int((away.peak + share * max(there.peak - away.peak, 0) + before + (8 << 20)) / 0.95)
+    auto = train(onefold.Offload(optimizer="auto", device_bytes=budget), stage=stage, inside=inside)
+    far = max(float((there.params[n].float() - auto.params[n].float()).abs().max()) for n in there.params)
+    return far, auto.peak + before, budget, {tier.value for tier in auto.tiers}
+
+
+@pytest.mark.parametrize(("stage", "inside"), [(3, False), (3, True), (2, False)])
+def test_a_budget_holds_and_updates_are_near_those_of_the_device(stage: int, inside: bool) -> None:
+    ((far, peak, budget, tiers),) = run_ranks(1, filled, stage, inside, 0.6, timeout_s=180)
+    assert far < 2e-5 and peak <= budget, (far, peak, budget, tiers)
+    assert "host" in tiers
+
+
+def all_of_it() -> tuple[set[str], bool]:
+    """Without a budget a small model fits: all of its state is on the device, and bits are those without offload."""
+    there, auto = train(None), train("auto")
+    same = all(torch.equal(there.params[name], auto.params[name]) for name in there.params)
+    return {tier.value for tier in auto.tiers}, same
+
+
+def test_what_fits_is_not_offloaded() -> None:
+    assert run_ranks(1, all_of_it, timeout_s=180) == [({"device"}, True)]
+
+
+def longer_batches() -> tuple[list[str], int, int]:
+    away = train("host")
+    budget = int((away.peak + torch.cuda.memory_allocated() + (16 << 20)) / 0.95)
+    run = train(onefold.Offload(optimizer="auto", device_bytes=budget), rows=(4, 4, 64, 64))
+    return run.said, run.tiers.count(Tier.DEVICE), len(run.tiers)
+
+
+def test_state_leaves_the_device_when_a_batch_is_longer() -> None:
+    ((said, there, units),) = run_ranks(1, longer_batches, timeout_s=180)
+    assert len(said) >= 1 and "was moved from the device" in said[0] and there < units
+
+
+# -- giants -----------------------------------------------------------------------------------------------------------
+
+
+class Giant(NamedTuple):
+    shape: Shape
+    batch: int
+    state: str
+
+
+GIANTS = {
+    "7b": Giant(Shape(layers=32, hidden=4096, heads=32, seq=1024, vocab=50304), 16, "fp32"),
+    "14b": Giant(Shape(layers=48, hidden=5120, heads=40, seq=1024, vocab=50304), 8, "fp32"),
+    "20b": Giant(Shape(layers=44, hidden=6144, heads=48, seq=1024, vocab=50304), 8, "bf16"),
+    "32b": Giant(Shape(layers=64, hidden=6400, heads=50, seq=1024, vocab=50304), 4, "8bit"),
+}
+
+
+def giant(name: str, inside: bool, steps: int = 3) -> None:
+    """Trains a few steps with activations="checkpoint" and prints where state is, times and peaks."""
+    shape, batch, state = GIANTS[name]
+    torch.cuda.set_device(0)
+    onefold.init()
+    with torch.device("meta"):
+        model = GPT(shape)
+    split = onefold.Precision(compute="bf16", master="split")
+    onefold.shard(
+        model, stage=3, precision=split, offload="auto", activations="checkpoint", bucket_bytes=128 << 20, device="cuda"
+    )
+    adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-4, step_in_backward=inside, state=state)  # type: ignore[arg-type]
+    count = sum(unit.layout.used_numel for unit in engine_of(model).units)
+    for number in range(steps):
+        tokens = torch.randint(0, shape.vocab, (batch, shape.seq), device="cuda")
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = model(tokens, tokens)
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        torch.cuda.synchronize()
+        took = time.perf_counter() - start
+        peak, kept = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        print(f"{name} {count / 1e9:.2f}B step {number}: loss {loss.item():.3f}, {took:.2f} s, {peak / 2**30:.1f} GiB "
+              f"of tensors, {kept / 2**30:.1f} reserved", flush=True)  # fmt: skip
+    print(onefold.placement(model).why)
+    print(onefold.memory(model), flush=True)
+
+
+if __name__ == "__main__":
+    for one in [name for name in sys.argv[1:] if name in GIANTS]:
+        giant(one, inside="inside" in sys.argv)
+        gc.collect()
+        torch.cuda.empty_cache()

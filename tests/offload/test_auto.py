@@ -1,0 +1,256 @@
+"""Offload(optimizer="auto"): a budget that holds, activations included, and state that moves without changing a bit."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import warnings
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.errors import PlacementWarning
+from onefold.runtime.engine import engine_of
+from onefold.settings.placement import Tier
+from tests.harness import run_ranks
+from tests.models import Residual
+
+STEPS = 3
+
+
+class Work(NamedTuple):
+    """A small model and how it trains."""
+
+    width: int = 32
+    depth: int = 6
+    rows: int = 64  # of a micro-batch
+    micro: int = 1
+    stage: int = 3
+    precision: Any = "fp32"
+    inside: bool = False
+    clip: bool = False
+    cls: Any = torch.optim.AdamW
+    state: str = "fp32"
+    activations: str = "keep"
+
+
+class Outcome(NamedTuple):
+    losses: list[float]
+    params: dict[str, Tensor]
+    peak: int  # bytes on the device
+    tiers: list[Tier]  # of each unit's optimizer state
+    said: list[str]  # warnings
+    why: str
+
+
+def build(work: Work, offload: Any) -> tuple[Any, onefold.Optimizer]:
+    onefold.init()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Residual(work.width) for _ in range(work.depth)))
+    fields: dict[str, Any] = {
+        "stage": work.stage,
+        "precision": work.precision,
+        "activations": work.activations,
+        "units": (Residual,),
+    }
+    model = onefold.shard(layers, offload=offload, bucket_bytes=4 * work.width**2, **fields)
+    return model, onefold.Optimizer(model, work.cls, lr=1e-2, step_in_backward=work.inside, state=work.state)
+
+
+def step(model: Any, adam: onefold.Optimizer, work: Work, number: int, micro: int | None = None) -> float:
+    dtype = engine_of(model).resolved.precision.compute
+    total, micro = 0.0, micro or work.micro
+    for part in range(micro):
+        generator = torch.Generator().manual_seed(100 * number + part)
+        x = torch.randn(work.rows, work.width, generator=generator).to(dtype)
+        with onefold.accumulate(model) if part < micro - 1 else nullcontext():
+            loss = model(x).float().square().mean() / micro
+            loss.backward()
+        total += loss.item()
+        del loss
+    if work.clip:
+        adam.clip_grad_norm(0.01)
+    adam.step()
+    adam.zero_grad()
+    return total
+
+
+def tiers_of(model: Any) -> list[Tier]:
+    return [unit.placement.optimizer_tier for unit in engine_of(model).units]
+
+
+def train(work: Work, offload: Any, *, tracked: bool = True) -> Outcome:
+    model, adam = build(work, offload)
+    with (
+        warnings.catch_warnings(record=True) as heard,
+        onefold.track_memory(model) if tracked else nullcontext() as seen,
+    ):
+        warnings.simplefilter("always")
+        losses = [step(model, adam, work, number) for number in range(STEPS)]
+        engine_of(model).updates.wait()
+    said = [str(one.message) for one in heard if issubclass(one.category, PlacementWarning)]
+    peak = seen.peak_bytes if seen is not None else 0
+    return Outcome(losses, onefold.full_state_dict(model), peak, tiers_of(model), said, onefold.placement(model).why)
+
+
+def differing(one: Outcome, other: Outcome) -> list[str]:
+    names = [name for name in one.params if not torch.equal(one.params[name], other.params[name])]
+    return names + ["losses"] * (one.losses != other.losses)
+
+
+# -- a budget that holds ----------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> tuple[Work, float, bool]:
+    """A random work, how full the device may be (0: as with all state elsewhere, 1: with all state there), and whether
+    a disk may be used."""
+    draw = random.Random(seed)
+    inside = draw.random() < 0.3
+    narrow = draw.random() < 0.15
+    work = Work(
+        width=draw.choice([16, 32, 48]), depth=draw.randint(3, 10), rows=draw.choice([1, 16, 64, 256]),
+        micro=1 if inside else draw.choice([1, 1, 2]), stage=draw.choice([1, 2, 3, 3]), inside=inside,
+        precision="bf16" if narrow else "fp32", clip=not inside and draw.random() < 0.3,
+        cls=draw.choice([torch.optim.AdamW, torch.optim.AdamW, torch.optim.Adagrad]),
+        activations=draw.choice(["keep", "checkpoint"]),
+    )  # fmt: skip
+    return work, draw.uniform(0.05, 1.3), draw.random() < 0.3
+
+
+class Bounds(NamedTuple):
+    """What a work takes on the fullest device without offload, and with all state on the host."""
+
+    plain: Outcome
+    most: int
+    least: int
+
+    def budget(self, fill: float) -> int:
+        return int((self.least + fill * max(self.most - self.least, 0)) / 0.95) + 4096
+
+
+def bounds(work: Work) -> Bounds:
+    plain, least = train(work, None), train(work, onefold.Offload(optimizer="host"))
+    peaks = torch.tensor([plain.peak, least.peak])
+    torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
+    return Bounds(plain, *peaks.tolist())
+
+
+def within_budget(seeds: list[int]) -> list[str]:
+    """What was wrong in trials with these seeds."""
+    found = []
+    for seed in seeds:
+        work, fill, disk = drawn(seed)
+        known = bounds(work)
+        plain, budget = known.plain, known.budget(fill)
+        with tempfile.TemporaryDirectory() as folder:
+            path = {"path": folder, "host_bytes": 1 << 18} if disk else {}
+            auto = train(work, onefold.Offload(optimizer="auto", device_bytes=budget, **path))
+        if auto.peak > budget:
+            found.append(f"{seed}: {auto.peak} bytes of {budget} ({known.least} to {known.most}), {work}: {auto.why}")
+        found += [f"{seed}: {name} differs, {work}" for name in differing(plain, auto)]
+    return found
+
+
+@pytest.mark.trials_of("budgets")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_stays_within_any_budget_that_some_placement_fits(ranks: int, soak: Any) -> None:
+    first, count = 1000 * ranks, soak.number(4 - ranks, 100)
+    for start in range(first, first + count, 5):
+        seeds = list(range(start, min(start + 5, first + count)))
+        assert run_ranks(ranks, within_budget, seeds) == [[]] * ranks
+        soak.tried(len(seeds))
+
+
+def filled(work: Work, fills: list[float]) -> list[tuple[list[Tier], list[str], bool, str]]:
+    """With each budget: where state is, what differs from the run without offload, whether it was within the budget,
+    and what placement() tells."""
+    found, known = [], bounds(work)
+    for budget in map(known.budget, fills):
+        auto = train(work, onefold.Offload(optimizer="auto", device_bytes=budget))
+        found.append((auto.tiers, differing(known.plain, auto), auto.peak <= budget, auto.why))
+    return found
+
+
+@pytest.mark.parametrize(("stage", "ranks", "inside"), [(1, 2, False), (3, 2, True), (3, 1, False)])
+def test_the_device_is_filled_from_the_front_to_the_same_bits(stage: int, ranks: int, inside: bool) -> None:
+    """Budgets that no unit, some of them and all of them fit."""
+    work = Work(stage=stage, inside=inside, clip=not inside, rows=16, depth=4)
+    none, some, every = run_ranks(ranks, filled, work, [0.0, 0.6, 2.0])[0]
+    for tiers, differs, within, why in (none, some, every):
+        assert not differs and within, (differs, why)
+        there = [tier is Tier.DEVICE for tier in tiers]
+        assert there == sorted(there, reverse=True), "units of the front stay"
+        assert f"{sum(there)} of {len(there)} units stays on the device" in why
+    few, more, most = (row[0].count(Tier.DEVICE) for row in (none, some, every))
+    assert few < more < most == len(every[0]) and few < most // 3
+
+
+# -- what happens later -----------------------------------------------------------------------------------------------
+
+
+def accumulated(work: Work) -> tuple[list[str], list[Tier], list[str], bool]:
+    """A step of one micro-batch, then steps of three, whose sums take more memory: what was said, where state is, what
+    differs from the run without offload, and whether the last step was within the budget."""
+    budget = bounds(work).budget(0.7)
+    results = []
+    for offload in (None, onefold.Offload(optimizer="auto", device_bytes=budget)):
+        model, adam = build(work, offload)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            losses = [step(model, adam, work, number, micro=3 if number else 1) for number in range(3)]
+            with onefold.track_memory(model) as seen:
+                losses.append(step(model, adam, work, 3, micro=3))
+        said = [str(one.message) for one in heard if issubclass(one.category, PlacementWarning)]
+        state = onefold.full_state_dict(model)
+        results.append(Outcome(losses, state, seen.peak_bytes, tiers_of(model), said, onefold.placement(model).why))
+    plain, auto = results
+    return auto.said, auto.tiers, differing(plain, auto), auto.peak <= budget
+
+
+@pytest.mark.parametrize(("ranks", "precision"), [(1, "bf16"), (2, "fp32")])
+def test_a_step_that_takes_more_moves_state_off_the_device_and_says_so(ranks: int, precision: str) -> None:
+    said, tiers, differs, within = run_ranks(ranks, accumulated, Work(precision=precision, depth=5, rows=4))[0]
+    assert not differs and within
+    assert len(said) == 1 and "was moved from the device to host" in said[0], said
+    assert Tier.DEVICE in tiers or "of 0 of" in said[0]
+
+
+def continued(work: Work, folder: str) -> tuple[list[str], list[Tier], list[Tier]]:
+    """A run that is saved and loaded into a new model before its first step: what differs from the run that goes on,
+    and where state was after the load and after the next step."""
+    budget = bounds(work).budget(0.5)
+    offload = onefold.Offload(optimizer="auto", device_bytes=budget)
+    model, adam = build(work, offload)
+    for number in range(2):
+        step(model, adam, work, number)
+    onefold.save(folder, model, adam)
+    step(model, adam, work, 2)
+    again, other = build(work, offload)
+    onefold.load(folder, again, other)
+    loaded = tiers_of(again)
+    step(again, other, work, 2)
+    wanted, found = onefold.full_state_dict(model), onefold.full_state_dict(again)
+    return [name for name in wanted if not torch.equal(wanted[name], found[name])], loaded, tiers_of(again)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_state_that_is_loaded_before_the_first_step_moves_with_it(inside: bool, tmp_path: Any) -> None:
+    differs, _, after = run_ranks(2, continued, Work(inside=inside, rows=128), str(tmp_path / "saved"))[0]
+    assert not differs and set(after) == {Tier.HOST, Tier.DEVICE}
+
+
+def refused(budget: int) -> str:
+    try:
+        build(Work(), onefold.Offload(optimizer="auto", device_bytes=budget))
+    except onefold.errors.ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_budget_below_one_unit_is_refused_with_what_is_needed() -> None:
+    for message in run_ranks(2, refused, 1000):
+        assert "device_bytes=1000" in message and "largest unit" in message and "give at least" in message
