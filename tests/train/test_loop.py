@@ -111,7 +111,7 @@ def test_a_run_with_muon_has_the_figures_that_were_planned_and_goes_on_at_anothe
     trained(2, whole, adam=muon, checkpoints={"keep": 9}, plan=True)
     again = copied(whole, tmp_path / "again", upto=5)
     on_disk = {"stage": 1, "offload": "disk", "offload_path": str(tmp_path)}
-    trained(2, again, adam=muon, zero=on_disk, checkpoints={"resume": True})
+    trained(2, again, adam=muon, zero=on_disk, checkpoints={"resume": True}, plan=True)
     assert curve(again) == curve(whole)
     facts, row = read_facts(whole), read_metrics(whole)[-1]
     for name in ("whole-gradient", "whole-master", "whole-updated"):

@@ -232,17 +232,3 @@ def test_settings_are_not_changed():
     kwargs = {"lr": 0.1, "betas": (0.9, 0.99)}
     examine(optim.AdamW, kwargs, CPU)
     assert kwargs == {"lr": 0.1, "betas": (0.9, 0.99)}
-
-
-class Without16Bits(Lion):
-    """What torch does where a 16-bit product fails in oneDNN."""
-
-    def update(self, param, grad, state):
-        torch.backends.mkldnn.enabled = False
-        return super().update(param, grad, state)
-
-
-def test_a_trial_leaves_onednn_on():
-    assert torch.backends.mkldnn.enabled
-    examine(Without16Bits, {}, CPU)
-    assert torch.backends.mkldnn.enabled

@@ -14,16 +14,9 @@ STEPS = 3
 
 @contextmanager
 def on_numbers() -> Iterator[None]:
-    """Inside, a class runs on numbers, also in a rehearsal, and draws none from the user's random generator.
-
-    torch turns oneDNN off for the whole process where a 16-bit product fails in it, on ARM processors without bf16: a
-    trial of Muon would change the bits of the training behind it, on the rank that has planned it."""
-    onednn = torch.backends.mkldnn.enabled
-    try:
-        with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad():
-            yield
-    finally:
-        torch.backends.mkldnn.enabled = onednn
+    """Inside, a class runs on numbers, also in a rehearsal, and draws none from the user's random generator."""
+    with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield
 
 
 REMEDY = "Use an element-wise class: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam"
