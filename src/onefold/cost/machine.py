@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
+import subprocess
 
 import torch
 
@@ -22,3 +24,15 @@ def here(device: torch.device) -> Hardware:
         row = dataclasses.replace(known[0] if known else TABLE["a100-80"], name=found.name)
         row = dataclasses.replace(row, memory_bytes=found.total_memory)
     return dataclasses.replace(row, host_bytes=host, node_ranks=max(ranks, 1))
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        told = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+    except OSError:
+        told = ""
+    for line in told.splitlines():
+        if line.startswith("Model name:"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
