@@ -10,6 +10,7 @@ from typing import NamedTuple
 from onefold.comm.strategy import Strategy, over_nccl, pairwise
 from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import arrivals
+from onefold.cost.compute import shape_seconds, step_compute_s
 from onefold.cost.cut_sequences import attention_calls
 from onefold.cost.hardware import Hardware
 from onefold.cost.peak import Instant, Segment, Staging, instants, lent_bytes, segments, staging_bytes
@@ -24,6 +25,7 @@ from onefold.cost.transfers import (
     overlapped_s,
     transfer_s,
     transfers_of,
+    update_bytes,
 )
 from onefold.cost.work import Grid, Work
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
@@ -342,6 +344,13 @@ class Estimate:
     @cached_property
     def compute_s(self) -> float:
         """Seconds of forward and backward of one micro-batch."""
+        rates, shape, grid = self.hardware.rates, self.work.shape, self.grid
+        if rates is not None and shape is not None:
+            found = shape_seconds(
+                shape, rates, self.batch, self.choice.activations, width=self.work.widths.compute, tp=grid.tp,
+                pp=grid.pp, sequence=grid.sequence, trained=not self.work.lora,
+            )  # fmt: skip
+            return step_compute_s(found, rates, self.work.layers_here(grid), sharded=grid.shard > 1)
         rate = self.hardware.flops * self.hardware.efficiency
         return self.work.flops(self.batch, self.choice.activations, self.grid) / rate
 
@@ -415,10 +424,17 @@ class Estimate:
         """Seconds of one step's host updates, hidden or not."""
         return host_update_s(self.transfers, self.hardware, self._ranks_per_node)
 
+    @property
+    def _update_rate(self) -> float:
+        """Bytes per second that updates on the device read and write."""
+        rates = self.hardware.rates
+        found = rates and rates.update_rate("device", update_bytes(self.work.widths, self.cost))
+        return found or self.hardware.memory_rate
+
     def _update_s(self, compute: float) -> tuple[float, float]:
         """Seconds that a step waits for updates, and for other transfers between device, host and disk."""
         hardware, transfers = self.hardware, self.transfers
-        update = transfers.device / hardware.memory_rate
+        update = transfers.device / self._update_rate
         if transfers.host:
             late = any(placement.hidden_between_passes for placement in self.placements)
             forward = self.compute_s / (4 if self.choice.activations != "keep" else 3)

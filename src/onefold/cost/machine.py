@@ -9,7 +9,7 @@ import subprocess
 
 import torch
 
-from onefold.cost.hardware import TABLE, Hardware
+from onefold.cost.hardware import TABLE, Hardware, hardware, known_row
 
 
 def here(device: torch.device) -> Hardware:
@@ -20,9 +20,8 @@ def here(device: torch.device) -> Hardware:
         row = dataclasses.replace(TABLE["laptop"], name="this machine's CPU", memory_bytes=host // ranks)
     else:
         found = torch.cuda.get_device_properties(device)
-        known = [row for row in TABLE.values() if row.name.split()[0] in found.name]
-        row = dataclasses.replace(known[0] if known else TABLE["a100-80"], name=found.name)
-        row = dataclasses.replace(row, memory_bytes=found.total_memory)
+        row = hardware(known_row(found.name) or "a100-80")
+        row = dataclasses.replace(row, name=found.name, memory_bytes=found.total_memory)
     return dataclasses.replace(row, host_bytes=host, node_ranks=max(ranks, 1))
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from onefold.errors import ConfigError
 
+T = TypeVar("T")
 FORMAT = 1
 NEAREST = 4  # measured shapes that a rate is interpolated from
 VECTOR = 8  # elements: products with a side that is no multiple of it take slower kernels
@@ -39,6 +40,13 @@ class Product(NamedTuple):
     weight_grad: float
 
 
+class Link(NamedTuple):
+    """Messages between ranks."""
+
+    latency_s: float
+    rate: float  # bytes per second that each rank sends
+
+
 class Rates:
     """The record of one device. `record` is what `onefold measure` writes."""
 
@@ -48,6 +56,13 @@ class Rates:
 
     def __deepcopy__(self, memo: object) -> Rates:
         return self  # of a plan that is written as a dict
+
+    def remember(self, key: object, make: Callable[[], T]) -> T:
+        """Caches what is worked out of this record, since plans ask for it many times."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
 
     @property
     def device(self) -> str:
@@ -66,14 +81,14 @@ class Rates:
 
     def product(self, dtype: str, tokens: float, inputs: int, outputs: int) -> Product:
         """Of a linear layer with so many tokens."""
-        key = (dtype, tokens, inputs, outputs)
-        found = self._known.get(key)
-        if found is None:
+
+        def make() -> Product:
             rows = self._rows("products", dtype)
             even = [row for row in rows if _even(*row[1:3]) == _even(inputs, outputs)] or rows
             flops = 2 * tokens * inputs * outputs
-            found = self._known[key] = Product(*(flops / rate for rate in _nearby((tokens, inputs, outputs), even)))
-        return found
+            return Product(*(flops / rate for rate in _nearby((tokens, inputs, outputs), even)))
+
+        return self.remember((dtype, tokens, inputs, outputs), make)
 
     def attention(self, dtype: str, length: int, width: int, rows: float) -> Both:
         """Of causal attention; `rows` are sequences x heads x length."""
@@ -93,6 +108,10 @@ class Rates:
         table = self._rows("loss", dtype)
         return Both(*(_line(tokens * words, [(row[0] * row[1], row[at]) for row in table]) for at in (2, 3)))
 
+    def blocks(self, dtype: str) -> Rows:
+        """Whole blocks: tokens, hidden size, width of a head, length, seconds of forward and of backward."""
+        return self._rows("blocks", dtype)
+
     def update_rate(self, tier: str, per_element: float) -> float | None:
         """Bytes per second that an update on the `device` or the `host` reads and writes, of an optimizer with about so
         many bytes per parameter; None if it was not measured."""
@@ -108,14 +127,14 @@ class Rates:
         found = (self.record.get("copies") or {}).get("both")
         return None if found is None else float(found)
 
-    def link_rate(self, collective: str = "all_gather") -> tuple[float, float] | None:
-        """The latency of a collective, and the bytes per second that each rank sends in it; None if not measured."""
+    def link_rate(self, collective: str = "all_gather") -> Link | None:
+        """Of a collective between the ranks that measured it; None if not measured."""
         found = self.record.get("links") or {}
         if not found.get(collective):
             return None
         ranks, rows = found["ranks"], sorted(found[collective])
         latency, (nbytes, seconds) = rows[0][1], rows[-1]
-        return latency, nbytes * (ranks - 1) / ranks / seconds
+        return Link(latency, nbytes * (ranks - 1) / ranks / seconds)
 
     def block_host_s(self, *, sharded: bool) -> float:
         """Seconds of the host for one block in a step of one rank, or of one of several."""
@@ -137,7 +156,7 @@ class Rates:
         if record.get("copies"):
             found.append("copies, GB/s: " + ", ".join(f"{k} {v / 1e9:.3g}" for k, v in record["copies"].items()))
         if link := self.link_rate():
-            found.append(f"all-gather over {record['links']['ranks']} ranks: {link[1] / 1e9:.3g} GB/s sent by each")
+            found.append(f"all-gather over {record['links']['ranks']} ranks: {link.rate / 1e9:.3g} GB/s sent by each")
         if record.get("host"):
             found.append(f"host: {1e6 * record['host']['launch']:.3g} µs for a launch, "
                          f"{1e3 * record['host']['block']:.3g} ms for a block")  # fmt: skip
