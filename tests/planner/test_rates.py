@@ -129,3 +129,14 @@ def test_a_record_gives_the_machine_and_a_plan_without_one_is_as_before(tmp_path
     flops = plain.work.flops(8, "keep", grid_of(1))
     assert plain.compute_s == flops / (TABLE["h200"].flops * TABLE["h200"].efficiency)
     assert main([*asked, "none.json"]) == 2 and "No such file" in capsys.readouterr().err
+
+
+def test_a_plan_has_the_master_that_a_run_has(capsys):
+    """5.25B on one H200: 14 bytes per parameter with gradients, of which an fp32 master would take two more."""
+    asked = ["plan", "--layers", "24", "--hidden", "4096", "--heads", "32", "--batch", "8", "--activations", "keep"]
+
+    def peak(*more: str) -> int:
+        assert main([*asked, "--hardware", "h200", "--stage", "0", "--json", *more]) == 0
+        return int(json.loads(capsys.readouterr().out)["recommendation"]["peak_bytes"])
+
+    assert peak() == peak("--master", "split") == peak("--master", "fp32") - 2 * SHAPE.numel
