@@ -12,6 +12,8 @@ from onefold.cost.rates import Rates, read_rates
 from onefold.errors import ConfigError
 from onefold.planner.device.record import PARTS
 
+LEFT_OUT = ["links", "sustained", "copies"]
+
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory: pytest.TempPathFactory) -> Rates:
@@ -22,12 +24,12 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Rates:
 
 def test_every_part_is_measured_and_what_is_left_out_is_said(record: Rates) -> None:
     found = record.record
-    assert found["left_out"] == ["links", "copies"], "one rank has no links, a CPU no copies to a device"
+    assert found["left_out"] == LEFT_OUT, "one rank has no links, a CPU no power limit and no copies to a device"
     assert {"device", "versions", "date", "command", "machine"} <= set(found)
     assert found["command"] == "onefold measure --device cpu --disk DIR --quick", "no path of this machine"
-    for name in PARTS.keys() - {"links", "copies"}:
+    for name in PARTS.keys() - set(LEFT_OUT):
         assert all(seconds > 0 for seconds in numbers(found[name])), name
-    assert record.computes and record.lines()[-1] == "not measured: links, copies"
+    assert record.computes and record.lines()[-1] == "not measured: links, sustained, copies"
 
 
 def numbers(value: object) -> list[float]:

@@ -19,7 +19,9 @@ from onefold.errors import ConfigError
 from onefold.planner.device.clock import Clock
 from onefold.planner.device.record import measure
 
-Part = Literal["links", "products", "attention", "elementwise", "loss", "blocks", "updates", "copies", "host"]
+Part = Literal[
+    "links", "products", "attention", "elementwise", "loss", "blocks", "sustained", "updates", "copies", "host"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

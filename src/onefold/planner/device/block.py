@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,6 +11,8 @@ from torch.nn import functional as F
 from onefold.planner.device.clock import Clock
 
 LENGTH, HEAD = 1024, 64
+LONG = ((8192, 1024), (8192, 1600), (16384, 2560), (8192, 4096), (16384, 4096), (4096, 8192))
+SUSTAINED_S = 3.0
 TOKENS, WIDTHS = (4096, 8192, 16384), (1024, 1600, 2048, 2560, 4096, 5120)
 
 
@@ -32,6 +36,38 @@ class Block(nn.Module):
         return x + down
 
 
+def _bytes(tokens: int, hidden: int, itemsize: int) -> int:
+    """What a block takes at most, with its gradients."""
+    return (60 * tokens * hidden + 24 * hidden**2) * itemsize
+
+
+def sustained(clock: Clock) -> dict[str, list[list[float]]]:
+    """Blocks again, without a pause, as training has none: a GPU that computes for seconds is held to its power limit
+    and slows down, which short timings do not show. By dtype rows of tokens, hidden size, width of a head, length, and
+    seconds of forward and backward together, at the end of SUSTAINED_S; empty on a CPU."""
+    if not clock.cuda or clock.quick:
+        return {}
+    found = []
+    for tokens, hidden in LONG:
+        if not clock.fits(_bytes(tokens, hidden, 2)):
+            continue
+        block = Block(hidden, hidden // HEAD).to(clock.device, torch.bfloat16)
+        shape = (tokens // LENGTH, LENGTH, hidden)
+        x = torch.randn(shape, device=clock.device).bfloat16().requires_grad_()
+        inputs, grad = (x, *block.parameters()), torch.randn(shape, device=clock.device).bfloat16()
+
+        def step(
+            block: Block = block, x: Tensor = x, inputs: tuple[Tensor, ...] = inputs, grad: Tensor = grad
+        ) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(block(x), inputs, grad)
+
+        began, last = time.perf_counter(), 0.0
+        while time.perf_counter() - began < SUSTAINED_S:
+            last = clock.mean_s(step, 20)
+        found.append([tokens, hidden, HEAD, LENGTH, last])
+    return {"bf16": found}
+
+
 def blocks(clock: Clock) -> dict[str, list[list[float]]]:
     """By dtype rows of tokens, hidden size, width of a head, length, seconds of forward and of backward."""
     name, dtype = ("bf16", torch.bfloat16) if clock.cuda else ("fp32", torch.float32)
@@ -43,7 +79,7 @@ def blocks(clock: Clock) -> dict[str, list[list[float]]]:
         sizes = [(32, 256), (256, 512), (1024, 512)]
     found = []
     for tokens, hidden in sizes:
-        if clock.fits(60 * tokens * hidden * dtype.itemsize + 24 * hidden**2 * dtype.itemsize):
+        if clock.fits(_bytes(tokens, hidden, dtype.itemsize)):
             block = Block(hidden, hidden // HEAD).to(clock.device, dtype)
             x = torch.randn(tokens // length, length, hidden, device=clock.device).to(dtype).requires_grad_()
             output = block(x)

@@ -28,13 +28,13 @@ class Clock:
     def seconds(self, work: Callable[[], object]) -> float:
         """Of one run. The first run warms up; the second says how many follow."""
         work()
-        once = self._of(work, 1)
+        once = self.mean_s(work, 1)
         if once >= self.least_s:
-            return min(once, self._of(work, 1))
+            return min(once, self.mean_s(work, 1))
         times = max(2, min(1000, int(self.least_s / max(once, 1e-7))))
-        return min(self._of(work, times) for _ in range(1 if self.quick else 2))
+        return min(self.mean_s(work, times) for _ in range(1 if self.quick else 2))
 
-    def _of(self, work: Callable[[], object], times: int) -> float:
+    def mean_s(self, work: Callable[[], object], times: int) -> float:
         """The mean of so many runs, one right after the other."""
         if not self.cuda:
             began = time.perf_counter()

@@ -15,7 +15,7 @@ import torch
 from onefold.cost.machine import processor
 from onefold.cost.rates import FORMAT
 from onefold.optim.kernels.threads import threads_here
-from onefold.planner.device.block import blocks
+from onefold.planner.device.block import blocks, sustained
 from onefold.planner.device.clock import Clock
 from onefold.planner.device.engine import host
 from onefold.planner.device.links import links
@@ -31,6 +31,7 @@ PARTS: dict[str, Callable[[Clock], Any]] = {
     "elementwise": elementwise,
     "loss": loss,
     "blocks": blocks,
+    "sustained": sustained,
     "updates": updates,
     "copies": copies,
     "host": host,
