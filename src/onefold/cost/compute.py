@@ -1,18 +1,18 @@
 """Seconds of forward and backward of a shape, from what was measured of a device. Numbers only.
 
 A block is its linear layers, attention, and what lies between them: norms, the nonlinearity, residual sums, gradients
-of biases. What lies between is counted from measured kernels, times what whole measured blocks take beyond their
-products and attention. The host launches all of it; where that takes longer than the device computes, it is what
-counts.
+of biases. Kernels together take another time than each alone: so that sum is multiplied by what whole blocks of about
+the same size were measured to take, over the same sum for them; and by what the same blocks take when they run for
+seconds and the device is held to its power limit. The host launches all of it; where that takes longer than the device
+computes, it is what counts.
 """
 
 from __future__ import annotations
 
-import statistics
 from typing import NamedTuple
 
 from onefold.cost.cut_sequences import cut_shape
-from onefold.cost.rates import Both, Rates
+from onefold.cost.rates import Both, Rates, nearby
 from onefold.cost.shapes import Shape
 
 DTYPES = {4: "fp32", 2: "bf16"}  # by bytes per element of what computes
@@ -30,13 +30,6 @@ class ComputeSeconds(NamedTuple):
     @property
     def total(self) -> float:
         return sum(self)
-
-
-class Beyond(NamedTuple):
-    """What lies between a block's products takes so many times what its kernels take alone."""
-
-    forward: float
-    backward: float
 
 
 def _products(shape: Shape, rates: Rates, dtype: str, tokens: float, tp: int, *, trained: bool) -> Both:
@@ -68,22 +61,53 @@ def _between(shape: Shape, rates: Rates, dtype: str, tokens: float, tp: int) -> 
     return Both(shape.layers * forward, shape.layers * backward)
 
 
-def beyond(rates: Rates, dtype: str) -> Beyond:
-    """From the blocks that were measured whole; 1 if there are none."""
-    ratios: tuple[list[float], list[float]] = ([], [])
-    for tokens, hidden, head, length, *seconds in rates.blocks(dtype):
+def _blocks(shape: Shape, rates: Rates, dtype: str, batch: float, tokens: float, tp: int, *, trained: bool) -> Both:
+    """All blocks, as the sum of their kernels. `batch` are sequences of the whole length, of which attention is."""
+    parts = (
+        _products(shape, rates, dtype, tokens, tp, trained=trained),
+        _attention(shape, rates, dtype, batch, tp),
+        _between(shape, rates, dtype, tokens, tp),
+    )
+    return Both(*(sum(part[at] for part in parts) for at in (0, 1)))
+
+
+class Whole(NamedTuple):
+    """A block that was measured whole: its size, and its seconds over the sum of its kernels'."""
+
+    tokens: float
+    hidden: float
+    forward: float
+    backward: float
+
+
+def wholes(rates: Rates, dtype: str) -> list[Whole]:
+    """All blocks that were measured whole."""
+    found = []
+    for tokens, hidden, head, length, forward, backward in rates.blocks(dtype):
         shape = Shape(layers=1, hidden=int(hidden), heads=int(hidden // head), seq=int(length))
-        known = [
-            a + b
-            for a, b in zip(
-                _products(shape, rates, dtype, tokens, 1, trained=True),
-                _attention(shape, rates, dtype, tokens / length, 1),
-            )
-        ]
-        rest = _between(shape, rates, dtype, tokens, 1)
-        for at in (0, 1):
-            ratios[at].append((seconds[at] - known[at]) / rest[at])
-    return Beyond(*(max(0.0, statistics.median(found)) if found else 1.0 for found in ratios))
+        kernels = _blocks(shape, rates, dtype, tokens / length, tokens, 1, trained=True)
+        found.append(Whole(tokens, hidden, forward / kernels.forward, backward / kernels.backward))
+    return found
+
+
+def limits(rates: Rates, dtype: str) -> list[Whole]:
+    """Of blocks that ran for seconds: their seconds over those of the same blocks in short timings."""
+    short = {tuple(row[:2]): sum(row[4:]) for row in rates.blocks(dtype)}
+    rows = rates.sustained(dtype)
+    return [Whole(*row[:2], *[row[4] / short[tuple(row[:2])]] * 2) for row in rows if tuple(row[:2]) in short]
+
+
+def together(rates: Rates, dtype: str, tokens: float, hidden: int) -> Both:
+    """What the kernels of blocks of this size take together, over what each takes alone; 1 where no whole blocks were
+    measured."""
+    found = Both(1.0, 1.0)
+    for known in (wholes, limits):
+        rows = rates.remember((known.__name__, dtype), lambda known=known: known(rates, dtype))  # type: ignore[misc]
+        if rows:
+            sizes = [(row.tokens, row.hidden) for row in rows]
+            more = [nearby((tokens, hidden), sizes, [row[at] for row in rows]) for at in (2, 3)]
+            found = Both(found.forward * more[0], found.backward * more[1])
+    return found
 
 
 def shape_seconds(
@@ -102,14 +126,9 @@ def shape_seconds(
     `trained` itself, no gradients of its matrices are computed."""
     dtype, words = DTYPES[width], -(-shape.vocab // tp)
     tokens = batch * cut_shape(shape, sequence).seq
-    more = rates.remember(("beyond", dtype), lambda: beyond(rates, dtype))
-    between = _between(shape, rates, dtype, tokens, tp)
-    parts = (
-        _products(shape, rates, dtype, tokens, tp, trained=trained),
-        _attention(shape, rates, dtype, batch / sequence, tp),
-        Both(between.forward * more.forward, between.backward * more.backward),
-    )
-    blocks = Both(*(sum(part[at] for part in parts) / pp for at in (0, 1)))
+    more = together(rates, dtype, tokens, shape.hidden)
+    kernels = _blocks(shape, rates, dtype, batch / sequence, tokens, tp, trained=trained)
+    blocks = Both(kernels.forward * more.forward / pp, kernels.backward * more.backward / pp)
     head, loss = rates.product(dtype, tokens, shape.hidden, words), rates.loss(dtype, tokens, words)
     norm = rates.elementwise(dtype, "norm", tokens * shape.hidden)
     embedding = rates.elementwise(dtype, "copy", tokens * shape.hidden).forward
@@ -125,6 +144,17 @@ def typical_rate(rates: Rates, width: int = 2) -> float:
     found = shape_seconds(REFERENCE, rates, REFERENCE_BATCH, "keep", width=width)
     tokens = REFERENCE_BATCH * REFERENCE.seq
     return 6 * tokens * (REFERENCE.matmul_numel + 2 * REFERENCE.seq * REFERENCE.hidden) / found.total
+
+
+def moved_per_gradient(width: int, *, accumulates: bool, flat: bool, summed: bool) -> int:
+    """Bytes that the device reads and writes for one element of a gradient between autograd and the optimizer: to add
+    it in fp32 to those of other micro-batches, or else to copy it into a flat buffer; and to sum it over ranks.
+
+    >>> moved_per_gradient(2, accumulates=False, flat=True, summed=True)
+    6
+    """
+    kept = width + 2 * 4 if accumulates else 2 * width if flat else 0
+    return kept + width * summed
 
 
 def step_compute_s(found: ComputeSeconds, rates: Rates, layers: int, *, sharded: bool) -> float:

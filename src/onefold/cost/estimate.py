@@ -10,7 +10,7 @@ from typing import NamedTuple
 from onefold.comm.strategy import Strategy, over_nccl, pairwise
 from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import arrivals
-from onefold.cost.compute import shape_seconds, step_compute_s
+from onefold.cost.compute import moved_per_gradient, shape_seconds, step_compute_s
 from onefold.cost.cut_sequences import attention_calls
 from onefold.cost.hardware import Hardware
 from onefold.cost.peak import Instant, Segment, Staging, instants, lent_bytes, segments, staging_bytes
@@ -350,9 +350,19 @@ class Estimate:
                 shape, rates, self.batch, self.choice.activations, width=self.work.widths.compute, tp=grid.tp,
                 pp=grid.pp, sequence=grid.sequence, trained=not self.work.lora,
             )  # fmt: skip
-            return step_compute_s(found, rates, self.work.layers_here(grid), sharded=grid.shard > 1)
+            launched = step_compute_s(found, rates, self.work.layers_here(grid), sharded=grid.shard > 1)
+            return launched + self._gradients_s
         rate = self.hardware.flops * self.hardware.efficiency
         return self.work.flops(self.batch, self.choice.activations, self.grid) / rate
+
+    @property
+    def _gradients_s(self) -> float:
+        """Seconds in which the device moves the gradients of a micro-batch between autograd and the optimizer."""
+        flat = self.grid.everyone > 1 or any(placement.updated_on_host for placement in self.placements)
+        moved = moved_per_gradient(
+            self.work.widths.compute, accumulates=self._accumulates, flat=flat, summed=self.grid.everyone > 1
+        )
+        return moved * sum(unit.numel for unit in self.sizes.trained) / self._update_rate
 
     def _message_s(self, sent: Sent) -> float:
         if not sent.bytes or (self.grid.everyone == 1 and sent.axis != "tp"):

@@ -86,7 +86,9 @@ class Rates:
             rows = self._rows("products", dtype)
             even = [row for row in rows if _even(*row[1:3]) == _even(inputs, outputs)] or rows
             flops = 2 * tokens * inputs * outputs
-            return Product(*(flops / rate for rate in _nearby((tokens, inputs, outputs), even)))
+            sizes, done = [row[:3] for row in even], [2 * row[0] * row[1] * row[2] for row in even]
+            rates = ([one / row[at] for one, row in zip(done, even)] for at in (3, 4, 5))
+            return Product(*(flops / nearby((tokens, inputs, outputs), sizes, rate) for rate in rates))
 
         return self.remember((dtype, tokens, inputs, outputs), make)
 
@@ -111,6 +113,10 @@ class Rates:
     def blocks(self, dtype: str) -> Rows:
         """Whole blocks: tokens, hidden size, width of a head, length, seconds of forward and of backward."""
         return self._rows("blocks", dtype)
+
+    def sustained(self, dtype: str) -> Rows:
+        """Blocks that ran for seconds: tokens, hidden size, width of a head, length, seconds of both passes."""
+        return self._rows("sustained", dtype)
 
     def update_rate(self, tier: str, per_element: float) -> float | None:
         """Bytes per second that an update on the `device` or the `host` reads and writes, of an optimizer with about so
@@ -168,16 +174,13 @@ def _even(inputs: float, outputs: float) -> bool:
     return not (inputs % VECTOR or outputs % VECTOR)
 
 
-def _nearby(wanted: tuple[float, float, float], rows: Rows) -> list[float]:
-    """Rates of products, in flops per second, from the nearest shapes: each weighs by its distance."""
+def nearby(wanted: Sequence[float], sizes: Sequence[Sequence[float]], values: Sequence[float]) -> float:
+    """A value at a size, from those at the nearest sizes, each of which weighs by its distance; all in logarithms."""
     logs = [math.log(one) for one in wanted]
-    near = sorted((sum((math.log(a) - b) ** 2 for a, b in zip(row, logs)), row) for row in rows)[:NEAREST]
-    weights = [1 / (distance + 1e-9) ** 2 for distance, _ in near]
-    found = []
-    for at in (3, 4, 5):
-        rates = [math.log(2 * row[0] * row[1] * row[2] / row[at]) for _, row in near]
-        found.append(math.exp(sum(w * rate for w, rate in zip(weights, rates)) / sum(weights)))
-    return found
+    far = [sum((math.log(a) - b) ** 2 for a, b in zip(size, logs)) for size in sizes]
+    near = sorted(range(len(sizes)), key=far.__getitem__)[:NEAREST]
+    weights = [1 / (far[at] + 1e-9) ** 2 for at in near]
+    return math.exp(sum(w * math.log(values[at]) for w, at in zip(weights, near)) / sum(weights))
 
 
 def _line(at: float, points: Sequence[tuple[float, float]]) -> float:
