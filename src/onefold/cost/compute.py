@@ -157,7 +157,8 @@ def moved_per_gradient(width: int, *, accumulates: bool, flat: bool, summed: boo
     return kept + width * summed
 
 
-def step_compute_s(found: ComputeSeconds, rates: Rates, layers: int, *, sharded: bool) -> float:
-    """Seconds of a micro-batch: what the device computes, or the host's time to launch that, if it is more."""
+def step_compute_s(found: ComputeSeconds, rates: Rates, layers: int, sharded_units: int) -> float:
+    """Seconds of a micro-batch: what the device computes, or the host's time to launch that, if it is more: of every
+    block, and of the messages of every unit that is sharded."""
     again = 4 / 3 if found.again else 1.0
-    return max(found.total, rates.block_host_s(sharded=sharded) * layers * again)
+    return max(found.total, layers * again * rates.block_host_s + sharded_units * rates.unit_host_s)

@@ -350,8 +350,8 @@ class Estimate:
                 shape, rates, self.batch, self.choice.activations, width=self.work.widths.compute, tp=grid.tp,
                 pp=grid.pp, sequence=grid.sequence, trained=not self.work.lora,
             )  # fmt: skip
-            launched = step_compute_s(found, rates, self.work.layers_here(grid), sharded=grid.shard > 1)
-            return launched + self._gradients_s
+            units = len(self.sizes.units) if grid.shard > 1 else 0
+            return step_compute_s(found, rates, self.work.layers_here(grid), units) + self._gradients_s
         rate = self.hardware.flops * self.hardware.efficiency
         return self.work.flops(self.batch, self.choice.activations, self.grid) / rate
 

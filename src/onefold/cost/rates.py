@@ -142,9 +142,15 @@ class Rates:
         latency, (nbytes, seconds) = rows[0][1], rows[-1]
         return Link(latency, nbytes * (ranks - 1) / ranks / seconds)
 
-    def block_host_s(self, *, sharded: bool) -> float:
-        """Seconds of the host for one block in a step of one rank, or of one of several."""
-        return float((self.record.get("host") or {}).get("sharded_block" if sharded else "block", 0.0))
+    @property
+    def block_host_s(self) -> float:
+        """Seconds of the host for one block in a step of one rank."""
+        return float((self.record.get("host") or {}).get("block", 0.0))
+
+    @property
+    def unit_host_s(self) -> float:
+        """Seconds of the host for the messages of one unit; the block that was measured is one."""
+        return max(0.0, float((self.record.get("host") or {}).get("sharded_block", 0.0)) - self.block_host_s)
 
     def best_flops(self, dtype: str) -> float:
         """The highest rate of products of this dtype."""
