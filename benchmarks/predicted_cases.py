@@ -55,6 +55,8 @@ def machines() -> list[str]:
     lines = [
         f"{r['device']}, torch {r['versions']['torch']}, {r['date']}: `{r['command']}` ({path})" for r, path in found
     ]
+    if rates is not None and not rates.sustained("bf16"):
+        lines.append("blocks that run for seconds without a pause have no record yet: all seconds are of short timings")
     if rates is None:
         lines.append("the H200 has no record yet: its cases are planned with the hardware table's one efficiency")
     if not PAIR.exists():
@@ -147,7 +149,7 @@ def simulated() -> Iterator[Case]:
             choice = Choice(row["stage"], activations=policy)
             estimate = planned(named(row["model"]), machine, choice, row["ranks"], 1)
             name = f"{row['model']}, one rank of {row['ranks']}"
-            yield Case(name, path.name, estimate, row["steps_s"][-1], None)  # its peak is of an older allocation
+            yield Case(name, path.name, estimate, row["steps_s"][-1], row["measured"]["peak"])
 
 
 # Runs of transformers' Qwen2 by Onefold 0.1 on one H200, torch 2.11, of which no file was kept: sequences of 1024

@@ -3,7 +3,7 @@
 A block is its linear layers, attention, and what lies between them: norms, the nonlinearity, residual sums, gradients
 of biases. Kernels together take another time than each alone: so that sum is multiplied by what whole blocks of about
 the same size were measured to take, over the same sum for them; and by what the same blocks take when they run for
-seconds and the device is held to its power limit. The host launches all of it; where that takes longer than the device
+seconds without a pause, if that was measured. The host launches all of it; where that takes longer than the device
 computes, it is what counts.
 """
 

@@ -42,9 +42,9 @@ def _bytes(tokens: int, hidden: int, itemsize: int) -> int:
 
 
 def sustained(clock: Clock) -> dict[str, list[list[float]]]:
-    """Blocks again, without a pause, as training has none: a GPU that computes for seconds is held to its power limit
-    and slows down, which short timings do not show. By dtype rows of tokens, hidden size, width of a head, length, and
-    seconds of forward and backward together, at the end of SUSTAINED_S; empty on a CPU."""
+    """Blocks again, without a pause, as training has none: a GPU that computes for seconds may be held to its power
+    limit and slow down, which short timings would not show. By dtype rows of tokens, hidden size, width of a head,
+    length, and seconds of forward and backward together, at the end of SUSTAINED_S; empty on a CPU."""
     if not clock.cuda or clock.quick:
         return {}
     found = []
