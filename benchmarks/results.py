@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
@@ -21,6 +20,7 @@ import torch
 from benchmarks.systems.table import SYSTEMS
 from benchmarks.turns import Record, Step
 from benchmarks.work import Work
+from onefold.cost.machine import processor
 from onefold.version import VERSION
 
 RESULTS = Path(__file__).parent / "results"
@@ -33,21 +33,10 @@ PATH = re.compile(r"(?<![\w/])/[\w.-]+(/[\w.-]+)*")
 
 def machine(cuda: bool) -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = {"cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": round(memory / 2**30), "gpu": None}
+    found = {"cpu": processor(), "cores": os.cpu_count(), "memory_gib": round(memory / 2**30), "gpu": None}
     if cuda:
         found["gpu"] = torch.cuda.get_device_name()
     return found
-
-
-def cpu_model() -> str:
-    try:
-        told = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
-    except OSError:
-        told = ""
-    for line in told.splitlines():
-        if line.startswith("Model name:"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def versions() -> dict[str, str | None]:

@@ -272,7 +272,7 @@ def test_70b_over_pcie_takes_547_ms_one_way():
 MEASURED = dataclasses.replace(  # one H200 and 16 cores, as measured with a 2.78B model
     hardware("h200"), node_ranks=1, host_rate=100e9, efficiency=0.61
 )
-GPT_2_8B = Shape(layers=32, hidden=2560, heads=20, vocab=2 * 50257)  # with an output layer of its own
+GPT_2_8B = Shape(layers=32, hidden=2560, heads=40, vocab=50304, tied=False)
 
 
 def offloaded(stage=3, *, inside=True, machine=MEASURED, widths=SPLIT, batch=16, **choice):

@@ -19,7 +19,7 @@ from onefold.errors import OnefoldError, visible
 from onefold.train.run.diagnose import is_out_of_memory
 from onefold.version import VERSION
 
-SLOW = ("train", "verify", "simulate", "sample")  # commands that need torch, which takes seconds to load
+SLOW = ("train", "verify", "simulate", "sample", "measure")  # commands that need torch, which takes seconds to load
 QUIET = {"-h", "--help", "--json"}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -36,6 +36,7 @@ COMMANDS = {
     "train": Command("onefold.cli.train", "TrainCommand", "from text to a trained model"),
     "plan": Command("onefold.cli.plan", "PlanCommand", "what fits, what it costs, what to choose"),
     "verify": Command("onefold.cli.verify", "VerifyCommand", "run two real steps and compare them with the plan"),
+    "measure": Command("onefold.cli.measure", "MeasureCommand", "what this device can do, for plans"),
     "simulate": Command("onefold.cli.simulate", "SimulateCommand", "one rank of many, with real memory and no peers"),
     "report": Command("onefold.cli.report", "ReportCommand", "a run, or several, as one page"),
     "sample": Command("onefold.cli.sample", "SampleCommand", "text from a trained model"),

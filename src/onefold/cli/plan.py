@@ -13,7 +13,7 @@ from typing import Literal
 
 from onefold.cli import throughput
 from onefold.cli.answer import show_answer
-from onefold.cli.subject import Compute, Master, ModelOptions, bucket_bytes
+from onefold.cli.subject import Compute, Master, ModelOptions, bucket_bytes, usual_master
 from onefold.cli.tables import show_all
 from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.search import Question
@@ -72,8 +72,9 @@ class PlanCommand(ModelOptions):
     precision: Compute = "bf16"
     """The dtype of forward and backward."""
 
-    master: Master = "fp32"
-    """With 16 bits: the fp32 master that the optimizer updates; split saves 2 bytes per parameter."""
+    master: Master | None = None
+    """With 16 bits: the fp32 master that the optimizer updates; split saves 2 bytes per parameter. By default as in a
+    run: split for bf16 on GPUs, else fp32; of a bare count fp32, as the paper counts."""
 
     optimizer: str = "adamw"
     """adamw, adam, sgd, momentum, adagrad, rmsprop, or muon with an AdamW beside it."""
@@ -88,7 +89,8 @@ class PlanCommand(ModelOptions):
     """What blocks keep for backward; by default only inputs, from which blocks are recomputed."""
 
     hardware: str = "a100-80"
-    """v100-32, a100-80, h100-80, h200, ethernet, laptop; or measure: benchmark this machine."""
+    """v100-32, a100-80, h100-80, h200, ethernet, laptop; a file that `onefold measure` wrote; or measure: benchmark
+    this machine in seconds."""
 
     memory_gb: float | None = None
     """Memory per device in GB, if it differs from the hardware table's."""
@@ -171,8 +173,8 @@ class PlanCommand(ModelOptions):
         command = shlex.join(["onefold", "plan", *again.arguments()])
         if self.config is not None:
             return view_of(self._of_module(), self.tokens, command)
-        settings = self._settings()
-        return view(self.question(), self.subject, settings, self.tokens, command)
+        question = self.question()
+        return view(question, self.subject, self._settings(question.hardware), self.tokens, command)
 
     def _scaling(self) -> int:
         if self.config is not None:
@@ -192,12 +194,16 @@ class PlanCommand(ModelOptions):
     def answer(self) -> Plan:
         if self.config is not None:
             return self._of_module()
-        return answer(
-            self.question(), self.subject, self._settings().text, self.tokens, every_row=self.all or self.json
-        )
+        question = self.question()
+        settings = self._settings(question.hardware).text
+        return answer(question, self.subject, settings, self.tokens, every_row=self.all or self.json)
 
-    def _settings(self) -> Settings:
-        return Settings(self.precision, self.master, self.optimizer, self.lora, self.optimizer_state)
+    def _settings(self, machine: Hardware) -> Settings:
+        return Settings(self.precision, self._master(machine), self.optimizer, self.lora, self.optimizer_state)
+
+    def _master(self, machine: Hardware) -> Master:
+        """The master that was asked for, or that a run has on this machine."""
+        return self.master or ("fp32" if self.params is not None else usual_master(self.precision, machine))
 
     @property
     def subject(self) -> str:
@@ -213,7 +219,8 @@ class PlanCommand(ModelOptions):
             raise ConfigError(f"--params {self.params:g} is not a number of parameters between 1 and 1e16")
         if self.lora and named_cost(self.optimizer).whole:
             raise ConfigError(f"lora={self.lora} is planned with element-wise optimizers, not with {self.optimizer}")
-        widths = widths_of(self.precision, self.master)
+        machine = self.machine()
+        widths = widths_of(self.precision, self._master(machine))
         if self.micro_batches > 1 and widths.narrow:
             widths = widths._replace(grad=4)
         return Question(
@@ -226,7 +233,7 @@ class PlanCommand(ModelOptions):
                 auto_wire=True,
             ),
             ranks=self.ranks,
-            hardware=self.machine(),
+            hardware=machine,
             cost=named_cost(self.optimizer, self.optimizer_state),
             tp=self.tp or None,
             pp=self.pp,

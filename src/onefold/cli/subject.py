@@ -177,8 +177,7 @@ class TrialOptions(ModelOptions):
         shape = self.shape()
         if self.json or shape is None or self.offload == "auto":
             return
-        default: Master = "split" if machine.device == "cuda" and precision == "bf16" else "fp32"
-        widths = widths_of(precision, self.master or default)
+        widths = widths_of(precision, self.master or usual_master(precision, machine))
         if self.micro_batches > 1 and widths.narrow:
             widths = widths._replace(grad=4)
         work = Work(widths=widths, shape=shape, bucket_bytes=bucket_bytes(self.bucket_mb), auto_wire=True)
@@ -235,6 +234,11 @@ def bucket_bytes(mebibytes: float) -> int:
     if not 1e-4 <= mebibytes < 1e9:
         raise ConfigError(f"--bucket-mb {mebibytes:g} is not a size in MiB; try 32")
     return int(mebibytes * (1 << 20))
+
+
+def usual_master(precision: Compute, machine: Hardware) -> Master:
+    """The master of 16-bit parameters where none is asked for, as Precision decides it."""
+    return "split" if machine.device == "cuda" and precision == "bf16" else "fp32"
 
 
 def policy(precision: Compute, master: Master | None) -> Precision:

@@ -46,10 +46,6 @@ class Decoder(Shape):
         if self.heads % self.kv_heads:
             raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor of it")
 
-    @property
-    def is_tied(self) -> bool:
-        return self.tied
-
     def _check_heads(self) -> None:
         """Heads have a size of their own."""
 
@@ -108,6 +104,23 @@ class Decoder(Shape):
         at = "mlp.shared_experts" if self.experts and not dense else "mlp"
         for name in ("gate", "up", "down") if width else ():
             yield f"{at}.{name}_proj.weight", width * self.hidden // tp
+
+    def products(self, tp: int = 1) -> list[tuple[int, int, float]]:
+        """As of a GPT. A token passes `active` of the experts, each of which has its share of the tokens."""
+        h, dense = self.hidden, min(self.dense_layers, self.layers)
+        queries, keys = self.attention_numel // tp, -(-self.kv_heads // tp) * self.head_dim
+        found: list[tuple[int, int, float]] = [
+            (h, queries, self.layers), (h, keys, 2 * self.layers), (queries, h, self.layers),
+        ]  # fmt: skip
+        mlps = [(self.dense_intermediate, dense), (self.intermediate * (not self.experts), self.layers - dense)]
+        mlps += [
+            (self.shared_intermediate, self.layers - dense),
+            (self.intermediate, self.active * (self.layers - dense)),
+        ]
+        for width, times in mlps:
+            if width and times:
+                found += [(h, width // tp, 2 * times), (width // tp, h, times)]
+        return found + ([(h, self.experts, self.layers - dense)] if self.experts else [])
 
     def parts(self, tp: int = 1, pp: int = 1) -> Iterator[Part]:
         self.check(tp, pp)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from onefold.comm.strategy import Strategy, over_nccl, pairwise
 from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import arrivals
+from onefold.cost.compute import moved_per_gradient, shape_seconds, step_compute_s
 from onefold.cost.cut_sequences import attention_calls
 from onefold.cost.hardware import Hardware
 from onefold.cost.peak import Instant, Segment, Staging, instants, lent_bytes, segments, staging_bytes
@@ -24,6 +25,7 @@ from onefold.cost.transfers import (
     overlapped_s,
     transfer_s,
     transfers_of,
+    update_bytes,
 )
 from onefold.cost.work import Grid, Work
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
@@ -342,8 +344,25 @@ class Estimate:
     @cached_property
     def compute_s(self) -> float:
         """Seconds of forward and backward of one micro-batch."""
+        rates, shape, grid = self.hardware.rates, self.work.shape, self.grid
+        if rates is not None and shape is not None:
+            found = shape_seconds(
+                shape, rates, self.batch, self.choice.activations, width=self.work.widths.compute, tp=grid.tp,
+                pp=grid.pp, sequence=grid.sequence, trained=not self.work.lora,
+            )  # fmt: skip
+            units = len(self.sizes.units) if grid.shard > 1 else 0
+            return step_compute_s(found, rates, self.work.layers_here(grid), units) + self._gradients_s
         rate = self.hardware.flops * self.hardware.efficiency
         return self.work.flops(self.batch, self.choice.activations, self.grid) / rate
+
+    @property
+    def _gradients_s(self) -> float:
+        """Seconds in which the device moves the gradients of a micro-batch between autograd and the optimizer."""
+        flat = self.grid.everyone > 1 or any(placement.updated_on_host for placement in self.placements)
+        moved = moved_per_gradient(
+            self.work.widths.compute, accumulates=self._accumulates, flat=flat, summed=self.grid.everyone > 1
+        )
+        return moved * sum(unit.numel for unit in self.sizes.trained) / self._update_rate
 
     def _message_s(self, sent: Sent) -> float:
         if not sent.bytes or (self.grid.everyone == 1 and sent.axis != "tp"):
@@ -415,10 +434,17 @@ class Estimate:
         """Seconds of one step's host updates, hidden or not."""
         return host_update_s(self.transfers, self.hardware, self._ranks_per_node)
 
+    @property
+    def _update_rate(self) -> float:
+        """Bytes per second that updates on the device read and write."""
+        rates = self.hardware.rates
+        found = rates and rates.update_rate("device", update_bytes(self.work.widths, self.cost))
+        return found or self.hardware.memory_rate
+
     def _update_s(self, compute: float) -> tuple[float, float]:
         """Seconds that a step waits for updates, and for other transfers between device, host and disk."""
         hardware, transfers = self.hardware, self.transfers
-        update = transfers.device / hardware.memory_rate
+        update = transfers.device / self._update_rate
         if transfers.host:
             late = any(placement.hidden_between_passes for placement in self.placements)
             forward = self.compute_s / (4 if self.choice.activations != "keep" else 3)

@@ -1,14 +1,19 @@
 """Rates and sizes of devices, nodes and links: the vendors' figures, one way and per device unless said otherwise.
 
-`efficiency` is the share of the peak flop rate that large matrix products of a transformer reach in training; with it a
-plan's seconds are realistic, not optimal. Give your own with `--hardware measure`, or by replacing a field.
+`efficiency` is the share of the peak flop rate that large matrix products of a transformer reach in training; with it
+a plan's seconds are realistic, not optimal. Where `rates` are known, as `onefold measure` recorded them, these count.
+Give your own with `--hardware FILE` or `--hardware measure`, or by replacing a field.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from onefold.cost.compute import typical_rate
+from onefold.cost.rates import Rates, read_rates, shipped_rates
 from onefold.errors import ConfigError
 
 GB = 10**9
@@ -41,6 +46,8 @@ class Hardware:
     disk_bytes: int = 0
     disk_rate: float = 0.0
     """Of a node."""
+    rates: Rates | None = field(default=None, repr=False, compare=False)
+    """Measured seconds by shape and dtype."""
 
     def link(self, ranks: int, per_node: int) -> float:
         """Bytes per second each rank sends in a ring over `ranks`, of which a node holds `per_node`.
@@ -51,6 +58,10 @@ class Hardware:
             return self.node_link
         share = self.nics * self.nic_rate * min(per_node, self.node_ranks) / self.node_ranks
         return min(self.node_link, share)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as a dict for JSON; of measured seconds, what they were measured with."""
+        return {**dataclasses.asdict(self), "rates": self.rates and self.rates.lines()[0]}
 
 
 TABLE: dict[str, Hardware] = {
@@ -88,14 +99,52 @@ TABLE: dict[str, Hardware] = {
 
 
 def hardware(name: str, memory_bytes: int | None = None) -> Hardware:
-    """A row of the table, with another amount of memory if wanted.
+    """A row of the table, or the device of a file that `onefold measure` wrote; with other memory, if wanted.
 
     >>> hardware("v100-32").node_ranks
     16
     """
     found = TABLE.get(name.lower())
-    if found is None:
-        raise ConfigError(f"hardware {name!r} is unknown; use one of {', '.join(TABLE)}, or measure")
+    if found is not None:
+        found = dataclasses.replace(found, rates=shipped_rates(name.lower()))
+    elif name.endswith(".json") or Path(name).is_file():
+        found = recorded(read_rates(Path(name)))
+    else:
+        raise ConfigError(
+            f"hardware {name!r} is unknown; use one of {', '.join(TABLE)}, measure, or a file of `onefold measure`"
+        )
     if memory_bytes is not None and memory_bytes <= 0:
         raise ConfigError(f"{memory_bytes} bytes of device memory is not a positive number")
     return found if memory_bytes is None else dataclasses.replace(found, memory_bytes=memory_bytes)
+
+
+def known_row(device: str) -> str | None:
+    """The name of the table's row for a device that torch calls so."""
+    return next((key for key, row in TABLE.items() if row.device == "cuda" and row.name.split()[0] in device), None)
+
+
+def recorded(rates: Rates) -> Hardware:
+    """The device and the machine of a record. What was not measured is as in the table's row of this device, or of a
+    similar one."""
+    record, cuda = rates.record, rates.record["kind"] == "cuda"
+    known = known_row(rates.device) if cuda else None
+    row = TABLE[known or ("a100-80" if cuda else "laptop")]
+    flops = row.flops if known else rates.best_flops("bf16" if cuda else "fp32") or row.flops
+    on_host = rates.update_rate("host", 26)
+    link, disk = rates.link_rate(), record.get("disk")
+    return dataclasses.replace(
+        row,
+        name=rates.device,
+        memory_bytes=record["memory_bytes"],
+        flops=flops,
+        efficiency=typical_rate(rates, 2 if cuda else 4) / flops if rates.computes else row.efficiency,
+        memory_rate=rates.update_rate("device", 26 if cuda else 28) or row.memory_rate,
+        node_ranks=record["links"]["ranks"] if link else row.node_ranks if known else 1,
+        node_link=link.rate if link else row.node_link,
+        latency_s=link.latency_s if link else row.latency_s,
+        host_bytes=record["machine"]["memory_bytes"],
+        pcie_rate=rates.copy_rate or row.pcie_rate,
+        host_rate=on_host or row.host_rate,
+        disk_rate=min(disk.values()) if disk else row.disk_rate,
+        rates=rates if rates.computes else None,
+    )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
+import subprocess
 
 import torch
 
-from onefold.cost.hardware import TABLE, Hardware
+from onefold.cost.hardware import TABLE, Hardware, hardware, known_row
 
 
 def here(device: torch.device) -> Hardware:
@@ -18,7 +20,18 @@ def here(device: torch.device) -> Hardware:
         row = dataclasses.replace(TABLE["laptop"], name="this machine's CPU", memory_bytes=host // ranks)
     else:
         found = torch.cuda.get_device_properties(device)
-        known = [row for row in TABLE.values() if row.name.split()[0] in found.name]
-        row = dataclasses.replace(known[0] if known else TABLE["a100-80"], name=found.name)
-        row = dataclasses.replace(row, memory_bytes=found.total_memory)
+        row = hardware(known_row(found.name) or "a100-80")
+        row = dataclasses.replace(row, name=found.name, memory_bytes=found.total_memory)
     return dataclasses.replace(row, host_bytes=host, node_ranks=max(ranks, 1))
+
+
+def processor() -> str:
+    """The name of this machine's processor."""
+    try:
+        told = subprocess.run(["lscpu"], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}).stdout
+    except OSError:
+        told = ""
+    for line in told.splitlines():
+        if line.startswith("Model name:"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,9 +1,9 @@
 """GPT-like models by their shape: the parameters on each rank of a tensor- and pipeline-parallel grid.
 
 The sizes are GPT-2's: a token and a position embedding, blocks of attention and MLP with biases and two norms, a last
-norm, and an output layer tied to the token embedding. Tensor parallelism splits the large matrices (and the vocabulary)
-`tp` ways and replicates norms and the biases after an all-reduce; pipeline parallelism gives each of `pp` stages its
-share of the blocks, and the first one the embeddings.
+norm, and an output layer tied to the token embedding, or one of its own. Tensor parallelism splits the large matrices
+(and the vocabulary) `tp` ways and replicates norms and the biases after an all-reduce; pipeline parallelism gives each
+of `pp` stages its share of the blocks, and the first one the embeddings.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Shape:
     seq: int = 1024
     vocab: int = VOCAB
     positions: int | None = None  # rows of the position embedding; None: as many as seq
+    tied: bool = True  # whether the output layer is the token embedding
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "seq", "vocab"):
@@ -50,7 +51,7 @@ class Shape:
     @property
     def is_tied(self) -> bool:
         """Whether the output layer is the token embedding."""
-        return True
+        return self.tied
 
     @property
     def attention_numel(self) -> int:
@@ -109,6 +110,14 @@ class Shape:
                 yield Part(f"{at}.{name}", numel, at)
         yield Part("norm.weight", h)
         yield Part("norm.bias", h)
+        if not self.tied:
+            yield Part("head.weight", -(-self.vocab // tp) * h)
+
+    def products(self, tp: int = 1) -> list[tuple[int, int, float]]:
+        """The linear layers of all blocks on one rank: inputs, outputs, and how many there are, each for all tokens."""
+        h = self.hidden
+        one = ((h, 3 * h // tp), (h // tp, h), (h, 4 * h // tp), (4 * h // tp, h))
+        return [(*sides, self.layers) for sides in one]
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of the blocks, which Muon updates, by name: rows and columns."""

@@ -9,7 +9,7 @@ slowest of CPU, PCIe and disk counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onefold.cost.hardware import Hardware
 from onefold.cost.sizes import UnitSize
@@ -42,24 +42,36 @@ def update_bytes(widths: Widths, cost: StateCost) -> int:
 
 
 def transfers_of(units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost) -> TransferBytes:
-    total = TransferBytes()
+    """Bytes of all units."""
+    # Units come by the hundred and are of few sizes. A placement and widths are many units' own objects.
+    known: dict[Any, TransferBytes] = {}
+    counts: dict[Any, int] = {}
     for unit, placement in zip(units, placements, strict=True):
-        numel, widths = updated_numel(unit, placement), unit.widths
-        touched, shard_bytes = numel * update_bytes(widths, cost), unit.shard * widths.compute
-        on_device = placement.parameters_tier is Tier.DEVICE
-        in_file = shard_bytes if placement.parameters_tier is Tier.DISK else 0
-        one = TransferBytes(device=touched, fetched=0 if on_device else shard_bytes, in_file=in_file)
-        if placement.updated_on_host:
-            old = numel * widths.compute if on_device and widths.master != 4 else 0
-            one = one._replace(
-                device=0,
-                host=touched,
-                down=numel * widths.grad + old,
-                up=numel * widths.compute if on_device else 0,
-                disk=2 * optimizer_bytes(unit, placement, cost, Tier.DISK) + (2 * in_file if numel else 0),
-            )
-        total = TransferBytes(*(a + b for a, b in zip(total, one, strict=True)))
-    return total
+        key = (*unit[1:7], id(unit.widths), unit.trained, unit.whole_numel, id(placement))
+        if key not in known:
+            known[key] = _transfers_of(unit, placement, cost)
+        counts[key] = counts.get(key, 0) + 1
+    return TransferBytes(
+        *(sum(count * known[key][at] for key, count in counts.items()) for at in range(len(TransferBytes._fields)))
+    )
+
+
+def _transfers_of(unit: UnitSize, placement: Placement, cost: StateCost) -> TransferBytes:
+    numel, widths = updated_numel(unit, placement), unit.widths
+    touched, shard_bytes = numel * update_bytes(widths, cost), unit.shard * widths.compute
+    on_device = placement.parameters_tier is Tier.DEVICE
+    in_file = shard_bytes if placement.parameters_tier is Tier.DISK else 0
+    one = TransferBytes(device=touched, fetched=0 if on_device else shard_bytes, in_file=in_file)
+    if not placement.updated_on_host:
+        return one
+    old = numel * widths.compute if on_device and widths.master != 4 else 0
+    return one._replace(
+        device=0,
+        host=touched,
+        down=numel * widths.grad + old,
+        up=numel * widths.compute if on_device else 0,
+        disk=2 * optimizer_bytes(unit, placement, cost, Tier.DISK) + (2 * in_file if numel else 0),
+    )
 
 
 def host_update_s(transfers: TransferBytes, hardware: Hardware, ranks: int) -> float:

@@ -49,7 +49,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as a dict for JSON."""
-        return {**dataclasses.asdict(self), "recommendation": dataclasses.asdict(self.recommendation)}
+        found = {**dataclasses.asdict(self), "recommendation": dataclasses.asdict(self.recommendation)}
+        return {**found, "hardware": self.hardware.to_dict()}
 
     @property
     def proposed_mesh(self) -> str:

@@ -65,7 +65,7 @@ GROUPS: tuple[tuple[str, tuple[Field, ...]], ...] = (
         Field("batch", "Batch: sequences per replica", "whole", powers=10, empty="largest"),
         Field("micro_batches", "Micro-batches per step", "whole", powers=7, empty="1"),
         Field("precision", "Precision", "choice", _same("bf16", "fp16", "fp32")),
-        Field("master", "Master parameters", "choice", _same("fp32", "split")),
+        Field("master", "Master parameters", "choice", (("", "as in a run"), *_same("fp32", "split"))),
         Field("optimizer", "Optimizer", "choice", _same(*STATE_COSTS)),
         Field("optimizer_state", "Its moments in", "choice", _same("fp32", "bf16", "8bit")),
         Field("lora", "LoRA rank", "whole", empty="none"),

@@ -82,7 +82,7 @@ class View:
     def to_dict(self) -> dict[str, Any]:
         """The figures as a dict for JSON."""
         found = dataclasses.asdict(self)
-        plan = found.pop("plan")
+        plan = {**found.pop("plan"), "hardware": self.plan.hardware.to_dict()}
         kept = ("model", "parameters", "ranks", "grid", "precision", "chosen", "recommendations", "notes", "hardware")
         return {**found, **{name: plan[name] for name in kept}, "recommendation": plan["recommendations"][0]}
 

@@ -1,0 +1,56 @@
+"""All-gathers and reduce-scatters by size, between the ranks that run this together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from onefold.comm.communicator import Comm
+from onefold.comm.mesh import axes_of, init
+from onefold.comm.meter import Label, Meter
+from onefold.planner.device.clock import Clock
+
+SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)  # bytes that all ranks have together
+ROUNDS, WARM_UP = 5, 2  # the same on all ranks
+PATIENCE_S = 60.0
+
+
+def links(clock: Clock) -> dict[str, Any]:
+    """Rows of bytes of all ranks together, and seconds; empty for one rank. Collective."""
+    init(timeout_s=PATIENCE_S)
+    comm = Comm(axes_of(None).shard, clock.device, PATIENCE_S, Meter())
+    if comm.size == 1:
+        return {}
+    comm.connect()
+    found: dict[str, Any] = {"ranks": comm.size, "all_gather": [], "reduce_scatter": []}
+    for nbytes in SIZES[:3] if clock.quick else SIZES:
+        shard = max(64, nbytes // 2 // comm.size)
+        flat = torch.ones(shard * comm.size, dtype=torch.bfloat16, device=clock.device)
+        scratch = torch.empty(comm.scratch_numel(shard, flat.dtype), dtype=flat.dtype, device=clock.device)
+
+        def gather(flat: torch.Tensor = flat) -> None:
+            comm.all_gather(flat, Label("measure", "links")).wait()
+
+        def reduce(flat: torch.Tensor = flat, scratch: torch.Tensor = scratch) -> None:
+            comm.reduce_scatter(flat, scratch, Label("measure", "links")).wait()
+
+        for name, work in (("all_gather", gather), ("reduce_scatter", reduce)):
+            found[name].append([flat.numel() * flat.itemsize, _median_s(clock, comm, work)])
+    return found
+
+
+def _median_s(clock: Clock, comm: Comm, work: Callable[[], None]) -> float:
+    times = []
+    for _ in range(WARM_UP + ROUNDS):
+        comm.all_gather_bytes(b"", Label("measure", "start together"))
+        if clock.cuda:
+            torch.cuda.synchronize(clock.device)
+        began = time.perf_counter()
+        work()
+        if clock.cuda:
+            torch.cuda.synchronize(clock.device)
+        times.append(time.perf_counter() - began)
+    return sorted(times[WARM_UP:])[ROUNDS // 2]
