@@ -239,8 +239,9 @@ def continued(work: Work, folder: str) -> tuple[list[str], list[Tier], list[Tier
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_state_that_is_loaded_before_the_first_step_moves_with_it(inside: bool, tmp_path: Any) -> None:
-    differs, _, after = run_ranks(2, continued, Work(inside=inside, rows=128), str(tmp_path / "saved"))[0]
+    differs, loaded, after = run_ranks(2, continued, Work(inside=inside, rows=128), str(tmp_path / "saved"))[0]
     assert not differs and set(after) == {Tier.HOST, Tier.DEVICE}
+    assert Tier.DEVICE in loaded, "else the host would have to hold all of it"
 
 
 def refused(budget: int) -> str:
