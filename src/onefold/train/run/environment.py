@@ -22,6 +22,7 @@ from onefold.optim.named import choose
 from onefold.runtime.engine import Engine, engine_of
 from onefold.train.run.data import Data, Prepared, bigram_loss
 from onefold.train.run.model import GPT
+from onefold.train.run.optimizers import newton_schulz_dtype
 from onefold.train.run.run_model import RunModel
 from onefold.train.run.settings import Settings
 from onefold.version import VERSION
@@ -117,7 +118,8 @@ def planned(engine: Engine, settings: Settings, made: RunModel, accumulation: in
     tokens = torch.zeros(settings.steps.micro_batch, shape.seq, dtype=torch.long)
     plays = "nccl" if engine.device.type == "cuda" else "gloo"
     zero = dataclasses.replace(engine.resolved.settings, mesh=None, init=None, compile=False)
-    chosen = choose(settings.adam.optimizer, state=settings.adam.optimizer_state)
+    muon = {"ns_dtype": newton_schulz_dtype(engine.device)} if settings.adam.optimizer == "muon" else None
+    chosen = choose(settings.adam.optimizer, muon, state=settings.adam.optimizer_state)
     refusals = OnefoldError if isinstance(made.module, GPT) else Exception
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True  # a model of others that cannot be rehearsed is no error of the run

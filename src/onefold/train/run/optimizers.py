@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,17 +14,16 @@ from onefold.train.run.settings import Settings
 
 
 def make_optimizer(settings: Settings, model: nn.Module, ranks: int) -> Optimizer:
-    """Collective. On a CPU Newton-Schulz runs in fp32, which CPUs multiply faster; on CUDA in bf16."""
+    """Collective."""
     adam = settings.adam
     in_backward = settings.updates_in_backward(ranks)
     if adam.optimizer == "muon":
-        cuda = engine_of(model).device.type == "cuda"
         rest = {"lr": adam.lr, "betas": (adam.beta1, adam.beta2), "weight_decay": adam.weight_decay}
         scaling: Any = adam.muon_scaling
         return Muon(
             model, lr=adam.matrices_lr, weight_decay=adam.weight_decay, momentum=adam.muon_momentum,
-            adjust_lr_fn=scaling, ns_dtype="bf16" if cuda else "fp32", adamw=rest, step_in_backward=in_backward,
-            skip_spikes=settings.faults.spikes(),
+            adjust_lr_fn=scaling, ns_dtype=newton_schulz_dtype(engine_of(model).device), adamw=rest,
+            step_in_backward=in_backward, skip_spikes=settings.faults.spikes(),
         )  # fmt: skip
     form: Any = adam.optimizer_state
     return Optimizer(
@@ -32,6 +31,12 @@ def make_optimizer(settings: Settings, model: nn.Module, ranks: int) -> Optimize
         state=form, state_seed=settings.steps.seed,
         skip_spikes=settings.faults.spikes(),
     )  # fmt: skip
+
+
+def newton_schulz_dtype(device: torch.device) -> Literal["bf16", "fp32"]:
+    """The dtype of Muon's products: fp32 on a CPU, which multiplies it faster. Some CPUs cannot multiply bf16 at all;
+    torch finds that out at the first product, and multiplies fp32 otherwise from then on."""
+    return "bf16" if device.type == "cuda" else "fp32"
 
 
 def param_groups(settings: Settings, model: nn.Module) -> list[dict[str, Any]]:
