@@ -24,7 +24,7 @@ RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs/results"
 PAIR = RESULTS / "links-nccl-pair-nvidia-h200.json"
 STAGES = {"stage0": 0, "stage1": 1, "stage2": 2}  # of systems; others are stage 3
 PLANNED = ("stage0", "stage1", "stage2", "stage3", "onefold", "onefold+keep", "onefold+inside", "onefold+clip")
-DEVICE_PARTS = ("products", "attention", "elementwise", "loss", "blocks", "updates")
+DEVICE_PARTS = ("products", "attention", "elementwise", "loss", "blocks", "sustained", "updates")
 FREE = 1e18  # bytes per second of a network that costs nothing
 
 
@@ -68,7 +68,7 @@ def shared(rates: Rates, ranks: int) -> Rates:
     """A device that so many ranks compute on at once: each gets its share."""
     record: dict[str, Any] = dict(copy.deepcopy(rates.record))
     for part in DEVICE_PARTS:
-        record[part] = {key: _slower(part, rows, ranks) for key, rows in record[part].items() if key != "host"}
+        record[part] = {key: _slower(part, rows, ranks) for key, rows in record.get(part, {}).items() if key != "host"}
     return Rates(record)
 
 

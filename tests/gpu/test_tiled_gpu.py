@@ -70,3 +70,12 @@ def test_the_kernel_has_the_losses_and_gradients_of_fp32_logits(dtype: torch.dty
         torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-5)
         assert asked or torch.equal(logits, before)
     torch.testing.assert_close(logits.double(), gradient, rtol=2.0**-7, atol=1e-6)
+
+
+def test_targets_with_strides_are_read_and_those_that_no_head_has_give_nan() -> None:
+    hidden, weight, targets = given(torch.bfloat16)
+    strided = torch.stack([targets, torch.zeros_like(targets)], 1)[:, 0]
+    wanted = onefold.tiled_cross_entropy(hidden, weight, targets)
+    assert torch.equal(onefold.tiled_cross_entropy(hidden, weight, strided), wanted)
+    for bad in (-1, VOCABULARY):
+        assert onefold.tiled_cross_entropy(hidden, weight, torch.where(targets == targets[1], bad, targets)).isnan()

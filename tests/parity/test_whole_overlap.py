@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import onefold
 from onefold.comm.spans import SpanName, read
+from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.models import MODELS
 from tests.parity.training import batch_for, same_bits
@@ -83,7 +84,7 @@ class Fails(LAMB):
 def after_an_error() -> list[str]:
     """On a rank: what differs from a run without an error, after one that every rank had."""
     onefold.init()
-    ended = []
+    ended, held = [], []
     for fails in (False, True):
         torch.manual_seed(0)
         model = onefold.shard(CASE.build(), stage=3)
@@ -97,7 +98,10 @@ def after_an_error() -> list[str]:
                 Fails.broken = False
             optimizer.step()
             optimizer.zero_grad()
+        pool = engine_of(model).pool
+        held.append(sum(buffer.nbytes for buffer in pool.buffers()))
         ended.append(onefold.full_state_dict(model))
+    assert held[1] <= held[0], "what a failed update had borrowed is not lost"
     return [name for name, value in ended[0].items() if not same_bits(value, ended[1][name])]
 
 

@@ -83,7 +83,7 @@ def test_a_plan_by_name_and_by_config_is_the_same(tmp_path, capsys):
     assert plans[0].pop("model") == "Mistral-7B" and plans[1].pop("model") == str(folder)
     assert plans[0] == plans[1] and plans[0]["parameters"] == PUBLISHED["mistral-7b"]
     states = [row["states_bytes"] for row in plans[0]["stages"]]
-    assert states[0] == pytest.approx(16 * PUBLISHED["mistral-7b"], rel=1e-3)
+    assert states[0] == pytest.approx(14 * PUBLISHED["mistral-7b"], rel=1e-3)  # with a split master
     assert states[3] == pytest.approx(states[0] / 8, rel=1e-2)
 
 

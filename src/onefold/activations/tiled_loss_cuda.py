@@ -23,8 +23,8 @@ def fits(logits: Tensor) -> bool:
 def losses_and_gradient(
     logits: Tensor, targets: Tensor, losses: Tensor, factor: Tensor, *, scale: float, ignore_index: int, gradient: bool
 ) -> None:
-    """Writes the loss of each token, 0 if it does not count. With `gradient`, logits become the gradient of the losses'
-    sum times `factor`. Logits are multiplied by `scale` first."""
+    """Writes the loss of each token: 0 if it does not count, NaN if its target is no row of the head. With `gradient`,
+    logits become the gradient of the losses' sum times `factor`. Logits are multiplied by `scale` first."""
     rows, vocabulary = logits.shape
     if rows:
         _kernel[(rows,)](
@@ -69,7 +69,8 @@ if triton is not None:
                 total = total * tl.exp(largest - finite) + tl.sum(tl.exp(value - finite), axis=0)
                 largest = found
             log_sum = largest + tl.log(total)
-            picked = tl.load(logits_ptr + target).to(tl.float32) * scale
+            known = (target >= 0) & (target < vocabulary)  # else the loss is NaN
+            picked = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32) * scale
             tl.store(losses_ptr + row, log_sum - picked)
             if GRADIENT:
                 tl.debug_barrier()  # all threads have read the target's logit before one overwrites it

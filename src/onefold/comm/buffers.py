@@ -62,6 +62,11 @@ class Pool:
             if self.keeps:
                 self._free.append(buffer)
 
+    def drop(self, taken: Tensor) -> None:
+        """Forgets a buffer that a message may still use: it is freed with the message, and not used again."""
+        with self._lock:
+            self._out_bytes -= self._out.pop(key_of(taken)).nbytes
+
     def reserve(self, nbytes: int) -> None:
         """Adds a free buffer of this size, so that a later `take` allocates nothing."""
         if self.keeps:

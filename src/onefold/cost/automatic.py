@@ -102,7 +102,7 @@ def choose_tiers(
 
     on_device = most(lambda count: device_need(count) <= budget, len(trained))
     room = "device_bytes" if device_bytes is not None else f"{STATES_SHARE:.0%} of the device less units in use"
-    why = f"with Adam, states take {format_bytes(device_need(on_device))} of {format_bytes(max(budget, 0))} ({room})"
+    why = f"states take {format_bytes(device_need(on_device))} of {format_bytes(max(budget, 0))} ({room})"
     reason = f"optimizer state of {on_device} of {len(trained)} units stays on the device: {why}"
     on_host, told = split_offloaded(units, placements, on_device, host_bytes, cost=cost)
     return Tiers(tuple(in_order(on_device, on_host, len(trained))), reason + told)

@@ -68,7 +68,7 @@ class HostGradients:
 
 
 class Reduced(NamedTuple):
-    """When a unit's gradient was complete, so that its backward was over; and how often its shard had been read."""
+    """An event after a unit's backward, and how often its shard had been read for use until then."""
 
     event: StreamEvent
     reads: int
@@ -171,6 +171,7 @@ class HostUpdates(HostGradients):
         settings = settings_of(groups)
         prepared = self.prepared.take(index, Assumed(settings, to_update, float(factor), transfer))
         cls = Job if prepared is None else partial(KeptUpdate, prepared=prepared)
+        unit.flat_params.wait_for_update()  # two steps without a forward between them
         after = load_after = self.host.record_event()
         reduced, hidden = self._reduced.pop(index, None), unit.placement.parameters is Scope.SHARDED
         if reduced is not None and hidden and not (unit.may_be_edited or unit.flat_params.on_host):
@@ -178,7 +179,6 @@ class HostUpdates(HostGradients):
             if reduced.reads == unit.flat_params.reads:  # no forward was between backward and step()
                 after = reduced.event
         job = cls(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
-        unit.flat_params.wait_for_update()  # two steps without a forward between them
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
         self._queue.put(self._forward_position(index), job)
@@ -196,8 +196,9 @@ class HostUpdates(HostGradients):
         self._reduced.clear()
 
     def step(self, inputs: StepInputs) -> list[Pending]:
-        """Queues the updates of all units, in the order of their gradients, and waits for those that the next forward
-        may not overlap; the all-gathers of their parameters, which are in flight."""
+        """Queues the updates of all units, and waits for those that the next forward may not overlap; all-gathers of
+        their parameters, which are in flight. Units whose gradients are there come in the order of the next forward,
+        the others in that of their gradients."""
         engine = self._engine
         engine.tiers.load_for_reading(None)
         if not self._reserved:
@@ -207,7 +208,10 @@ class HostUpdates(HostGradients):
         self.prepared.expect(float(clip) == 1.0)
         mine = [i for i, unit in enumerate(engine.units) if unit.updated_on_host and self._by_unit[i].slots]
         gradients = {index: place for place, index in enumerate(self._reduced)}
-        mine.sort(key=lambda index: (gradients.get(index, len(gradients)), self._forward_position(index)))
+        late = {index for index in mine if not _is_there(engine.units[index].gradients.offloaded)}
+        mine.sort(
+            key=lambda index: (index in late, gradients.get(index, 0) * (index in late), self._forward_position(index))
+        )
         for index in mine:
             engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
         for index in mine:
@@ -303,6 +307,11 @@ class UpdateOnHost(UpdateAtStep):
     @property
     def spare(self) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
         return self.host.prepared.tensors()
+
+
+def _is_there(transfer: GradientTransfer | None) -> bool:
+    """Whether a gradient has been copied to the host, or is not on its way there."""
+    return transfer is None or transfer.copied.query()
 
 
 def _end(queue: UpdateQueue, threads: Sequence[threading.Thread]) -> None:

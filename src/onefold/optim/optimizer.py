@@ -257,8 +257,8 @@ class Optimizer(GroupedOptimizer):
             self._written = False
         engine.step_begins()
         engine.unsharding.reshard_all()
-        self._placing.at_step()
         self._finite.read_last_step()
+        self._placing.at_step()
         flag = self._finite.flag_on_device()
         bad = self._finite.bad() if flag is None else None
         self._stepped = bad is None
@@ -445,7 +445,8 @@ class Optimizer(GroupedOptimizer):
         return {"spikes": self._spikes.state()} if self._spikes else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what state_dict() returned on this rank; state of another rank, number of ranks or stage raises."""
+        """Load what state_dict() returned on this rank; state of another rank, number of ranks or stage raises. With
+        Offload(optimizer="auto") collective before the first step."""
         self._check_state()
         found, wanted = state_dict.get("onefold"), self._identity()
         if found != wanted:

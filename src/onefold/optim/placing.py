@@ -6,7 +6,8 @@
   it beside that; the next ones in host memory, and those that do not fit there on disk. Then the step updates them.
 3 If a later step takes more (longer sequences, accumulation), the state of the last of these units leaves the device.
 
-All ranks decide alike, by the fullest of them. On one kind of device, where state is changes no bit.
+All ranks decide alike, by the fullest of them. On one kind of device, results do not depend on where state
+is kept.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Placing:
         count = there if fits else most_that_fit(parts, units, int((SHORT if short else FILLED) * budget))
         if (count := self._smallest(count)) < there:
             self._leave_device(count, f"a step took {format_bytes(took)} of {format_bytes(budget)}")
+            watch.made_room()
 
     def make_room(self) -> None:
         """The device has run out of memory: state of half of the units that it updates leaves it."""
@@ -126,6 +128,7 @@ class Placing:
         sums = any(unit.gradients.waiting for unit in units)
         if there and not sums and self._engine.comms.world.size == 1:  # several ranks could not agree on it
             self._leave_device(there // 2, "the device ran out of memory")
+        self._engine.watch.made_room()
 
     # -- what there is --------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class UpdateInBackward(NoUpdates):
         self._gathers: list[Pending] = []
         self._compared = False  # since the last step: whether ranks have done alike what they must
         self._awaited: list[int] = []  # units that the host updates before step() returns
-        self._until_step: list[int] = []  # units whose state the first step may move, and that it updates then
+        self._until_step: list[int] = []  # units that wait for step(): the first step may move their state
         engine.drop_gradients()  # those of another Optimizer's step
         engine.schedule.one_reduction_each()
         for unit in engine.units:
@@ -157,9 +157,11 @@ class UpdateInBackward(NoUpdates):
     @torch.no_grad()
     def step(self, inputs: StepInputs) -> None:
         for index in self._until_step:
-            self._update(index, offloaded=True)
-        if self._until_step:
-            self._until_step.clear()
+            self._engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
+        waited = bool(self._until_step)
+        while self._until_step:
+            self._update(self._until_step.pop(0), offloaded=True)
+        if waited:
             self.finish()
         self._compared = False
         self._engine.forget_used()

@@ -145,7 +145,8 @@ class UpdateWhole(UpdateAtStep):
         self._whole, self._updates = by_unit, updates(engine, ownership, self._end_unit)
         self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
         self._gathers: list[Pending] = []
-        self._host = HostGradients(engine) if any(unit.updated_on_host for unit in engine.units) else None
+        on_host = engine.watch.active or any(unit.updated_on_host for unit in engine.units)
+        self._host = HostGradients(engine) if on_host else None
 
     def reduced(self, index: int, *, final: bool) -> bool:
         return self._host.on_reduced(index, final=final) if self._host is not None else False

@@ -1,12 +1,12 @@
-"""Rounds of updates of whole tensors, several under way at once: one arrives or goes back while another is updated.
+"""Updates of whole tensors in rounds, whose messages overlap with the updates of other rounds.
 
 In a round each rank updates at most one tensor: 1 ranks send their pieces of gradients, and of masters, to the owners
 2 owners update  3 owners send the updated pieces of the master back, and each rank rounds its own into its parameters.
 Replicated fp32 parameters that are not split are their own masters, and the owner has them already.
 
-The next rounds are sent while the tensors of all rounds under way fit into `most_bytes`; one round always is. A round
-on its way back is ended after the next one has been updated. Both are decided by the sizes of tensors alone, so that
-all ranks issue the same messages in the same order.
+The next rounds start as long as the tensors of all rounds that have started and not ended fit into `most_bytes`; one
+round always may. A round ends after the next one has been updated. Both rules depend on sizes of tensors only, so all
+ranks issue the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -76,8 +76,10 @@ class Gathered:
         unit, self._here = of.unit, held[rank]
         self._theirs = {other: span for other, span in enumerate(held) if other != rank and span.numel}
         self.gradient = self._pool.take(of.numel, unit.gradients.dtype)
+        self._taken = [self.gradient]
         self._own, place = of.sends_master, unit.layout.slots[of.slot].span
         self.master = self._pool.take(of.numel, unit.master.dtype) if self._own else unit.flat_params.part(place)
+        self._taken += [self.master] if self._own else []
         if mine is not None:
             _at(self._here, self.gradient).copy_(mine.gradient)
             if self._own:
@@ -89,14 +91,19 @@ class Gathered:
 
     def free_gradient(self) -> None:
         """The tensor is updated."""
-        self._pool.give(self.gradient)
+        self._pool.give(self._taken.pop(0))
 
     def finish(self) -> None:
         """Keeps this rank's own piece of the master, and frees the vector. Nothing is in flight."""
         if self._own:
             if self._mine is not None:
                 self._mine.master.copy_(_at(self._here, self.master))
-            self._pool.give(self.master)
+            self._pool.give(self._taken.pop())
+
+    def drop(self) -> None:
+        """Frees what was not freed, once no message uses it."""
+        while self._taken:
+            self._pool.drop(self._taken.pop())
 
 
 def _at(span: Span, vector: Tensor) -> Tensor:
@@ -108,7 +115,7 @@ class RoundToSend(NamedTuple):
 
     tensors: list[TensorToUpdate]  # of which this rank has pieces, or which it updates
     label: str  # the same on all ranks, and no other round's that is under way
-    nbytes: int  # of the largest tensor, on whatever rank
+    nbytes: int  # of gradient and master of the largest tensor, on any rank
     inputs: StepInputs
 
 
@@ -143,6 +150,11 @@ class Round:
         updated = {piece.of.owner: piece.master for piece in self._away}
         label = Label(UPDATED, self.planned.label)
         self._back = self._comm.swap(mine.of_peers(mine.master) if mine else {}, updated, label)
+
+    def drop(self) -> None:
+        """After an error: the round goes no further."""
+        if self._mine:
+            self._mine.drop()
 
     def end(self) -> None:
         """Keeps the updated pieces."""
@@ -186,9 +198,8 @@ class Rounds:
                 self._end_oldest()  # its memory is what the next one waits for
                 self._send_fitting()
                 continue
-            oldest = self._sent.popleft()
-            oldest.update(self._run)
-            self._going_back.append(oldest)
+            self._sent[0].update(self._run)
+            self._going_back.append(self._sent.popleft())
             while len(self._going_back) > 1:  # those had an update's time to travel
                 self._end_oldest()
             self._send_fitting()
@@ -201,6 +212,8 @@ class Rounds:
 
     def forget(self) -> None:
         """After an error: no round goes on. Messages under way are left to end by themselves."""
+        for begun in (*self._sent, *self._going_back):
+            begun.drop()
         for rounds in (self._waiting, self._sent, self._going_back):
             rounds.clear()
 

@@ -1,11 +1,11 @@
 """Watches how much memory of the device a step takes, for Offload(optimizer="auto"), which decides by it.
 
-On CUDA torch's allocator counts; its peak is set back while the first step is watched. On a CPU, for a `device_bytes`
-that stands for a device, a dispatch mode counts live tensors: below all modes of users, so that theirs end in order.
-It is slow, and is on for the first two steps only.
+On CUDA torch's allocator counts; its peak is set back while the first step is watched, and when state leaves the
+device. On a CPU, for a `device_bytes` that stands for a device, a dispatch mode counts live tensors, for the first two
+steps only, because it is slow. It lies below users' modes, so that these can be left in order.
 
 A step has parts: up to the first complete gradient of its last backward, from one complete gradient to the next, and
-up to step(). Each part has a peak of its own: what is there late in backward finds the activations gone.
+up to step(). Each part has a peak of its own, since late in backward most activations are freed.
 """
 
 from __future__ import annotations
@@ -178,6 +178,11 @@ class MemoryWatch(NoWatch):
 
     def decide(self) -> None:
         self.decided = True
+        self.was_short()
+
+    def made_room(self) -> None:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)  # the peak before says nothing of what is there now
         self.was_short()
 
     def budget(self) -> int:

@@ -1,4 +1,4 @@
-"""What an engine asks of a watch over the memory of its device, where nothing is decided by it: nothing is watched."""
+"""The memory watch of a model whose placement is fixed: it watches nothing. memory_watch.py has the other one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class NoWatch:
     """Where the tiers of optimizer state were all decided by shard()."""
 
     active = False  # a step may move optimizer state between device, host and disk
-    decided = True  # a step has
-    steps = 0  # that were begun
+    decided = True  # a step has decided where optimizer state is
+    steps = 0  # begun so far
 
     def may_move_first(self, count: int) -> None:
         """So many trained units, the first of forward, may be moved by the first step."""
@@ -31,11 +31,14 @@ class NoWatch:
 
     @property
     def keeps_looking(self) -> bool:
-        """Whether this step was watched, or can be looked at all the same."""
+        """Whether it is known how much memory this step took."""
         return False
 
     def decide(self) -> None:
         """Where state is was decided."""
+
+    def made_room(self) -> None:
+        """State has left the device, or nothing more can: what was seen until now says nothing about the next step."""
 
     def budget(self) -> int:
         raise AssertionError("nothing is watched")

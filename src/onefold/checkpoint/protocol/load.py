@@ -229,7 +229,7 @@ def _load_one(engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, o
         engine.check(Call.LOAD_PART)
     attempt(comm, lambda: begin_load(engine))
     for optimizer in optimizers:
-        optimizer.before_load()
+        attempt(comm, optimizer.before_load)
     attempt(comm, lambda: _fill(engine, found))
     attempt(comm, lambda: set_random_state(found.random, engine.device))
     end_load(engine)

@@ -20,8 +20,12 @@ def threads_here() -> int:
     True
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(min(allowed, quota(GROUPS, Path("/proc/self/cgroup")))) // max(1, int(ranks)))
+    return max(1, int(min(allowed, quota(GROUPS, Path("/proc/self/cgroup")))) // ranks_here())
+
+
+def ranks_here() -> int:
+    """Ranks of this run on this machine."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def quota(groups: Path, mine: Path) -> float:

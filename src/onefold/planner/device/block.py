@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from onefold.planner.device.clock import Clock
 
 LENGTH, HEAD = 1024, 64
-LONG = ((8192, 1024), (8192, 1600), (16384, 2560), (8192, 4096), (16384, 4096), (4096, 8192))
+LONG = ((8192, 1024), (8192, 1600), (16384, 2560), (8192, 4096), (16384, 4096), (4096, 5120))
 SUSTAINED_S = 3.0
 TOKENS, WIDTHS = (4096, 8192, 16384), (1024, 1600, 2048, 2560, 4096, 5120)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from onefold.optim.kernels import cpu, cuda
 from onefold.optim.kernels.rule import next_step
-from onefold.optim.kernels.threads import threads_here
+from onefold.optim.kernels.threads import ranks_here, threads_here
 from onefold.planner.device.clock import Clock
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}
@@ -48,7 +48,7 @@ def _updates(clock: Clock, numel: int) -> list[list[float]]:
             if clock.cuda:
                 cuda.update(rule, grad, copy, own, 1.0)
             else:
-                cpu.update(rule, grad, copy, own, 1.0, threads_here())
+                cpu.update(rule, grad, copy, own, 1.0, threads_here() * ranks_here())
 
         rows.append([numel, 28 if master is torch.float32 else 26, clock.seconds(step)])
         del own, state
