@@ -107,7 +107,8 @@ HEAD = """# Predicted and measured
 Step times and peaks of device memory as the planner gives them, beside those that were measured, case by case. Each
 case is planned with the settings it ran with. Nothing is fitted to the cases: seconds come from what `onefold measure`
 recorded of the machine, by shape and dtype. `python -m benchmarks.predicted` writes this page from the files that the
-last column names; `tests/bench/test_predicted.py` compares the two.
+last column names; `tests/bench/test_predicted.py` compares the two. Rows of `predicted_cases.py` are runs whose figures
+were noted there, and of which no file was kept.
 
 What was measured of the machines:
 """
@@ -121,8 +122,8 @@ is that a GPU slows down when it computes for seconds, which `onefold measure --
 writes its norms out in several kernels, where the planner counts fused ones.
 
 *What is left out.* The run of 16.2B, whose placement was chosen automatically, and the two processes of
-`benchmarks/activations.py`, whose messages go through the host. CPU ranks, over shaped links or not: no record of such
-a machine was made while it was quiet.
+`benchmarks/activations.py`, whose messages go through the host. CPU ranks, over shaped links or not: no CPU has been
+recorded.
 """
 
 if __name__ == "__main__":

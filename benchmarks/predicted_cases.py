@@ -154,7 +154,7 @@ def simulated() -> Iterator[Case]:
 
 # Runs of transformers' Qwen2 by Onefold 0.1 on one H200, torch 2.11, of which no file was kept: sequences of 1024
 # tokens, 4 micro-batches, AdamW, bf16. The planner counts fused norms, as compiled blocks have them.
-KEPT_IN_NO_FILE: tuple[tuple[str, str, int, str, str, float, float | None], ...] = (
+WITHOUT_FILES: tuple[tuple[str, str, int, str, str, float, float | None], ...] = (
     ("qwen2.5-1.5b", "compiled", 16, "keep", "device", 52.6e3, None),
     ("qwen2.5-1.5b", "eager", 16, "keep", "device", 41.4e3, None),
     ("qwen2.5-7b", "eager", 8, "checkpoint", "device", 9.4e3, 129 * 2**30),
@@ -164,7 +164,7 @@ KEPT_IN_NO_FILE: tuple[tuple[str, str, int, str, str, float, float | None], ...]
 
 def of_transformers() -> Iterator[Case]:
     """Those runs, whose tokens per second are known."""
-    for name, how, batch, policy, tier, tokens_per_s, peak in KEPT_IN_NO_FILE:
+    for name, how, batch, policy, tier, tokens_per_s, peak in WITHOUT_FILES:
         shape = dataclasses.replace(FAMILIES[name], seq=1024)
         estimate = planned(shape, h200(), Choice(3, optimizer=tier, activations=policy), 1, batch, micro_batches=4)
         where = ", optimizer on the host" if tier == "host" else ""
