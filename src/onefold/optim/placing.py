@@ -103,6 +103,8 @@ class Placing:
         if not watch.active:
             return
         parts, first = watch.step_begins(), not watch.decided
+        if watch.steps == 2 and not self._in_backward:  # of gradients that the first step brought back to the device
+            self._engine.tiers.host.staging.trim()
         if not (first or self._looks(parts)):
             return
         budget, units = watch.budget(), self._units(first=first)
