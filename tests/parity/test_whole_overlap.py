@@ -15,6 +15,7 @@ from onefold.comm.spans import SpanName, read
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.models import MODELS
+from tests.models.interrupted import FailingBackward
 from tests.parity.training import batch_for, same_bits
 from tests.parity.whole import LAMB
 
@@ -109,18 +110,6 @@ def test_after_a_failed_update_no_round_is_left() -> None:
     assert run_ranks(2, after_an_error) == [[], []]
 
 
-class Raises(torch.autograd.Function):
-    """A backward that fails where it comes to this."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise ZeroDivisionError("this backward fails")
-
-
 def interrupted(stage: int) -> list[Tensor]:
     """On a rank: losses of evaluations between backward and step(), and parameters; one backward fails half-way."""
     torch.manual_seed(0)
@@ -129,8 +118,10 @@ def interrupted(stage: int) -> list[Tensor]:
     for step in range(3):
         batch = batch_for(step, 0, dist.get_rank())
         if step == 1:
-            hook = model.layers[0].register_forward_pre_hook(lambda _, args: (Raises.apply(args[0]), *args[1:]))
-            with pytest.raises(ZeroDivisionError):
+            hook = model.layers[0].register_forward_pre_hook(
+                lambda _, args: (FailingBackward.apply(args[0]), *args[1:])
+            )
+            with pytest.raises(ArithmeticError, match="on purpose"):
                 CASE.loss(model, batch, step).backward()
             hook.remove()
         else:

@@ -50,6 +50,16 @@ class Clock:
         torch.cuda.synchronize(self.device)
         return float(first.elapsed_time(last)) / 1e3 / times
 
+    def wall_s(self, work: Callable[[], object]) -> float:
+        """Of one run as the host sees it, with the wait for the device."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        work()
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
+
     def heat(self) -> None:
         """Computes until a GPU has the clock and the temperature that it has in training."""
         if not self.cuda or self.quick:

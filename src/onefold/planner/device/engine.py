@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import nn
 
@@ -28,7 +26,7 @@ def host(clock: Clock) -> dict[str, float]:
             tiny.add_(1)
 
     return {
-        "launch": _wall_s(clock, launches, 5) / LAUNCHES,
+        "launch": min(clock.wall_s(launches) for _ in range(5)) / LAUNCHES,
         "block": _block_s(clock, 1),
         "sharded_block": _block_s(clock, MANY),
     }
@@ -56,19 +54,4 @@ def _step_s(clock: Clock, layers: int, ranks: int) -> float:
 
     for _ in range(3):  # orders are learnt, kernels compiled
         step()
-    return _wall_s(clock, step, 3 if clock.quick else 15)
-
-
-def _wall_s(clock: Clock, work: object, rounds: int) -> float:
-    """The shortest of several runs, the wait for the device included."""
-    assert callable(work)
-    times = []
-    for _ in range(rounds):
-        if clock.cuda:
-            torch.cuda.synchronize(clock.device)
-        began = time.perf_counter()
-        work()
-        if clock.cuda:
-            torch.cuda.synchronize(clock.device)
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(clock.wall_s(step) for _ in range(3 if clock.quick else 15))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +45,5 @@ def _median_s(clock: Clock, comm: Comm, work: Callable[[], None]) -> float:
     times = []
     for _ in range(WARM_UP + ROUNDS):
         comm.all_gather_bytes(b"", Label("measure", "start together"))
-        if clock.cuda:
-            torch.cuda.synchronize(clock.device)
-        began = time.perf_counter()
-        work()
-        if clock.cuda:
-            torch.cuda.synchronize(clock.device)
-        times.append(time.perf_counter() - began)
+        times.append(clock.wall_s(work))
     return sorted(times[WARM_UP:])[ROUNDS // 2]
