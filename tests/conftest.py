@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays for good: the garbage collector is not to walk through it, 0.3 s each time."""
+    """What was imported stays for good: the garbage collector need not walk through it."""
     gc.collect()
     gc.freeze()
 
