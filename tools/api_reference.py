@@ -252,11 +252,23 @@ def described(fields: list[Field]) -> str:
     )
 
 
+def _body(thing: type) -> list[ast.stmt]:
+    node = Source(thing).node
+    assert isinstance(node, ast.ClassDef)
+    return node.body
+
+
+def _own(thing: type) -> dict[str, object]:
+    """What a class defines, less functions not in its source: torch sets an inherited `step` on a class once used."""
+    written = {statement.name for statement in _body(thing) if isinstance(statement, ast.FunctionDef)}
+    return {name: value for name, value in vars(thing).items() if name in written or not inspect.isfunction(value)}
+
+
 def members(name: str, thing: type) -> str:
     """Public methods and properties that the class defines and explains, and those in INHERITED."""
     lines = []
     inherited = {member: getattr(thing, member) for member in INHERITED.get(name, ())}
-    for member, value in {**vars(thing), **inherited}.items():
+    for member, value in {**_own(thing), **inherited}.items():
         plain = value.__func__ if isinstance(value, classmethod | staticmethod) else value
         text = plain.__doc__ if inspect.isfunction(plain) or isinstance(plain, property) else None
         if member.startswith("_") or member in INTERNAL.get(name, ()) or not text:

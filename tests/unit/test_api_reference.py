@@ -7,8 +7,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 import onefold
+from tests.harness import run_ranks
 from tools import api_reference
 
 SETTINGS = (onefold.Zero, onefold.Precision, onefold.Offload, onefold.LossScale)
@@ -16,6 +18,19 @@ SETTINGS = (onefold.Zero, onefold.Precision, onefold.Offload, onefold.LossScale)
 
 def test_the_pages_are_what_the_docstrings_say() -> None:
     assert api_reference.main(["--check"]) == 0
+
+
+def page_after_an_optimizer() -> tuple[bool, str]:
+    onefold.init()
+    layers = [torch.nn.Linear(4, 4) for _ in range(3)]
+    onefold.Muon(onefold.shard(torch.nn.Sequential(*layers), stage=1))
+    return "step" in vars(onefold.Muon), api_reference.page()
+
+
+def test_a_page_does_not_depend_on_what_ran_before_it() -> None:
+    """torch sets an inherited `step` on the class of every optimizer that is made."""
+    [(was_set, page)] = run_ranks(1, page_after_an_optimizer)
+    assert was_set and page == api_reference.PAGE.read_text()
 
 
 def test_every_public_name_is_under_one_task() -> None:
