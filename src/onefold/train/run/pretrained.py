@@ -20,6 +20,8 @@ from onefold.train.run.folder import writing
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 BYTES_KEY = "onefold_tokenizer"  # in a config.json that `onefold export` wrote: the model reads bytes
 GPT2 = "gpt2"
+CODE_BESIDE = "deepseek"  # planned by its formula; its class is code in its folder, and transformers has none
+TRAINED = [GPT2, *(kind for kind in CONFIGS if kind != CODE_BESIDE)]
 BUILT_IN: dict[str, tuple[Any, ...]] = {  # what the built-in GPT computes; the first is what a missing field means
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -68,9 +70,10 @@ def open_pretrained(folder: Path) -> Pretrained:
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if not isinstance(kind, str):
         raise ConfigError(f"--weights: {file} names no model_type; is it a Hugging Face folder?")
-    if kind != GPT2 and kind not in CONFIGS:
+    if kind not in TRAINED:
+        why = "whose class is code in its folder, which is not run" if kind == CODE_BESIDE else "which is unknown here"
         raise ConfigError(
-            f"--weights {folder} is a {kind!r}, and onefold train knows {', '.join([GPT2, *CONFIGS])}; train it by a "
+            f"--weights {folder} is a {kind!r}, {why}; onefold train knows {', '.join(TRAINED)}; train others by a "
             f"script with onefold.hf.Trainer"
         )
     if "quantization_config" in fields:
