@@ -18,8 +18,8 @@ from onefold.cost.shapes import Shape
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work
 from onefold.errors import ConfigError
-from onefold.files.limited import read_json
 from onefold.planner.summary import run_summary
+from onefold.settings.limited import read_json
 from onefold.settings.offload import Offload
 from onefold.settings.widths import widths_of
 

@@ -28,7 +28,7 @@ from onefold.model.dtensor_shards import wrapped
 from onefold.model.resolved import Resolved
 from onefold.model.survey import ATTRIBUTE
 from onefold.offload.tiers import Tiers
-from onefold.runtime.accumulating import Accumulating
+from onefold.runtime.accumulating import Accumulating, check_reduce
 from onefold.runtime.arriving_gradients import ArrivingGradients, Place
 from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, Averages, BlockInputs
 from onefold.runtime.attachments import Attachments
@@ -54,7 +54,6 @@ from onefold.runtime.untied import NoTiedParameters
 from onefold.runtime.update_policy import UpdatePolicy
 from onefold.runtime.used_parameters import UsedParameters
 from onefold.settings.placement import Scope
-from onefold.settings.zero import check_reduce
 from onefold.state.edits import Edits
 from onefold.state.unit import Unit
 from onefold.state.visible_gradients import VisibleGradients
