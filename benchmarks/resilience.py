@@ -30,12 +30,12 @@ import torch.distributed as dist
 import onefold
 from onefold.checkpoint.format.folder import step_name
 from onefold.checkpoint.memory.places import MEMORY, SHARED_MEMORY
-from onefold.cli.launch import COMMAND
 from onefold.cost.shapes import Shape
 from onefold.train.run.model import GPT
 from onefold.train.run.records import read_lines
 
 EVERY = 10
+COMMAND = Path(onefold.__file__).parents[1] / "onefold_command.py"  # beside the package
 RANK = "ONEFOLD_BENCHMARK"  # in the environment of ranks: the folder of all nodes' memory
 BATCH, SEQ, VOCAB = 4, 128, 256
 MOST_S = 300.0

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+import onefold
 from benchmarks.systems.table import SYSTEMS
 from benchmarks.turns import Record, Step
 from benchmarks.work import Work
 from onefold.cost.machine import processor
-from onefold.version import VERSION
 
 RESULTS = Path(__file__).parent / "results"
 NEAR = {"fp32": 1e-4, "bf16": 0.005}  # how far losses may lie apart; bf16 rounds in other places in every system
@@ -45,7 +45,7 @@ def versions() -> dict[str, str | None]:
     except PackageNotFoundError:
         deepspeed = None
     return {
-        "onefold": VERSION,
+        "onefold": onefold.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "deepspeed": deepspeed,

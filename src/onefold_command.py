@@ -11,8 +11,6 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
-from onefold_environment import QUIET
-
 LAUNCHING = ("train", "verify")  # commands that start ranks of Onefold's own
 NUMPY_THREADS = "OPENBLAS_NUM_THREADS"  # numpy starts its threads when it is imported, and a fork does not copy them
 
@@ -30,6 +28,8 @@ def main() -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed: nobody listens
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for the life of the process
+
+    from onefold.cli.environment import QUIET  # here: a signal that comes while it is imported is heard
 
     launching = not rank and sys.argv[1:2] != [] and sys.argv[1] in LAUNCHING
     alone = launching and NUMPY_THREADS not in os.environ

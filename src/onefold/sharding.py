@@ -5,32 +5,25 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from onefold.activations.automatic import attach_activations
 from onefold.comm.agreement import number_messages, on_all
-from onefold.comm.buffers import Pool
 from onefold.comm.communicator import Comms
 from onefold.comm.mesh import Axes, axes_of
 from onefold.comm.meter import Meter
-from onefold.comm.sequence import sequence_group
 from onefold.model.agreement import agree_on_model
 from onefold.model.device import device_of, move, warn_of_idle_gpu
 from onefold.model.quantized import adopt_constants, adopted_constants
 from onefold.model.survey import survey_or_mistake
 from onefold.model.sync import sync_parameters
-from onefold.offload.tiers import Tiers
-from onefold.runtime.automatic import resolve, waits_for_a_step
+from onefold.runtime.automatic import resolve
+from onefold.runtime.building import build_engine
 from onefold.runtime.compiling import compile_blocks, forget_graphs
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import attach
-from onefold.runtime.memory_watch import MemoryWatch
-from onefold.runtime.pipeline_axis import Pipeline
-from onefold.runtime.sequence_watch import NoSequences, SequenceWatch
 from onefold.runtime.unfreezing import Unfreezing
 from onefold.settings.zero import Zero
-from onefold.state.build import build_units
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -79,30 +72,14 @@ def _shard(axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, An
     adopt_constants(model)
     sync_parameters(model, resolved, comms)
 
-    # 5 Move the parameters into the flat buffers of their units.
-    pool, tiers = Pool(device, keeps=comms.shard.on_host), Tiers(device, keeps=comms.shard.on_host)
-    units = on_all(comms.world, lambda: build_units(model, resolved, comms, pool, tiers))
+    # 5 Move the parameters into the flat buffers of their units, and make the engine that drives them.
+    engine = build_engine(model, resolved, comms)
 
-    # 6 Attach the engine and its hooks, compile blocks, and apply the activation policy.
-    pipeline = Pipeline.of(comms, sum(unit.trained for unit in units))
-    engine = Engine(
-        model, resolved, comms=comms, pool=pool, tiers=tiers, units=units, pipeline=pipeline,
-        sequences=_watched(model, resolved.settings, comms, device),
-    )  # fmt: skip
-    if waits_for_a_step(resolved.settings, device, comms):
-        engine.watch_memory(MemoryWatch(engine, resolved.candidates))
+    # 6 Attach the engine's hooks, compile blocks, and apply the activation policy.
     forget_graphs()
     _attach(engine)
     engine.follow_unfreezing(Unfreezing(engine, partial(_attach, engine)))
     comms.world.meter.cut()  # what was sent here belongs to no step
-
-
-def _watched(model: nn.Module, settings: Zero, comms: Comms, device: torch.device) -> NoSequences:
-    """What watches the model's attention, if its mesh cuts sequences. Collective then."""
-    if comms.sequence.size == 1 or settings.mesh is None:
-        return NoSequences()
-    group = sequence_group(settings.mesh, device)
-    return SequenceWatch(model, group, comms.world.meter, settings.timeout_s, compiled=bool(settings.compile))
 
 
 def _attach(engine: Engine) -> None:

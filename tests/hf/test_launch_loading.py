@@ -65,7 +65,7 @@ def differing(plain: nn.Module, state: dict[str, Tensor], buffers: dict[str, Ten
 
 def read_both(folder: str, dtype: torch.dtype | None, stage: int) -> dict[str, tuple[list[str], bool, bool]]:
     """By case: what differs, whether all that the files have was deferred, and whether random numbers were."""
-    from onefold.hf.loading import deferred_values, from_pretrained
+    from onefold.integrations.transformers_loading import deferred_values, from_pretrained
 
     found = {}
     for case, (_, _, _, auto) in CASES.items():
@@ -97,7 +97,7 @@ def test_what_is_sharded_is_what_from_pretrained_gives(saved: Path, dtype: torch
 
 def use_before_sharding(folder: str) -> dict[str, bool]:
     """What scripts do with a model before they train it."""
-    from onefold.hf.loading import deferred_values, from_pretrained
+    from onefold.integrations.transformers_loading import deferred_values, from_pretrained
 
     cls, path = transformers.AutoModelForCausalLM, f"{folder}/tied"
     ids = torch.arange(8)[None]
@@ -131,7 +131,7 @@ def use_before_sharding(folder: str) -> dict[str, bool]:
 
 def written_and_read(path: str) -> dict[str, bool]:
     """A parameter whose values are read or written is read from its file then; the others stay there."""
-    from onefold.hf.loading import deferred_values, from_pretrained
+    from onefold.integrations.transformers_loading import deferred_values, from_pretrained
 
     plain = transformers.AutoModelForCausalLM.from_pretrained(path)
     model = from_pretrained(transformers.AutoModelForCausalLM, path)
@@ -155,7 +155,7 @@ def adapted(folder: str, dora: bool) -> tuple[int, int, bool]:
     values yet; and whether logits are those of the plain model."""
     from peft import LoraConfig, get_peft_model
 
-    from onefold.hf.loading import deferred_values, from_pretrained
+    from onefold.integrations.transformers_loading import deferred_values, from_pretrained
 
     cls, path, ids = transformers.AutoModelForCausalLM, f"{folder}/tied", torch.arange(8)[None]
     models = []
@@ -186,7 +186,7 @@ def test_a_model_can_be_used_and_changed_before_it_is_sharded(saved: Path) -> No
 
 
 def shard_with_another_shape(folder: str) -> None:
-    from onefold.hf.loading import deferred_values, from_pretrained
+    from onefold.integrations.transformers_loading import deferred_values, from_pretrained
 
     model = from_pretrained(transformers.AutoModelForCausalLM, f"{folder}/tied")
     values = deferred_values(model)
@@ -206,7 +206,7 @@ def read_bytes() -> int:
 
 def load_large(folder: str) -> tuple[int, int, int]:
     """Bytes of the model, those that this rank read of its file, and those that were resident at most."""
-    from onefold.hf.loading import deferred_values, from_pretrained
+    from onefold.integrations.transformers_loading import deferred_values, from_pretrained
 
     onefold.init()
     cls = transformers.AutoModelForCausalLM

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from onefold.files.trust import why_untrusted
 from onefold.optim.kernels import compiled as module
 from onefold.optim.kernels.cache import NotOurs, cache_folder, kept, opened
 from onefold.optim.kernels.compiled import Compiled, compiled, compilers
+from onefold.settings.trust import why_untrusted
 from tests.security.others import NOBODY, needs_root
 
 needs_compiler = pytest.mark.skipif(not compilers(), reason="needs a C compiler")

@@ -13,7 +13,7 @@ import pytest
 
 from onefold.cli.report import _strict
 from onefold.errors import OnefoldError
-from onefold.files.limited import JSON_BYTES_LIMIT, LINE_BYTES_LIMIT, LINES_BYTES_LIMIT, read_bytes
+from onefold.settings.limited import JSON_BYTES_LIMIT, LINE_BYTES_LIMIT, LINES_BYTES_LIMIT, read_bytes
 from onefold.train.report import sections
 from onefold.train.report.comparison import _runs, _table, best, cards, lead, lowest
 from onefold.train.report.figures import Run, agreement, headline, read_run

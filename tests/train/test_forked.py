@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from onefold.cli.environment import QUIET
 from onefold.cli.forked import forks
 from onefold.errors import ConfigError
-from onefold_environment import QUIET
 from tests.harness.patience import PATIENCE_S
 from tests.train import probe
 

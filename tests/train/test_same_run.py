@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from onefold.cli.main import main
-from onefold.files.limited import JSON_BYTES_LIMIT
+from onefold.settings.limited import JSON_BYTES_LIMIT
 from onefold.train.run.groups import DataSettings
 from onefold.train.run.records import read_facts, read_metrics
 from onefold.train.run.settings import Settings

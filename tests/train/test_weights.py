@@ -77,7 +77,7 @@ def settings_of(place: Path, kind: str, out: Path, **groups: Any) -> Settings:
 
 
 def one_rank(settings: Settings) -> Any:
-    from onefold.hf.run_model import make_model
+    from onefold.train.run.transformers_model import make_model
 
     return train(settings, Stop(), Listener(), make_model)
 

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from onefold import ConfigError, OnefoldError, Zero
+from onefold.runtime.accumulating import check_reduce
 from onefold.settings.placement import STAGES, Scope
-from onefold.settings.zero import check_reduce
 
 NAN, INF = float("nan"), float("inf")
 

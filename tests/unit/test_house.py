@@ -12,7 +12,7 @@ import onefold
 
 # Each room imports only rooms before it, and its own files in one order.
 ROOMS = [
-    "version", "errors", "files", "settings", "comm", "cost", "model", "offload", "state", "runtime",
+    "version", "errors", "settings", "comm", "cost", "model", "offload", "state", "runtime",
     "optim.kernels", "optim", "parallel", "activations", "sharding", "observe.profiling", "observe",
     "checkpoint.format", "checkpoint.protocol", "checkpoint.memory", "planner", "planner.page",
     "integrations.checkpoints", "integrations", "train.run", "train.report", "__init__", "lightning", "hf", "cli",
@@ -128,6 +128,34 @@ def test_rooms_import_only_rooms_below_them():
     assert [arrow for arrow in arrows if ROOMS.index(room(arrow[0])) < ROOMS.index(room(arrow[1]))] == []
     below = [name for name in MODULES if ROOMS.index(room(name)) < ROOMS.index("__init__")]
     assert [name for name in below if "onefold" in imports(tree_of(name))] == [], "the package imports its modules"
+
+
+def test_the_house_stays_small():
+    """Folders and modules of the package's root, with the benchmarks, the tools and the command: how many there are,
+    how high they stand on each other, and who imports whom."""
+    root = SOURCE.parents[1]
+    outside = [*root.glob("src/*.py"), *root.glob("benchmarks/**/*.py"), *root.glob("tools/**/*.py")]
+    trees = {f"onefold.{name}".removesuffix(".__init__"): tree_of(name) for name in [*MODULES, "__init__"]}
+    for path in outside:
+        name = path.relative_to(root / "src" if path.parent == root / "src" else root).with_suffix("").parts
+        trees[".".join(name)] = ast.parse(path.read_text())
+
+    def top(name: str) -> str:
+        parts = name.split(".")
+        return parts[0] if parts[0] != "onefold" or len(parts) == 1 else parts[1]
+
+    arrows: dict[str, set[str]] = {top(name): set() for name in trees}
+    for name, tree in trees.items():
+        arrows[top(name)] |= {top(full) for full in imports(tree) if full in trees} - {top(name)}
+    floors: dict[str, int] = {}
+    for one in TopologicalSorter(arrows).static_order():
+        floors[one] = 1 + max((floors[below] for below in arrows[one]), default=0)
+    assert len(arrows) <= 25 and max(floors.values()) <= 12 and sum(map(len, arrows.values())) <= 150
+
+
+def test_no_file_holds_two_ideas():
+    """At most 500 lines; most have fewer than 300."""
+    assert [name for name in FILES if len(FILES[name].read_text().splitlines()) > 500] == []
 
 
 def test_files_of_a_room_have_an_order():

@@ -28,7 +28,6 @@ from onefold.runtime.automatic import room_left
 from onefold.runtime.calls import replace_forward
 from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import in_backward
-from onefold.settings.zero import AUTO
 
 LOG = logging.getLogger("onefold")
 USED = 0.8  # of the room beside states that blocks may take: heads and losses need some too
@@ -39,11 +38,11 @@ UNDECIDED = 'activations="auto" decides when the first block runs'
 
 def attach_activations(engine: Engine) -> None:
     """Apply what activations= asks for, at once or, with "auto", when the first block has run."""
-    policy = engine.resolved.settings.activations
-    if policy == AUTO:
+    resolved = engine.resolved
+    if resolved.activations_wait:
         AutomaticActivations(engine)
     else:
-        attach_policy(engine, policy, engine.resolved.recomputed)
+        attach_policy(engine, resolved.settings.activations, resolved.recomputed)
 
 
 class Seen(NamedTuple):

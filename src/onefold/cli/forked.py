@@ -24,10 +24,10 @@ from typing import NoReturn
 
 import torch
 
+from onefold.cli.environment import QUIET
 from onefold.cli.lifeline import die_with, flush_c, name_process
 from onefold.cli.main import main
 from onefold.errors import ConfigError
-from onefold_environment import QUIET
 
 START = "ONEFOLD_START"  # exec: a new interpreter for every rank; fork: an error where the launcher cannot be forked
 THREADS = "OMP_NUM_THREADS"

@@ -10,8 +10,8 @@ from pathlib import Path
 import tyro
 
 from onefold.errors import ConfigError, visible
-from onefold.files.limited import LINE_BYTES_LIMIT, read_text
 from onefold.integrations.checkpoints.imported import import_checkpoint
+from onefold.settings.limited import LINE_BYTES_LIMIT, read_text
 
 
 @dataclass(frozen=True)

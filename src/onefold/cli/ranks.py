@@ -20,10 +20,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from onefold.cli.environment import QUIET
 from onefold.cli.forked import Forked, fork, forks
 from onefold.cli.lifeline import LINE, STOP, die_with
 from onefold.comm.rendezvous import GLOO, LOOPBACK, NCCL, NCCL_LOOPBACK, STORE
-from onefold_environment import QUIET
 
 REAP_S = 0.5
 LONGEST = 1 << 24  # bytes of one line that a rank says

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from onefold.cli.tables import console
 from onefold.cost.activations import check_policy
+from onefold.cost.case import Choice
 from onefold.cost.decoders import Decoder
-from onefold.cost.estimate import Choice
 from onefold.cost.families import model_shape
 from onefold.cost.hardware import Hardware
 from onefold.cost.search import Question
@@ -18,8 +18,8 @@ from onefold.cost.shapes import Shape
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work
 from onefold.errors import ConfigError
-from onefold.files.limited import read_json
 from onefold.planner.summary import run_summary
+from onefold.settings.limited import read_json
 from onefold.settings.offload import Offload
 from onefold.settings.widths import widths_of
 

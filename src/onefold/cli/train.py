@@ -281,7 +281,7 @@ def _maker(run: Settings) -> Maker | None:
     start = run.model.start()
     if start is None or start.built_in:
         return None
-    from onefold.hf.run_model import make_model  # transformers takes seconds to load
+    from onefold.train.run.transformers_model import make_model  # transformers takes seconds to load
 
     return make_model
 

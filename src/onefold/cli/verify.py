@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from onefold.cli.cuts import Trial
 from onefold.cli.launch import is_rank, report_and_exit, run_ranks
@@ -25,21 +21,17 @@ from onefold.comm.communicator import Comm
 from onefold.comm.mesh import axes_of, init, mesh
 from onefold.comm.meter import Flow, Label, Meter
 from onefold.cost.text import format_bytes
-from onefold.observe.rehearsal import Rehearsal, rehearse
+from onefold.observe.rehearsal import Rehearsal
 from onefold.observe.reports import MemoryReport, memory, traffic
-from onefold.observe.simulation import states_elsewhere, train_step
-from onefold.observe.tensor_messages import TensorMessages
+from onefold.observe.simulation import states_elsewhere
 from onefold.offload.files import check_folder
-from onefold.optim.named import choose
 from onefold.settings.zero import Zero
-from onefold.sharding import shard
 from onefold.train.run.fits import on_host
-from onefold.train.run.model import initialise
+from onefold.train.run.trial import Tried, try_steps
 
 STATES, PEAK, EXACT = 0.02, 0.10, 0.0  # how far off a figure may be
 TIMEOUT_S = 600.0
 RESULTS = Label("verify", "what each rank found")
-WARM_UP = 2  # steps until buffers are allocated and schedules learnt
 
 
 class Check(NamedTuple):
@@ -107,41 +99,17 @@ class VerifyCommand(TrialOptions):
         trial = Trial.of(self, self.ranks, zero)
         torch.manual_seed(0)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        grid, shape = trial.grid, self.shape()
+        grid = trial.grid
         places = mesh(shard=grid.shard, tp=grid.tp, pp=grid.pp) if grid.tp * grid.pp > 1 else None
         axes = axes_of(places)
-        sample = trial.sample(self.batch)
-        with torch.device("meta"):
-            blank = trial.build(axes.pp.rank)
-        chosen, cut = choose(self.optimizer, state=self.optimizer_state), trial.cut(axes.pp.rank, places)
-        planned = rehearse(
-            blank, sample, trial.zero, chosen.cost, ranks=grid.shard, rank=axes.shard.rank,
-            plays="nccl" if device.type == "cuda" else "gloo", node_ranks=self.ranks,
-            micro_batches=self.micro_batches, optimizer=chosen.make_whole, cut=cut,
+        stage = axes.pp.rank
+        tried = Tried(
+            build=partial(trial.build, stage), sample=trial.sample(self.batch), zero=trial.zero, shape=self.shape(),
+            cut=trial.cut(stage, places), axes=axes, mesh=places, ranks=self.ranks, micro_batches=self.micro_batches,
+            optimizer=self.optimizer, optimizer_state=self.optimizer_state,
         )  # fmt: skip
-        if places is None or shape is None:
-            model = shard(trial.build().to(device), trial.zero)
-        else:
-            if cut.split is not None:
-                cut.split(blank)
-            fill = partial(initialise, layers=shape.layers)
-            model = shard(blank, dataclasses.replace(trial.zero, mesh=places, init=fill), device=str(device))
-        passes = cut.passes(None, self.micro_batches)
-        if grid.pp > 1 and places is not None and cut.loss is not None:
-            from onefold.parallel.pipeline import Schedule  # here: torch's schedules take a second to import
-
-            passes = Schedule(model, places, self.micro_batches, cut.loss, cut.tied)
-        optimizer = chosen.make(model)
-        inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), sample)
-        for _ in range(WARM_UP):
-            train_step(model, optimizer, inputs, passes)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        with TensorMessages(grid.tp) if grid.tp > 1 else nullcontext() as messages:
-            peak = train_step(model, optimizer, inputs, passes)
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        return compare(planned, model, peak, messages.flows if messages is not None else {})
+        seen = try_steps(tried, device)
+        return compare(seen.planned, seen.model, seen.peak_bytes, seen.messages)
 
     def _show(self, rows: list[dict[str, Any]]) -> None:
         if self.json:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from onefold.cost.decoders import Decoder
 from onefold.cost.shapes import SHAPES, Shape, named
 from onefold.errors import ConfigError
-from onefold.files.limited import read_json
+from onefold.settings.limited import read_json
 
 SEQ = 4096  # tokens of a sequence unless --seq is given: models are trained with less than they can read
 

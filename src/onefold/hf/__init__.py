@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onefold.hf.accelerator import Accelerator
-    from onefold.hf.loading import from_pretrained
     from onefold.hf.sequences import cut_sequences
     from onefold.hf.tiled_loss import tile_loss
     from onefold.hf.trainer import Trainer, sharded
+    from onefold.integrations.transformers_loading import from_pretrained
 
 __all__ = ["Accelerator", "Trainer", "cut_sequences", "from_pretrained", "sharded", "tile_loss"]
 
@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return Accelerator
     if name == "from_pretrained":
-        from onefold.hf.loading import from_pretrained
+        from onefold.integrations.transformers_loading import from_pretrained
 
         return from_pretrained
     if name == "cut_sequences":

@@ -32,11 +32,11 @@ from onefold import (
     shard,
 )
 from onefold.hf.checkpoints import load_state, save_state
-from onefold.hf.loading import deferred_values
 from onefold.hf.optimizers import ShardedOptimizer, groups_by_name, sharded_optimizer
 from onefold.hf.refusals import refuse_engines, refuse_wrapped, with_precision
 from onefold.hf.same_data import SameDataAccelerator
 from onefold.hf.whole_model import whole_model_methods
+from onefold.integrations.transformers_loading import deferred_values
 from onefold.runtime.engine import is_sharded
 
 PREPARED = "_is_accelerate_prepared"  # accelerate's mark of what prepare() has returned

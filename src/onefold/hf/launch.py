@@ -18,9 +18,9 @@ from typing import Any
 
 from onefold.hf.launch_deepspeed import following
 from onefold.hf.launch_settings import Launch
-from onefold.hf.loading import deferring
 from onefold.hf.refusals import refuse_engine_flags, refuse_engines
 from onefold.hf.trainer import ShardedTrainer, on_mesh, sharded
+from onefold.integrations.transformers_loading import deferring
 
 
 def run(launch: Launch) -> None:

@@ -30,7 +30,6 @@ from onefold.hf.sequences import logits_wanted
 from onefold.hf.tiled_loss import TOKENS, loss_only, tile_loss
 from onefold.optim.elementwise import cost_of
 from onefold.runtime.engine import is_sharded
-from onefold.settings.offload import AUTO
 
 if TYPE_CHECKING:
     from transformers import Trainer as Base
@@ -147,7 +146,8 @@ class ShardedTrainer(Base):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Any, Any]:
-        if not is_sharded(self.model) and AUTO not in (self.accelerator.zero.stage, self.accelerator.zero.activations):
+        zero = self.accelerator.zero
+        if not is_sharded(self.model) and "auto" not in (zero.stage, zero.activations):
             self._check_fit(train_dataloader)
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 

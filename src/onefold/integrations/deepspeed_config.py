@@ -14,11 +14,11 @@ from typing import Any
 from torch.optim import Optimizer
 
 from onefold.errors import ConfigError
-from onefold.files.limited import read_json
 from onefold.integrations.deepspeed_reading import Key, Outcome, Reading
 from onefold.integrations.deepspeed_rules import RULES, SECTIONS
 from onefold.integrations.deepspeed_schedules import Schedule
 from onefold.optim.loss_scale import LossScale
+from onefold.settings.limited import read_json
 from onefold.settings.offload import Offload
 from onefold.settings.precision import Precision
 from onefold.settings.zero import Zero

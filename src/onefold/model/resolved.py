@@ -16,7 +16,7 @@ from onefold.model.dtensor_shards import TensorShards
 from onefold.model.unit_spec import UnitSpec
 from onefold.settings.placement import Placement
 from onefold.settings.precision import Precision
-from onefold.settings.zero import Zero
+from onefold.settings.zero import AUTO, Zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,11 @@ class Resolved:
 
     candidates: int = 0
     """Of trained units, the first ones, whose optimizer state the first step may move to the device."""
+
+    @property
+    def activations_wait(self) -> bool:
+        """activations="auto": the first block decides when it runs."""
+        return self.settings.activations == AUTO
 
     @property
     def recomputed(self) -> tuple[str, ...]:

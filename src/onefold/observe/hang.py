@@ -11,7 +11,7 @@ from typing import Any
 from onefold.comm.hang_record import MAIN, NAME, Call, HangRecord, LinkRecord
 from onefold.cost.text import format_bytes
 from onefold.errors import ConfigError, OnefoldError
-from onefold.files.limited import read_json
+from onefold.settings.limited import read_json
 
 MOST_NAMED = 4
 LIBRARIES = ("/torch/", "/onefold/", "/threading.py", "<frozen ")  # parts of the names of files that are not the user's

@@ -11,7 +11,6 @@ that are replicated.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -22,20 +21,18 @@ from torch.utils.hooks import RemovableHandle
 from onefold.comm.spans import spanned
 from onefold.errors import OptimizerError, StateError
 from onefold.optim.arguments import check_policies, ids_of, listed
+from onefold.optim.choose_policy import check_beside_others, choose_policy
 from onefold.optim.clipping import Clipping, check_norm
-from onefold.optim.finite import FiniteCheck
 from onefold.optim.foreign_checkpoints import StateOfUnits
-from onefold.optim.host_update import HostUpdates, UpdateOnHost
+from onefold.optim.gradient_hooks import GradientHooks
 from onefold.optim.loss_scale import LossScale, Scaler
 from onefold.optim.param_groups import GroupedOptimizer
 from onefold.optim.preflight import agree_on_kernel
-from onefold.optim.reduced_gradients import complete, pieces, share_writes
+from onefold.optim.reduced_gradients import pieces
 from onefold.optim.small_state import form_of
 from onefold.optim.spikes import SpikeCheck, Spikes
+from onefold.optim.steps import Steps
 from onefold.optim.unit_optimizer import NOT_SETTINGS
-from onefold.optim.update_at_step import UpdateAtStep
-from onefold.optim.update_in_backward import UpdateInBackward
-from onefold.optim.update_whole import UpdateWhole, UpdateWholeInBackward
 from onefold.optim.whole_tensors import whole
 from onefold.runtime.engine import engine_of
 from onefold.runtime.refusals import Call
@@ -93,25 +90,23 @@ class Optimizer(GroupedOptimizer):
         groups = None if groups is None else [listed(group) for group in groups]
         engine.unfreezing.follow(ids_of(groups or []))
         engine.freezing.train_again()
-        self._stepped = False  # the last step() was not skipped by the host
-        self._tried = 0  # steps, taken or skipped
         self._clipping = Clipping(engine)
-        self._hooks: OrderedDict[int, Callable[[str, Tensor], object]] = OrderedDict()
-        self._hooked = False  # the gradients of this step have been shown to the hooks
-        self._written = False  # pieces of gradients were given out, and may have been changed
+        self._hooks = GradientHooks(engine)
         self._by_unit = []
         error: Exception | None = None
         try:
             half = engine.resolved.precision.compute is torch.float16
             check_policies(half, loss_scale, on_nonfinite, step_in_backward, skip_spikes)
-            self._scaler = Scaler(loss_scale or LossScale()) if half else None
             self._all = groups is None or self._chooses_groups
-            self._on_nonfinite, self._in_backward = on_nonfinite, step_in_backward
+            self._in_backward = step_in_backward
             self._form = form_of(state, state_seed)
             self._build(cls, groups, kwargs)
-            self._spikes = SpikeCheck(engine, skip_spikes) if skip_spikes else None
-            self._finite = self._new_check()
-            self._check_others(half, step_in_backward)
+            self._steps = Steps(
+                engine, self._by_unit, scaler=Scaler(loss_scale or LossScale()) if half else None,
+                spikes=SpikeCheck(engine, skip_spikes) if skip_spikes else None, on_nonfinite=on_nonfinite,
+                clipping=self._clipping,
+            )  # fmt: skip
+            check_beside_others(engine, self.indices, half=half, in_backward=step_in_backward)
         except Exception as mistake:  # all ranks raise it, or the others would hang in the next collective
             error = mistake
         try:
@@ -133,35 +128,10 @@ class Optimizer(GroupedOptimizer):
             rests = [one.rest for one in map(whole, self._by_unit) if one.rest]
             agree_on_kernel(self._engine, rests, self._rest.cls if self._rest is not None else cls)
 
-    def _check_others(self, half: bool, in_backward: bool) -> None:
-        """Raises if this Optimizer cannot stand beside those that the model has for other parameters."""
-        mine = self.indices
-        others = [other for other in self._engine.optimizers if not other.indices & mine]
-        backward = in_backward or not self._engine.updates.keeps_gradients
-        if others and (half or backward or self._engine.tied.names):
-            what = "fp16" if half else "step_in_backward=True" if backward else "a pipeline with tied parameters"
-            raise OptimizerError(
-                f"{what} needs one Optimizer for all parameters, and this model has another for other parameters; give "
-                f"one Optimizer several groups="
-            )
-
-    def _new_check(self) -> FiniteCheck:
-        return FiniteCheck(self._engine, self._by_unit, self._scaler, self._on_nonfinite, self._clipping, self._spikes)
-
     def _new_policy(self) -> UpdatePolicy:
-        engine = self._engine
-        if self._whole is not None:
-            by_unit, ownership = [whole(one) for one in self._by_unit], self._whole.ownership
-            if self._in_backward:
-                return UpdateWholeInBackward(engine, by_unit, self.param_groups, ownership)
-            return UpdateWhole(engine, by_unit, ownership)
-        on_host = engine.watch.active or any(unit.updated_on_host for unit in engine.units)
-        host = HostUpdates(engine, self._by_unit) if on_host else None
-        if self._in_backward:
-            return UpdateInBackward(engine, self._by_unit, self.param_groups, host)
-        if host is not None:
-            return UpdateOnHost(engine, self._by_unit, host, self.param_groups)
-        return UpdateAtStep(engine, self._by_unit)
+        return choose_policy(
+            self._engine, self._by_unit, self.param_groups, self._whole, in_backward=self._in_backward
+        )  # fmt: skip
 
     @property
     def precision(self) -> Precision:
@@ -177,52 +147,47 @@ class Optimizer(GroupedOptimizer):
     def stepped(self) -> bool:
         """True if the last `step` updated the parameters, False if it was skipped. Waits for a CUDA device that was to
         skip by itself."""
-        if self._stepped:
-            self._finite.read_last_step()
-        return self._stepped and not self._finite.taken_back
+        return self._steps.stepped
 
     @property
     def skipped(self) -> int:
         """The number of steps that were skipped: gradients were not finite, or the step was a spike. Waits for a CUDA
         device that was to skip the last one by itself."""
-        self._finite.read_last_step()
-        return self._finite.skipped
+        return self._steps.skipped
 
     @property
     def spikes(self) -> int:
         """The number of steps that were skipped since the Optimizer was made or loaded, without overflows of fp16.
         Waits as `skipped` does."""
-        self._finite.read_last_step()
-        return self._finite.spikes
+        self._steps.check.read_last_step()
+        return self._steps.check.spikes
 
     @property
     def why_skipped(self) -> str:
         """Why the last of the skipped steps was; empty if none was since the Optimizer was made or loaded. Waits as
         `skipped` does."""
-        self._finite.read_last_step()
-        return self._finite.why
+        self._steps.check.read_last_step()
+        return self._steps.check.why
 
     @property
     def steps(self) -> int:
         """The number of steps taken, with those before the checkpoint that was loaded."""
-        return self._tried - self.skipped
+        return self._steps.taken
 
     @property
     def loss_scale(self) -> float:
         """The number by which `backward` multiplies the loss: 1 unless the precision is fp16. On a CUDA device it waits
         until the last step's gradients were checked, not for the update behind that."""
-        if self._scaler:
-            self._finite.read_last_step()
-        return self._scaler.scale if self._scaler else 1.0
+        return self._steps.loss_scale
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run loss.backward(), with the loss multiplied by the loss scale in fp16. With `skip_spikes` the losses of a
         step's micro-batches, each divided by their number, are compared with those of the steps before."""
-        scale = self.loss_scale
-        if self._spikes:
-            self._spikes.add_loss(loss)
+        steps, scale = self._steps, self.loss_scale
+        if steps.spikes:
+            steps.spikes.add_loss(loss)
         with scaled_backward(scale):
-            (loss.float() * scale if self._scaler else loss).backward(**kwargs)
+            (loss.float() * scale if steps.scaler else loss).backward(**kwargs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters; a step whose gradients are not finite may raise or be skipped. Collective.
@@ -242,36 +207,32 @@ class Optimizer(GroupedOptimizer):
     @torch.no_grad()
     def _step(self) -> None:
         self._check_hyperparameters()
-        engine = self._engine
+        engine, steps = self._engine, self._steps
         self._refuse_if_replaced(Call.STEP)
-        if self._spikes and self._clipping.norms is None:
+        if steps.spikes and self._clipping.norms is None:
             self.clip_grad_norm(math.inf)
         engine.check(Call.STEP)
         engine.check_parameters()
         if self._hooks:
-            self._complete(Call.STEP)
+            self._hooks.complete(Call.STEP, self._names_of_others())
         engine.complete_gradients(Call.STEP)
-        if self._written:
-            engine.schedule.drain()
-            share_writes(engine)
-            self._written = False
+        self._hooks.share_writes()
         engine.step_begins()
         engine.unsharding.reshard_all()
-        self._finite.read_last_step()
+        steps.check.read_last_step()
         self._placing.at_step()
-        flag = self._finite.flag_on_device()
-        bad = self._finite.bad() if flag is None else None
-        self._stepped = bad is None
-        self._tried += 1
+        flag = steps.check.flag_on_device()
+        bad = steps.check.bad() if flag is None else None
         if bad is not None:
             self.forget_clipping()
             engine.comm.meter.cut()
-            self._finite.skip(bad)
+            steps.skip(bad)
             return
+        steps.take()
         engine.quiesce(host=False)
         self._policy.step(StepInputs(self.param_groups, self._clipping.factor, 1.0 / engine.scale.value, flag))
-        if self._scaler and flag is None:
-            self._scaler.good()
+        if steps.scaler and flag is None:
+            steps.scaler.good()
         self.forget_clipping()
         engine.after_step()
 
@@ -289,11 +250,10 @@ class Optimizer(GroupedOptimizer):
         """Called when parameters that were frozen train, in units of their own: keeps the state of all other units."""
         engine, known = self._engine, {id(one.unit): one for one in self._by_unit}
         self._examine_units()
-        self._finite.read_last_step()
+        self._steps.check.read_last_step()
         self._by_unit = [known[id(unit)] if id(unit) in known else self._unit_optimizer(unit) for unit in engine.units]
-        skipped, self._clipping.norms = self._finite.skipped, None
-        self._finite = self._new_check()
-        self._finite.reset(skipped)
+        self._clipping.norms = None
+        self._steps.follow_units(self._by_unit)
         self._policy = self._new_policy()
         return self._policy
 
@@ -301,7 +261,7 @@ class Optimizer(GroupedOptimizer):
         """Called when the optimizer state of these units has moved to other tiers."""
         for index in moved:
             self._by_unit[index].follow_unit()
-        self._finite.follow_placement()
+        self._steps.check.follow_placement()
         self._policy.follow_placement(moved)
 
     def make_room(self) -> None:
@@ -329,7 +289,7 @@ class Optimizer(GroupedOptimizer):
     def unsharded(self) -> None:
         """Called when the model is plain again: the state is freed."""
         self._by_unit, self._policy, self._clipping.norms = [], NoUpdates(), None
-        self._finite = self._new_check()
+        self._steps.check_units(self._by_unit)
 
     @property
     def clipped(self) -> bool:
@@ -338,14 +298,15 @@ class Optimizer(GroupedOptimizer):
 
     def gradients_change(self) -> None:
         """Called when another backward of the same step begins: norms that clip_grad_norm found no longer hold."""
-        self._clipping.norms, self._hooked = None, False
+        self._clipping.norms = None
+        self._hooks.forget()
 
     def forget_clipping(self) -> None:
         """Called when the gradients that were clipped are dropped."""
         self._clipping.forget()
-        self._hooked = False
-        if self._spikes:
-            self._spikes.forget_losses()
+        self._hooks.forget()
+        if self._steps.spikes:
+            self._steps.spikes.forget_losses()
 
     @property
     def pending_clip(self) -> float | Tensor:
@@ -355,18 +316,9 @@ class Optimizer(GroupedOptimizer):
     def _names_of_others(self) -> set[str]:
         return {self._engine.names[index] for index in self._engine.optimizers.of_others(self)}
 
-    def _complete(self, call: Call) -> None:
-        """Completes the gradients of the step, and shows each once to the hooks. Collective."""
-        complete(self._engine, call)
-        self.run_gradient_hooks()
-
     def run_gradient_hooks(self) -> None:
         """Shows each gradient to the hooks, once per step. All are complete."""
-        if self._hooks and not self._hooked:
-            self._hooked = self._written = True
-            for name, piece in pieces(self._engine, self._names_of_others()):
-                for hook in list(self._hooks.values()):
-                    hook(name, piece)
+        self._hooks.run(self._names_of_others())
 
     @torch.no_grad()
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -388,8 +340,8 @@ class Optimizer(GroupedOptimizer):
         >>> optimizer.step()
         """
         self._refuse_if_replaced(Call.GRADIENTS)
-        self._complete(Call.GRADIENTS)
-        self._written = True
+        self._hooks.complete(Call.GRADIENTS, self._names_of_others())
+        self._hooks.pieces_given_out()
         self._clipping.apply(self._names_of_others())
         return pieces(self._engine, self._names_of_others())
 
@@ -404,9 +356,7 @@ class Optimizer(GroupedOptimizer):
         >>> handle = optimizer.register_gradient_hook(lambda name, piece: piece.clamp_(-0.5, 0.5))
         """
         self._engine.check(Call.GRADIENTS)
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = hook
-        return handle
+        return self._hooks.register(hook)
 
     @spanned("clip", "gradients", "the model")
     @torch.no_grad()
@@ -420,7 +370,7 @@ class Optimizer(GroupedOptimizer):
         """
         self._refuse_if_replaced(Call.CLIP)
         check_norm(max_norm, norm_type)
-        self._complete(Call.CLIP)
+        self._hooks.complete(Call.CLIP, self._names_of_others())
         return self._clipping.clip(max_norm, norm_type, self._names_of_others())
 
     def _identity(self) -> dict[str, Any]:
@@ -432,17 +382,13 @@ class Optimizer(GroupedOptimizer):
         """The optimizer state of this rank's shards; only the same rank at the same number of ranks and stage can load
         it. `onefold.save` writes state that any number of ranks can load."""
         self._check_state()
-        self._finite.read_last_step()
+        counts = self._steps.counts()  # first: the last step may be taken back
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
         slices = [row for unit in self._by_unit for row in unit.state_dict()]
-        scale = self._scaler.state() if self._scaler else None
         return {
             "onefold": self._identity(), "param_groups": groups, "names": self._names(), "slices": slices,
-            "tried": self._tried, "skipped": self.skipped, "loss_scale": scale, **self._spike_notes(),
+            **counts,
         }  # fmt: skip
-
-    def _spike_notes(self) -> dict[str, Any]:
-        return {"spikes": self._spikes.state()} if self._spikes else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict() returned on this rank; state of another rank, number of ranks or stage raises. With
@@ -459,12 +405,7 @@ class Optimizer(GroupedOptimizer):
         self.before_load()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)  # the same objects: schedulers hold them
-        self._finite.reset(state_dict["skipped"])
-        self._tried = state_dict["tried"]
-        if self._scaler:
-            self._scaler.load(state_dict["loss_scale"])
-        if self._spikes:
-            self._spikes.load(state_dict.get("spikes"))
+        self._steps.load(state_dict, state_dict["tried"])
         for unit in self._by_unit:
             unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
 
@@ -479,22 +420,14 @@ class Optimizer(GroupedOptimizer):
             {"names": names, "settings": {key: value for key, value in group.items() if key not in NOT_SETTINGS}}
             for names, group in zip(self._names(), self.param_groups, strict=True)
         ]
-        steps = self.steps  # reads what the last step found, which may change the loss scale
-        scale = self._scaler.state() if self._scaler else None
-        found = {"class": self._name, "steps": steps, "skipped": self.skipped, "loss_scale": scale, "groups": rows}
-        return {**found, **self._spike_notes()}
+        return {"class": self._name, "steps": self.steps, "groups": rows, **self._steps.outcome()}
 
     def load_notes(self, notes: dict[str, Any], settings: list[dict[str, Any] | None]) -> None:
         """Loads the `notes` of the optimizer that wrote a checkpoint. `settings` has the settings of each of this
         optimizer's param groups; None keeps what a group has."""
         for group, saved in zip(self.param_groups, settings, strict=True):
             group.update(saved or {})  # the same objects: schedulers hold them
-        self._finite.reset(notes["skipped"])
-        self._tried = notes["steps"] + notes["skipped"]
-        if self._scaler and notes["loss_scale"]:
-            self._scaler.load(notes["loss_scale"])
-        if self._spikes:
-            self._spikes.load(notes.get("spikes"))
+        self._steps.load(notes, notes["steps"] + notes["skipped"])
 
     def __getstate__(self) -> NoReturn:
         raise StateError(

@@ -24,8 +24,8 @@ from torch.distributed.pipelining import Schedule1F1B
 from onefold.comm.mesh import end_ranks
 from onefold.errors import ConfigError, StateError
 from onefold.parallel.tied import Tied
+from onefold.runtime.accumulating import check_reduce
 from onefold.runtime.engine import Engine, engine_of
-from onefold.settings.zero import check_reduce
 
 AXIS = "pp"
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
+from onefold.errors import ConfigError
 from onefold.settings.placement import Scope
+from onefold.settings.zero import REDUCE
 from onefold.state.unit import Unit
 
 
@@ -16,6 +18,12 @@ class Accumulation(Enum):
     OFF = "they are reduced, and the gradients of the step are complete"
     EACH = "they are reduced into the sum of earlier backwards, and more backwards follow"
     ONCE = "they stay on this rank, added to its local sums, and more backwards follow"
+
+
+def check_reduce(reduce: str | None) -> None:
+    """Raises unless this is what accumulate(reduce=…) knows."""
+    if reduce is not None and reduce not in REDUCE:
+        raise ConfigError(f"reduce={reduce!r} is unknown; use one of {', '.join(map(repr, REDUCE))}")
 
 
 class Accumulating:

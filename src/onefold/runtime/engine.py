@@ -3,9 +3,9 @@
 1 A backward opens with its first gradient (backward.py), and gradients arrive, unit by unit (arriving_gradients.py).
 2 Unless local sums are kept (accumulating.py), complete units are reduced at once, in one order for all ranks
   (reduce_schedule.py); when backward closes, the rest. Then users see gradients, or placeholders, in .grad.
-3 `complete_gradients` runs once per step, before clipping or updating: the ranks tell each other which parameters they
-  used (used_parameters.py) and which units hold gradients that were not reduced, and reduce those. After it, all ranks
-  know the same. The update policy updates the units, and `drop_gradients` ends the step.
+3 `complete_gradients` runs once per step, before clipping or updating: the ranks tell each other what they used, and
+  reduce what is left (completing.py). After it, all ranks know the same. The update policy updates the units, and
+  `drop_gradients` ends the step (dropping.py).
 
 `progress` says how far the step is (phases.py); calls that are not allowed now are refused by a table (refusals.py).
 """
@@ -28,19 +28,20 @@ from onefold.model.dtensor_shards import wrapped
 from onefold.model.resolved import Resolved
 from onefold.model.survey import ATTRIBUTE
 from onefold.offload.tiers import Tiers
-from onefold.runtime.accumulating import Accumulating
+from onefold.runtime.accumulating import Accumulating, check_reduce
 from onefold.runtime.arriving_gradients import ArrivingGradients, Place
 from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, Averages, BlockInputs
 from onefold.runtime.attachments import Attachments
 from onefold.runtime.backward import Backward
+from onefold.runtime.completing import CompletingGradients
 from onefold.runtime.done_alike import DoneAlike
+from onefold.runtime.dropping import DroppingGradients
 from onefold.runtime.freezing import Freezing
 from onefold.runtime.no_unfreezing import NoUnfreezing
 from onefold.runtime.no_watch import NoWatch
 from onefold.runtime.open_contexts import FullParameterContexts
-from onefold.runtime.order_agreement import agree_on_order
 from onefold.runtime.parameter_checks import ParameterChecks
-from onefold.runtime.phases import Due, Event, Phase, Progress
+from onefold.runtime.phases import Event, Phase, Progress
 from onefold.runtime.pipeline_axis import Pipeline
 from onefold.runtime.reduce_schedule import ReduceSchedule
 from onefold.runtime.refusals import Call, Situation, refuse
@@ -51,9 +52,8 @@ from onefold.runtime.situations import check
 from onefold.runtime.unsharding import Unsharding
 from onefold.runtime.untied import NoTiedParameters
 from onefold.runtime.update_policy import UpdatePolicy
-from onefold.runtime.used_parameters import Heard, UsedParameters
+from onefold.runtime.used_parameters import UsedParameters
 from onefold.settings.placement import Scope
-from onefold.settings.zero import check_reduce
 from onefold.state.edits import Edits
 from onefold.state.unit import Unit
 from onefold.state.visible_gradients import VisibleGradients
@@ -108,7 +108,6 @@ class Engine:
         replicated = resolved.replicated_frozen
         self.frozen = [(name, param) for name, param in model.named_parameters() if name in replicated]
         self.frozen_edits = Edits([param for _, param in self.frozen])
-        self._dropped: set[int] = set()  # parameters whose gradients zero_grad() of one of several Optimizers dropped
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
@@ -133,6 +132,16 @@ class Engine:
         self.arriving = ArrivingGradients(
             self.units, self.params, self.places, self.used,
             self.schedule, self.unsharding, self.accumulating, self.comm,
+        )  # fmt: skip
+        self.completing = CompletingGradients(
+            self.units, self.comms, self.pool, schedule=self.schedule, unsharding=self.unsharding,
+            accumulating=self.accumulating, replicated=self._replicated, used=self.used, visible=self.visible,
+            progress=self.progress, alike=self.alike, optimizers=self.optimizers, tied=lambda: self.tied,
+        )  # fmt: skip
+        self._dropping = DroppingGradients(
+            self.units, self.places, schedule=self.schedule, replicated=self._replicated, arriving=self.arriving,
+            used=self.used, visible=self.visible, progress=self.progress, scale=self.scale, optimizers=self.optimizers,
+            tied=lambda: self.tied,
         )  # fmt: skip
         self._backward = Backward(
             self.unsharding, self.schedule, self.progress, self.accumulating, self._backward_closed
@@ -259,7 +268,7 @@ class Engine:
         self.freezing.follow()
         if torch.is_grad_enabled():
             self.unfreezing.follow(in_forward=True)
-            self._dropped.clear()
+            self._dropping.gradients_come()
             swapped = set() if self.unsharding.units else self._checks.swapped()
             self.trains = not swapped or not swapped.issuperset(map(id, self.params))
             if not swapped:
@@ -280,57 +289,18 @@ class Engine:
     def first_gradient_coming(self) -> None:
         """Opens a backward: autograd is about to write its first gradient into .grad, which must be free for it."""
         self.enter_backward()
-        self._forget_dropped()  # may raise: nothing is open then
+        self._dropping.drop_hidden()  # may raise: nothing is open then
         self.check(Call.BACKWARD)
         self._gradients_used = False
         if self.used.any:
             self.optimizers.gradients_change()
-        self._dropped.clear()
+        self._dropping.gradients_come()
         self.scale.take()
         if self.accumulating.wide_everywhere:
             self.accumulating.keep_wide_sums()  # of units that held gradients when this rank heard of it
-        self._begin_reductions()
+        self.completing.begin_reductions()
         self.progress.move(Event.OPENED)
         self.visible.hide()
-
-    def _begin_reductions(self) -> None:
-        """Before a new backward, reduces gradients that arrived after the reductions of an earlier one. Runs at every
-        stage, so that sums have the same order."""
-        if self.progress.phase is Phase.REDUCTIONS_STARTED:
-            self._hear(Call.BACKWARD)
-            self.progress.move(Event.LATE_REDUCED)
-        self.open_reductions()
-
-    def _hear(self, call: Call) -> Heard:
-        """Between two backwards of a step, and at the step: hear what ranks used, and reduce what came late."""
-        more, units = call is Call.BACKWARD, len(self.units)
-        said = self.schedule.waiting() + self.alike.said()
-        heard = self.used.agree(self.everyone, self.visible.dropped(), said, more=more)
-        if heard.more and not more and self._replicated.wanted:  # this rank's all-gathers are on their way
-            refuse(call, Situation.UNEVEN_BACKWARDS)
-        if not heard.used:
-            refuse(call, Situation.NO_RANK_HAS_GRADIENTS)
-        accumulated = not heard.more and self.alike.compare(heard.others[units:])
-        self._agree_on_order()
-        self.schedule.reduce_late(heard.others[:units])
-        if accumulated and not self.accumulating.wide_everywhere:
-            self._keep_wide_sums_everywhere()
-        return heard
-
-    def _keep_wide_sums_everywhere(self) -> None:
-        """Gradients have accumulated on some rank, as all ranks have heard."""
-        if self._replicated.wanted and self.everyone.size > 1:
-            self.schedule.drain()
-            self.accumulating.keep_wide_sums_everywhere()
-            self._replicated.gather_again()
-        else:
-            self.accumulating.keep_wide_sums_everywhere()
-
-    def open_reductions(self) -> None:
-        """Reductions of a backward, or of one that this rank takes part in with zeros, may start from here on."""
-        self.comms.shard.reductions_wait()  # their memory was read by the last step
-        self.comms.replica.reductions_wait()
-        self.schedule.begin(final=self.accumulating.final)
 
     def _backward_closed(self) -> None:
         if self.accumulating.final and self.updates.keeps_gradients and not self.tied.names:
@@ -353,41 +323,8 @@ class Engine:
         if self.progress.phase is Phase.AGREED:
             self.used.leave_out(self.visible.dropped())  # since the ranks agreed, on every rank alike
             return
-        self._dropped.clear()
-        self._join_missed_reductions(call)
-        if self.updates.keeps_gradients:
-            while self._hear(call).more:  # another rank has more micro-batches: join its reductions, with zeros
-                self.open_reductions()
-                self.schedule.flush(start=True)
-            self.tied.sum()
-        else:  # what ranks used of a unit travelled beside its reduction, the only one
-            self._agree_on_order()
-            self.schedule.drain()
-        if self._replicated.wanted:
-            self.schedule.drain()
-            self._replicated.gather_all()
-        self.progress.move(Event.AGREED)
-
-    def _join_missed_reductions(self, call: Call) -> None:
-        """If this rank's backward reached no parameter, or never ran, takes part in the all-gathers and, with zeros, in
-        the reductions that its peers wait for."""
-        if self.updates.awaits_step:
-            return  # every unit has been reduced and updated in backward
-        due = self.progress.due
-        if due is Due.NOTHING or (self.used.any and due is not Due.ZEROS):
-            if not self.used.any:
-                refuse(call, Situation.NO_GRADIENTS)
-            return
-        if due is not Due.ZEROS:
-            self.unsharding.open_backward()
-            self.unsharding.close_backward()
-        self._begin_reductions()
-        self.schedule.flush(start=True)
-        self.progress.joined_missed_reductions()
-
-    def _agree_on_order(self) -> None:
-        if agree_on_order(self.everyone, self.schedule, self.unsharding):
-            self.pool.trim()  # in the first backward units may have waited for another order
+        self._dropping.gradients_come()
+        self.completing.complete(call)
 
     def wait_reduced(self, index: int) -> Unit:
         """Finishes the reductions of a unit and returns the unit."""
@@ -435,43 +372,17 @@ class Engine:
     def drop_gradients(self, *, keep_as_zeros: bool = False) -> None:
         self._backward.close_failed()
         self.check(Call.ZERO_GRAD)
-        self.schedule.drain()
-        self._replicated.drop()
-        for unit in self.units:
-            unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
-        self.progress.dropped(keep_as_zeros=keep_as_zeros)
-        self.scale.forget()
-        self.tied.forget()
-        self.optimizers.forget_clipping()
-        if not keep_as_zeros:
-            self.visible.hide()
-            self.used.forget_all()
+        self._dropping.drop_all(keep_as_zeros=keep_as_zeros)
 
     def drop_gradients_of(self, optimizer: AttachedOptimizer, *, keep_as_zeros: bool) -> None:
         """Drops all gradients but those of parameters that other Optimizers update. Once each of several Optimizers
         has done so, and no gradient has come since, all are dropped."""
-        others = self.optimizers.of_others(optimizer)
-        mine = [index for index in range(len(self.params)) if index not in others]
-        self._dropped.update(mine)
-        if len(self._dropped) == len(self.params):
+        if self._dropping.completes(optimizer):
             self.drop_gradients(keep_as_zeros=keep_as_zeros)
             return
         self._backward.close_failed()
         self.check(Call.ZERO_GRAD)
-        self.schedule.drain()
-        self._replicated.gather_all()
-        for index in mine:
-            place = self.places[index]
-            self.units[place.unit].gradients.forget(place.slot)
-        optimizer.forget_clipping()
-        if not keep_as_zeros:
-            self.visible.hide(mine)
-            self.used.leave_out(mine)
-            for index in mine:
-                self.used.forget(index)
-            kept = {self.places[index].unit for index in others}
-            for unit in (unit for number, unit in enumerate(self.units) if number not in kept):
-                unit.gradients.drop()  # all of its memory
+        self._dropping.drop_of(optimizer, keep_as_zeros=keep_as_zeros)
 
     @contextmanager
     def accumulate(self, reduce: str | None) -> Iterator[None]:
@@ -505,16 +416,6 @@ class Engine:
     def _replicated_gradient(self, index: int) -> Tensor:
         place = self.places[index]
         return wrapped(self.params[index], self.units[place.unit].gradients.replicated_view(place.slot))
-
-    def _forget_dropped(self) -> None:
-        """Drops the reduced gradients of parameters whose .grad a user has set to None, so that the next backward does
-        not add to them."""
-        dropped = self.visible.dropped()
-        if dropped:
-            self.schedule.drain()
-            self._replicated.wait()
-        for index in dropped:
-            self.arriving.forget(index)
 
     def check_parameters(self) -> None:
         """Raises if the model has other parameters than when it was sharded, or not where shard() put them."""

@@ -103,7 +103,7 @@ def _tell_peers(engine: Engine, names: Sequence[str]) -> None:
         units = len(engine.units)
         try:
             while True:
-                engine.open_reductions()
+                engine.completing.open_reductions()
                 engine.schedule.flush(start=True)
                 heard = engine.used.agree(engine.everyone, (), bytes(units) + engine.alike.said(), more=False)
                 if not heard.more:

@@ -1,1 +1,1 @@
-"""What users set: Zero, Precision, Offload; and the placement table."""
+"""What users give, checked once: Zero, Precision, Offload, the placement table; and files others may have written."""

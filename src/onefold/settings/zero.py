@@ -255,11 +255,6 @@ def preset(name: str, **fields: Any) -> Zero:
     return Zero.of(None, {**PRESETS[name], **fields})
 
 
-def check_reduce(reduce: str | None) -> None:
-    if reduce is not None:
-        _one_of("reduce", reduce, REDUCE)
-
-
 def _check_compile(chosen: object) -> None:
     known = sorted(set(inspect.signature(torch.compile).parameters) - {"model", "disable"})
     if not isinstance(chosen, bool | Mapping):

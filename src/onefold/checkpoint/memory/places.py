@@ -16,8 +16,8 @@ from pathlib import Path
 
 from onefold.comm.rendezvous import STORE
 from onefold.errors import ConfigError
-from onefold.files.trust import private_folder
 from onefold.offload.host_memory import available_bytes
+from onefold.settings.trust import private_folder
 
 MEMORY = "ONEFOLD_MEMORY"
 SHARED_MEMORY = Path("/dev/shm")

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointError, OnefoldError
-from onefold.files.limited import read_text
 from onefold.integrations.checkpoints.foreign import (
     Foreign,
     ForeignGroup,
@@ -35,6 +34,7 @@ from onefold.integrations.checkpoints.foreign import (
 )
 from onefold.integrations.checkpoints.pickled import StoredTensor, read_pickled
 from onefold.integrations.checkpoints.torch_files import is_optimizer, plain_checkpoint
+from onefold.settings.limited import read_text
 
 MODEL, OPTIM = "_model_states.pt", "_optim_states.pt"
 OF_RANK = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)(_model_states\.pt|_optim_states\.pt)")

@@ -24,6 +24,7 @@ from onefold.checkpoint.format.notes import decode_single
 from onefold.checkpoint.format.opening import storage_of
 from onefold.checkpoint.format.reading import Checkpoint, read_in_order, with_newest
 from onefold.checkpoint.format.storage import Storage, explained
+from onefold.checkpoint.protocol.names import extra_name
 from onefold.checkpoint.protocol.own import MODULES, OwnNotes, RankPlace
 from onefold.checkpoint.protocol.restore import saved_in_8bit
 from onefold.checkpoint.protocol.state import AVERAGES, scales_of
@@ -31,7 +32,6 @@ from onefold.cost.layout import Span
 from onefold.errors import CheckpointError, ConfigError
 from onefold.integrations.checkpoints.optimizers import defaults_of
 from onefold.model.element_order import contiguous_order
-from onefold.runtime.full_parameters import EXTRA
 
 HUGGING_FACE, TORCH, DCP = "huggingface", "torch", "dcp"
 FORMATS = (HUGGING_FACE, TORCH, DCP)
@@ -84,7 +84,7 @@ def _export(storage: Storage, checkpoint: Checkpoint, target: Path, format: str)
     for record in records:
         model |= dict.fromkeys((record.name, *record.also), _tensor(checkpoint, record, VALUE))
     for module, value in (notes.get(MODULES) or {}).items():
-        model[f"{module}.{EXTRA}" if module else EXTRA] = value
+        model[extra_name(module)] = value
     state: dict[str, Any] = {"model": model}
     optimizer = _optimizer(checkpoint, notes, records, numbered=format == TORCH)
     if optimizer is not None:

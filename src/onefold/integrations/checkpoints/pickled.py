@@ -24,7 +24,7 @@ from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import TensorFile
 from onefold.cost.layout import Span
 from onefold.errors import CheckpointDamaged, CheckpointError, visible
-from onefold.files.limited import opened, read_json
+from onefold.settings.limited import opened, read_json
 
 TOGETHER = 64  # files that one process reads: descriptors are few
 CHUNK_BYTES = 16 << 20

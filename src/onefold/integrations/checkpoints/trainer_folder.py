@@ -14,10 +14,10 @@ from typing import Any
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.weights import open_weights
 from onefold.errors import CheckpointError
-from onefold.files.limited import read_json
 from onefold.integrations.checkpoints.foreign import Foreign, with_values
 from onefold.integrations.checkpoints.pickled import StoredTensor, read_pickled
 from onefold.integrations.checkpoints.torch_files import GIVE_NAMES, is_optimizer, plain_checkpoint
+from onefold.settings.limited import read_json
 
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 SCHEDULER = "scheduler.pt"

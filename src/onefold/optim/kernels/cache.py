@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from onefold.files.trust import OTHERS_WRITE, why_untrusted
+from onefold.settings.trust import OTHERS_WRITE, why_untrusted
 
 MAKING = "making-"
 LEFT = re.compile(rf"{MAKING}(onefold-)?[0-9a-f]{{16}}")

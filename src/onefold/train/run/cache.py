@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 
 from onefold.errors import ConfigError, OnefoldError
-from onefold.files.trust import Untrusted, private_folder, why_untrusted
 from onefold.offload.host_memory import bytes_of
 from onefold.optim.kernels.cache import cache_folder
+from onefold.settings.trust import Untrusted, private_folder, why_untrusted
 from onefold.train.run.stored import OpenFile, Stretch, Tokens
 
 HEADER_BYTES = 128  # a multiple of every token's size

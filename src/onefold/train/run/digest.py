@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from onefold.errors import ConfigError, OnefoldError
-from onefold.files.limited import read_json
+from onefold.settings.limited import read_json
 from onefold.train.run.cache import Cache
 from onefold.train.run.source import Source, unreadable
 

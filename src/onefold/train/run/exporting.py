@@ -11,7 +11,7 @@ from typing import Any
 
 from onefold.checkpoint.format.export import NARROW, Exported, Form, export
 from onefold.errors import ConfigError
-from onefold.files.limited import JSON_BYTES_LIMIT, read_bytes
+from onefold.settings.limited import JSON_BYTES_LIMIT, read_bytes
 from onefold.train.run.folder import RunFolder
 from onefold.train.run.gpt2 import config, names
 from onefold.train.run.groups import BYTES

@@ -26,6 +26,7 @@ from onefold.errors import PrecisionError
 from onefold.observe.reports import memory, track_memory
 from onefold.optim.optimizer import Optimizer
 from onefold.optim.replicas import check_replicas
+from onefold.optim.update_probe import UpdateProbe
 from onefold.runtime.engine import engine_of
 from onefold.runtime.loop import accumulate
 from onefold.train.run.data import Data
@@ -51,7 +52,6 @@ from onefold.train.run.metrics import (
 )
 from onefold.train.run.optimizers import lr_ratios
 from onefold.train.run.pace import Pace, Stragglers, compute
-from onefold.train.run.probe import UpdateProbe
 from onefold.train.run.profiled import RunProfile
 from onefold.train.run.rank_warnings import RankWarnings
 from onefold.train.run.run_model import RunModel

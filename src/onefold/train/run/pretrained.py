@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from onefold.cost.families import CONFIGS, from_config
 from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError, OnefoldError
-from onefold.files.limited import JSON_BYTES_LIMIT, read_bytes, read_json
+from onefold.settings.limited import JSON_BYTES_LIMIT, read_bytes, read_json
 from onefold.train.run.folder import writing
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from onefold.errors import OnefoldError
-from onefold.files.limited import read_json, read_json_lines, read_text
 from onefold.observe.profiling.report import ProfileReport
+from onefold.settings.limited import read_json, read_json_lines, read_text
 from onefold.train.run.folder import SUMMARY, RunFolder, replace
 
 TABLES = ("model", "data", "environment", "baseline", "plan")  # of facts.json: each an object, or not there

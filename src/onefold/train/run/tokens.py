@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import ConfigError, OnefoldError
-from onefold.files.limited import opened, read_json
+from onefold.settings.limited import opened, read_json
 from onefold.train.run.stored import Stretch, Tokens
 
 DTYPES = {

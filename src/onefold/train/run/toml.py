@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from onefold.errors import ConfigError, OnefoldError
-from onefold.files.limited import read_text
+from onefold.settings.limited import read_text
 
 T = TypeVar("T")
 TOML_BYTES_LIMIT = 1 << 20

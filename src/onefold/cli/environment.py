@@ -1,6 +1,6 @@
 """Environment variables that a launcher sets for its ranks, and that torch reads when it is imported.
 
-Beside the package, as the command that reads it.
+Read before torch is imported: this file imports nothing.
 """
 
 QUIET = {

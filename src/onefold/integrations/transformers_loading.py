@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from onefold import ConfigError
 from onefold.cost.layout import Span
-from onefold.hf.loading_recipes import Files, Recipe, recipes
+from onefold.errors import ConfigError
+from onefold.integrations.transformers_recipes import Files, Recipe, recipes
 from onefold.model.dtensor_shards import replace_in_place
 
 META = torch.device("meta")

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onefold import ConfigError
 from onefold.cost.shapes import Shape
-from onefold.hf.loading import deferred_values, from_pretrained
+from onefold.errors import ConfigError
+from onefold.integrations.transformers_loading import deferred_values, from_pretrained
 from onefold.train.run.pretrained import Pretrained
 from onefold.train.run.run_model import RunModel
 

@@ -1,0 +1,89 @@
+"""A few real steps of a model, whole or cut over ranks, beside a rehearsal: what was planned, and what was seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from onefold.comm.mesh import Axes, Mesh
+from onefold.comm.meter import Flow
+from onefold.cost.shapes import Shape
+from onefold.observe.passes import Cut
+from onefold.observe.rehearsal import Rehearsal, rehearse
+from onefold.observe.simulation import train_step
+from onefold.observe.tensor_messages import TensorMessages
+from onefold.optim.named import choose
+from onefold.settings.zero import Zero
+from onefold.sharding import shard
+from onefold.train.run.model import initialise
+
+WARM_UP = 2  # steps until buffers are allocated and schedules learnt
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What is trained: a model or this rank's stage of it, and how it is cut."""
+
+    build: Callable[[], nn.Module]
+    sample: Any
+    zero: Zero
+    shape: Shape | None  # of the built-in GPT
+    cut: Cut
+    axes: Axes
+    mesh: Mesh | None  # if "tp" or "pp" cuts the model
+    ranks: int
+    micro_batches: int
+    optimizer: str
+    optimizer_state: str
+
+
+class Seen(NamedTuple):
+    """A rehearsal of a step, and the model after some, with the last one's peak and messages of "tp"."""
+
+    planned: Rehearsal
+    model: nn.Module
+    peak_bytes: int
+    messages: Mapping[tuple[str, str], Flow]
+
+
+def try_steps(tried: Tried, device: torch.device) -> Seen:
+    """Rehearses a step and trains some. Collective."""
+    cut, axes, mesh = tried.cut, tried.axes, tried.mesh
+    with torch.device("meta"):
+        blank = tried.build()
+    chosen = choose(tried.optimizer, state=tried.optimizer_state)
+    planned = rehearse(
+        blank, tried.sample, tried.zero, chosen.cost, ranks=axes.shard.size, rank=axes.shard.rank,
+        plays="nccl" if device.type == "cuda" else "gloo", node_ranks=tried.ranks,
+        micro_batches=tried.micro_batches, optimizer=chosen.make_whole, cut=cut,
+    )  # fmt: skip
+    if mesh is None or tried.shape is None:
+        model = shard(tried.build().to(device), tried.zero)
+    else:
+        if cut.split is not None:
+            cut.split(blank)
+        fill = partial(initialise, layers=tried.shape.layers)
+        model = shard(blank, dataclasses.replace(tried.zero, mesh=mesh, init=fill), device=str(device))
+    passes = cut.passes(None, tried.micro_batches)
+    if cut.pp > 1 and mesh is not None and cut.loss is not None:
+        from onefold.parallel.pipeline import Schedule  # here: torch's schedules take a second to import
+
+        passes = Schedule(model, mesh, tried.micro_batches, cut.loss, cut.tied)
+    optimizer = chosen.make(model)
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), tried.sample)
+    for _ in range(WARM_UP):
+        train_step(model, optimizer, inputs, passes)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with TensorMessages(cut.tp) if cut.tp > 1 else nullcontext() as messages:
+        peak = train_step(model, optimizer, inputs, passes)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    return Seen(planned, model, peak, messages.flows if messages is not None else {})
