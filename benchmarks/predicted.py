@@ -37,7 +37,7 @@ def error(pairs: Sequence[tuple[float, float]]) -> Error:
 
 
 def times(found: Sequence[Case]) -> list[tuple[float, float]]:
-    return [(case.estimate.step_s, case.step_s) for case in found]
+    return [(case.estimate.step_s, case.step_s) for case in found if not case.apart]
 
 
 def peaks(found: Sequence[Case]) -> list[tuple[float, float]]:
@@ -58,12 +58,14 @@ def page() -> Iterator[str]:
     yield "|" + "---|" * len(heads)
     for case in found:
         yield "| " + " | ".join(row(case)) + " |"
-    yield from FOOT.splitlines()
+    apart = ", ".join(f"{case.name} {case.estimate.step_s / case.step_s - 1:+.0%}" for case in found if case.apart)
+    yield from FOOT.replace("APART", apart).splitlines()
 
 
 def row(case: Case) -> list[str]:
     step = case.estimate.step
-    cells = [case.name, ms(step.total), ms(case.step_s), f"{step.total / case.step_s - 1:+.1%}"]
+    off = "not counted" if case.apart else f"{step.total / case.step_s - 1:+.1%}"
+    cells = [case.name, ms(step.total), ms(case.step_s), off]
     cells += [ms(step.compute), ms(step.exposed + step.tensor), ms(step.update + step.transfer)]
     if case.peak_bytes:
         peak = case.estimate.peak_bytes
@@ -116,14 +118,57 @@ FOOT = """
 *Waits* are messages that compute does not hide. *Update* is the optimizer, and transfers that nothing hides. A peak is
 what torch's allocator counted; the planner's has 3% of what a step allocates and frees on top, for fragments.
 
-*Where it is wrong.* Nearly all steps took longer than planned, those of wide models most. Why is not known: one guess
-is that a GPU slows down when it computes for seconds, which `onefold measure --only sustained` would show. The ranks of
-64 and of 1024 are second steps of an older version; what of their time is not compute was not looked into. Eager Qwen
-writes its norms out in several kernels, where the planner counts fused ones.
+## What a step is made of
 
-*What is left out.* The run of 16.2B, whose placement was chosen automatically, and the two processes of
-`benchmarks/activations.py`, whose messages go through the host. CPU ranks, over shaped links or not: no CPU has been
-recorded.
+| part | seconds | from |
+|---|---|---|
+| products | of every linear layer: forward, gradients of input and weight | `products` of the record, interpolated by shape |
+| attention | by length and width of heads | `attention` |
+| between products, a GPT without a compiler | norms, nonlinearity, residual sums, gradients of biases | `elementwise`; small ones at most a launch and their share of the largest, since their timings are of the host |
+| between products, a decoder without a compiler | bytes of every operator as transformers writes it out, norms in fp32, and a launch each (`cost/between.py`) | `elementwise` copy, `host` launch |
+| between products, `compile=True` | bytes as fused: every tensor once | `elementwise` copy |
+| kernels together | a factor: whole blocks over the sum of their kernels, never below 1 | `blocks`, `sustained` |
+| output layer, loss, embeddings | product, cross entropy in fp32, copies | `products`, `loss`, `elementwise` |
+| gradients | bytes of copies into flat buffers, sums over micro-batches and ranks | `updates` |
+| host | launches of all blocks and of messages, where they take longer than the device | `host` |
+| messages | every unit's, unit by unit: all-gathers start `prefetch` units ahead, reductions when their unit has computed, and the last one has nothing to hide behind | `links` |
+| update | bytes of states, masters, gradients | `updates` |
+| transfers | host updates, PCIe, disk, as far as compute does not hide them | `updates`, `copies`, `disk` |
+
+*Why whole blocks never count as less than their kernels.* The record of the H200 has whole forwards that take up to 6%
+less than their four products alone. That cannot be: the products ran without pauses, each block after a pause in which
+it was made on the host, and a GPU that has rested computes at a higher clock. Training has no pauses. `onefold measure`
+now makes blocks on the device and warms it before them.
+
+*Decided by which cases, tried on which.* That factor and the decoder's operators were found from steps of 1.64B, 5.25B,
+2.78B and from Qwen without a compiler. The runs of `clipping-2.78b-h200.json`, the two lean ones, the compiled one and
+all CPU ranks were planned after that, and changed nothing.
+
+*Where it is wrong.* Plans of H200 steps are mostly a few percent too fast: a GPU that computes for seconds is held to
+its power limit. `onefold measure --only sustained` measures that; the record has none. The lean runs compute their loss
+by tiles in one kernel, which is counted as torch's cross entropy; and their activations are "auto", which may compute
+some blocks again, and are counted as kept. A norm below its limit (clip-never) lets updates start in backward, and is
+counted as an update after it.
+
+*Not counted: APART.* Second steps of a version whose simulated all-gather was one copy for every peer, so a step had
+100,000 launches for 64 ranks and 1.3 million for 1024 that no rank has. Their peaks count. On an H200, these two write
+the files anew, with what the copies took, and then the times count:
+
+    python benchmarks/simulate_rank.py 128b:64 --steps 4 --out docs/results/simulate-128b-64.json
+    python benchmarks/simulate_rank.py 1t:1024 --checkpoint --steps 4 --out docs/results/simulate-1t-1024.json
+
+*CPU ranks.* Two ranks with one thread each, in network namespaces joined by a link that `tc` slows down (`python -m
+benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). A shared CPU is seldom
+idle: compute alone took turns with the stages, and the record's seconds are multiplied by what it took over what the
+record says of it. The link is as the ranks measured it before the steps.
+
+*What is left out.* The runs of 14B and 16.2B, whose placement was chosen automatically, and the two processes of
+`benchmarks/activations.py`, whose messages go through the host. Two NCCL ranks on one GPU, until their link has a
+record; on an H200, with CUDA MPS running:
+
+    for r in 0 1; do RANK=$r WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 NCCL_HOSTID=host$r \\
+      NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo onefold measure --device cuda \\
+      --only links --out benchmarks/results/links-nccl-pair-nvidia-h200.json & done; wait
 """
 
 if __name__ == "__main__":

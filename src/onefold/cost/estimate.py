@@ -78,6 +78,7 @@ class Estimate:
     reshard_after_forward: bool = True
     reduce: str | None = None
     in_backward: bool = False  # updates run in backward; nothing is clipped or accumulated
+    compiled: bool = False  # blocks are compiled: compile=True
     known_strategy: Strategy | None = None  # how gradients are summed; None: as on the hardware
 
     @cached_property
@@ -348,7 +349,7 @@ class Estimate:
         if rates is not None and shape is not None:
             found = shape_seconds(
                 shape, rates, self.batch, self.choice.activations, width=self.work.widths.compute, tp=grid.tp,
-                pp=grid.pp, sequence=grid.sequence, trained=not self.work.lora,
+                pp=grid.pp, sequence=grid.sequence, trained=not self.work.lora, compiled=self.compiled,
             )  # fmt: skip
             units = len(self.sizes.units) if grid.shard > 1 else 0
             return step_compute_s(found, rates, self.work.layers_here(grid), units) + self._gradients_s
@@ -385,6 +386,13 @@ class Estimate:
         widths = [self.sizes.units[i].shard * others * self.sizes.units[i].widths.compute for i in forward]
         return [self.hardware.latency_s + sent / rate for sent in widths] if others else []
 
+    @property
+    def _unit_numel(self) -> list[int]:
+        """Elements of the units that messages follow: those that a pass gathers, or else those that are reduced."""
+        forward, _ = self.work.passes(self.sizes, self.placements)
+        units = [self.sizes.units[i] for i in forward] if self.gather_s else self.sizes.trained
+        return [unit.numel for unit in units]
+
     @cached_property
     def step(self) -> StepSeconds:
         messages = {purpose: self._message_s(sent) for purpose, sent in self.traffic.items()}
@@ -392,6 +400,7 @@ class Estimate:
         compute = self.compute_s * self.micro_batches
         exposed = exposed_in_step(
             self.compute_s,
+            unit_numel=self._unit_numel,
             gather_s=self.gather_s,
             reduce_s=(messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.reductions,
             updated_s=messages.get("gather-updated", 0.0) + messages.get("gather-gradient", 0.0),

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+CPU_ROUNDS = 8  # timings on a CPU, of which the least counts; fewer of what takes long
+LONG_S = 0.5
 HEAT_S = 2.0  # of products before the first timing, after which a GPU's clock is that of training
 
 
@@ -26,13 +28,15 @@ class Clock:
         return self.device.type == "cuda"
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of one run. The first run warms up; the second says how many follow."""
+        """Of one run: the least of several timings. The first run warms up; the second says how many each timing has.
+        A CPU has more and shorter timings, since other processes take its cores meanwhile."""
         work()
         once = self.mean_s(work, 1)
-        if once >= self.least_s:
-            return min(once, self.mean_s(work, 1))
-        times = max(2, min(1000, int(self.least_s / max(once, 1e-7))))
-        return min(self.mean_s(work, times) for _ in range(1 if self.quick else 2))
+        rounds = 1 if self.quick else 2 if self.cuda else max(1, min(CPU_ROUNDS, int(LONG_S / max(once, 1e-7))))
+        least_s = self.least_s if self.cuda else self.least_s / CPU_ROUNDS
+        times = 1 if once >= least_s else max(2, min(1000, int(least_s / max(once, 1e-7))))
+        found = min(self.mean_s(work, times) for _ in range(rounds))
+        return min(once, found) if times == 1 else found
 
     def mean_s(self, work: Callable[[], object], times: int) -> float:
         """The mean of so many runs, one right after the other."""
@@ -60,13 +64,13 @@ class Clock:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - began
 
-    def heat(self) -> None:
+    def heat(self, least_s: float = HEAT_S) -> None:
         """Computes until a GPU has the clock and the temperature that it has in training."""
         if not self.cuda or self.quick:
             return
         left, right = (torch.randn(8192, 8192, device=self.device).bfloat16() for _ in range(2))
         began = time.perf_counter()
-        while time.perf_counter() - began < HEAT_S:
+        while time.perf_counter() - began < least_s:
             for _ in range(20):
                 left @ right
             torch.cuda.synchronize(self.device)
