@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from benchmarks.paper_configs import ADAM, MIXED, PAPER_BATCHES, PAPER_SIZES, of, priced, wide
 from benchmarks.scaling import ALONE, ONE_RING, PLAIN, SIZES, V100, WIDE, asked
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import Hardware
 from onefold.cost.search import Question, fits, largest_model, most
 from onefold.cost.shapes import PAPER
@@ -93,7 +94,7 @@ def table_1() -> Iterator[str]:
     for ranks in TABLE_1[7.5e9]:
         cells = [str(ranks)]
         for numel, printed in TABLE_1.items():
-            ours = [states(numel, ranks, stage).states.total / 1e9 for stage in (1, 2, 3)]
+            ours = [states(numel, ranks, stage).memory.states.total / 1e9 for stage in (1, 2, 3)]
             largest = max(largest, *(abs(a - b) / a for a, b in zip(printed[ranks], ours, strict=True) if a > 1))
             cells += [f"{theirs:g} → {digits(mine)}" for theirs, mine in zip(printed[ranks], ours, strict=True)]
         body.append(cells)
@@ -190,7 +191,7 @@ def figure_4() -> Iterator[str]:
 def with_copy(e: Estimate) -> bool:
     """Whether a choice fits if gradients that are not sharded are there twice."""
     copies = e.sizes.numel * HALF_COPY if e.choice.stage < 2 else 0
-    return fits(e) and e.peak_bytes + copies <= e.usable_bytes
+    return fits(e) and e.peak_bytes + copies <= e.hardware.usable_bytes
 
 
 def configurations() -> list[Found]:

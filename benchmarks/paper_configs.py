@@ -13,7 +13,8 @@ import argparse
 import json
 from typing import NamedTuple
 
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import hardware
 from onefold.cost.search import Question, fits, largest_batch, most
 from onefold.cost.shapes import PAPER, Shape

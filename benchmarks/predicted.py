@@ -63,7 +63,7 @@ def page() -> Iterator[str]:
 
 
 def row(case: Case) -> list[str]:
-    step = case.estimate.step
+    step = case.estimate.time.step
     off = "not counted" if case.apart else f"{step.total / case.step_s - 1:+.1%}"
     cells = [case.name, ms(step.total), ms(case.step_s), off]
     cells += [ms(step.compute), ms(step.exposed + step.tensor), ms(step.update + step.transfer)]
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.json:
         rows = [
-            {"case": case.name, "source": case.source, "predicted": case.estimate.step._asdict(),
+            {"case": case.name, "source": case.source, "predicted": case.estimate.time.step._asdict(),
              "step_s": case.step_s, "predicted_peak_bytes": case.estimate.peak_bytes, "peak_bytes": case.peak_bytes}
             for case in cases()
         ]  # fmt: skip

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.predicted_cpu import RECORD, cpu_runs, slower
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import Hardware, hardware, recorded
 from onefold.cost.rates import read_rates, shipped_rates

@@ -16,7 +16,7 @@ import onefold
 from onefold.activations import automatic
 from onefold.activations.automatic import Decision, Seen, choose_policy
 from onefold.cost.activations import Option, choose_activations
-from onefold.cost.estimate import Choice
+from onefold.cost.case import Choice
 from onefold.cost.recommend import activations_for
 from onefold.cost.shapes import PAPER, Shape
 from onefold.observe.passes import Cut

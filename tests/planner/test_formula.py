@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import hardware
 from onefold.cost.shapes import Shape
 from onefold.cost.work import Work, grid_of
@@ -71,11 +72,11 @@ class Case:
     def check(self, above: float = ABOVE) -> None:
         """The peak is that of the rehearsal, and so are the bytes of a step's reductions, to the byte."""
         found, seen = self.estimate(), self.rehearsed()
-        off = (found.peak_bytes - found.margin) / seen.peak_bytes - 1
-        assert -BELOW <= off <= above, f"{off:+.1%} at {found.fullest}"
+        off = (found.peak_bytes - found.memory.margin) / seen.peak_bytes - 1
+        assert -BELOW <= off <= above, f"{off:+.1%} at {found.memory.fullest}"
         if self.ranks > 1:
             reduced = seen.sent["reduce", "reduce-scatter"]
-            assert (found.traffic["reduce"].bytes, found.traffic["reduce"].calls) == reduced
+            assert (found.messages.traffic["reduce"].bytes, found.messages.traffic["reduce"].calls) == reduced
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_the_peak_on_a_gpu_is_that_of_the_rehearsal(case: Case) -> None:
 def test_the_buffers_of_accumulating_reductions_are_those_of_the_rehearsal() -> None:
     """Sums of micro-batches are in fp32, and a 16-bit copy of them travels."""
     case = Case(DEEP, 1, 2, 8, "bf16", "checkpoint", micro_batches=2)
-    assert case.estimate().fullest.buffers == case.rehearsed().peak["communication"]
+    assert case.estimate().memory.fullest.buffers == case.rehearsed().peak["communication"]
 
 
 def test_the_peak_of_blocks_of_several_units_is_not_below_the_rehearsal() -> None:
@@ -113,8 +114,8 @@ def test_the_peak_where_parameters_stay_unsharded_after_forward(shape: Shape, ac
     sharded = Case(shape, 8, 3, 8, "bf16", activations, bucket_bytes=1 << 19).estimate()
     more = case.estimate().peak_bytes - sharded.peak_bytes
     assert more >= 0 if (shape, activations) == (DEEP, "checkpoint") else more > 0  # there backward ends fullest
-    assert case.estimate().step.total <= sharded.step.total
-    assert "gather-backward" in sharded.traffic and "gather-backward" not in case.estimate().traffic
+    assert case.estimate().time.step.total <= sharded.time.step.total
+    assert "gather-backward" in sharded.messages.traffic and "gather-backward" not in case.estimate().messages.traffic
 
 
 @pytest.mark.soak
@@ -139,28 +140,39 @@ def test_on_a_gpu_gradients_come_as_activations_go() -> None:
     """With many tokens the fullest instant is the start of backward, which knows no gradients; with few, its end."""
     short = dataclasses.replace(DEEP, seq=8)
     many, few = (Case(short, batch, 0, 1, "bf16", "keep").estimate() for batch in (1024, 1))
-    assert many.persistent_states.gradients == 0 and many.fullest.gradients < 0.001 * many.device_states.gradients
-    assert few.fullest.gradients > 0.7 * few.device_states.gradients
+    assert (
+        many.memory.persistent_states.gradients == 0
+        and many.memory.fullest.gradients < 0.001 * many.memory.device_states.gradients
+    )
+    assert few.memory.fullest.gradients > 0.7 * few.memory.device_states.gradients
     adding_up = dataclasses.replace(many, micro_batches=2)
-    assert adding_up.peak_bytes - many.peak_bytes == pytest.approx(many.device_states.gradients, rel=0.01)
+    assert adding_up.peak_bytes - many.peak_bytes == pytest.approx(many.memory.device_states.gradients, rel=0.01)
 
 
 def test_updates_inside_backward_hold_a_few_units_of_gradients() -> None:
     deep = dataclasses.replace(DEEP, layers=48)
     block = 2 * 12 * deep.hidden**2
     case = Case(deep, 1, 0, 1, "bf16", "checkpoint", bucket_bytes=block + block // 2)  # a unit per block
-    held = [case.estimate(inside=inside).fullest for inside in (False, True)]
+    held = [case.estimate(inside=inside).memory.fullest for inside in (False, True)]
     assert held[0].gradients > 40 * block and held[1].gradients < 5 * block
 
 
 def test_on_a_cpu_buffers_and_gradients_stay() -> None:
     found = dataclasses.replace(Case(DEEP, 8, 2, 8, "fp32", "keep").estimate(), hardware=hardware("laptop"))
-    assert found.persistent_bytes == found.device_states.total + found.fullest.buffers > found.device_states.total > 0
-    assert found.persistent_states == found.device_states and found.fullest.gradients == found.margin == 0
+    assert (
+        found.memory.persistent_bytes
+        == found.memory.device_states.total + found.memory.fullest.buffers
+        > found.memory.device_states.total
+        > 0
+    )
+    assert (
+        found.memory.persistent_states == found.memory.device_states
+        and found.memory.fullest.gradients == found.memory.margin == 0
+    )
 
 
 def test_5b_on_an_h200_has_the_peak_its_allocator_counted() -> None:
     """24 × 4096, 8 sequences of 1024, nothing computed again, torch 2.11: 85.2 GiB."""
     found = Case(Shape(layers=24, hidden=4096, heads=32), 8, 0, 1, "bf16", "keep").estimate()
-    assert (found.peak_bytes - found.margin) / 2**30 == pytest.approx(85.2, rel=0.005)
-    assert found.persistent_states.total == pytest.approx(12 * found.work.parameters, rel=0.001)
+    assert (found.peak_bytes - found.memory.margin) / 2**30 == pytest.approx(85.2, rel=0.005)
+    assert found.memory.persistent_states.total == pytest.approx(12 * found.work.parameters, rel=0.001)

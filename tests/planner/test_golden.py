@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from onefold.cost.activations import shape_activations, tensor_parallel_elements
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import hardware
 from onefold.cost.prefetch import exposed_s
 from onefold.cost.search import days, largest_model
@@ -41,7 +42,7 @@ def estimate(numel=None, ranks=1, stage=0, *, shape=None, widths=MIXED, cost=ADA
 
 
 def states_gb(numel, ranks, stage, **kwargs):
-    return estimate(numel, ranks, stage, **kwargs).states.total / GB
+    return estimate(numel, ranks, stage, **kwargs).memory.states.total / GB
 
 
 def last_digit(printed: str) -> float:
@@ -107,7 +108,7 @@ def test_stage_2_with_the_optimizer_on_the_host_keeps_the_parameters_and_a_shard
 
 
 def test_a_1_5b_model_has_3_gb_of_16_bit_weights():
-    assert estimate(1.5e9).states.parameters == 3 * GB
+    assert estimate(1.5e9).memory.states.parameters == 3 * GB
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_limits_for_many_ranks():
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 def test_traffic_is_2_2_2_3_times_the_parameters_and_not_4_3_2(ranks):
     numel = 64 * 64 * 1000
-    sent = [estimate(numel, ranks, stage).traffic_elements for stage in STAGES]
+    sent = [estimate(numel, ranks, stage).messages.traffic_elements for stage in STAGES]
     assert sent == [times * numel * (ranks - 1) // ranks for times in (2, 2, 2, 3)]
 
 
@@ -137,14 +138,14 @@ def test_micro_batches_cost_traffic_only_where_gradients_are_sharded():
         return Estimate(
             work=work, choice=Choice(stage), grid=grid_of(ranks), hardware=hardware("v100-32"), cost=ADAM,
             micro_batches=m,
-        ).traffic_elements  # fmt: skip
+        ).messages.traffic_elements  # fmt: skip
 
     assert [sent(stage) * 2 // numel for stage in STAGES] == [2, 2, m + 1, 3 * m]
 
 
 def test_an_fp32_reduction_makes_stage_2_six_bytes_per_parameter():
     wide = MIXED._replace(wire=4)
-    sent = estimate(64000, 64, 2, widths=wide).traffic
+    sent = estimate(64000, 64, 2, widths=wide).messages.traffic
     assert sum(sent[purpose].bytes for purpose in ("reduce", "gather-updated")) == 6 * 63000
 
 
@@ -156,8 +157,8 @@ def test_a_hybrid_holds_small_units_as_stage_2_and_large_ones_as_stage_3():
     small = mixed.sizes.numel - large
     assert large and small
     wanted = 16 * large / ranks + 2 * small + 14 * small / ranks
-    assert mixed.states.total == pytest.approx(wanted, rel=0.001)
-    sent = mixed.traffic_elements / (ranks - 1) * ranks
+    assert mixed.memory.states.total == pytest.approx(wanted, rel=0.001)
+    sent = mixed.messages.traffic_elements / (ranks - 1) * ranks
     assert sent == pytest.approx(3 * large + 2 * small, rel=0.001)  # an exercise counts 2 and 1 here
 
 
@@ -235,19 +236,19 @@ def test_the_papers_five_configurations(name, layers, hidden, ranks, batch, gb):
     stage, policy = CONFIGURATIONS[name]
     shape = Shape(layers=layers, hidden=hidden, heads=hidden // 128)
     found = estimate(shape=shape, ranks=ranks, tp=16, stage=stage, batch=batch, activations=policy)
-    assert (found.states.total + found.checkpoint_bytes) / GB == pytest.approx(gb, abs=0.1)
+    assert (found.memory.states.total + found.memory.checkpoint_bytes) / GB == pytest.approx(gb, abs=0.1)
 
 
 def test_170b_needs_2_7_gb_more_without_p_a_cpu():
     found = estimate(shape=PAPER["170b"].shape, ranks=400, tp=16, stage=2, batch=12, activations="partition")
-    assert found.checkpoint_bytes / GB == pytest.approx(2.7, abs=0.06)
+    assert found.memory.checkpoint_bytes / GB == pytest.approx(2.7, abs=0.06)
 
 
 def test_p_a_cpu_saves_little_at_40b_and_much_at_100b():
     for layers, batch, wanted in ((50, 16, 0.8), (125, 32, 4.2)):
         shape = Shape(layers=layers, hidden=8192, heads=64)
         found = estimate(shape=shape, ranks=400, tp=16, stage=2, batch=batch, activations="partition")
-        assert found.checkpoint_bytes / GB == pytest.approx(wanted, abs=0.06)
+        assert found.memory.checkpoint_bytes / GB == pytest.approx(wanted, abs=0.06)
 
 
 # -- seconds ---------------------------------------------------------------------------------------------------------
@@ -285,50 +286,54 @@ def offloaded(stage=3, *, inside=True, machine=MEASURED, widths=SPLIT, batch=16,
 def test_a_cpu_update_and_the_gpu_run_side_by_side():
     """2.78B, 16 sequences, checkpointed: 610 ms on the GPU; 26 bytes per parameter at 100 GB/s on the CPU."""
     found = offloaded()
-    assert found.compute_s == pytest.approx(0.61, rel=0.05)
-    assert 0.7 <= found.host_update_s <= 0.8
-    assert found.step_s == pytest.approx(max(found.compute_s, found.host_update_s), rel=0.1)
+    assert found.time.compute_s == pytest.approx(0.61, rel=0.05)
+    assert 0.7 <= found.time.host_update_s <= 0.8
+    assert found.step_s == pytest.approx(max(found.time.compute_s, found.time.host_update_s), rel=0.1)
     wide = offloaded(widths=MIXED)
-    assert wide.host_update_s / found.host_update_s == pytest.approx(28 / 26, rel=0.001)
+    assert wide.time.host_update_s / found.time.host_update_s == pytest.approx(28 / 26, rel=0.001)
 
 
 def test_what_hides_an_update_on_the_host():
     """After clipping only the next forward, and at stage 2 nothing; inside backward that too."""
     beside_all, beside_forward = offloaded(), offloaded(inside=False)
-    forward = beside_all.compute_s / 4
-    tail = beside_all.step_s - max(beside_all.compute_s, beside_all.host_update_s)
-    assert 0 < tail < 0.1 * beside_all.host_update_s
+    forward = beside_all.time.compute_s / 4
+    tail = beside_all.step_s - max(beside_all.time.compute_s, beside_all.time.host_update_s)
+    assert 0 < tail < 0.1 * beside_all.time.host_update_s
     assert beside_forward.step_s == pytest.approx(
-        beside_forward.compute_s + beside_forward.host_update_s - forward + tail
+        beside_forward.time.compute_s + beside_forward.time.host_update_s - forward + tail
     )
     waits = offloaded(2, inside=False)
-    assert waits.step_s == pytest.approx(waits.compute_s + waits.host_update_s)
-    assert offloaded(2).step_s == pytest.approx(forward + waits.host_update_s + tail)
+    assert waits.step_s == pytest.approx(waits.time.compute_s + waits.time.host_update_s)
+    assert offloaded(2).step_s == pytest.approx(forward + waits.time.host_update_s + tail)
 
 
 def test_units_that_stay_on_the_device_take_work_off_the_host():
     units = len(offloaded().sizes.units)
     half = offloaded(device_units=units // 2)
-    assert half.host_update_s == pytest.approx(offloaded().host_update_s / 2, rel=0.1)
-    assert half.device_states.optimizer > 0.4 * 10 * GPT_2_8B.numel
-    assert half.step_s < 1.05 * half.compute_s, "the GPU is the slower one now, and no tail is left"
+    assert half.time.host_update_s == pytest.approx(offloaded().time.host_update_s / 2, rel=0.1)
+    assert half.memory.device_states.optimizer > 0.4 * 10 * GPT_2_8B.numel
+    assert half.step_s < 1.05 * half.time.compute_s, "the GPU is the slower one now, and no tail is left"
 
 
 def test_the_slowest_of_processors_pcie_and_disk_counts():
     on_disk = offloaded(optimizer="disk", machine=dataclasses.replace(MEASURED, disk_rate=7e9))
-    assert on_disk.host_update_s == pytest.approx(2 * 10 * GPT_2_8B.numel / 7e9, rel=0.01)
+    assert on_disk.time.host_update_s == pytest.approx(2 * 10 * GPT_2_8B.numel / 7e9, rel=0.01)
     slow = offloaded(machine=dataclasses.replace(MEASURED, pcie_rate=5e9))
-    assert slow.host_update_s == pytest.approx(4 * GPT_2_8B.numel / 5e9, rel=0.01)  # gradients and values down
+    assert slow.time.host_update_s == pytest.approx(4 * GPT_2_8B.numel / 5e9, rel=0.01)  # gradients and values down
 
 
 def test_the_runtime_streams_gradients_so_it_needs_less_than_the_formula():
     """4 bytes per parameter by the paper's count; 2 stay, where nothing adds up over micro-batches first."""
     found = estimate(70e9, 16, 3, optimizer="host")
-    assert (found.states.total / GB, found.device_states.total / GB) == pytest.approx((17.5, 8.75), abs=0.01)
-    assert found.host_bytes == pytest.approx(14 * 70e9 / 16, rel=0.01)  # 12 of state, 2 of gradients that wait
-    assert found.pinned_bytes == pytest.approx(2 * 70e9 / 16, rel=0.05)
+    assert (found.memory.states.total / GB, found.memory.device_states.total / GB) == pytest.approx(
+        (17.5, 8.75), abs=0.01
+    )
+    assert found.memory.host_bytes == pytest.approx(14 * 70e9 / 16, rel=0.01)  # 12 of state, 2 of gradients that wait
+    assert found.memory.pinned_bytes == pytest.approx(2 * 70e9 / 16, rel=0.05)
     on_disk = estimate(70e9, 16, 3, optimizer="disk", parameters="disk")
-    assert on_disk.device_states.total < 0.01 * GB and on_disk.disk_bytes == pytest.approx(14 * 70e9 / 16, rel=0.01)
+    assert on_disk.memory.device_states.total < 0.01 * GB and on_disk.memory.disk_bytes == pytest.approx(
+        14 * 70e9 / 16, rel=0.01
+    )
 
 
 # -- shapes ----------------------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def test_seconds_are_latencies_of_a_ring_and_bytes_over_links() -> None:
     assert chosen.choice.stage == 1 and len(chosen.sizes.units) == 1
     latency, moving = ring_seconds(chosen)
     assert latency == pytest.approx(2 * 511 * asked.hardware.latency_s)
-    assert moving == pytest.approx(2 * 32 * MIB * 511 / 512 / chosen.link("shard"))
+    assert moving == pytest.approx(2 * 32 * MIB * 511 / 512 / chosen.messages.link("shard"))
 
 
 def test_seconds_of_a_sum_by_node_are_those_of_an_all_to_all_inside_and_a_ring_between() -> None:
@@ -94,7 +94,7 @@ def test_seconds_of_a_sum_by_node_are_those_of_an_all_to_all_inside_and_a_ring_b
         32 * MIB * 7 / 8 / machine.node_link,
         64 * MIB / 8 * 63 / 64 / (machine.nics * machine.nic_rate / 8),
     )
-    gathered = 32 * MIB * 511 / 512 / chosen.link("shard")
+    gathered = 32 * MIB * 511 / 512 / chosen.messages.link("shard")
     assert moving == pytest.approx(gathered + inside + between)
 
 

@@ -7,7 +7,7 @@ import torch
 import onefold
 from onefold.cli.main import main
 from onefold.cli.plan import PlanCommand
-from onefold.cost.estimate import Choice
+from onefold.cost.case import Choice
 from onefold.cost.shapes import Shape
 from onefold.observe.simulation import train_step
 from tests.harness import run_ranks
@@ -40,7 +40,9 @@ def test_adapters_over_a_frozen_model_take_the_planned_bytes_at_stages_1_to_3():
     assert question.work.parameters == sum(param.numel() for param in adapted(SHAPE, RANK).parameters())
     for rank in run_ranks(RANKS, measured):
         for stage, states in zip((1, 2, 3), rank, strict=True):
-            assert states == tuple(question.price(Choice(stage), question.grid(), 2).device_states), f"stage {stage}"
+            assert states == tuple(question.price(Choice(stage), question.grid(), 2).memory.device_states), (
+                f"stage {stage}"
+            )
 
 
 def test_a_well_known_model_has_the_adapters_that_peft_gives_it():

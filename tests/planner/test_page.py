@@ -98,7 +98,7 @@ def test_memory_over_a_step_never_exceeds_the_peak_and_reaches_it_for_every_choi
     for ranked in recommend(question):
         e = ranked.estimate
         found = timeline(e)
-        assert found.fullest.total == e.peak_bytes - e.margin
+        assert found.fullest.total == e.peak_bytes - e.memory.margin
         assert [m.start_s for m in found.moments] == sorted(m.start_s for m in found.moments)
         assert found.seconds == pytest.approx(e.step_s)
 

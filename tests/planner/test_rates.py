@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from onefold.cli.main import main
+from onefold.cost.case import Choice
 from onefold.cost.compute import shape_seconds
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import TABLE, hardware, recorded
 from onefold.cost.rates import FORMAT, Rates
@@ -110,12 +111,12 @@ def test_blocks_measured_whole_count_more_than_the_sum_of_their_kernels_and_long
 
 def test_a_host_that_launches_too_slowly_is_what_counts():
     quick, slow = estimate(ideal(block_s=1e-4)), estimate(ideal(block_s=0.1))
-    assert quick.compute_s == estimate(ideal(block_s=0.0)).compute_s
-    assert slow.compute_s == pytest.approx(0.1 * SHAPE.layers)
+    assert quick.time.compute_s == estimate(ideal(block_s=0.0)).time.compute_s
+    assert slow.time.compute_s == pytest.approx(0.1 * SHAPE.layers)
     moved = 6 * SHAPE.numel / BANDWIDTH  # with several ranks gradients are copied into flat buffers and summed
     several = estimate(ideal(block_s=0.1), ranks=8)
     launched = 0.1 * (SHAPE.layers + len(several.sizes.units))  # a block's, and those of each unit's messages
-    assert several.compute_s == pytest.approx(launched + moved, rel=1e-4)
+    assert several.time.compute_s == pytest.approx(launched + moved, rel=1e-4)
 
 
 def test_a_record_gives_the_machine_and_a_plan_without_one_is_as_before(tmp_path: Path, capsys):
@@ -129,7 +130,7 @@ def test_a_record_gives_the_machine_and_a_plan_without_one_is_as_before(tmp_path
     assert json.loads(capsys.readouterr().out)["hardware"]["name"] == "NVIDIA H200"
     plain = dataclasses.replace(estimate(ideal()), hardware=dataclasses.replace(hardware("h200"), rates=None))
     flops = plain.work.flops(8, "keep", grid_of(1))
-    assert plain.compute_s == flops / (TABLE["h200"].flops * TABLE["h200"].efficiency)
+    assert plain.time.compute_s == flops / (TABLE["h200"].flops * TABLE["h200"].efficiency)
     assert main([*asked, "none.json"]) == 2 and "No such file" in capsys.readouterr().err
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from onefold.cost.estimate import Choice
+from onefold.cost.case import Choice
 from onefold.cost.hardware import hardware
 from onefold.cost.recommend import activations_for, recommend
 from onefold.cost.search import Question, fewest_ranks, largest_batch
@@ -79,8 +79,8 @@ def test_slow_ethernet_never_gets_stage_3(batch, ranks):
 def test_pipeline_stages_wait_for_each_other():
     alone = question(GPT_10B, 16, "a100-80", batch=1, micro_batches=4)
     piped = question(GPT_10B, 16, "a100-80", batch=1, micro_batches=4, pp=4)
-    assert alone.price(Choice(1), alone.grid(), 1).step.bubble == 0
-    step = piped.price(Choice(1), piped.grid(), 1).step
+    assert alone.price(Choice(1), alone.grid(), 1).time.step.bubble == 0
+    step = piped.price(Choice(1), piped.grid(), 1).time.step
     assert step.bubble == pytest.approx(step.compute * 3 / 4)
 
 

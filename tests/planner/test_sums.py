@@ -18,7 +18,8 @@ from onefold.comm.communicator import Comm
 from onefold.comm.mesh import Axis, EchoPeers
 from onefold.comm.meter import Label, Meter
 from onefold.comm.strategy import Strategy, Sums, over_nccl, pairwise
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import hardware
 from onefold.cost.sizes import UnitSize
 from onefold.cost.work import Grid, Work
@@ -102,7 +103,7 @@ def test_the_plan_of_a_reduction_is_what_the_wire_sends_and_borrows(
     assert unit.widths.wire == dtypes.wire.itemsize
     scratch = torch.zeros(comm.scratch_numel(shard, dtypes.wire), dtype=dtypes.wire)
     comm.reduce_scatter(torch.ones(ranks * shard, dtype=dtypes.wire), scratch, LABEL)
-    row = planned.traffic["reduce"]
+    row = planned.messages.traffic["reduce"]
     metered = comm.meter.running["reduce", "reduce-scatter"]
     assert row.bytes == metered.sent_bytes == peers.sent_bytes
     if comm.strategy.sums(dtypes.wire.itemsize) is not Sums.BY_NCCL:
@@ -123,7 +124,7 @@ def test_the_buffers_of_a_planned_reduction_are_those_that_the_runtime_borrows(n
     )
     alone, _ = comm_of(1, 1, 0)
     pool: Any = None
-    assert planned.fullest.buffers == Reducer(layout, comm, alone, pool, dtypes).borrowed_bytes
+    assert planned.memory.fullest.buffers == Reducer(layout, comm, alone, pool, dtypes).borrowed_bytes
 
 
 def test_a_sum_by_node_halves_what_travels_between_few_nodes() -> None:

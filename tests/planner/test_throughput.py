@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onefold.cli.main import main
-from onefold.cost.estimate import Choice
+from onefold.cost.case import Choice
 from onefold.cost.hardware import TABLE, Hardware, hardware
 from onefold.cost.search import Question, fits
 from onefold.cost.shapes import PAPER, Shape
@@ -61,9 +61,12 @@ def test_one_rank_waits_for_no_link(shape, machine, stage, batch):
 def test_where_links_are_the_limit_stage_2_is_as_fast_as_stage_3_at_the_same_batch(shape, n, machine, batch, slower):
     slow = dataclasses.replace(machine, nic_rate=machine.nic_rate / slower, node_link=machine.node_link / slower)
     two, three = (question(shape, n, slow).price(Choice(stage), question(shape, n).grid(), batch) for stage in (2, 3))
-    assert two.traffic_elements <= three.traffic_elements
-    forward = three.compute_s / 4
-    if sum(three.gather_s) >= forward and two.traffic["reduce"].bytes / two.link("shard") >= 3 * forward:
+    assert two.messages.traffic_elements <= three.messages.traffic_elements
+    forward = three.time.compute_s / 4
+    if (
+        sum(three.messages.gather_s) >= forward
+        and two.messages.traffic["reduce"].bytes / two.messages.link("shard") >= 3 * forward
+    ):
         assert two.step_s <= three.step_s * (1 + 1e-9)
 
 
@@ -71,9 +74,9 @@ def test_where_compute_covers_links_stage_3_hides_what_stage_2_waits_for():
     """As the engine does it: stages 1 and 2 gather after the update, when there is nothing left to compute."""
     asked = question(PAPER["60b-wide"].shape, 400, tp=16)
     two, three = (asked.price(Choice(stage, activations="partition"), asked.grid(), 48) for stage in (2, 3))
-    gathered = two.traffic["gather-updated"].bytes / two.link("shard")
-    assert two.step.exposed == pytest.approx(gathered, rel=0.01)
-    assert three.step.exposed < 0.05 * two.step.exposed
+    gathered = two.messages.traffic["gather-updated"].bytes / two.messages.link("shard")
+    assert two.time.step.exposed == pytest.approx(gathered, rel=0.01)
+    assert three.time.step.exposed < 0.05 * two.time.step.exposed
 
 
 def test_60b_speeds_up_by_more_than_its_number_of_ranks_from_64_to_400():

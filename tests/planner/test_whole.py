@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 import onefold
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import hardware
 from onefold.cost.search import Question
 from onefold.cost.shapes import Shape
@@ -38,18 +39,20 @@ def test_a_plan_by_formula_and_one_by_rehearsal_agree() -> None:
     plan = onefold.plan(GPT(SHAPE), (tokens, tokens), ranks=4, hardware="h100-80", optimizer=onefold.Muon)
     for row, stage in zip(plan.stages, range(4), strict=True):
         formula = estimate("muon", stage, 4)
-        assert abs(row.optimizer_bytes / formula.states.optimizer - 1) < 0.05  # owners have not quite equal parts
+        assert (
+            abs(row.optimizer_bytes / formula.memory.states.optimizer - 1) < 0.05
+        )  # owners have not quite equal parts
         sent = {message.purpose: message.bytes for message in row.messages}
         assert {name for name in sent if name.startswith("whole-")} == (set(WHOLE) if stage else set())
         for name in WHOLE if stage else ():
-            assert sent[name] <= 4 * formula.traffic[name].bytes + 1  # this rank's part of what all ranks send
+            assert sent[name] <= 4 * formula.messages.traffic[name].bytes + 1  # this rank's part of what all ranks send
 
 
 def test_muon_keeps_less_state_and_its_update_takes_longer() -> None:
     for stage in range(4):
         muon, adamw = estimate("muon", stage, 4), estimate("adamw", stage, 4)
-        assert muon.states.optimizer < adamw.states.optimizer
-        assert muon.step.update > adamw.step.update and muon.step.compute == adamw.step.compute
+        assert muon.memory.states.optimizer < adamw.memory.states.optimizer
+        assert muon.time.step.update > adamw.time.step.update and muon.time.step.compute == adamw.time.step.compute
 
 
 def test_all_ranks_together_send_at_most_ten_bytes_per_element_in_16_bits() -> None:
@@ -69,5 +72,8 @@ def test_matrices_split_over_tp_travel_to_owners_on_all_ranks() -> None:
         found = estimate("muon", stage, 4, tp=2)
         for name in WHOLE:  # each rank sends its pieces of tensors that others own, and as an owner theirs
             pieces = 4 * matrices // holders
-            assert abs(found.traffic[name].bytes / (pieces * (holders - 1) / holders) - 1) < 0.01, (stage, name)
-        assert found.step.update > estimate("adamw", stage, 4, tp=2).step.update
+            assert abs(found.messages.traffic[name].bytes / (pieces * (holders - 1) / holders) - 1) < 0.01, (
+                stage,
+                name,
+            )
+        assert found.time.step.update > estimate("adamw", stage, 4, tp=2).time.step.update

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
+from onefold.cost.case import Choice
 from onefold.cost.cut_sequences import attention_bytes, attention_calls
 from onefold.cost.decoders import Decoder
-from onefold.cost.estimate import Choice
 from onefold.cost.hardware import TABLE
 from onefold.cost.search import Question, longest_sequence
 from onefold.cost.states import named_cost
@@ -53,8 +53,8 @@ def test_a_stretch_takes_its_share_of_activations_and_flops_and_longer_sequences
         whole.work.activations(1, "checkpoint", whole.grid).kept_per_block
     )
     assert cut.peak_bytes < whole.peak_bytes and cut.samples_per_step * 4 == whole.samples_per_step
-    assert cut.device_states == whole.device_states and "sequence" not in whole.traffic
-    assert cut.traffic["sequence"].bytes == cut.work.sequence_bytes(1, "checkpoint", cut.grid) > 0
+    assert cut.memory.device_states == whole.memory.device_states and "sequence" not in whole.messages.traffic
+    assert cut.messages.traffic["sequence"].bytes == cut.work.sequence_bytes(1, "checkpoint", cut.grid) > 0
     longest = [longest_sequence(asked(n), choice, asked(n).grid()) for n in (1, 4)]
     assert longest[1] > 3 * longest[0] > 0
     said = " ".join(answer(asked(4), "a model", "bf16", every_row=False).notes)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from onefold.cli.tables import console
 from onefold.cost.activations import check_policy
+from onefold.cost.case import Choice
 from onefold.cost.decoders import Decoder
-from onefold.cost.estimate import Choice
 from onefold.cost.families import model_shape
 from onefold.cost.hardware import Hardware
 from onefold.cost.search import Question

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from onefold.comm.strategy import Strategy
 from onefold.cost.arrivals import arrivals
-from onefold.cost.estimate import Choice, usable_bytes
+from onefold.cost.case import Choice
 from onefold.cost.hardware import Hardware
 from onefold.cost.layout import ParamInfo
 from onefold.cost.peak import lent_bytes, segments, staging_bytes
@@ -175,7 +175,7 @@ def room_for_activations(
     """Bytes of a device that states, buffers and unsharded units leave for activations; 0 if they do not fit."""
     question = _question(infos, widths, frozen, strategy, replicas, bucket_bytes, shared_bytes, machine)
     estimate = question.price(choice, question.grid(), 1)
-    return max(0, usable_bytes(machine) - estimate.peak_bytes)
+    return max(0, machine.usable_bytes - estimate.peak_bytes)
 
 
 def _question(

@@ -17,6 +17,7 @@ from onefold.cost.rates import Rates, read_rates, shipped_rates
 from onefold.errors import ConfigError
 
 GB = 10**9
+USABLE = 0.95  # of a GPU: its context and the buffers of the communication library take the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,11 @@ class Hardware:
     """Of a node."""
     rates: Rates | None = field(default=None, repr=False, compare=False)
     """Measured seconds by shape and dtype."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of a device that a run may take."""
+        return int(USABLE * self.memory_bytes) if self.device == "cuda" else self.memory_bytes
 
     def link(self, ranks: int, per_node: int) -> float:
         """Bytes per second each rank sends in a ring over `ranks`, of which a node holds `per_node`.

@@ -52,16 +52,16 @@ class HybridMesh:
 
 def ring_seconds(estimate: Estimate) -> tuple[float, float]:
     """Seconds that a step's messages of training state take, hidden or not: latencies, and bytes over links."""
-    state = [sent for sent in estimate.traffic.values() if sent.axis in ("shard", "replica") and sent.elements]
+    state = [sent for sent in estimate.messages.traffic.values() if sent.axis in ("shard", "replica") and sent.elements]
     latency = sum(sent.messages for sent in state) * estimate.hardware.latency_s
-    return latency, sum(map(estimate.moving_s, state))
+    return latency, sum(map(estimate.messages.moving_s, state))
 
 
 def propose(question: Question, flat: Estimate) -> HybridMesh | None:
     """A hybrid mesh for this choice, if it saves a good part of the messages' time and fits; None where sharding over
     all ranks does as well, or was not asked for."""
     latency, moving = ring_seconds(flat)
-    compute = flat.compute_s * flat.micro_batches
+    compute = flat.time.compute_s * flat.micro_batches
     if flat.grid.replica > 1 or flat.grid.shard <= FLAT or latency + moving <= NOTICED * compute:
         return None
     priced = [found for grid in _grids(flat) if (found := _at(question, flat, grid)) is not None]

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from onefold.cost.activations import SPEED_TOLERANCE, Option, choose_activations
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.search import AUTO, Question, fits, largest_batch, most, within_global_batch
 from onefold.cost.text import format_bytes, format_seconds
 from onefold.cost.work import Grid
@@ -63,7 +64,7 @@ def _ranked(question: Question) -> list[Ranked]:
     found += [filled for e in found if (filled := fill_device(question, e)) is not None]
     good = [e for e in found if e.batch and fits(e) and within_global_batch(question, e)]
     if not good:
-        closest = sorted(found, key=lambda e: (e.peak_bytes, e.host_bytes))
+        closest = sorted(found, key=lambda e: (e.peak_bytes, e.memory.host_bytes))
         return [Ranked(e, False, _why_unfit(question, e)) for e in closest]
     chosen = _choose(question, good)
     rest = sorted((e for e in good if e is not chosen), key=lambda e: -_speed(e))
@@ -193,16 +194,16 @@ def _peak_of_memory(estimate: Estimate) -> str:
 
 def _too_large(estimate: Estimate) -> str:
     memory = estimate.hardware.memory_bytes
-    if estimate.peak_bytes > memory or (not estimate.fits and not estimate.host_bytes):
+    if estimate.peak_bytes > memory or (not estimate.fits and not estimate.memory.host_bytes):
         return f"needs {_peak_of_memory(estimate)}"
-    if estimate.peak_bytes > estimate.usable_bytes:
+    if estimate.peak_bytes > estimate.hardware.usable_bytes:
         return f"needs {_peak_of_memory(estimate)}, too close to the edge"
     if estimate.fits:
         return (
             f"needs {format_bytes(estimate.peak_bytes)} of {format_bytes(memory)} and leaves too little for activations"
         )
     node = min(estimate.grid.ranks, estimate.hardware.node_ranks)
-    host, disk = (format_bytes(nbytes * node) for nbytes in (estimate.host_bytes, estimate.disk_bytes))
+    host, disk = (format_bytes(nbytes * node) for nbytes in (estimate.memory.host_bytes, estimate.memory.disk_bytes))
     return f"needs {host} of host memory and {disk} of disk per node"
 
 
@@ -219,8 +220,8 @@ def _why_chosen(chosen: Estimate, others: list[Estimate], found: list[Estimate])
         else:
             parts.append(f"{last.choice} would be {_percent(_speed(chosen) / _speed(last) - 1)} slower")
     if (three := next((e for e in others if e.choice[:4] == Choice(3)[:4]), None)) and chosen.choice.stage < 3:
-        saved = chosen.device_states.total - three.device_states.total
-        traffic = three.traffic_elements / max(chosen.traffic_elements, 1) - 1
+        saved = chosen.memory.device_states.total - three.memory.device_states.total
+        traffic = three.messages.traffic_elements / max(chosen.messages.traffic_elements, 1) - 1
         parts.append(
             f"stage 3 would save {format_bytes(saved)} you do not need and cost {_percent(traffic)} more traffic"
         )
@@ -249,7 +250,7 @@ def _why_activations(chosen: Estimate) -> str:
 def _why_not(estimate: Estimate, chosen: Estimate) -> str:
     slower = _speed(chosen) / _speed(estimate) - 1
     if slower > SPEED_TOLERANCE:
-        waits = estimate.step.exposed + estimate.step.transfer
+        waits = estimate.time.step.exposed + estimate.time.step.transfer
         waiting = (
             f", waiting {format_seconds(waits)} of {format_seconds(estimate.step_s)} per step"
             if waits > 0.1 * estimate.step_s

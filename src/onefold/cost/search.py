@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from onefold.comm.strategy import Strategy
 from onefold.cost.activations import check_policy
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import Hardware
 from onefold.cost.states import StateCost
 from onefold.cost.work import Grid, Work, grid_of
@@ -119,7 +120,7 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
     def enough(ranks: int) -> bool:
         smaller = dataclasses.replace(question, ranks=ranks)
         priced = smaller.price(choice, smaller.grid(), question.batch or 1)
-        return priced.persistent_states.total <= priced.usable_bytes and fits(priced)
+        return priced.memory.persistent_states.total <= priced.hardware.usable_bytes and fits(priced)
 
     found = next((ranks for ranks in numbers if enough(ranks)), None)
     if found is None or found == step:
@@ -134,10 +135,10 @@ def fewest_ranks(question: Question, choice: Choice, limit: int = 1 << 16) -> in
 def largest_model(estimate: Estimate) -> int:
     """The number of parameters whose states fill the devices, as the paper counts: nothing else, and host and disk are
     unlimited."""
-    if not estimate.device_states.total or estimate.choice.parameters != "device":
+    if not estimate.memory.device_states.total or estimate.choice.parameters != "device":
         return 0
     cut = estimate.grid.tp * estimate.grid.pp
-    return int(estimate.hardware.memory_bytes * estimate.sizes.numel / estimate.device_states.total * cut)
+    return int(estimate.hardware.memory_bytes * estimate.sizes.numel / estimate.memory.device_states.total * cut)
 
 
 def days(tokens: float, tokens_per_s: float) -> float:

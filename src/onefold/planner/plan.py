@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from onefold.cost.estimate import Choice
+from onefold.cost.case import Choice
 from onefold.cost.hardware import Hardware, hardware
 from onefold.cost.machine import here
 from onefold.cost.search import STATES_SHARE, Question

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from onefold.cost.estimate import Estimate, usable_bytes
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import Hardware
 from onefold.cost.recommend import Ranked
 from onefold.cost.search import Question, days, fewest_ranks, fits, largest_batch, largest_model
@@ -128,7 +128,7 @@ def exact_row(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
         disk_bytes=seen.disk.total,
         persistent_bytes=persistent + seen.module_buffers,
         peak_bytes=peak,
-        fits=peak <= usable_bytes(machine),
+        fits=peak <= machine.usable_bytes,
         traffic_elements=sum(message.elements for message in messages),
         traffic_bytes=sum(message.bytes for message in messages),
         messages=messages,
@@ -137,8 +137,8 @@ def exact_row(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
 
 def row_of(question: Question, e: Estimate, tokens: float | None, *, searched: bool = True) -> Row:
     """A row by formula. The largest batch and the fewest ranks are searched for, which takes a tenth of a second."""
-    states, step, ahead = e.device_states, e.step, e.prefetch_needed
-    messages = tuple(_message(purpose, sent, e) for purpose, sent in e.traffic.items())
+    states, step, ahead = e.memory.device_states, e.time.step, e.time.prefetch_needed
+    messages = tuple(_message(purpose, sent, e) for purpose, sent in e.messages.traffic.items())
     known = question.work.knows_activations
     return Row(
         label=str(e.choice),
@@ -149,20 +149,20 @@ def row_of(question: Question, e: Estimate, tokens: float | None, *, searched: b
         grads_bytes=states.gradients,
         optimizer_bytes=states.optimizer,
         states_bytes=states.total,
-        peak_grads_bytes=e.persistent_states.gradients + e.fullest.gradients,
-        buffers_bytes=e.fullest.buffers,
-        gathered_bytes=e.fullest.gathered,
-        activations_bytes=e.fullest.activations,
-        margin_bytes=e.margin,
-        persistent_bytes=e.persistent_bytes,
+        peak_grads_bytes=e.memory.persistent_states.gradients + e.memory.fullest.gradients,
+        buffers_bytes=e.memory.fullest.buffers,
+        gathered_bytes=e.memory.fullest.gathered,
+        activations_bytes=e.memory.fullest.activations,
+        margin_bytes=e.memory.margin,
+        persistent_bytes=e.memory.persistent_bytes,
         peak_bytes=e.peak_bytes,
-        peak_at=e.fullest.where,
-        padding_bytes=e.padding_bytes,
-        host_bytes=e.host_bytes,
-        pinned_bytes=e.pinned_bytes,
-        disk_bytes=e.disk_bytes,
+        peak_at=e.memory.fullest.where,
+        padding_bytes=e.memory.padding_bytes,
+        host_bytes=e.memory.host_bytes,
+        pinned_bytes=e.memory.pinned_bytes,
+        disk_bytes=e.memory.disk_bytes,
         fits=fits(e),
-        traffic_elements=e.traffic_elements,
+        traffic_elements=e.messages.traffic_elements,
         traffic_bytes=sum(message.bytes for message in messages),
         messages=messages,
         step_s=step.total,
@@ -170,11 +170,11 @@ def row_of(question: Question, e: Estimate, tokens: float | None, *, searched: b
         exposed_s=step.exposed,
         tensor_s=step.tensor,
         update_s=step.update,
-        host_update_s=e.host_update_s,
+        host_update_s=e.time.host_update_s,
         transfer_s=step.transfer,
         bubble_s=step.bubble,
-        units=len(e.gather_s),
-        k_star=e.k_star,
+        units=len(e.messages.gather_s),
+        k_star=e.time.k_star,
         look_ahead=ahead[0],
         bandwidth_bound=ahead[1],
         largest_batch=largest_batch(question, e.choice, e.grid) if known and searched else None,
@@ -192,11 +192,13 @@ def _break_even(e: Estimate) -> int | None:
     if shape is None or e.choice.stage != 3 or e.grid.shard == 1:
         return None
     rate = e.hardware.flops * e.hardware.efficiency
-    return break_even_batch(shape.numel, shape.layers, shape.seq, rate, e.hardware.latency_s, e.link("shard"))
+    return break_even_batch(shape.numel, shape.layers, shape.seq, rate, e.hardware.latency_s, e.messages.link("shard"))
 
 
 def _message(purpose: str, sent: Sent, e: Estimate) -> Message:
-    return Message(purpose, sent.collective, sent.axis, sent.elements, sent.bytes, sent.calls, e.link(sent.axis))
+    return Message(
+        purpose, sent.collective, sent.axis, sent.elements, sent.bytes, sent.calls, e.messages.link(sent.axis)
+    )
 
 
 def recommendation_of(ranked: Ranked) -> Recommendation:

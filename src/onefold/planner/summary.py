@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onefold.cost.estimate import Estimate, usable_bytes
+from onefold.cost.estimate import Estimate
 from onefold.cost.text import format_bytes, format_seconds
 from onefold.planner.answer import Plan
 from onefold.planner.rows import Recommendation, Row
@@ -36,7 +36,7 @@ def summary(plan: Plan) -> tuple[str, str, str]:
 def run_summary(e: Estimate) -> tuple[str, str, str]:
     """What is about to run with the settings it was given, what its states take, and what to expect: a sentence each.
     Nothing is said of time on a CPU, whose rates are unknown."""
-    choice, states = e.choice, e.device_states
+    choice, states = e.choice, e.memory.device_states
     offload = ", no offload" * (choice.optimizer == "device" and choice.parameters == "device")
     tp = f", tp {e.grid.tp}" * (e.grid.tp > 1)
     what = f"Planned: {choice}{tp}, batch {e.batch}, activations {choice.activations}{offload}."
@@ -57,7 +57,7 @@ def changes(plan: Plan) -> list[str]:
     elif row.fewest_ranks != plan.ranks:
         more = "more" if row.fewest_ranks > plan.ranks else "fewer"
         found.append(f"{more} ranks: {choice.label} fits on {row.fewest_ranks} or more")
-    usable = usable_bytes(plan.hardware) / memory
+    usable = plan.hardware.usable_bytes / memory
     most = choice.stage + (choice.optimizer != "device")  # without offload the same stage is simpler
     simpler = [other for other in _stages(plan) if 1 <= other.stage < most and not other.fits]
     if simpler and simpler[-1].peak_bytes < NEAR * memory:

@@ -15,7 +15,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.search import AUTO, Question, fits, largest_batch, within_global_batch
 from onefold.cost.seconds import StepSeconds
 
@@ -82,5 +83,11 @@ def _policies(question: Question) -> tuple[str, ...]:
 def _point(e: Estimate) -> Point:
     flops = e.work.flops(e.batch, e.choice.activations, e.grid) * e.micro_batches
     return Point(
-        e.grid.ranks, e.batch, e.samples_per_step, e.choice.activations, e.step, flops, e.samples_per_step / e.step_s
+        e.grid.ranks,
+        e.batch,
+        e.samples_per_step,
+        e.choice.activations,
+        e.time.step,
+        flops,
+        e.samples_per_step / e.step_s,
     )

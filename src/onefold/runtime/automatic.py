@@ -13,7 +13,7 @@ from onefold.comm.communicator import Comms
 from onefold.comm.meter import Label
 from onefold.comm.strategy import Strategy
 from onefold.cost.automatic import ADAM, choose_stage, choose_tiers, room_for_activations
-from onefold.cost.estimate import Choice
+from onefold.cost.case import Choice
 from onefold.cost.filling import FILLED
 from onefold.cost.machine import here
 from onefold.cost.states import StateCost, parameter_bytes

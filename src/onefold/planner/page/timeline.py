@@ -60,17 +60,17 @@ def timeline(e: Estimate) -> Timeline | None:
     Blocks of a pass take equal times. Waits for messages are spread over both passes where parameters are gathered in
     them (stage 3), and follow backward elsewhere.
     """
-    if not e.compute_s or not e.segments:
+    if not e.time.compute_s or not e.memory.segments:
         return None
-    share = 4 if e.choice.activations != "keep" else 3
-    waits = e.step.exposed + e.step.bubble + e.step.transfer
-    stretched = 1 + (waits / e.step.compute if e.gather_s else 0.0)
-    one = (e.compute_s + e.step.tensor / e.micro_batches) * stretched
+    share = e.passes_of_compute
+    waits = e.time.step.exposed + e.time.step.bubble + e.time.step.transfer
+    stretched = 1 + (waits / e.time.step.compute if e.messages.gather_s else 0.0)
+    one = (e.time.compute_s + e.time.step.tensor / e.micro_batches) * stretched
     forward = one / share
     ends = [("forward", forward), ("backward", one)]
-    if not e.gather_s:
+    if not e.messages.gather_s:
         ends.append(("waits", one + waits))
-    ends.append(("update", ends[-1][1] + e.step.update))
+    ends.append(("update", ends[-1][1] + e.time.step.update))
     phases, start = [], 0.0
     for name, stop in ends:
         if stop > start or name == "update":
@@ -82,12 +82,12 @@ def timeline(e: Estimate) -> Timeline | None:
 
 def _passes(e: Estimate, forward: float, one: float) -> Iterator[Moment]:
     """The fullest instant of each block in forward and backward."""
-    found = instants(e.segments, e.activations, e.in_flight, every=True)
+    found = instants(e.memory.segments, e.activations, e.in_flight, every=True)
     rows = [max(group, key=lambda instant: instant.total) for _, group in groupby(found, key=lambda one: one.where)]
-    weights = [1.0 if segment.block else OUTSIDE for segment in e.segments]
+    weights = [1.0 if segment.block else OUTSIDE for segment in e.memory.segments]
     assert len(rows) == len(weights)
     for backward, start, stop in ((False, 0.0, forward), (True, forward, one)):
-        here = [i for i, segment in enumerate(e.segments) if segment.backward == backward]
+        here = [i for i, segment in enumerate(e.memory.segments) if segment.backward == backward]
         whole, at = sum(weights[i] for i in here), start
         for i in here:
             yield _moment(e, at, rows[i])
@@ -95,7 +95,7 @@ def _passes(e: Estimate, forward: float, one: float) -> Iterator[Moment]:
 
 
 def _moment(e: Estimate, start_s: float, instant: Instant) -> Moment:
-    kept = e.persistent_states
+    kept = e.memory.persistent_states
     return Moment(
         start_s, instant.where, kept.parameters, kept.optimizer, kept.gradients + instant.gradients, instant.gathered,
         instant.buffers, instant.activations,
@@ -104,8 +104,8 @@ def _moment(e: Estimate, start_s: float, instant: Instant) -> Moment:
 
 def _after(e: Estimate, start_s: float) -> Moment:
     """Between backward and the end of the update."""
-    states = e.device_states
-    buffers = 0 if e.hardware.device == "cuda" else e.fullest.buffers
+    states = e.memory.device_states
+    buffers = 0 if e.hardware.device == "cuda" else e.memory.fullest.buffers
     return Moment(start_s, "update", states.parameters, states.optimizer, states.gradients, 0, buffers, 0)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from onefold.cost.estimate import Choice, Estimate
+from onefold.cost.case import Choice
+from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import TABLE, Hardware
 from onefold.cost.search import Question
 from onefold.cost.shapes import Shape
@@ -58,7 +59,7 @@ def check_fits(settings: Settings, shape: Shape, ranks: int, machine: Hardware) 
         return None
     peak, there = found.peak_bytes, machine.memory_bytes
     if SURE * peak > there:
-        states = format_bytes(found.persistent_states.total)
+        states = format_bytes(found.memory.persistent_states.total)
         raise ConfigError(
             f"{found.choice} does not fit: the plan for {shape.numel:,} parameters on {ranks} ranks is "
             f"{format_bytes(peak)} on each at the peak ({states} of states), and {format_bytes(there)} are there; use "

@@ -1,0 +1,136 @@
+"""Seconds of one case in a step: compute, the messages and transfers that compute does not hide, and updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from onefold.cost.case import Case
+from onefold.cost.compute import moved_per_gradient, shape_seconds, step_compute_s
+from onefold.cost.messages import Messages
+from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_for_equal_units, prefetch_need
+from onefold.cost.transfers import exposed_update_s, host_update_s, overlapped_s, transfer_s, update_bytes
+from onefold.settings.placement import Scope
+
+WHOLE = ("whole-gradient", "whole-master", "whole-updated")  # purposes of messages for updates of whole tensors
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step of a case takes, and why."""
+
+    case: Case
+    messages: Messages
+
+    @cached_property
+    def step(self) -> StepSeconds:
+        case, messages = self.case, self.messages.seconds
+        compute = self.compute_s * case.micro_batches
+        exposed = exposed_in_step(
+            self.compute_s,
+            unit_numel=self.messages.unit_numel,
+            gather_s=self.messages.gather_s,
+            reduce_s=(messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.messages.reductions,
+            updated_s=messages.get("gather-updated", 0.0) + messages.get("gather-gradient", 0.0),
+            prefetch=case.prefetch,
+            reshard_after_forward=case.reshard_after_forward,
+            checkpointed=case.choice.activations != "keep",
+            micro_batches=case.micro_batches,
+            rounds=self.messages.reductions,
+        )
+        bubble = compute * (case.grid.pp - 1) / case.micro_batches
+        update, transfer = self._update_s(compute)
+        update += sum(messages.get(purpose, 0.0) for purpose in WHOLE) + self._matrices_s
+        unhidden = messages.get("tensor-parallel", 0.0) + messages.get("sequence", 0.0)
+        return StepSeconds(compute, exposed, unhidden, update, transfer, bubble)
+
+    # -- compute -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Seconds of forward and backward of one micro-batch."""
+        case, hardware, work, grid = self.case, self.case.hardware, self.case.work, self.case.grid
+        if hardware.rates is not None and work.shape is not None:
+            found = shape_seconds(
+                work.shape, hardware.rates, case.batch, case.choice.activations, width=work.widths.compute, tp=grid.tp,
+                pp=grid.pp, sequence=grid.sequence, trained=not work.lora, compiled=case.compiled,
+            )  # fmt: skip
+            units = len(case.sizes.units) if grid.shard > 1 else 0
+            return step_compute_s(found, hardware.rates, work.layers_here(grid), units) + self._gradients_s
+        rate = hardware.flops * hardware.efficiency
+        return work.flops(case.batch, case.choice.activations, grid) / rate
+
+    @property
+    def _forward_s(self) -> float:
+        """Seconds of one forward."""
+        return self.compute_s / self.case.passes_of_compute
+
+    @property
+    def _gradients_s(self) -> float:
+        """Seconds in which the device moves the gradients of a micro-batch between autograd and the optimizer."""
+        case, summed = self.case, self.case.grid.everyone > 1
+        flat = summed or any(placement.updated_on_host for placement in case.placements)
+        moved = moved_per_gradient(case.work.widths.compute, accumulates=case.accumulates, flat=flat, summed=summed)
+        return moved * sum(unit.numel for unit in case.sizes.trained) / self._update_rate
+
+    # -- updates and transfers ---------------------------------------------------------------------------------------
+
+    @property
+    def _update_rate(self) -> float:
+        """Bytes per second that updates on the device read and write."""
+        rates = self.case.hardware.rates
+        found = rates and rates.update_rate("device", update_bytes(self.case.work.widths, self.case.cost))
+        return found or self.case.hardware.memory_rate
+
+    @property
+    def _matrices_s(self) -> float:
+        """Seconds of the products of an update of whole matrices, as Muon's: each rank's share, if the optimizer is
+        sharded."""
+        case, grid = self.case, self.case.grid
+        if not case.cost.whole or not case.placements:
+            return 0.0
+        shares = 1 if case.placements[0].optimizer is Scope.REPLICATED else grid.shard
+        flops = sum(case.work.matrices.values()) / (grid.tp * grid.pp * shares)
+        return flops / (case.hardware.flops * case.hardware.efficiency)
+
+    @cached_property
+    def host_update_s(self) -> float:
+        """Seconds of one step's host updates, hidden or not."""
+        return host_update_s(self.case.transfers, self.case.hardware, self.case.ranks_per_node)
+
+    def _update_s(self, compute: float) -> tuple[float, float]:
+        """Seconds that a step waits for updates, and for other transfers between device, host and disk."""
+        case, transfers = self.case, self.case.transfers
+        update = transfers.device / self._update_rate
+        if transfers.host:
+            late = any(placement.hidden_between_passes for placement in case.placements)
+            forward = self._forward_s
+            overlapped = overlapped_s(forward, compute - forward, late=late, in_backward=case.in_backward)
+            on_host = sum(placement.updated_on_host for placement in case.placements)
+            waited_for = 0 if case.choice.device_units else on_host  # the last updates of backward run on the device
+            update += exposed_update_s(self.host_update_s, overlapped, waited_for)
+        offloaded = case.activations.host_per_block * case.work.layers_here(case.grid) * case.micro_batches
+        transfer = transfer_s(
+            transfers, case.hardware, case.ranks_per_node, passes=2 * case.micro_batches, offloaded=offloaded
+        )
+        return update, max(0.0, transfer - compute - update)
+
+    # -- how many units to prefetch ----------------------------------------------------------------------------------
+
+    @property
+    def prefetch_needed(self) -> tuple[int, bool]:
+        """The number of units to prefetch, and whether the link is the limit however many are prefetched."""
+        gather_s = self.messages.gather_s
+        if not gather_s or not self.compute_s:
+            return 0, False
+        found = prefetch_need(gather_s, [self._forward_s / len(gather_s)] * len(gather_s))
+        return found.units, found.bandwidth_bound
+
+    @property
+    def k_star(self) -> int:
+        """The number of units whose compute, in forward, takes as long as the longest all-gather, however many there
+        are."""
+        gather_s = self.messages.gather_s
+        if not gather_s or not self.compute_s:
+            return 0
+        return prefetch_for_equal_units(max(gather_s), self._forward_s / len(gather_s))
