@@ -120,35 +120,46 @@ what torch's allocator counted; the planner's has 3% of what a step allocates an
 
 ## What a step is made of
 
-| part | seconds | from |
+| part | what of | from the record |
 |---|---|---|
-| products | of every linear layer: forward, gradients of input and weight | `products` of the record, interpolated by shape |
+| products | every linear layer: forward, gradients of input and weight | `products`, by shape |
 | attention | by length and width of heads | `attention` |
-| between products, a GPT without a compiler | norms, nonlinearity, residual sums, gradients of biases | `elementwise`; small ones at most a launch and their share of the largest, since their timings are of the host |
-| between products, a decoder without a compiler | bytes of every operator as transformers writes it out, norms in fp32, and a launch each (`cost/between.py`) | `elementwise` copy, `host` launch |
-| between products, `compile=True` | bytes as fused: every tensor once | `elementwise` copy |
-| kernels together | a factor: whole blocks over the sum of their kernels, never below 1 | `blocks`, `sustained` |
-| output layer, loss, embeddings | product, cross entropy in fp32, copies | `products`, `loss`, `elementwise` |
-| gradients | bytes of copies into flat buffers, sums over micro-batches and ranks | `updates` |
-| host | launches of all blocks and of messages, where they take longer than the device | `host` |
-| messages | every unit's, unit by unit: all-gathers start `prefetch` units ahead, reductions when their unit has computed, and the last one has nothing to hide behind | `links` |
-| update | bytes of states, masters, gradients | `updates` |
-| transfers | host updates, PCIe, disk, as far as compute does not hide them | `updates`, `copies`, `disk` |
+| between products: GPT | norms, nonlinearity, residual sums, gradients of biases | `elementwise` |
+| between products: decoder | bytes of every operator as transformers writes it, and a launch each | copy, launch |
+| between products: `compile=True` | bytes as fused: every tensor once (`cost/between.py`) | copy, launch |
+| kernels together | a factor: whole blocks over the sum of their kernels, at least 1 | `blocks`, `sustained` |
+| ends | output layer, cross entropy in fp32, embeddings | `products`, `loss`, copy |
+| gradients | bytes of copies into flat buffers, of sums over micro-batches and ranks | `updates` |
+| host | launches of all blocks and messages, if they take longer than the device | `host` |
+| messages | of every unit, in order: see below | `links` |
+| update | bytes of states, masters and gradients | `updates` |
+| transfers | host updates, PCIe and disk, as far as compute does not hide them | `updates`, `copies`, `disk` |
+
+*Small kernels.* Timings of less than about 16 million elements are of the host that launches them, which in training
+runs ahead. So none takes longer than a launch and its share of the largest that was measured.
+
+*Messages.* All-gathers start `prefetch` units ahead of their use, reductions when their unit has computed. Both share
+the link, and the last reduction has nothing left to hide behind: with few units that is a large part.
+
+*CPU ranks* move messages with the cores that compute: so at least the bytes that a rank sends, at the rate between two
+processes of one machine, are waited for. And what the host does for a unit's messages adds to compute.
 
 *Why whole blocks never count as less than their kernels.* The record of the H200 has whole forwards that take up to 6%
-less than their four products alone. That cannot be: the products ran without pauses, each block after a pause in which
-it was made on the host, and a GPU that has rested computes at a higher clock. Training has no pauses. `onefold measure`
-now makes blocks on the device and warms it before them.
+less than their four products alone. At one clock that cannot be. The products ran one after the other, each block after
+a pause in which it was made on the host: so the blocks' clock was probably higher, and training has no pauses. `onefold
+measure` now makes blocks on the device and warms it before each.
 
-*Decided by which cases, tried on which.* That factor and the decoder's operators were found from steps of 1.64B, 5.25B,
-2.78B and from Qwen without a compiler. The runs of `clipping-2.78b-h200.json`, the two lean ones, the compiled one and
-all CPU ranks were planned after that, and changed nothing.
+*Decided by which cases, tried on which.* That factor was found from the record, and looked at in all cases that this
+page had then; the decoder's operators were counted, and looked at in the three Qwen runs without a compiler. The runs
+of `clipping-2.78b-h200.json` and the two lean ones were planned after that, and changed nothing. How reductions overlap
+was found with two steps over a link of 50 Mbit/s, which are not among the cases; that cores move messages, with stage 3
+of the loopback work 1x32.
 
-*Where it is wrong.* Plans of H200 steps are mostly a few percent too fast: a GPU that computes for seconds is held to
-its power limit. `onefold measure --only sustained` measures that; the record has none. The lean runs compute their loss
-by tiles in one kernel, which is counted as torch's cross entropy; and their activations are "auto", which may compute
-some blocks again, and are counted as kept. A norm below its limit (clip-never) lets updates start in backward, and is
-counted as an update after it.
+*Where it is wrong.* Plans of H200 steps are mostly a few percent too fast. One guess is that a GPU that computes for
+seconds is held to its power limit: `onefold measure --only sustained` measures that, and the record has none. The lean
+runs compute their loss by tiles in one kernel, which is counted as torch's cross entropy; and their activations are
+"auto", which may compute some blocks again, and are counted as kept. A norm below its limit (clip-never) lets updates
+start in backward, and is counted as an update after it.
 
 *Not counted: APART.* Second steps of a version whose simulated all-gather was one copy for every peer, so a step had
 100,000 launches for 64 ranks and 1.3 million for 1024 that no rank has. Their peaks count. On an H200, these two write
@@ -157,10 +168,11 @@ the files anew, with what the copies took, and then the times count:
     python benchmarks/simulate_rank.py 128b:64 --steps 4 --out docs/results/simulate-128b-64.json
     python benchmarks/simulate_rank.py 1t:1024 --checkpoint --steps 4 --out docs/results/simulate-1t-1024.json
 
-*CPU ranks.* Two ranks with one thread each, in network namespaces joined by a link that `tc` slows down (`python -m
-benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). A shared CPU is seldom
-idle: compute alone took turns with the stages, and the record's seconds are multiplied by what it took over what the
-record says of it. The link is as the ranks measured it before the steps.
+*How CPU ranks were measured.* Two ranks with one thread each, in network namespaces joined by a link that `tc` slows
+down (`python -m benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). A shared
+CPU is seldom idle: compute alone took turns with the stages, and the record's seconds are multiplied by what it took
+over what the record says of it. The link is as the ranks measured it before the steps; the rate inside the machine is
+that of `sweep-cpu.json`.
 
 *What is left out.* The runs of 14B and 16.2B, whose placement was chosen automatically, and the two processes of
 `benchmarks/activations.py`, whose messages go through the host. Two NCCL ranks on one GPU, until their link has a

@@ -165,8 +165,8 @@ def of_transformers() -> Iterator[Case]:
 
 
 def lean() -> Iterator[Case]:
-    """Qwen2.5's shapes in plain PyTorch, compiled, with moments and sums in bf16. Their loss is computed by tiles, which
-    the planner does not know: so peaks are not compared."""
+    """Qwen2.5's shapes in plain PyTorch, compiled, with moments and sums in bf16. Their loss is computed by tiles,
+    which the planner does not know: so peaks are not compared."""
     for size in ("1.5b", "7b"):
         path = DOCS / f"qwen2.5-{size}-h200.json"
         found = json.loads(path.read_text())

@@ -54,8 +54,10 @@ def _between(shape: Shape, rates: Rates, dtype: str, tokens: float, tp: int, *, 
     were measured: two norms, two residual sums, the nonlinearity; in backward also gradients of queries, keys and
     values that are put together, and those of biases."""
     width = BYTES[dtype]
-    if compiled or isinstance(shape, Decoder):
-        passes = fused(shape, width, tp) if compiled or not isinstance(shape, Decoder) else written_out(shape, width, tp)
+    passes = fused(shape, width, tp) if compiled else None
+    if passes is None and isinstance(shape, Decoder):
+        passes = written_out(shape, width, tp)
+    if passes is not None:
         return Both(*(shape.layers * rates.moved(dtype, tokens * one.bytes, one.kernels) for one in passes))
     row, wide = tokens * shape.hidden, tokens * shape.widest_numel / tp
     mixed = tokens * (shape.attention_numel + 2 * shape.key_numel) / tp
@@ -111,9 +113,10 @@ def together(rates: Rates, dtype: str, tokens: float, hidden: int) -> Both:
     """What the kernels of blocks of this size take together, over what each takes alone; 1 where no whole blocks were
     measured.
 
-    Never below 1: kernels cannot take less time together than alone. A record that says so timed its blocks at a higher
-    clock than its products, as a GPU has after a pause (on an H200 whole forwards took 6% less than their products
-    alone), and training has no pauses. Where blocks were measured that ran for seconds, those count as they are."""
+    Never below 1: at one clock, kernels do not take less time together than alone. A record that says so must have
+    timed its blocks at a higher clock than its products (on an H200, each after a pause, whole forwards took 6% less
+    than their products alone), and training has no pauses. Where blocks were measured that ran for seconds, those count
+    as they are."""
     rows = rates.remember(("wholes", dtype), lambda: wholes(rates, dtype))
     if not rows:
         return Both(1.0, 1.0)
@@ -180,6 +183,9 @@ def moved_per_gradient(width: int, *, accumulates: bool, flat: bool, summed: boo
 
 def step_compute_s(found: ComputeSeconds, rates: Rates, layers: int, sharded_units: int) -> float:
     """Seconds of a micro-batch: what the device computes, or the host's time to launch that, if it is more: of every
-    block, and of the messages of every unit that is sharded."""
+    block, and of the messages of every unit that is sharded. A CPU is its own host: it takes the latter too."""
+    messages = sharded_units * rates.unit_host_s
+    if not rates.cuda:
+        return found.total + messages
     again = 4 / 3 if found.again else 1.0
-    return max(found.total, layers * again * rates.block_host_s + sharded_units * rates.unit_host_s)
+    return max(found.total, layers * again * rates.block_host_s + messages)

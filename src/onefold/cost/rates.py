@@ -118,13 +118,13 @@ class Rates:
         table = self._rows("elementwise", dtype, kind)
         found = [_line(numel, [(row[0], row[at]) for row in table]) for at in (1, 2)]
         if self.cuda:
-            largest = max(table)
+            largest = max(table, key=lambda row: row[0])
             found = [min(one, self.launch_s + numel * largest[at] / largest[0]) for at, one in enumerate(found, 1)]
         return Both(*found)
 
     def moved(self, dtype: str, nbytes: float, kernels: int) -> float:
         """Seconds of so many kernels that together read and write so many bytes, at the rate of a large copy."""
-        numel, seconds = max(self._rows("elementwise", dtype, "copy"))[:2]
+        numel, seconds = max(self._rows("elementwise", dtype, "copy"), key=lambda row: row[0])[:2]
         return nbytes * seconds / (2 * BYTES[dtype] * numel) + kernels * self.launch_s
 
     def loss(self, dtype: str, tokens: float, words: int) -> Both:

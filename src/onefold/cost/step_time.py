@@ -38,6 +38,7 @@ class StepTime:
             micro_batches=case.micro_batches,
             rounds=self.messages.reductions,
         )
+        exposed = max(exposed, self.messages.on_cpu_s)
         bubble = compute * (case.grid.pp - 1) / case.micro_batches
         update, transfer = self._update_s(compute)
         update += sum(messages.get(purpose, 0.0) for purpose in WHOLE) + self._matrices_s

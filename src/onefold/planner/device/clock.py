@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-CPU_ROUNDS = 8  # timings on a CPU, of which the least counts; fewer of what takes long
-LONG_S = 0.5
 HEAT_S = 2.0  # of products before the first timing, after which a GPU's clock is that of training
 
 
@@ -28,23 +26,21 @@ class Clock:
         return self.device.type == "cuda"
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of one run: the least of several timings. The first run warms up; the second says how many each timing has.
-        A CPU has more and shorter timings, since other processes take its cores meanwhile."""
+        """Of one run: the least of several timings. The first run warms up, the second says how many each has."""
         work()
         once = self.mean_s(work, 1)
-        rounds = 1 if self.quick else 2 if self.cuda else max(1, min(CPU_ROUNDS, int(LONG_S / max(once, 1e-7))))
-        least_s = self.least_s if self.cuda else self.least_s / CPU_ROUNDS
-        times = 1 if once >= least_s else max(2, min(1000, int(least_s / max(once, 1e-7))))
-        found = min(self.mean_s(work, times) for _ in range(rounds))
-        return min(once, found) if times == 1 else found
+        if once >= self.least_s:
+            return min(once, self.mean_s(work, 1))
+        times = max(2, min(1000, int(self.least_s / max(once, 1e-7))))
+        return min(self.mean_s(work, times) for _ in range(1 if self.quick else 2))
 
     def mean_s(self, work: Callable[[], object], times: int) -> float:
         """The mean of so many runs, one right after the other."""
         if not self.cuda:
-            began = time.perf_counter()
+            began = self._now()
             for _ in range(times):
                 work()
-            return (time.perf_counter() - began) / times
+            return (self._now() - began) / times
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         first.record()
@@ -53,6 +49,15 @@ class Clock:
         last.record()
         torch.cuda.synchronize(self.device)
         return float(first.elapsed_time(last)) / 1e3 / times
+
+    def host_s(self, work: Callable[[], object]) -> float:
+        """Of one run, which the host computes or waits for."""
+        return self.wall_s(work) if self.cuda else self.mean_s(work, 1)
+
+    def _now(self) -> float:
+        """Seconds of a CPU: where one thread computes, those that this process had it, so that what else a shared
+        machine does is not counted."""
+        return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
     def wall_s(self, work: Callable[[], object]) -> float:
         """Of one run as the host sees it, with the wait for the device."""
