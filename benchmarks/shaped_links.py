@@ -3,7 +3,7 @@
     python -m benchmarks.shaped_links                           # 50 Mbit/s to 10 Gbit/s; root, with ip and tc
     python -m benchmarks.shaped_links --mbit 50 --steps 2 --out runs
 
-Over every link the ranks first measure it, as `onefold measure` does. Then a step of each stage and a step of compute
+Over every link the ranks first measure it, as `onefold measure` does. Then steps of the stages and steps of compute
 alone (each rank trains a model of its own) take turns, so that what else the machine does hits all of them alike.
 `python -m benchmarks.predicted` compares the steps with what the planner gives for that link and this CPU.
 """
@@ -56,12 +56,13 @@ def rank_of(rank: int, nodes: list[int], port: int, options: argparse.Namespace,
     found: dict[str, Any] = {"links": links(Clock(torch.device("cpu")))}
     ready = {name: SYSTEMS[name].build(WORK) for name in (ALONE, *STAGES)}
     seconds: dict[str, list[float]] = {name: [] for name in ready}
+    turns = [name for stage in STAGES for name in (ALONE, stage)]
     for number in range(WARM_UP + options.steps):
         tokens = WORK.tokens(rank, number)
-        for name, system in ready.items():
+        for name in turns:
             dist.barrier()
             began = time.perf_counter()
-            system.step(tokens)
+            ready[name].step(tokens)
             dist.barrier()
             seconds[name].append(time.perf_counter() - began)
     found["systems"] = {
@@ -94,7 +95,7 @@ def over(mbit_per_s: int, options: argparse.Namespace) -> dict[str, Any]:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mbit", type=int, nargs="+", default=list(MBIT), help="rates of links")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path, default=RESULTS, help="a folder for the JSON")
     options = parser.parse_args(words)
     if not can_join_nodes():
