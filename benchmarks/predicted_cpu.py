@@ -3,7 +3,6 @@
 A shared CPU is seldom idle, so beside the stages the runs time compute alone: each rank trains a model of its own. The
 recorded seconds of the CPU are multiplied by what that took over what the record says of it; links are as they were
 measured in the run. So a plan is told how fast the machine was and how fast the link was, and nothing of the stages.
-Of every system the least step counts, which others on the machine have disturbed least.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _stages(
         layers=work["layers"], hidden=work["dim"], heads=max(1, work["dim"] // 64), seq=work["seq"],
         vocab=work["vocab"], tied=False,
     )  # fmt: skip
-    alone = min(systems[ALONE]["steps_s"]) / _planned(shape, recorded(rates), 0, 1, work["batch"]).step_s
+    alone = systems[ALONE]["median_s"] / _planned(shape, recorded(rates), 0, 1, work["batch"]).step_s
     machine = dataclasses.replace(
         recorded(slower(rates, alone)), node_ranks=1, nics=1, nic_rate=link.rate, node_link=_loopback().rate,
         latency_s=link.latency_s,
@@ -98,7 +97,7 @@ def _stages(
     for stage in range(4):
         if row := systems.get(f"stage{stage}"):
             estimate = _planned(shape, machine, stage, work["ranks"], work["batch"])
-            yield Run(f"{name}, stage {stage}", source, estimate, min(row["steps_s"]))
+            yield Run(f"{name}, stage {stage}", source, estimate, row["median_s"])
 
 
 def _planned(shape: Shape, machine: Hardware, stage: int, ranks: int, batch: int) -> Estimate:
