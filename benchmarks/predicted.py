@@ -179,8 +179,8 @@ the files anew, with what the copies took, and then the times count:
 down (`python -m benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). A shared
 CPU is seldom idle: compute alone took turns with the stages, and the record's seconds are multiplied by what it took
 over what the record says of it. The link is as the ranks measured it before the steps; the rate inside the machine is
-that of `sweep-cpu.json`. Other work kept 12 to 18 processes waiting for the two cores during the run over shaped links,
-so its fast links, where compute is most of a step, should be measured again on a quiet machine by the same command.
+that of `sweep-cpu.json`. Other work kept 12 to 18 processes waiting for the two cores during the run over shaped
+links, so its fast ones, where compute is most of a step, should be measured again on a quiet machine by the same command.
 
 *What is left out.* The runs of 14B and 16.2B, whose placement was chosen automatically, and the two processes of
 `benchmarks/activations.py`, whose messages go through the host. Two NCCL ranks on one GPU, until their link has a
