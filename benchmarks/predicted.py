@@ -113,7 +113,8 @@ HEAD = """# Predicted and measured
 
 Step times and peaks of device memory as the planner gives them, beside those that were measured, case by case. Each
 case is planned with the settings it ran with. Nothing is fitted to the cases: seconds come from what `onefold measure`
-recorded of the machine, by shape and dtype. `python -m benchmarks.predicted` writes this page from the files that the
+recorded of the machine, by shape and dtype; for CPU ranks times how slow compute alone was in the same run, since their
+machine was shared. `python -m benchmarks.predicted` writes this page from the files that the
 last column names; `tests/bench/test_predicted.py` compares the two. Rows of `predicted_cases.py` are runs whose figures
 were noted there, and of which no file was kept.
 
@@ -161,8 +162,8 @@ was found with two steps over a link of 50 Mbit/s, which are not among the cases
 of the loopback work 1x32.
 
 *Where it is wrong.* Stage 3 between CPU ranks is planned too fast in every case, by 6 to 30%; the cases above 20% are
-two of these. Why is not known. It is not the first touch of fresh memory: filling storages of 12 to 100 MB that had been
-resized to zero took as long as filling them again. Plans of H200 steps are mostly a few percent too fast. One guess is
+two of these. Why is not known. It is not the first touch of fresh memory: filling storages of 12 to 100 MB that had
+been resized to zero took as long as filling them again. Plans of H200 steps are mostly a few percent too fast. One guess is
 that a GPU that computes for seconds is held to its power limit: `onefold measure --only sustained` measures that, and
 the record has none. The lean runs compute their loss by tiles in one kernel, which is counted as torch's cross entropy;
 and their activations are "auto", which may compute some blocks again, and are counted as kept. A norm below its limit
@@ -180,7 +181,9 @@ down (`python -m benchmarks.shaped_links`, as root), or over the loopback device
 CPU is seldom idle: compute alone took turns with the stages, and the record's seconds are multiplied by what it took
 over what the record says of it. The link is as the ranks measured it before the steps; the rate inside the machine is
 that of `sweep-cpu.json`. Other work kept 12 to 18 processes waiting for the two cores during the run over shaped
-links, so its fast ones, where compute is most of a step, should be measured again on a quiet machine by the same command.
+links, so its fast ones, where compute is most of a step, should be measured again on a quiet machine by the same
+command. The file is of the third run: the first had eight times the tokens and drowned in that noise, the second had
+compute alone once in a round instead of three times.
 
 *What is left out.* The runs of 14B and 16.2B, whose placement was chosen automatically, and the two processes of
 `benchmarks/activations.py`, whose messages go through the host. Two NCCL ranks on one GPU, until their link has a
