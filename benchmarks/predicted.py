@@ -164,10 +164,10 @@ of the loopback work 1x32.
 *Where it is wrong.* Stage 3 between CPU ranks is planned too fast in every case, by 6 to 30%; the cases above 20% are
 two of these. Why is not known. It is not the first touch of fresh memory: filling storages of 12 to 100 MB that had
 been resized to zero took as long as filling them again. Plans of H200 steps are mostly a few percent too fast. One
-guess is that a GPU that computes for seconds is held to its power limit: `onefold measure --only sustained` measures that, and
-the record has none. The lean runs compute their loss by tiles in one kernel, which is counted as torch's cross entropy;
-and their activations are "auto", which may compute some blocks again, and are counted as kept. A norm below its limit
-(clip-never) lets updates start in backward, and is counted as an update after it.
+guess is that a GPU that computes for seconds is held to its power limit: `onefold measure --only sustained` measures
+that, and the record has none. The lean runs compute their loss by tiles in one kernel, which is counted as torch's
+cross entropy; and their activations are "auto", which may compute some blocks again, and are counted as kept. A norm
+below its limit (clip-never) lets updates start in backward, and is counted as an update after it.
 
 *Not counted: APART.* Second steps of a version whose simulated all-gather was one copy for every peer, so a step had
 100,000 launches for 64 ranks and 1.3 million for 1024 that no rank has. Their peaks count. On an H200, these two write
