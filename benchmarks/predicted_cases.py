@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from benchmarks.predicted_cpu import RECORD, cpu_runs, slower
 from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import Hardware, hardware, recorded
-from onefold.cost.rates import Rates, read_rates, shipped_rates
+from onefold.cost.rates import read_rates, shipped_rates
 from onefold.cost.shapes import Shape, named
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work, grid_of
@@ -25,7 +25,8 @@ RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs/results"
 PAIR = RESULTS / "links-nccl-pair-nvidia-h200.json"
 STAGES = {"stage0": 0, "stage1": 1, "stage2": 2}  # of systems; others are stage 3
 PLANNED = ("stage0", "stage1", "stage2", "stage3", "onefold", "onefold+keep", "onefold+inside", "onefold+clip")
-DEVICE_PARTS = ("products", "attention", "elementwise", "loss", "blocks", "sustained", "updates")
+PLANNED += ("onefold+clip-never",)
+LEAN = "onefold+lean"
 FREE = 1e18  # bytes per second of a network that costs nothing
 
 
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     estimate: Estimate
     step_s: float
     peak_bytes: int | None
+    apart: bool = False  # its time is shown, and does not count: it is not that of a rank
 
 
 def h200(ranks: int = 1) -> Hardware:
@@ -45,7 +47,7 @@ def h200(ranks: int = 1) -> Hardware:
     if rates is None:
         row = hardware("h200")
         return dataclasses.replace(row, efficiency=row.efficiency / ranks, memory_rate=row.memory_rate / ranks)
-    return recorded(shared(rates, ranks) if ranks > 1 else rates)
+    return recorded(slower(rates, ranks) if ranks > 1 else rates)
 
 
 def machines() -> list[str]:
@@ -53,6 +55,7 @@ def machines() -> list[str]:
     rates = shipped_rates("h200")
     found = [(rates.record, "src/onefold/cost/devices/h200.json")] if rates else []
     found += [(read_rates(PAIR).record, PAIR.relative_to(ROOT).as_posix())] if PAIR.exists() else []
+    found += [(read_rates(RECORD).record, RECORD.relative_to(ROOT).as_posix())] if RECORD.exists() else []
     lines = [
         f"{r['device']}, torch {r['versions']['torch']}, {r['date']}: `{r['command']}` ({path})" for r, path in found
     ]
@@ -65,26 +68,12 @@ def machines() -> list[str]:
     return lines
 
 
-def shared(rates: Rates, ranks: int) -> Rates:
-    """A device that so many ranks compute on at once: each gets its share."""
-    record: dict[str, Any] = dict(copy.deepcopy(rates.record))
-    for part in DEVICE_PARTS:
-        record[part] = {key: _slower(part, rows, ranks) for key, rows in record.get(part, {}).items() if key != "host"}
-    return Rates(record)
-
-
-def _slower(part: str, rows: Any, ranks: int) -> Any:
-    """Rows whose seconds are multiplied."""
-    if isinstance(rows, dict):
-        return {key: _slower(part, more, ranks) for key, more in rows.items()}
-    first = {"products": 3, "attention": 3, "elementwise": 1, "loss": 2, "blocks": 4, "updates": 2}[part]
-    return [[*row[:first], *(seconds * ranks for seconds in row[first:])] for row in rows]
-
-
 def cases() -> list[Case]:
     """Every measured run of ours on a machine that was recorded."""
-    found = [case for path in sorted(RESULTS.glob("gpu-*.json")) for case in of_systems(path)]
-    return [*found, *simulated(), *recomputed(), *of_transformers()]
+    files = [*sorted(RESULTS.glob("gpu-*.json")), DOCS / "clipping-2.78b-h200.json"]
+    found = [case for path in files for case in of_systems(path)]
+    on_cpus = [Case(*run, None) for run in cpu_runs()]
+    return [*found, *simulated(), *recomputed(), *of_transformers(), *lean(), *on_cpus]
 
 
 def free(machine: Hardware) -> Hardware:
@@ -128,33 +117,34 @@ def of_systems(path: Path) -> Iterator[Case]:
 def planned(
     shape: Shape, machine: Hardware, choice: Choice, ranks: int, batch: int, *, in_backward: bool = False,
     reshard_after_forward: bool = True, bucket_bytes: int = Zero.bucket_bytes, micro_batches: int = 1,
+    compiled: bool = False, state: str = "fp32", sums_width: int = 4,
 ) -> Estimate:  # fmt: skip
     """As `shard(precision="bf16")` runs on a GPU, with AdamW."""
     widths = widths_of("bf16", "split")
     if micro_batches > 1:
-        widths = widths._replace(grad=4)
+        widths = widths._replace(grad=sums_width)
     return Estimate(
         work=Work(widths=widths, shape=shape, bucket_bytes=bucket_bytes, auto_wire=True), choice=choice,
-        grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw"), batch=batch, in_backward=in_backward,
-        reshard_after_forward=reshard_after_forward, micro_batches=micro_batches,
+        grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch, in_backward=in_backward,
+        reshard_after_forward=reshard_after_forward, micro_batches=micro_batches, compiled=compiled,
     )  # fmt: skip
 
 
 def simulated() -> Iterator[Case]:
-    """One rank of many by `benchmarks/simulate_rank.py`, whose messages are copies on the device."""
-    machine = h200()
-    rate = machine.memory_rate / 2  # bytes written per second
-    machine = dataclasses.replace(machine, node_link=rate, nic_rate=rate, latency_s=0.0, node_ranks=8)
+    """One rank of many by `benchmarks/simulate_rank.py`, without the copies that stand for messages. Files that do not
+    say what these took are of a version in which an all-gather was one copy for every peer: 100,000 and 1.3 million
+    launches in a step of 64 and of 1024 ranks, which no rank has. Their times are shown apart."""
+    machine = free(h200())
     for path, policy in ((DOCS / "simulate-128b-64.json", "keep"), (DOCS / "simulate-1t-1024.json", "checkpoint")):
         for row in json.loads(path.read_text()):
-            choice = Choice(row["stage"], activations=policy)
-            estimate = planned(named(row["model"]), machine, choice, row["ranks"], 1)
-            name = f"{row['model']}, one rank of {row['ranks']}"
-            yield Case(name, path.name, estimate, row["steps_s"][-1], row["measured"]["peak"])
+            estimate = planned(named(row["model"]), machine, Choice(row["stage"], activations=policy), row["ranks"], 1)
+            name, stand_ins = f"{row['model']}, one rank of {row['ranks']}", row.get("stand_ins_s")
+            step_s = row["steps_s"][-1] - (stand_ins or 0.0)
+            yield Case(name, path.name, estimate, step_s, row["measured"]["peak"], stand_ins is None)
 
 
 # Runs of transformers' Qwen2 by Onefold 0.1 on one H200, torch 2.11, of which no file was kept: sequences of 1024
-# tokens, 4 micro-batches, AdamW, bf16. The planner counts fused norms, as compiled blocks have them.
+# tokens, 4 micro-batches, AdamW, bf16.
 WITHOUT_FILES: tuple[tuple[str, str, int, str, str, float, float | None], ...] = (
     ("qwen2.5-1.5b", "compiled", 16, "keep", "device", 52.6e3, None),
     ("qwen2.5-1.5b", "eager", 16, "keep", "device", 41.4e3, None),
@@ -167,10 +157,26 @@ def of_transformers() -> Iterator[Case]:
     """Those runs, whose tokens per second are known."""
     for name, how, batch, policy, tier, tokens_per_s, peak in WITHOUT_FILES:
         shape = dataclasses.replace(FAMILIES[name], seq=1024)
-        estimate = planned(shape, h200(), Choice(3, optimizer=tier, activations=policy), 1, batch, micro_batches=4)
+        choice = Choice(3, optimizer=tier, activations=policy)
+        estimate = planned(shape, h200(), choice, 1, batch, micro_batches=4, compiled=how == "compiled")
         where = ", optimizer on the host" if tier == "host" else ""
         step_s = 4 * batch * shape.seq / tokens_per_s
         yield Case(f"{name}, {how}{where}", "predicted_cases.py", estimate, step_s, peak and int(peak))
+
+
+def lean() -> Iterator[Case]:
+    """Qwen2.5's shapes in plain PyTorch, compiled, with moments and sums in bf16. Their loss is computed by tiles,
+    which the planner does not know: so peaks are not compared."""
+    for size in ("1.5b", "7b"):
+        path = DOCS / f"qwen2.5-{size}-h200.json"
+        found = json.loads(path.read_text())
+        work, row = found["work"], found["systems"][LEAN]
+        shape = dataclasses.replace(FAMILIES[f"qwen2.5-{size}"], seq=work["seq"])
+        estimate = planned(
+            shape, h200(), Choice(3, activations="keep"), 1, work["batch"], micro_batches=work["micro_batches"],
+            compiled=True, state="bf16", sums_width=2,
+        )  # fmt: skip
+        yield Case(f"qwen2.5-{size}, lean", path.name, estimate, row["median_s"], None)
 
 
 def recomputed() -> Iterator[Case]:

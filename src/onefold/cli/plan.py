@@ -113,6 +113,9 @@ class PlanCommand(ModelOptions):
     step_in_backward: bool = False
     """Update in backward, so that host updates overlap with it; no clipping."""
 
+    compile: bool = False
+    """Blocks are compiled (compile=True): what lies between their products runs in fewer kernels."""
+
     scaling: bool = False
     """Show expected throughput against the number of ranks, up to 1024, instead. A model, not a measurement."""
 
@@ -246,6 +249,7 @@ class PlanCommand(ModelOptions):
             prefetch=self.prefetch,
             reshard_after_forward=self.reshard_after_forward,
             in_backward=self.step_in_backward,
+            compiled=self.compile,
             stage=self.stage,
             optimizer_tier=_tier(self.offload),
             parameters_tier=_tier(self.offload_parameters),
@@ -274,8 +278,8 @@ class PlanCommand(ModelOptions):
 
     def _of_module(self) -> Plan:
         for_shapes = (
-            "stage", "offload", "offload_parameters", "node_link_gb", "network_gb", "lora", "step_in_backward", "tp",
-            "pp", "replica", "sequence", "params", "model", "layers", "hidden", "heads",
+            "stage", "offload", "offload_parameters", "node_link_gb", "network_gb", "lora", "step_in_backward",
+            "compile", "tp", "pp", "replica", "sequence", "params", "model", "layers", "hidden", "heads",
         )  # fmt: skip
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         if given := [name for name in for_shapes if getattr(self, name) != fields[name]]:

@@ -57,6 +57,7 @@ class Case:
     reshard_after_forward: bool = True
     reduce: str | None = None
     in_backward: bool = False  # updates run in backward; nothing is clipped or accumulated
+    compiled: bool = False  # blocks are compiled: compile=True
     known_strategy: Strategy | None = None  # how gradients are summed; None: as on the hardware
 
     @property

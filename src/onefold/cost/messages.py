@@ -80,6 +80,20 @@ class Messages:
         far = self.case.hardware.link(self.case.grid.shard, 1)
         return sent.near_bytes / self.case.hardware.node_link + (sent.bytes - sent.near_bytes) / far
 
+    @property
+    def on_cpu_s(self) -> float:
+        """Seconds in which the cores of CPU ranks move messages themselves, at the rate inside a node, and so do not
+        compute; 0 for GPUs."""
+        return 0.0 if self.case.cuda else total(self.traffic)[1] / self.case.hardware.node_link
+
+    @property
+    def unit_numel(self) -> list[int]:
+        """Elements of the units that messages follow: those that a pass gathers, or else those that are reduced."""
+        case = self.case
+        forward, _ = case.work.passes(case.sizes, case.placements)
+        units = [case.sizes.units[i] for i in forward] if self.gather_s else case.sizes.trained
+        return [unit.numel for unit in units]
+
     @cached_property
     def gather_s(self) -> list[float]:
         """Seconds of the all-gather of each unit in a forward or backward."""

@@ -21,6 +21,7 @@ T = TypeVar("T")
 FORMAT = 1
 NEAREST = 4  # measured shapes that a rate is interpolated from
 VECTOR = 8  # elements: products with a side that is no multiple of it take slower kernels
+BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of an element
 ALIKE = {"fp16": "bf16", "bf16": "fp16", "tf32": "fp32"}  # the dtype whose figures stand for those of another
 Rows = Sequence[Sequence[float]]
 
@@ -68,6 +69,15 @@ class Rates:
     def device(self) -> str:
         return str(self.record["device"])
 
+    @property
+    def cuda(self) -> bool:
+        return bool(self.record.get("kind") == "cuda")
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds of the host to launch one kernel."""
+        return float((self.record.get("host") or {}).get("launch", 0.0))
+
     def _rows(self, part: str, dtype: str, kind: str | None = None) -> Rows:
         tables = self.record.get(part) or {}
         found: Any = tables.get(dtype) or tables.get(ALIKE.get(dtype, "")) or next(iter(tables.values()), {})
@@ -101,9 +111,21 @@ class Rates:
         return Both(*(scale * _line(length, [(row[0], row[at] / row[2]) for row in of_width]) for at in (3, 4)))
 
     def elementwise(self, dtype: str, kind: str, numel: float) -> Both:
-        """Of `norm`, `gelu`, `add`, `copy` or `sum` over so many elements."""
+        """Of `norm`, `gelu`, `add`, `copy` or `sum` over so many elements.
+
+        Timings of small kernels on a GPU are of the host that launches them, backward's most, which in training runs
+        ahead: so no kernel takes longer than a launch and its share of the largest one that was measured."""
         table = self._rows("elementwise", dtype, kind)
-        return Both(*(_line(numel, [(row[0], row[at]) for row in table]) for at in (1, 2)))
+        found = [_line(numel, [(row[0], row[at]) for row in table]) for at in (1, 2)]
+        if self.cuda:
+            largest = max(table, key=lambda row: row[0])
+            found = [min(one, self.launch_s + numel * largest[at] / largest[0]) for at, one in enumerate(found, 1)]
+        return Both(*found)
+
+    def moved(self, dtype: str, nbytes: float, kernels: int) -> float:
+        """Seconds of so many kernels that together read and write so many bytes, at the rate of a large copy."""
+        numel, seconds = max(self._rows("elementwise", dtype, "copy"), key=lambda row: row[0])[:2]
+        return nbytes * seconds / (2 * BYTES[dtype] * numel) + kernels * self.launch_s
 
     def loss(self, dtype: str, tokens: float, words: int) -> Both:
         """Of the cross entropy of logits."""
@@ -139,8 +161,10 @@ class Rates:
         if not found.get(collective):
             return None
         ranks, rows = found["ranks"], sorted(found[collective])
-        latency, (nbytes, seconds) = rows[0][1], rows[-1]
-        return Link(latency, nbytes * (ranks - 1) / ranks / seconds)
+        (least, first_s), (most, last_s) = rows[0], rows[-1]
+        rate = most * (ranks - 1) / ranks / last_s
+        moving_s = least * (ranks - 1) / ranks / rate  # of the smallest message, which over a slow link is most of it
+        return Link(max(0.0, first_s - moving_s), rate)
 
     @property
     def block_host_s(self) -> float:

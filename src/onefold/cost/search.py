@@ -42,6 +42,7 @@ class Question:
     prefetch: int = 1
     reshard_after_forward: bool = True
     in_backward: bool = False  # updates run in backward
+    compiled: bool = False  # blocks are compiled
     strategy: Strategy | None = None  # how gradients are summed; None: as on the hardware
     stage: int | None = None  # the stage that is asked about; the others are weighed all the same
     optimizer_tier: str | None = None  # device, host or disk, likewise
@@ -61,6 +62,7 @@ class Question:
             work=self.work, choice=choice, grid=grid, hardware=self.hardware, cost=self.cost, batch=batch,
             micro_batches=self.micro_batches, prefetch=self.prefetch, in_backward=self.in_backward,
             reshard_after_forward=self.reshard_after_forward, known_strategy=self.strategy,
+            compiled=self.compiled,
         )  # fmt: skip
 
 

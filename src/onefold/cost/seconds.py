@@ -1,7 +1,8 @@
 """Seconds: how many units to prefetch, when stage 3 pays, and how long a step takes. Numbers only.
 
-All-gathers overlap with the compute of the units before, reductions with the rest of backward. What does not fit there
-is exposed. The all-gathers after the update (stages 1 and 2) are waited for.
+All-gathers overlap with the compute of the units before, reductions with the rest of backward; the last reduction has
+nothing left to overlap with. What does not fit there is exposed. The all-gathers after the update (stages 1 and 2) are
+waited for.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class StepSeconds(NamedTuple):
 def exposed_in_step(
     compute_s: float,
     *,
+    unit_numel: Sequence[int],
     gather_s: Sequence[float],
     reduce_s: float,
     updated_s: float,
@@ -110,20 +112,43 @@ def exposed_in_step(
 ) -> float:
     """Seconds a step waits for messages, over all micro-batches.
 
-    `compute_s` is of one micro-batch; `gather_s` of each unit a pass gathers; `reduce_s` of one reduction of all units;
-    `updated_s` of what is gathered after the update.
+    `compute_s` is of one micro-batch, of which each unit has a share by its elements; `gather_s` of each unit a pass
+    gathers, if any are sharded; `reduce_s` of one reduction of all units; `updated_s` of what is gathered after the
+    update.
     """
     shares = (1, 3) if checkpointed else (1, 2)
     forward, backward = (compute_s * share / sum(shares) for share in shares)
-    waiting = 0.0
+    elements = sum(unit_numel) or 1
+    units = [numel / elements for numel in unit_numel]
+    computing = [backward * share for share in reversed(units)]
+    again = gather_s[::-1] if gather_s and reshard_after_forward else [0.0] * len(units)
+    reducing = exposed_in_backward(again, [reduce_s * share for share in reversed(units)], computing, prefetch)
+    waiting = rounds * reducing
     if gather_s:
-        units = len(gather_s)
-        waiting += micro_batches * exposed_s(gather_s, [forward / units] * units, prefetch)
-        again = gather_s if reshard_after_forward else [0.0] * units
-        in_backward = exposed_s(again, [backward / units] * units, prefetch)
-        for last in range(micro_batches):
-            reducing = reduce_s if last < rounds else 0.0
-            waiting += max(in_backward, sum(again) + reducing - backward)
-    else:
-        waiting += rounds * max(0.0, reduce_s - backward)
+        waiting += micro_batches * exposed_s(gather_s, [forward * share for share in units], prefetch)
+        waiting += max(0, micro_batches - rounds) * exposed_s(again, computing, prefetch)
     return waiting + updated_s
+
+
+def exposed_in_backward(
+    gather_s: Sequence[float], reduce_s: Sequence[float], compute_s: Sequence[float], prefetch: int
+) -> float:
+    """Seconds that a backward waits for messages, unit by unit in backward's order: all-gathers start `prefetch` units
+    ahead, reductions as soon as their unit has computed; both share one link, and the last reduction is waited for.
+
+    >>> exposed_in_backward([0.0] * 4, [1.0] * 4, [2.0] * 4, 1)  # only the last is not hidden
+    1.0
+    >>> exposed_in_backward([0.0] * 4, [3.0] * 4, [2.0] * 4, 1)
+    6.0
+    """
+    link_free = clock = 0.0
+    arrives: list[float] = []
+    for i, (reducing, compute) in enumerate(zip(reduce_s, compute_s, strict=True)):
+        for ahead in gather_s[len(arrives) : i + 1 + prefetch]:
+            if ahead:
+                link_free = max(link_free, clock) + ahead
+            arrives.append(link_free if ahead else clock)
+        clock = max(clock, arrives[i]) + compute
+        if reducing:
+            link_free = max(link_free, clock) + reducing
+    return max(clock, link_free) - sum(compute_s)

@@ -28,6 +28,7 @@ class StepTime:
         compute = self.compute_s * case.micro_batches
         exposed = exposed_in_step(
             self.compute_s,
+            unit_numel=self.messages.unit_numel,
             gather_s=self.messages.gather_s,
             reduce_s=(messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.messages.reductions,
             updated_s=messages.get("gather-updated", 0.0) + messages.get("gather-gradient", 0.0),
@@ -37,6 +38,7 @@ class StepTime:
             micro_batches=case.micro_batches,
             rounds=self.messages.reductions,
         )
+        exposed = max(exposed, self.messages.on_cpu_s)
         bubble = compute * (case.grid.pp - 1) / case.micro_batches
         update, transfer = self._update_s(compute)
         update += sum(messages.get(purpose, 0.0) for purpose in WHOLE) + self._matrices_s
@@ -52,7 +54,7 @@ class StepTime:
         if hardware.rates is not None and work.shape is not None:
             found = shape_seconds(
                 work.shape, hardware.rates, case.batch, case.choice.activations, width=work.widths.compute, tp=grid.tp,
-                pp=grid.pp, sequence=grid.sequence, trained=not work.lora,
+                pp=grid.pp, sequence=grid.sequence, trained=not work.lora, compiled=case.compiled,
             )  # fmt: skip
             units = len(case.sizes.units) if grid.shard > 1 else 0
             return step_compute_s(found, hardware.rates, work.layers_here(grid), units) + self._gradients_s

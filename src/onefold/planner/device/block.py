@@ -13,6 +13,7 @@ from onefold.planner.device.clock import Clock
 LENGTH, HEAD = 1024, 64
 LONG = ((8192, 1024), (8192, 1600), (16384, 2560), (8192, 4096), (16384, 4096), (4096, 5120))
 SUSTAINED_S = 3.0
+HEAT_S = 0.2  # of products before each block
 TOKENS, WIDTHS = (4096, 8192, 16384), (1024, 1600, 2048, 2560, 4096, 5120)
 
 
@@ -36,6 +37,12 @@ class Block(nn.Module):
         return x + down
 
 
+def _block(clock: Clock, hidden: int, dtype: torch.dtype) -> Block:
+    """Made on the device: while the host would fill it, the device would rest, and then compute at a higher clock."""
+    with clock.device:
+        return Block(hidden, hidden // HEAD).to(dtype)
+
+
 def _bytes(tokens: int, hidden: int, itemsize: int) -> int:
     """What a block takes at most, with its gradients."""
     return (60 * tokens * hidden + 24 * hidden**2) * itemsize
@@ -51,7 +58,7 @@ def sustained(clock: Clock) -> dict[str, list[list[float]]]:
     for tokens, hidden in LONG:
         if not clock.fits(_bytes(tokens, hidden, 2)):
             continue
-        block = Block(hidden, hidden // HEAD).to(clock.device, torch.bfloat16)
+        block = _block(clock, hidden, torch.bfloat16)
         shape = (tokens // LENGTH, LENGTH, hidden)
         x = torch.randn(shape, device=clock.device).bfloat16().requires_grad_()
         inputs, grad = (x, *block.parameters()), torch.randn(shape, device=clock.device).bfloat16()
@@ -80,7 +87,8 @@ def blocks(clock: Clock) -> dict[str, list[list[float]]]:
     found = []
     for tokens, hidden in sizes:
         if clock.fits(_bytes(tokens, hidden, dtype.itemsize)):
-            block = Block(hidden, hidden // HEAD).to(clock.device, dtype)
+            block = _block(clock, hidden, dtype)
+            clock.heat(HEAT_S)
             x = torch.randn(tokens // length, length, hidden, device=clock.device).to(dtype).requires_grad_()
             output = block(x)
             inputs, grad = (x, *block.parameters()), torch.randn_like(output)

@@ -26,7 +26,7 @@ class Clock:
         return self.device.type == "cuda"
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of one run. The first run warms up; the second says how many follow."""
+        """Of one run: the least of several timings. The first run warms up, the second says how many each has."""
         work()
         once = self.mean_s(work, 1)
         if once >= self.least_s:
@@ -37,10 +37,10 @@ class Clock:
     def mean_s(self, work: Callable[[], object], times: int) -> float:
         """The mean of so many runs, one right after the other."""
         if not self.cuda:
-            began = time.perf_counter()
+            began = self._now()
             for _ in range(times):
                 work()
-            return (time.perf_counter() - began) / times
+            return (self._now() - began) / times
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
         first.record()
@@ -49,6 +49,15 @@ class Clock:
         last.record()
         torch.cuda.synchronize(self.device)
         return float(first.elapsed_time(last)) / 1e3 / times
+
+    def host_s(self, work: Callable[[], object]) -> float:
+        """Of one run, which the host computes or waits for."""
+        return self.wall_s(work) if self.cuda else self.mean_s(work, 1)
+
+    def _now(self) -> float:
+        """Seconds of a CPU: where one thread computes, those that this process had it, so that what else a shared
+        machine does is not counted."""
+        return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
     def wall_s(self, work: Callable[[], object]) -> float:
         """Of one run as the host sees it, with the wait for the device."""
@@ -60,13 +69,13 @@ class Clock:
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - began
 
-    def heat(self) -> None:
+    def heat(self, least_s: float = HEAT_S) -> None:
         """Computes until a GPU has the clock and the temperature that it has in training."""
         if not self.cuda or self.quick:
             return
         left, right = (torch.randn(8192, 8192, device=self.device).bfloat16() for _ in range(2))
         began = time.perf_counter()
-        while time.perf_counter() - began < HEAT_S:
+        while time.perf_counter() - began < least_s:
             for _ in range(20):
                 left @ right
             torch.cuda.synchronize(self.device)

@@ -14,6 +14,7 @@ from onefold.planner.device.clock import Clock
 
 SIZES = (1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)  # bytes that all ranks have together
 ROUNDS, WARM_UP = 5, 2  # the same on all ranks
+LONGEST_S = 0.5  # a message that takes longer is the last: over a slow link larger ones would say nothing new
 PATIENCE_S = 60.0
 
 
@@ -38,6 +39,9 @@ def links(clock: Clock) -> dict[str, Any]:
 
         for name, work in (("all_gather", gather), ("reduce_scatter", reduce)):
             found[name].append([flat.numel() * flat.itemsize, _median_s(clock, comm, work)])
+        slow = found["all_gather"][-1][1] > LONGEST_S
+        if any(comm.all_gather_bytes(bytes([slow]), Label("measure", "go on"))[rank][0] for rank in range(comm.size)):
+            break
     return found
 
 

@@ -72,6 +72,8 @@ def fields(e: Estimate, settings: Settings) -> dict[str, str]:
         found["precision"] = f'onefold.Precision(compute="{settings.precision}", master="{settings.master}")'
     if e.work.knows_activations:
         found["activations"] = f'"{choice.activations}"'
+    if e.compiled:
+        found["compile"] = "True"
     if choice.keep_whole:
         found["keep_whole"] = str(choice.keep_whole)
     if choice.optimizer != "device":
