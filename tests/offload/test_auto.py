@@ -45,6 +45,7 @@ class Outcome(NamedTuple):
     tiers: list[Tier]  # of each unit's optimizer state
     said: list[str]  # warnings
     why: str
+    numels: list[int]  # of units
 
 
 def build(work: Work, offload: Any) -> tuple[Any, onefold.Optimizer]:
@@ -83,6 +84,13 @@ def tiers_of(model: Any) -> list[Tier]:
     return [unit.placement.optimizer_tier for unit in engine_of(model).units]
 
 
+def outcome(model: Any, losses: list[float], peak: int, heard: list[warnings.WarningMessage]) -> Outcome:
+    said = [str(one.message) for one in heard if issubclass(one.category, PlacementWarning)]
+    numels = [unit.layout.numel for unit in engine_of(model).units]
+    state, why = onefold.full_state_dict(model), onefold.placement(model).why
+    return Outcome(losses, state, peak, tiers_of(model), said, why, numels)
+
+
 def train(work: Work, offload: Any, *, tracked: bool = True) -> Outcome:
     model, adam = build(work, offload)
     with (
@@ -92,9 +100,7 @@ def train(work: Work, offload: Any, *, tracked: bool = True) -> Outcome:
         warnings.simplefilter("always")
         losses = [step(model, adam, work, number) for number in range(STEPS)]
         engine_of(model).updates.wait()
-    said = [str(one.message) for one in heard if issubclass(one.category, PlacementWarning)]
-    peak = seen.peak_bytes if seen is not None else 0
-    return Outcome(losses, onefold.full_state_dict(model), peak, tiers_of(model), said, onefold.placement(model).why)
+    return outcome(model, losses, seen.peak_bytes if seen is not None else 0, heard)
 
 
 def differing(one: Outcome, other: Outcome) -> list[str]:
@@ -165,28 +171,33 @@ def test_training_stays_within_any_budget_that_some_placement_fits(ranks: int, s
         soak.tried(len(seeds))
 
 
-def filled(work: Work, fills: list[float]) -> list[tuple[list[Tier], list[str], bool, str]]:
-    """With each budget: where state is, what differs from the run without offload, whether it was within the budget,
-    and what placement() tells."""
+def filled(work: Work, fills: list[float]) -> list[tuple[dict[int, list[Tier]], list[str], bool, str]]:
+    """With each budget: where state is, by the size of units, what differs from the run without offload, whether it was
+    within the budget, and what placement() tells."""
     found, known = [], bounds(work)
     for budget in map(known.budget, fills):
         auto = train(work, onefold.Offload(optimizer="auto", device_bytes=budget))
-        found.append((auto.tiers, differing(known.plain, auto), auto.peak <= budget, auto.why))
+        by_size = {size: [t for t, n in zip(auto.tiers, auto.numels, strict=True) if n == size] for size in auto.numels}
+        found.append((by_size, differing(known.plain, auto), auto.peak <= budget, auto.why))
     return found
 
 
 @pytest.mark.parametrize(("stage", "ranks", "inside"), [(1, 2, False), (3, 2, True), (3, 1, False)])
 def test_the_device_is_filled_from_the_front_to_the_same_bits(stage: int, ranks: int, inside: bool) -> None:
-    """Budgets that no unit, some of them and all of them fit."""
+    """Budgets that no unit, some of them and all of them fit. Of units of one size the first of forward stay."""
     work = Work(stage=stage, inside=inside, clip=not inside, rows=16, depth=4)
     none, some, every = run_ranks(ranks, filled, work, [0.0, 0.6, 2.0])[0]
-    for tiers, differs, within, why in (none, some, every):
+    elements = []  # of units whose state is on the device
+    for by_size, differs, within, why in (none, some, every):
         assert not differs and within, (differs, why)
-        there = [tier is Tier.DEVICE for tier in tiers]
-        assert there == sorted(there, reverse=True), "units of the front stay"
-        assert f"{sum(there)} of {len(there)} units stays on the device" in why
-    few, more, most = (row[0].count(Tier.DEVICE) for row in (none, some, every))
-    assert few < more < most == len(every[0]) and few < most // 3
+        for tiers in by_size.values():
+            there = [tier is Tier.DEVICE for tier in tiers]
+            assert there == sorted(there, reverse=True), "units of the front stay"
+        tiers = [tier for of_size in by_size.values() for tier in of_size]
+        elements.append(sum(size * tiers.count(Tier.DEVICE) for size, tiers in by_size.items()))
+        assert f"{tiers.count(Tier.DEVICE)} of {len(tiers)} units stays on the device" in why
+    few, more, most = elements
+    assert few < more < most and few < most / 3 and set(tiers) == {Tier.DEVICE}
 
 
 # -- what happens later -----------------------------------------------------------------------------------------------
@@ -204,9 +215,7 @@ def accumulated(work: Work) -> tuple[list[str], list[Tier], list[str], bool]:
             losses = [step(model, adam, work, number, micro=3 if number else 1) for number in range(3)]
             with onefold.track_memory(model) as seen:
                 losses.append(step(model, adam, work, 3, micro=3))
-        said = [str(one.message) for one in heard if issubclass(one.category, PlacementWarning)]
-        state = onefold.full_state_dict(model)
-        results.append(Outcome(losses, state, seen.peak_bytes, tiers_of(model), said, onefold.placement(model).why))
+        results.append(outcome(model, losses, seen.peak_bytes, heard))
     plain, auto = results
     return auto.said, auto.tiers, differing(plain, auto), auto.peak <= budget
 

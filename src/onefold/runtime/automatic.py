@@ -43,7 +43,7 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
     precision = Precision.of(settings.precision).decided(
         own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
     )
-    reasons, candidates = [], 0
+    reasons, candidates = [], frozenset[int]()
     if settings.stage == AUTO:
         stage, why = _automatic_stage(found, precision, device, comms)
         settings = dataclasses.replace(settings, stage=stage)
@@ -54,9 +54,9 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
         tiers, why = automatic_tiers(units, settings, precision, device, comms, share=FILLED if waits else None)
         if waits:
             _check_budget(units, settings, precision)
-            candidates = sum(tier is Tier.DEVICE for tier in tiers.values())
+            candidates = frozenset(index for index, tier in enumerate(tiers.values()) if tier is Tier.DEVICE)
             tiers = {name: Tier.HOST if tier is Tier.DEVICE else tier for name, tier in tiers.items()}
-            why = UNDECIDED.format(candidates, len(tiers))
+            why = UNDECIDED.format(len(candidates), len(tiers))
         units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers)) for unit in units)
         reasons.append(why)
         if comms.world.rank == 0:
