@@ -89,12 +89,14 @@ def test_many_units_are_split_as_few_ones_are(monkeypatch) -> None:
     """The search that compares few splits finds the least seconds of six units of one size, and a split near it where
     sizes differ."""
     monkeypatch.setattr(splits, "EXACT_UNITS", 0)
+    longer = []
     for seed in range(40):
         alike = drawn(seed, 6, alike=True)
         assert split_s(alike.units, alike.chosen(), alike.overlap) == pytest.approx(alike.best_s()), seed
         case = drawn(seed, 6, alike=False)
         assert case.fills(tuple(case.chosen())), seed
-        assert split_s(case.units, case.chosen(), case.overlap) <= 1.35 * case.best_s(), seed
+        longer.append(split_s(case.units, case.chosen(), case.overlap) / max(case.best_s(), 1e-9))
+    assert max(longer) <= 4 / 3 and sum(one <= 1 + 1e-9 for one in longer) >= 0.9 * len(longer)
 
 
 def test_a_first_unit_that_is_too_large_leaves_the_device_to_the_others() -> None:
