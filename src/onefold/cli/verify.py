@@ -26,11 +26,12 @@ from onefold.comm.mesh import axes_of, init, mesh
 from onefold.comm.meter import Flow, Label, Meter
 from onefold.cost.text import format_bytes
 from onefold.observe.rehearsal import Rehearsal, rehearse
-from onefold.observe.reports import MemoryReport, memory, traffic
+from onefold.observe.reports import MemoryReport, memory, placement, traffic
 from onefold.observe.simulation import states_elsewhere, train_step
 from onefold.observe.tensor_messages import TensorMessages
 from onefold.offload.files import check_folder
 from onefold.optim.named import choose
+from onefold.settings.offload import AUTO
 from onefold.settings.zero import Zero
 from onefold.sharding import shard
 from onefold.train.run.fits import on_host
@@ -114,11 +115,13 @@ class VerifyCommand(TrialOptions):
         with torch.device("meta"):
             blank = trial.build(axes.pp.rank)
         chosen, cut = choose(self.optimizer, state=self.optimizer_state), trial.cut(axes.pp.rank, places)
-        planned = rehearse(
-            blank, sample, trial.zero, chosen.cost, ranks=grid.shard, rank=axes.shard.rank,
+        rehearsed = partial(
+            rehearse, sample=sample, zero=trial.zero, cost=chosen.cost, ranks=grid.shard, rank=axes.shard.rank,
             plays="nccl" if device.type == "cuda" else "gloo", node_ranks=self.ranks,
             micro_batches=self.micro_batches, optimizer=chosen.make_whole, cut=cut,
         )  # fmt: skip
+        decides = self.offload == AUTO  # the first step of the run says where optimizer state is
+        planned = None if decides else rehearsed(blank)
         if places is None or shape is None:
             model = shard(trial.build().to(device), trial.zero)
         else:
@@ -141,6 +144,10 @@ class VerifyCommand(TrialOptions):
             peak = train_step(model, optimizer, inputs, passes)
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
+        if planned is None:
+            with torch.device("meta"):
+                blank = trial.build(axes.pp.rank)
+            planned = rehearsed(blank, tiers=placement(model).optimizer_tiers)
         return compare(planned, model, peak, messages.flows if messages is not None else {})
 
     def _show(self, rows: list[dict[str, Any]]) -> None:
