@@ -171,7 +171,7 @@ PARTS = [(ranks, part) for part in range(10) for ranks in (1, 2)]  # of a soak, 
 def test_training_stays_within_any_budget_that_some_placement_fits(ranks: int, part: int, soak: Any) -> None:
     first = 1000 * ranks + 10 * part
     for seed in range(first, first + soak.number(4 - ranks, 10)):
-        assert run_ranks(ranks, within_budget, [seed]) == [[]] * ranks
+        assert run_ranks(ranks, within_budget, [seed], timeout_s=600) == [[]] * ranks
         soak.tried()
 
 
