@@ -82,21 +82,24 @@ class Fails(LAMB):
         return super().direction(*args)
 
 
-def after_an_error() -> list[str]:
-    """On a rank: what differs from a run without an error, after one that every rank had."""
+def after_an_error(folder: str) -> list[str]:
+    """On a rank: what differs from a run without an error, after one that every rank had and a load mended."""
     onefold.init()
     ended, held = [], []
     for fails in (False, True):
         torch.manual_seed(0)
         model = onefold.shard(CASE.build(), stage=3)
         optimizer = onefold.Optimizer(model, Fails)
+        if fails:
+            onefold.save(folder, model, optimizer)
+            CASE.loss(model, batch_for(0, 0, dist.get_rank()), 0).backward()
+            Fails.broken = True
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+            Fails.broken = False
+            onefold.load(folder, model, optimizer)
         for step in range(2):
             CASE.loss(model, batch_for(step, 0, dist.get_rank()), step).backward()
-            if fails and step == 0:
-                Fails.broken = True
-                with pytest.raises(ZeroDivisionError):
-                    optimizer.step()
-                Fails.broken = False
             optimizer.step()
             optimizer.zero_grad()
         pool = engine_of(model).pool
@@ -106,8 +109,8 @@ def after_an_error() -> list[str]:
     return [name for name, value in ended[0].items() if not same_bits(value, ended[1][name])]
 
 
-def test_after_a_failed_update_no_round_is_left() -> None:
-    assert run_ranks(2, after_an_error) == [[], []]
+def test_after_a_failed_update_no_round_is_left(tmp_path) -> None:
+    assert run_ranks(2, after_an_error, str(tmp_path / "run")) == [[], []]
 
 
 def interrupted(stage: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ When a model is sharded its optimizer is not known yet: all bytes are for Adam, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from onefold.comm.strategy import Strategy
@@ -16,8 +16,9 @@ from onefold.cost.hardware import Hardware
 from onefold.cost.layout import ParamInfo
 from onefold.cost.peak import lent_bytes, segments, staging_bytes
 from onefold.cost.recommend import recommend
-from onefold.cost.search import STATES_SHARE, Question, fits, most
+from onefold.cost.search import STATES_SHARE, Question, fits
 from onefold.cost.sizes import UnitSize
+from onefold.cost.splits import filled, tiers_of
 from onefold.cost.states import StateCost, state_bytes
 from onefold.cost.text import format_bytes
 from onefold.cost.work import Module, Work
@@ -85,41 +86,41 @@ def choose_tiers(
     host_bytes: int | None = None,
     cost: StateCost = ADAM,
 ) -> Tiers:
-    """Keeps the optimizer state of as many units as fit on the device, the first of forward: backward reaches them last
-    and the next forward needs them first, so no host update is waited for at the end of a step. The next units' state
-    is in host memory; what `host_bytes`, if given, cannot hold is on disk. `placements` are with all state on the
-    host."""
+    """Keeps the optimizer state of as many units as fit on the device, the first of forward (splits.py says why), and
+    of the others in host memory; what `host_bytes`, if given, cannot hold is on disk. `placements` are with all state
+    on the host."""
     trained = [index for index, unit in enumerate(units) if unit.trained]
     cuda = machine.device == "cuda"
     gathered = max((part.gathered for part in segments(units, placements, prefetch)), default=0)
     budget = device_bytes if device_bytes is not None else int(STATES_SHARE * machine.memory_bytes) - gathered
 
-    def device_need(on_device: int) -> int:
-        rows = _placed(units, placements, on_device, len(trained))
+    def device_need(on_device: frozenset[int]) -> int:
+        rows = _placed(units, placements, [Tier.DEVICE if at in on_device else Tier.HOST for at in range(len(trained))])
         arriving = arrivals(units, rows, strategy, cuda=cuda, one_pass=False, accumulates=True)
         in_flight = max((unit.done.buffers for unit in arriving), default=0) + lent_bytes(units, rows)
         return state_bytes(units, rows, cost).total + in_flight
 
-    on_device = most(lambda count: device_need(count) <= budget, len(trained))
+    on_device = filled(
+        range(len(trained)), lambda chosen: device_need(chosen) <= budget, lambda at: units[trained[at]].numel
+    )
     room = "device_bytes" if device_bytes is not None else f"{STATES_SHARE:.0%} of the device less units in use"
     why = f"states take {format_bytes(device_need(on_device))} of {format_bytes(max(budget, 0))} ({room})"
-    reason = f"optimizer state of {on_device} of {len(trained)} units stays on the device: {why}"
-    on_host, told = split_offloaded(units, placements, on_device, host_bytes, cost=cost)
-    return Tiers(tuple(in_order(on_device, on_host, len(trained))), reason + told)
+    reason = f"optimizer state of {len(on_device)} of {len(trained)} units stays on the device: {why}"
+    tiers = split_offloaded(units, placements, on_device, host_bytes, cost=cost)
+    return Tiers(tuple(tiers), reason + told_of(units, placements, tiers, host_bytes, cost=cost))
 
 
 def host_need(
     units: Sequence[UnitSize],
     placements: Sequence[Placement],
-    on_device: int,
-    on_host: int,
+    tiers: Sequence[Tier],
     *,
     cost: StateCost,
     in_backward: bool = False,
 ) -> int:
-    """Bytes of host memory for so many units with their state on the device, so many in host memory, the rest on disk;
-    with gradients that wait for step(), unless updates run in backward."""
-    rows = _placed(units, placements, on_device, on_host)
+    """Bytes of host memory if the optimizer state of trained units is on these tiers; with gradients that wait for
+    step(), unless updates run in backward."""
+    rows = _placed(units, placements, tiers)
     held = state_bytes(units, rows, cost, Tier.HOST)
     return held.total - in_backward * held.gradients + sum(staging_bytes(units, rows, cost, in_backward=in_backward))
 
@@ -127,37 +128,50 @@ def host_need(
 def split_offloaded(
     units: Sequence[UnitSize],
     placements: Sequence[Placement],
-    on_device: int,
+    on_device: Collection[int],
     host_bytes: int | None,
     *,
     cost: StateCost,
     in_backward: bool = False,
-) -> tuple[int, str]:
-    """Of the units whose state is not on the device, how many have it in host memory, the others on disk; and what to
-    tell of it. Without `host_bytes` all have it in host memory."""
-    offloaded = sum(unit.trained for unit in units) - on_device
+) -> list[Tier]:
+    """The tiers of trained units, of which these, by number, are on the device: of the others the first of forward are
+    in host memory, as many as fit, the rest on disk. Without `host_bytes` all others are in host memory."""
+    numels = [unit.numel for unit in units if unit.trained]
+    rest = [at for at in range(len(numels)) if at not in on_device]
 
-    def need(on_host: int) -> int:
-        return host_need(units, placements, on_device, on_host, cost=cost, in_backward=in_backward)
+    def tiers(on_host: Collection[int]) -> list[Tier]:
+        return tiers_of(len(numels), on_device, on_host)
 
-    if host_bytes is None or need(offloaded) <= host_bytes:
-        return offloaded, ""
-    on_host = min(most(lambda count: need(count) <= host_bytes, offloaded), offloaded)
-    takes = f"{format_bytes(need(on_host))} of {format_bytes(host_bytes)}"
-    return on_host, f"; of {on_host} more it is in host memory ({takes}), of {offloaded - on_host} on disk"
+    def fits(on_host: Collection[int]) -> bool:
+        needed = host_need(units, placements, tiers(on_host), cost=cost, in_backward=in_backward)
+        return host_bytes is None or needed <= host_bytes
 
-
-def _placed(
-    units: Sequence[UnitSize], placements: Sequence[Placement], on_device: int, on_host: int
-) -> list[Placement]:
-    trained = [index for index, unit in enumerate(units) if unit.trained]
-    tiers = dict(zip(trained, in_order(on_device, on_host, len(trained)), strict=True))
-    return [p.on(tiers.get(i, p.optimizer_tier), p.parameters_tier) for i, p in enumerate(placements)]
+    return tiers(rest if fits(rest) else filled(rest, fits, numels.__getitem__))
 
 
-def in_order(on_device: int, on_host: int, units: int) -> list[Tier]:
-    """The tiers of units in forward order: the first `on_device` ones, then `on_host` ones, the others on disk."""
-    return ([Tier.DEVICE] * on_device + [Tier.HOST] * on_host + [Tier.DISK] * units)[:units]
+def told_of(
+    units: Sequence[UnitSize],
+    placements: Sequence[Placement],
+    tiers: Sequence[Tier],
+    host_bytes: int | None,
+    *,
+    cost: StateCost,
+    in_backward: bool = False,
+) -> str:
+    """What to tell of units whose state is on disk: empty if there are none."""
+    on_disk, on_host = tiers.count(Tier.DISK), tiers.count(Tier.HOST)
+    needed = host_need(units, placements, tiers, cost=cost, in_backward=in_backward)
+    takes = f"{format_bytes(needed)} of {format_bytes(host_bytes or 0)}"
+    return f"; of {on_host} more it is in host memory ({takes}), of {on_disk} on disk" if on_disk else ""
+
+
+def _placed(units: Sequence[UnitSize], placements: Sequence[Placement], tiers: Sequence[Tier]) -> list[Placement]:
+    """The placements of all units, if the optimizer state of trained ones is on these tiers."""
+    coming = iter(tiers)
+    return [
+        placement.on(next(coming), placement.parameters_tier) if unit.trained else placement
+        for unit, placement in zip(units, placements, strict=True)
+    ]
 
 
 def room_for_activations(

@@ -1,8 +1,8 @@
-"""How many units keep their optimizer state on the device, given the memory that parts of a step took there."""
+"""What a step takes on the device if other units keep their optimizer state there, given what its parts took."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 FILLED = 0.95  # of a device's memory
@@ -25,22 +25,31 @@ class UnitOnDevice(NamedTuple):
     may_stay: bool = True
 
 
-def needed_bytes(parts: Sequence[Taken], units: Sequence[UnitOnDevice], count: int) -> int:
-    """The most bytes on the device in such a step, if the first `count` units were updated there."""
-    stays = [number < count and unit.may_stay for number, unit in enumerate(units)]
-    states = sum(unit.state * stay - unit.state_now for unit, stay in zip(units, stays, strict=True))
-    gradients = [unit.gradient * stay - unit.gradient_now for unit, stay in zip(units, stays, strict=True)]
-    found = [part.nbytes + states + sum(gradients[number] for number in part.reduced) for part in parts]
-    return max(found, default=0)
+class Room:
+    """What a step took on the device, and what it would take if the device updated other units."""
 
+    def __init__(self, parts: Sequence[Taken], units: Sequence[UnitOnDevice]) -> None:
+        self._units, self._parts = units, list[tuple[int, list[int]]]()
+        seen: frozenset[int] = frozenset()
+        for part in parts:  # each with the units whose gradients were not complete in the one before
+            self._parts.append((part.nbytes, sorted(part.reduced - seen)))
+            seen |= part.reduced
 
-def most_that_fit(parts: Sequence[Taken], units: Sequence[UnitOnDevice], room: int) -> int:
-    """How many units, the first of forward, the device may update within `room` bytes; 0 also if none fits.
+    def needed_bytes(self, on_device: Collection[int]) -> int:
+        """The most bytes on the device in such a step, if these units were updated there.
 
-    >>> units = [UnitOnDevice(state=100, gradient=10)] * 4
-    >>> forward, backward = Taken(500), Taken(200, frozenset(range(4)))
-    >>> most_that_fit([forward, backward], units, room=720)
-    2
-    """
-    fitting = [count for count in range(len(units) + 1) if needed_bytes(parts, units, count) <= room]
-    return max(fitting, default=0)
+        >>> units = [UnitOnDevice(state=100, gradient=10)] * 4
+        >>> room = Room([Taken(500), Taken(200, frozenset(range(4)))], units)
+        >>> room.needed_bytes([0, 1]), room.needed_bytes([])
+        (700, 500)
+        """
+        states, gradients = 0, list[int]()
+        for number, unit in enumerate(self._units):
+            stays = number in on_device and unit.may_stay
+            states += unit.state * stays - unit.state_now
+            gradients.append(unit.gradient * stays - unit.gradient_now)
+        most = reduced = 0
+        for nbytes, more in self._parts:
+            reduced += sum(gradients[number] for number in more)
+            most = max(most, nbytes + states + reduced)
+        return most

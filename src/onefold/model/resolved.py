@@ -66,7 +66,7 @@ class Resolved:
     why: str
     """What shard() chose automatically, and the reasons; "" where nothing was left to it."""
 
-    candidates: int = 0
+    candidates: frozenset[int] = frozenset()
     """Of trained units, the first ones, whose optimizer state the first step may move to the device."""
 
     @property

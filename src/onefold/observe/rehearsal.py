@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from onefold.comm.mesh import simulated_axes
 from onefold.comm.meter import Flow, Label
 from onefold.cost.states import StateBytes, StateCost, parameter_bytes, state_bytes
-from onefold.errors import ModelError
+from onefold.errors import ConfigError, ModelError
 from onefold.model.dtensor_shards import is_dtensor
 from onefold.model.storage import storage_bytes
 from onefold.model.unit_spec import place
@@ -46,6 +46,7 @@ from onefold.observe.tensor_messages import TensorMessages
 from onefold.optim.host_update import HostGradients
 from onefold.optim.kernels.cpu import available
 from onefold.runtime.engine import Engine, engine_of
+from onefold.runtime.moving import move_states
 from onefold.runtime.refusals import Call
 from onefold.runtime.scaled import scaled_backward
 from onefold.runtime.update_policy import NoUpdates
@@ -107,13 +108,15 @@ def rehearse(
     micro_batches: int = 1,
     device: torch.device | None = None,
     optimizer: MakeOptimizer | None = None,
+    tiers: Mapping[str, str] | None = None,
 ) -> Rehearsal:
     """Rehearses a step of one rank of `ranks`. `sample` is the model's input: a tensor, a tuple of arguments, or a dict
     of keywords. `plays` is the backend, `node_ranks` the number of ranks on each node. `cut` says how the model is cut
     over other axes; of a pipeline the model is one stage, and the sample all micro-batches. `optimizer` makes an
-    Optimizer that updates whole tensors; others are rehearsed by their `cost`. Tensors without memory are on `device`,
-    by default the model's. A kernel that is not an operator of torch (Triton, Liger) launches on a CUDA tensor without
-    memory, and breaks the process; on the CPU it raises."""
+    Optimizer that updates whole tensors; others are rehearsed by their `cost`. `tiers` are those of a run with
+    Offload(optimizer="auto"), as its placement().optimizer_tiers has them; without, a formula chooses. Tensors without
+    memory are on `device`, by default the model's. A kernel that is not an operator of torch (Triton, Liger) launches
+    on a CUDA tensor without memory, and breaks the process; on the CPU it raises."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
     assert zero.stage != "auto"
     cut.check(micro_batches)
@@ -121,6 +124,13 @@ def rehearse(
         model = copy.deepcopy(model)
         cut.split(model)
     asked, offload = zero, Offload.of(zero.offload)
+    given = None if tiers is None else {name: Tier(tier) for name, tier in tiers.items()}
+    if given is not None and offload.optimizer != AUTO:
+        raise ConfigError(
+            f"tiers are given, but Offload(optimizer={offload.optimizer!r}) says where state is; use 'auto' or no tiers"
+        )
+    if given is not None:  # all on the host; what is on the device is moved there below
+        offload = Offload(optimizer="host", parameters=offload.parameters and "host")
     if "disk" in (offload.optimizer, offload.parameters):  # the device's memory is the same with disk as with host
         offload = Offload(optimizer="host", parameters=offload.parameters and "host")
     if values and asked.stage == 3:  # all-gathers would need the values of real peers
@@ -136,10 +146,12 @@ def rehearse(
             )
             shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
             cut.tie(twin, plays, values=values)
+            if given is not None:
+                _keep_on_device(engine_of(twin), given)
             inputs = sample if values else tree_map_only(Tensor, lambda tensor: _blank(tensor, device), sample)
             passes = cut.passes(loss, micro_batches)
             update = RehearsedWhole(engine_of(twin), optimizer) if optimizer is not None else None
-            found = _some_steps(twin, inputs, passes, cost, asked, count_flops, update)
+            found = _some_steps(twin, inputs, passes, cost, asked, count_flops, update, given)
             if cut.tp == 1:
                 return found
             with TensorMessages(cut.tp) as messages:
@@ -160,6 +172,7 @@ def _some_steps(
     asked: Zero,
     count_flops: bool,
     update: RehearsedWhole | None,
+    given: Mapping[str, Tier] | None,
 ) -> Rehearsal:
     engine = engine_of(model)
     engine.optimizers.rehearse(GradientsToHost(engine) if update is None else update)
@@ -188,7 +201,7 @@ def _some_steps(
     updating["checkpoints"] = now.checkpoints.measured
     peak = max(peak, updating, key=lambda rows: sum(rows.values()))
     sent = dict(traffic(model).flows)
-    units, placements = sizes_of(engine).units, _asked_placements(engine, asked)
+    units, placements = sizes_of(engine).units, _asked_placements(engine, asked, given)
     if asked.stage == 3 and engine.resolved.settings.stage != 3:
         shards = sum(map(parameter_bytes, units, placements))
         states, peak, sent = _as_stage_3(engine, states._replace(parameters=shards), peak, sent)
@@ -210,10 +223,24 @@ def _kept_bytes(engine: Engine) -> list[int]:
     return sorted(buffer.nbytes for buffer in engine.pool.buffers()) if engine.pool.keeps else []
 
 
-def _asked_placements(engine: Engine, asked: Zero) -> list[Placement]:
+def _keep_on_device(engine: Engine, tiers: Mapping[str, Tier]) -> None:
+    """Moves the optimizer state of these units to the device; the others' is on the host, also if a run has it on disk:
+    for the device's memory that is the same."""
+    names = {unit.name for unit in engine.units}
+    if names != tiers.keys():
+        missing, odd = sorted(names - tiers.keys()), sorted(tiers.keys() - names)
+        raise ConfigError(
+            f"tiers are given for {len(tiers)} units, of which {odd[:3]} are none of this model's; {missing[:3]} are "
+            f"missing: give placement(model).optimizer_tiers of a run with this model and these settings"
+        )
+    on_device = {name: tier for name, tier in tiers.items() if tier is Tier.DEVICE}
+    move_states(engine, on_device, engine.resolved.why)
+
+
+def _asked_placements(engine: Engine, asked: Zero, given: Mapping[str, Tier] | None) -> list[Placement]:
     """The placements of all units that the settings ask for; the rehearsal may have used others."""
     auto = Offload.of(asked.offload).optimizer == AUTO
-    decided = {unit.name: unit.placement.optimizer_tier for unit in engine.units if auto}
+    decided = given or {unit.name: unit.placement.optimizer_tier for unit in engine.units if auto}
     return [place(unit.layout, asked, decided) for unit in engine.all_units]
 
 

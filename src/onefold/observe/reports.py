@@ -152,6 +152,7 @@ class PlacementRow:
     gradients: str  # "frozen" where the unit is not trained
     parameters: str
     parameter_bytes: int  # of its parameters on this rank's device, while the unit is not gathered
+    optimizer_tier: str = ""  # "device", "host" or "disk"; empty where the unit is not trained
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,11 @@ class PlacementReport:
     """How gradients are summed over ranks; empty for one rank."""
     updates: tuple[Update, ...] = ()
     """What updates each parameter, if an optimizer such as Muon updates whole tensors."""
+
+    @property
+    def optimizer_tiers(self) -> dict[str, str]:
+        """By the names of trained units, where their optimizer state is: "device", "host" or "disk"."""
+        return {row.unit: row.optimizer_tier for row in self.rows if row.optimizer_tier}
 
     def __str__(self) -> str:
         cells = [("unit", "elements", "optimizer", "gradients", "parameters", "bytes here")]
@@ -223,6 +229,7 @@ def placement(model: nn.Module) -> PlacementReport:
                 gradients=_text(unit.placement.gradients, offloaded) if trained else "frozen",
                 parameters=_text(unit.placement.parameters, unit.placement.parameters_tier),
                 parameter_bytes=parameter_bytes(size, unit.placement),
+                optimizer_tier=unit.placement.optimizer_tier.value if trained else "",
             )
         )
     updates = tuple(update for optimizer in engine.optimizers for update in optimizer.updates())

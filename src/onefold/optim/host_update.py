@@ -29,6 +29,7 @@ from onefold.errors import OffloadError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.kernels.threads import threads_here
 from onefold.optim.prepared import Assumed, KeptUpdate, PreparedUpdates, settings_of
+from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.workers import ByteBudget, Job, UpdateQueue, work
@@ -195,7 +196,7 @@ class HostUpdates(HostGradients):
         self.prepared.forget()
         self._reduced.clear()
 
-    def step(self, inputs: StepInputs) -> list[Pending]:
+    def step(self, inputs: StepInputs, under_way: StepUnderWay) -> list[Pending]:
         """Queues the updates of all units, and waits for those that the next forward may not overlap; all-gathers of
         their parameters, which are in flight. Units whose gradients are there come in the order of the next forward,
         the others in that of their gradients."""
@@ -216,8 +217,10 @@ class HostUpdates(HostGradients):
             engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
         for index in mine:
             unit = engine.units[index]
+            under_way.comes_to(unit)
             self.offload(index)
             with unit.update(self._by_unit[index].to_update(engine.used.to_update_of(index))):
+                under_way.writes(unit)
                 self._start(index, inputs.groups, inputs.factor(narrow=unit.dtypes.narrow), unit.gradients.offloaded)
         gathers = []
         for index in (i for i in mine if not engine.units[i].placement.hidden_between_passes):
@@ -288,14 +291,15 @@ class UpdateOnHost(UpdateAtStep):
             self.host.prepare(index, self._groups)
         return mine
 
-    def step(self, inputs: StepInputs) -> None:
-        for pending in [*self._update(inputs), *self.host.step(inputs)]:
-            pending.wait()
+    def _update(self, inputs: StepInputs) -> None:
+        super()._update(inputs)
+        self._gathers += self.host.step(inputs, self._under_way)
 
     def wait(self) -> None:
         self.host.wait()
 
     def abandon(self) -> None:
+        super().abandon()
         self.host.abandon()
 
     def forget_prepared(self) -> None:

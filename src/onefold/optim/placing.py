@@ -2,9 +2,10 @@
 
 1 The first step runs with masters in host memory or on disk, and without any optimizer state. What it takes on the
   device is what parameters, activations and gradients on their way need.
-2 When its gradients are complete, the first units of forward get their state on the device, as many as fit into 95% of
-  it beside that; the next ones in host memory, and those that do not fit there on disk. Then the step updates them.
-3 If a later step takes more (longer sequences, accumulation), the state of the last of these units leaves the device.
+2 When its gradients are complete, as many units as fit into 95% of the device beside that get their state there, the
+  others in host memory, and those that do not fit there on disk: of all such splits the one with the fewest planned
+  seconds (cost/splits.py). Then the step updates them.
+3 If a later step takes more (longer sequences, accumulation), the state of some of these units leaves the device.
 
 All ranks decide alike, by the fullest of them. On one kind of device, results do not depend on where state
 is kept.
@@ -15,16 +16,19 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from onefold.comm.meter import Label
-from onefold.cost.automatic import host_need, in_order, split_offloaded
-from onefold.cost.filling import FILLED, Taken, UnitOnDevice, most_that_fit, needed_bytes
+from onefold.cost.automatic import host_need, split_offloaded, told_of
+from onefold.cost.filling import FILLED, Room, Taken, UnitOnDevice
 from onefold.cost.limits import waiting_bytes
+from onefold.cost.machine import here
 from onefold.cost.search import STATES_SHARE
 from onefold.cost.sizes import UnitSize
+from onefold.cost.splits import Overlap, UnitSeconds, fastest, seconds_of, tiers_of
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
@@ -36,11 +40,19 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
 from onefold.settings.offload import Offload
-from onefold.settings.placement import Placement, Tier
+from onefold.settings.placement import Placement, Scope, Tier
 
 LOG = logging.getLogger("onefold")
 SCRATCH_BYTES = 16  # per element of the largest unit: vectors in fp32 that a class of torch makes in an update
 SHORT = 0.9  # of the device's memory, once torch's allocator had to free what it kept
+
+
+class Planned(NamedTuple):
+    """What splits are compared by, the same on all ranks."""
+
+    units: list[UnitSeconds]
+    overlap: Overlap
+    host_bytes: int  # that each rank may have
 
 
 class Placing:
@@ -64,24 +76,24 @@ class Placing:
             return
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
         tiers, _ = automatic_tiers(*given, self._cost, share=FILLED)
-        candidates = sum(tier is Tier.DEVICE for tier in tiers.values())
-        watch.may_move_first(candidates)
-        count, rows, room = len(tiers), self._rows(), self._host_room()
-        cost, backward = self._cost, self._in_backward
+        candidates = [at for at, tier in enumerate(tiers.values()) if tier is Tier.DEVICE]
+        watch.may_move_units(frozenset(candidates))
+        every, rows, room, cost = range(len(tiers)), self._rows(), self._host_room(), self._cost
 
-        def held(first: int) -> int:
-            """Bytes in host memory of masters and gradients of all units but the first ones."""
-            return host_need(*rows, first, count - first, cost=StateCost(0))
+        def needed(on_device: Sequence[int], cost: StateCost = StateCost(0)) -> int:  # noqa: B008
+            """Bytes in host memory of masters and gradients of all units but these, and of state if it has a cost."""
+            return host_need(*rows, tiers_of(len(tiers), on_device, every), cost=cost)
 
-        there, on_host = 0, count
         if self._spills:
-            left = max(room - (held(0) - held(candidates)), 0)
-            behind, _ = split_offloaded(*rows, candidates, left, cost=cost, in_backward=backward)
-            on_host = candidates + behind
+            left = max(room - (needed([]) - needed(candidates)), 0)
+            split = split_offloaded(*rows, candidates, left, cost=cost, in_backward=self._in_backward)
+            first = tiers_of(len(tiers), (), [*candidates, *on_tier(split, Tier.HOST)])
         else:
-            state = host_need(*rows, candidates, count - candidates, cost=cost) - held(candidates)
-            there = next((first for first in range(candidates) if held(first) + state <= room), candidates)
-        self._move(in_order(there, on_host, count), resolved.why)
+            state = needed(candidates, cost) - needed(candidates)
+            counts = range(len(candidates))
+            there = next((n for n in counts if needed(candidates[:n]) + state <= room), len(candidates))
+            first = tiers_of(len(tiers), candidates[:there], every)
+        self._move(first, resolved.why)
 
     def by_formula(self, *, final: bool) -> None:
         """Decides before a step has shown what activations take, as state is about to be loaded, or must be made:
@@ -108,28 +120,30 @@ class Placing:
         if not (first or self._looks(parts)):
             return
         budget, units = watch.budget(), self._units(first=first)
-        parts = self._with_buffers(parts) if first else parts
+        room = Room(self._with_buffers(parts) if first else parts, units)
         if first:
             self._quiesce()
-            count = self._smallest(most_that_fit(parts, units, int(FILLED * budget) - watch.slack_bytes))
-            self._decide(count, needed_bytes(parts, units, count), budget)
+            tiers = self._fastest(room, int(FILLED * budget) - watch.slack_bytes, range(len(units)))
+            self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
             watch.decide()
             return
-        there = sum(not unit.updated_on_host for unit in self._engine.units)
-        took, short = needed_bytes(parts, units, len(units)), watch.was_short()
+        there = self._there()
+        took, short = room.needed_bytes(there), watch.was_short()
         fits = took <= FILLED * budget and not short
-        count = there if fits else most_that_fit(parts, units, int((SHORT if short else FILLED) * budget))
-        if (count := self._smallest(count)) < there:
-            self._leave_device(count, f"a step took {format_bytes(took)} of {format_bytes(budget)}")
+        if self._smallest(fits):
+            return
+        most_bytes = took if fits else int((SHORT if short else FILLED) * budget)
+        stays = on_tier(self._fastest(room, most_bytes, there), Tier.DEVICE)
+        if stays != there:
+            self._leave_device(stays, f"a step took {format_bytes(took)} of {format_bytes(budget)}")
             watch.made_room()
 
     def make_room(self) -> None:
         """The device has run out of memory: state of half of the units that it updates leaves it."""
-        units = self._engine.units
-        there = sum(not unit.updated_on_host for unit in units)
+        units, there = self._engine.units, self._there()
         sums = any(unit.gradients.waiting for unit in units)
         if there and not sums and self._engine.comms.world.size == 1:  # several ranks could not agree on it
-            self._leave_device(there // 2, "the device ran out of memory")
+            self._leave_device(there[: len(there) // 2], "the device ran out of memory")
         self._engine.watch.made_room()
 
     # -- what there is --------------------------------------------------------------------------------------------
@@ -174,10 +188,25 @@ class Placing:
             for number, part in enumerate(parts)
         ]
 
-    def _smallest(self, mine: int) -> int:
-        rows = self._engine.comms.world.exchange(str(mine).encode(), Label("agree", "memory"))
+    def _there(self) -> list[int]:
+        """The units, by number, that the device updates."""
+        return [number for number, unit in enumerate(self._engine.units) if not unit.updated_on_host]
+
+    def _exchange(self, mine: str) -> list[str]:
+        rows = self._engine.comms.world.exchange(mine.encode(), Label("agree", "memory"))
         self._engine.comm.meter.cut()
-        return min(map(int, rows))
+        return [row.decode() for row in rows]
+
+    def _smallest(self, mine: int) -> int:
+        return min(map(int, self._exchange(str(int(mine)))))
+
+    def _largest(self, mine: float) -> float:
+        return max(map(float, self._exchange(repr(mine))))
+
+    def _common(self, mine: Collection[int]) -> frozenset[int]:
+        """The units that every rank has chosen: if they fit there, so do fewer."""
+        rows = self._exchange(" ".join(map(str, sorted(mine))))
+        return frozenset.intersection(*(frozenset(map(int, row.split())) for row in rows))
 
     def _quiesce(self) -> None:
         """Waits until no reduction and no update is in flight; users' edits are in masters then."""
@@ -190,14 +219,62 @@ class Placing:
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
-    def _decide(self, on_device: int, takes: int, budget: int) -> None:
-        engine, units = self._engine, len(self._engine.units)
-        on_host, told = self._on_host(on_device)
+    def _fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
+        """Where the state of each unit is, so that a step takes no more than these bytes on any device, and the fewest
+        seconds as they are planned. Collective; the same on all ranks."""
+        planned = self._planned_seconds()
+        split = self._split(planned, candidates, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
+        every = self._common(on_tier(split, Tier.DEVICE))
+        return self._split(planned, every, lambda chosen: True)
+
+    def _planned_seconds(self) -> Planned:
+        """Collective."""
+        sizes, placements = self._rows()
+        resolved, passes_s = self._engine.resolved, self._largest(self._engine.watch.passes_s)
+        shares = 3 if resolved.settings.activations == "keep" else 4  # of a forward, in which backward may run it again
+        seconds = seconds_of(
+            sizes, placements, self._cost, here(resolved.device), ranks=_local_ranks(),
+            forward_s=passes_s / shares, backward_s=passes_s - passes_s / shares,
+        )  # fmt: skip
+        cuda = resolved.device.type == "cuda"  # on a CPU both are the same cores
+        hidden = all(placement.parameters is Scope.SHARDED for placement in placements)
+        return Planned(seconds, Overlap(cuda and self._in_backward, cuda and hidden), self._host_room())
+
+    def _split(
+        self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]
+    ) -> list[Tier]:
+        """The fastest split that fits."""
+        rows, count, cost, backward = self._rows(), len(self._engine.units), self._cost, self._in_backward
+
+        def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
+            tiers = tiers_of(count, on_device, on_host)
+            return not self._spills or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
+
+        return fastest(
+            planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host
+        )
+
+    def _checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
+        """Raises if the host has no room for what is not on the device, and there is no disk; what to tell of it."""
+        cost, backward, rows = self._cost, self._in_backward, self._rows()
+        needed = host_need(*rows, tiers, cost=cost, in_backward=backward)
+        if needed > host_bytes and not self._spills:
+            raise OffloadError(
+                f"the optimizer state of {tiers.count(Tier.HOST)} of {len(tiers)} units does not fit on the device and "
+                f"needs {format_bytes(needed)} of host memory, but each rank can have {format_bytes(host_bytes)}; give "
+                f"Offload(path=…) for what does not fit, a smaller state (Optimizer(state='bf16' or '8bit')), shorter "
+                f"micro-batches or activations='checkpoint'"
+            )
+        return told_of(*rows, tiers, host_bytes, cost=cost, in_backward=backward)
+
+    def _decide(self, tiers: Sequence[Tier], takes: int, budget: int) -> None:
+        engine, staying = self._engine, tiers.count(Tier.DEVICE)
+        told = self._checked(tiers, self._host_room())
         room = f"{format_bytes(takes)} of {format_bytes(budget)}"
-        why = f"optimizer state of {on_device} of {units} units stays on the device: a step takes {room}{told}"
+        why = f"optimizer state of {staying} of {len(tiers)} units stays on the device: a step takes {room}{told}"
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()  # so that state does not lie among blocks that activations will need
-        self._move(in_order(on_device, on_host, units), why)
+        self._move(tiers, why)
         if engine.comms.world.rank == 0:
             LOG.info("%s", why)
             if takes > budget:
@@ -206,20 +283,20 @@ class Placing:
                     f"activations='checkpoint', tiled losses, stage 3 or more ranks", PlacementWarning, stacklevel=4,
                 )  # fmt: skip
 
-    def _leave_device(self, count: int, what: str) -> None:
-        """Keeps the state of the first `count` units on the device that is there, and says so."""
+    def _leave_device(self, stays: Collection[int], what: str) -> None:
+        """Keeps the state of these units on the device that is there, and says so. Collective."""
         engine, before = self._engine, [unit.placement.optimizer_tier for unit in self._engine.units]
         self._quiesce()
-        stays = [tier is Tier.DEVICE and number < count for number, tier in enumerate(before)]
-        elsewhere = self._elsewhere(sum(stays))
-        tiers = [
-            Tier.DEVICE if stay else tier if tier is not Tier.DEVICE else elsewhere
-            for stay, tier in zip(stays, before, strict=True)
-        ]
-        left = before.count(Tier.DEVICE) - sum(stays)
+        planned = self._planned_seconds()
+        tiers = self._split(planned, stays, lambda chosen: True)
+        self._checked(tiers, planned.host_bytes)
+        tiers = [new if old is Tier.DEVICE else old for old, new in zip(before, tiers, strict=True)]
+        gone = {new for old, new in zip(before, tiers, strict=True) if old is Tier.DEVICE} - {Tier.DEVICE}
+        left = before.count(Tier.DEVICE) - tiers.count(Tier.DEVICE)
         why = (
-            f"{what}: optimizer state of {left} units was moved from the device to {elsewhere.value}; of "
-            f"{sum(stays)} of {len(tiers)} units it stays"
+            f"{what}: optimizer state of {left} units was moved from the device to "
+            f"{' and '.join(sorted((tier.value for tier in gone), reverse=True))}; of "
+            f"{tiers.count(Tier.DEVICE)} of {len(tiers)} units it stays"
         )
         self._move(tiers, why)
         if engine.comms.world.rank == 0:
@@ -228,27 +305,6 @@ class Placing:
     def _move(self, tiers: Sequence[Tier], why: str) -> None:
         names = [unit.name for unit in self._engine.units]
         move_states(self._engine, dict(zip(names, tiers, strict=True)), why)
-
-    def _elsewhere(self, on_device: int) -> Tier:
-        """Where state goes that leaves the device: to the host, or to disk if the host has no room for it."""
-        units = len(self._engine.units)
-        return Tier.HOST if self._on_host(on_device)[0] == units - on_device else Tier.DISK
-
-    def _on_host(self, on_device: int) -> tuple[int, str]:
-        """How many units have their state in host memory, and what to tell of it. Collective."""
-        engine, cost, backward, rows = self._engine, self._cost, self._in_backward, self._rows()
-        room = self._host_room()
-        if self._spills:
-            return split_offloaded(*rows, on_device, room, cost=cost, in_backward=backward)
-        on_host = len(engine.units) - on_device
-        if (needed := host_need(*rows, on_device, on_host, cost=cost, in_backward=backward)) > room:
-            raise OffloadError(
-                f"the optimizer state of {on_host} of {len(engine.units)} units does not fit on the device and needs "
-                f"{format_bytes(needed)} of host memory, but each rank can have {format_bytes(room)}; give "
-                f"Offload(path=…) for what does not fit, a smaller state (Optimizer(state='bf16' or '8bit')), shorter "
-                f"micro-batches or activations='checkpoint'"
-            )
-        return on_host, ""
 
     @property
     def _spills(self) -> bool:
@@ -263,10 +319,18 @@ class Placing:
 
     def _host_room(self) -> int:
         """Bytes of host memory that each rank may have, with those that it has. Collective."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         held = sum(storage_bytes(tensors) for tensors in host_tensors(self._engine).values())
         asked = Offload.of(self._engine.resolved.settings.offload).host_bytes
-        return self._smallest(asked or int(HOST_SHARE * available_bytes()) // ranks + held)
+        return self._smallest(asked or int(HOST_SHARE * available_bytes()) // _local_ranks() + held)
+
+
+def on_tier(tiers: Sequence[Tier], tier: Tier) -> list[int]:
+    """The units, by number, whose state is on this tier."""
+    return [number for number, one in enumerate(tiers) if one is tier]
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def keep_off_disk(engine: Engine) -> None:

@@ -163,6 +163,11 @@ class UnitOptimizer:
             self._pool.give(self._borrowed.pop())
         self._transfer = None
 
+    def check_settings(self, groups: list[dict[str, Any]]) -> None:
+        """Raises if the Optimizer's param groups have settings that the form of the state cannot have."""
+        for group in self.group_numbers if self.form.small else ():
+            self.small({**self.kwargs, **groups[group]})
+
     def writes_all(self, to_update: Sequence[int]) -> bool:
         """Whether an update of these parameters writes every element that this rank owns."""
         used = [piece for piece in self.optimizer_params() if all(to_update[slot] for slot in piece.slots)]

@@ -16,9 +16,11 @@ from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
 from onefold.comm.spans import span
 from onefold.optim.host_update import HostUpdates
+from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.runtime.engine import Engine
 from onefold.runtime.phases import Phase
+from onefold.runtime.refusals import Call
 from onefold.runtime.update_policy import NoUpdates, StepInputs
 from onefold.settings.placement import Scope
 from onefold.state.unit import Unit
@@ -38,6 +40,8 @@ class UpdateInBackward(NoUpdates):
         self._engine, self._by_unit, self._groups, self.host = engine, by_unit, groups, host
         self._flags: dict[int, Callable[[], bytes]] = {}  # by unit in flight: waits for every rank
         self._gathers: list[Pending] = []
+        self._under_way = StepUnderWay(engine)  # from the first update in backward to step()
+        self._abandoning = False  # a load replaces all values: reductions end, and nothing is updated
         self._compared = False  # since the last step: whether ranks have done alike what they must
         self._awaited: list[int] = []  # units that the host updates before step() returns
         self._until_step: list[int] = []  # units that wait for step(): the first step may move their state
@@ -54,7 +58,7 @@ class UpdateInBackward(NoUpdates):
 
     @property
     def awaits_step(self) -> bool:
-        return self._engine.progress.phase is Phase.REDUCTIONS_STARTED
+        return self._engine.progress.phase is Phase.REDUCTIONS_STARTED and self._engine.broken is None
 
     @property
     def lent_bytes(self) -> int:
@@ -72,7 +76,16 @@ class UpdateInBackward(NoUpdates):
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:
         """Updates the unit, or queues its host update, and frees its gradient."""
+        self._under_way.comes_to(self._engine.units[index])
+        with self._under_way:
+            self._end_reduction(index)
+        return True
+
+    def _end_reduction(self, index: int) -> None:
         engine, unit, heard = self._engine, self._engine.units[index], self._flags.pop(index)()
+        if self._abandoning:
+            unit.flat_params.finish_posted()
+            return
         if said := heard[len(unit.params) :]:  # the first unit of this backward
             self._compared = False
             engine.alike.compare(said)
@@ -86,7 +99,6 @@ class UpdateInBackward(NoUpdates):
             self._until_step.append(index)
         else:
             self._update(index)
-        return True
 
     def _update(self, index: int, *, offloaded: bool = False) -> None:
         """Updates a unit from its reduced gradient, or queues its host update, and frees the gradient; a host update
@@ -102,6 +114,7 @@ class UpdateInBackward(NoUpdates):
         with unit.update():
             start = self.host.start_offloaded if offloaded else self.host.start_in_backward
             start(index, self._groups)
+            self._under_way.writes(unit)
         if not unit.placement.hidden_between_passes:
             self._awaited.append(index)
 
@@ -112,7 +125,9 @@ class UpdateInBackward(NoUpdates):
     def _update_unit(self, index: int) -> None:
         """Updates a unit on the device, and ends its update."""
         unit = self._engine.units[index]
+        self._by_unit[index].check_settings(self._groups)
         with unit.update(), span("update", "inside", unit.name):
+            self._under_way.writes(unit)
             to_update = self._by_unit[index].to_update(self._engine.used.to_update_of(index))
             self._by_unit[index].update(self._groups, to_update, 1.0)
         self._end_unit(unit)
@@ -124,12 +139,16 @@ class UpdateInBackward(NoUpdates):
         unit.gradients.consume()
 
     def finish(self) -> None:
-        self._engine.schedule.drain()
-        self._finish_updates()
-        for index in self._awaited:
-            assert self.host is not None
-            self._gathers += self.host.finish(index)
-        self._awaited.clear()
+        with self._under_way:
+            self._engine.schedule.drain()
+            self._finish_updates()
+            for index in self._awaited:
+                assert self.host is not None
+                self._gathers += self.host.finish(index)
+            self._awaited.clear()
+            self._wait_for_gathers()
+
+    def _wait_for_gathers(self) -> None:
         while self._gathers:
             self._gathers.pop().wait()
 
@@ -141,6 +160,19 @@ class UpdateInBackward(NoUpdates):
             self.host.wait()
 
     def abandon(self) -> None:
+        """Ends a backward that raised, without updates, and forgets what of it is left to do."""
+        if self._engine.progress.phase is not Phase.IDLE:
+            self._abandoning = True
+            try:
+                self._engine.complete_gradients(Call.STEP)
+            finally:
+                self._abandoning = False
+            self._engine.forget_used()
+        self._awaited.clear()
+        self._until_step.clear()
+        self._wait_for_gathers()
+        self._compared = False
+        self._under_way.ended()
         if self.host is not None:
             self.host.abandon()
 
@@ -158,10 +190,14 @@ class UpdateInBackward(NoUpdates):
     def step(self, inputs: StepInputs) -> None:
         for index in self._until_step:
             self._engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
-        waited = bool(self._until_step)
-        while self._until_step:
-            self._update(self._until_step.pop(0), offloaded=True)
-        if waited:
-            self.finish()
+        with self._under_way:
+            waited = bool(self._until_step)
+            while self._until_step:
+                index = self._until_step.pop(0)
+                self._under_way.comes_to(self._engine.units[index])
+                self._update(index, offloaded=True)
+            if waited:
+                self.finish()
+        self._under_way.ended()
         self._compared = False
         self._engine.forget_used()

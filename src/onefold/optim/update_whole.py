@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
-from onefold.comm.endpoint import Pending
 from onefold.comm.spans import span
 from onefold.optim.host_update import HostGradients
 from onefold.optim.ownership import Ownership
+from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
@@ -40,13 +40,15 @@ class WholeUpdates:
     """Updates of units whose gradients are reduced, and whose states are in memory. `on_end` is called for a unit when
     the last of its tensors that were added to the rounds has been updated on all ranks."""
 
-    def __init__(self, engine: Engine, ownership: Ownership, on_end: Callable[[Unit], None]) -> None:
+    def __init__(
+        self, engine: Engine, ownership: Ownership, on_end: Callable[[Unit], None], under_way: StepUnderWay
+    ) -> None:
         self._comm, self._pool, self._device, self._ownership = ownership.comm, engine.pool, engine.device, ownership
         compute = max(unit.dtypes.compute.itemsize for unit in engine.units)
         split = any(unit.dtypes.master == "split" for unit in engine.units)
         self._element_bytes = compute + max(compute, 4) + 4 * split  # of a gradient, a master, and pieces of masters
         self._left: Counter[int] = Counter()  # tensors of each unit in rounds that have not ended, by the unit's id
-        self._on_end = on_end
+        self._on_end, self._under_way = on_end, under_way
         self.rounds = Rounds(self._send, self._run, self._tensor_ended, engine.resolved.settings.bucket_bytes)
 
     def shared(self, optimizer: WholeUnitOptimizer, flags: bytes) -> list[TensorToUpdate]:
@@ -95,6 +97,7 @@ class WholeUpdates:
         return Round(planned, self._ownership, self._pool, self._device)
 
     def _tensor_ended(self, one: TensorToUpdate) -> None:
+        self._under_way.writes(one.unit)  # the piece that this rank holds, where another one owns the tensor
         self._left[id(one.unit)] -= 1
         if not self._left[id(one.unit)]:
             self._on_end(one.unit)
@@ -102,6 +105,7 @@ class WholeUpdates:
     def _update_rest(self, rest: UnitOptimizer, flags: bytes, inputs: StepInputs) -> None:
         """Updates parameters of a unit that another class updates on shards."""
         factor = inputs.factor(narrow=rest.unit.dtypes.narrow)
+        self._under_way.writes(rest.unit)
         rest.update(inputs.groups, rest.to_update(flags), factor, inputs.bad)
 
     def _run(self, one: TensorToUpdate, master: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
@@ -120,6 +124,7 @@ class WholeUpdates:
             vector = taken[1]
         with span("update", "step", one.optimizer.name(one.slot)):
             group = inputs.groups[one.optimizer.group_of(one.slot)]
+            self._under_way.writes(one.unit)
             one.optimizer.update_whole(one.slot, vector, gradient, group, inputs.bad)
         if order.interleaved:
             order.from_memory_order(vector, master)
@@ -142,17 +147,16 @@ class UpdateWhole(UpdateAtStep):
         updates: type[WholeUpdates] = WholeUpdates,
     ) -> None:
         super().__init__(engine, by_unit)
-        self._whole, self._updates = by_unit, updates(engine, ownership, self._end_unit)
+        self._whole, self._updates = by_unit, updates(engine, ownership, self._end_unit, self._under_way)
         self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
-        self._gathers: list[Pending] = []
         on_host = engine.watch.active or any(unit.updated_on_host for unit in engine.units)
         self._host = HostGradients(engine) if on_host else None
 
     def reduced(self, index: int, *, final: bool) -> bool:
         return self._host.on_reduced(index, final=final) if self._host is not None else False
 
-    def _update(self, inputs: StepInputs) -> list[Pending]:
-        engine, self._gathers = self._engine, []
+    def _update(self, inputs: StepInputs) -> None:
+        engine = self._engine
         here: list[int] = []
         offloaded: list[int] = []
         for index in engine.schedule.order:
@@ -165,7 +169,6 @@ class UpdateWhole(UpdateAtStep):
             for unit in (engine.units[index] for index in offloaded):
                 self._gathers += unit.gather_updated() if unit.gathers_updated else []
             self._update_here(here, inputs)
-        return self._gathers
 
     def _update_here(self, indices: Sequence[int], inputs: StepInputs) -> None:
         """Updates units whose state is on the device."""
@@ -220,7 +223,7 @@ class UpdateWholeInBackward(UpdateInBackward):
         self, engine: Engine, by_unit: Sequence[WholeUnitOptimizer], groups: list[dict[str, Any]], ownership: Ownership
     ) -> None:
         super().__init__(engine, by_unit, groups, None)
-        self._whole, self._updates = by_unit, WholeUpdates(engine, ownership, self._unit_ended)
+        self._whole, self._updates = by_unit, WholeUpdates(engine, ownership, self._unit_ended, self._under_way)
         self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
 
     def _on_host(self, index: int) -> bool:

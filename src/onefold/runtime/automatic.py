@@ -43,7 +43,7 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
     precision = Precision.of(settings.precision).decided(
         own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
     )
-    reasons, candidates = [], 0
+    reasons, candidates = [], frozenset[int]()
     if settings.stage == AUTO:
         stage, why = _automatic_stage(found, precision, device, comms)
         settings = dataclasses.replace(settings, stage=stage)
@@ -53,10 +53,10 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
         waits = waits_for_a_step(settings, device, comms)
         tiers, why = automatic_tiers(units, settings, precision, device, comms, share=FILLED if waits else None)
         if waits:
-            _check_budget(units, settings, precision)
-            candidates = sum(tier is Tier.DEVICE for tier in tiers.values())
+            _check_budget(units, settings, precision, device)
+            candidates = frozenset(index for index, tier in enumerate(tiers.values()) if tier is Tier.DEVICE)
             tiers = {name: Tier.HOST if tier is Tier.DEVICE else tier for name, tier in tiers.items()}
-            why = UNDECIDED.format(candidates, len(tiers))
+            why = UNDECIDED.format(len(candidates), len(tiers))
         units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers)) for unit in units)
         reasons.append(why)
         if comms.world.rank == 0:
@@ -89,18 +89,23 @@ def waits_for_a_step(settings: Zero, device: torch.device, comms: Comms) -> bool
     return offload.optimizer == AUTO and known and not comms.shard.simulated
 
 
-def _check_budget(units: Sequence[UnitSpec], settings: Zero, precision: Precision) -> None:
-    """Raises if the device may not even hold parameters and the largest unit of them."""
-    budget = Offload.of(settings.offload).device_bytes
+def _check_budget(units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device) -> None:
+    """Raises if the device may not even hold parameters and the largest unit of them: "auto" moves optimizer state
+    only, and parameters are elsewhere if users say so."""
+    asked = Offload.of(settings.offload).device_bytes
+    budget = here(device).memory_bytes if asked is None else asked
     sizes = [unit.size(0, precision) for unit in units]
     kept = sum(parameter_bytes(size, unit.placement) for size, unit in zip(sizes, units, strict=True))
     sharded = [unit.placement.parameters is Scope.SHARDED for unit in units]
     largest = max((size.unsharded_bytes * one for size, one in zip(sizes, sharded, strict=True)), default=0)
-    if budget is not None and budget < kept + largest:
+    if budget < kept + largest:
+        found = f"Offload(device_bytes={asked})" if asked is not None else f"the device's {format_bytes(budget)}"
+        more = f"give at least {kept + largest} bytes and room for activations, or use" if asked is not None else "use"
+        stage = "" if settings.stage == 3 else "stage=3 and "
         raise ConfigError(
-            f"Offload(device_bytes={budget}) is less than the parameters that this rank keeps and the largest unit, "
-            f"{format_bytes(kept)} and {format_bytes(largest)}; give at least {kept + largest} bytes and room for "
-            f"activations, use more ranks, or a smaller bucket_bytes"
+            f"{found} is less than the parameters that this rank keeps and the largest unit, {format_bytes(kept)} and "
+            f"{format_bytes(largest)}, and 'auto' moves optimizer state only; {more} more ranks, or keep parameters "
+            f"elsewhere: {stage}Offload(optimizer='host', parameters='host'), or 'disk' for either with path=…"
         )
 
 

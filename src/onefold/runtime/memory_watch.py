@@ -11,6 +11,7 @@ up to step(). Each part has a peak of its own, since late in backward most activ
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -117,9 +118,9 @@ def _end(mode: LiveBytes, opened: ExitStack) -> None:
 
 
 class MemoryWatch(NoWatch):
-    """Watches one model. `candidates` of its trained units, the first of forward, may be updated by the device."""
+    """Watches one model. `candidates` of its trained units, by number, may be updated by the device."""
 
-    def __init__(self, engine: Engine, candidates: int) -> None:
+    def __init__(self, engine: Engine, candidates: frozenset[int]) -> None:
         self._engine, self._candidates = weakref.ref(engine), candidates
         self._cuda, self._device = engine.device.type == "cuda", engine.device
         self._parts: list[Taken] = []
@@ -127,20 +128,24 @@ class MemoryWatch(NoWatch):
         self._slack = 0
         self._counter: Counter | None = None
         self._reduced: set[int] = set()
-        self.steps = 0
+        self.steps = self._forwards = 0  # forwards: of the first step
+        self._began_s = 0.0
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
 
     active = True
 
-    def may_move_first(self, count: int) -> None:
-        self._candidates = count
+    def may_move_units(self, indices: frozenset[int]) -> None:
+        self._candidates = indices
 
     def may_move(self, index: int) -> bool:
-        return not self.decided and index < self._candidates
+        return not self.decided and index in self._candidates
 
     def forward_begins(self) -> None:
         engine = self._engine()
+        if not self.steps:
+            self._began_s = self._began_s or time.perf_counter()
+            self._forwards += 1
         if self._counter is None and engine is not None and self.steps < (1 if self._cuda else WATCHED_STEPS):
             if self._cuda:
                 torch.cuda.empty_cache()  # what was needed to load and shard the model would count as slack
@@ -161,6 +166,10 @@ class MemoryWatch(NoWatch):
     def step_begins(self) -> list[Taken]:
         """The parts of the step whose gradients are complete now, if it was watched, the last of them what is there
         now; else, on CUDA, the most bytes since the peak was set back last."""
+        if not self.steps and self._forwards:
+            if self._cuda:
+                torch.cuda.synchronize(self._device)
+            self.passes_s = (time.perf_counter() - self._began_s) / self._forwards
         self.steps += 1
         if self._counter is not None:
             self._end_part()

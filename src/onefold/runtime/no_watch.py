@@ -12,8 +12,10 @@ class NoWatch:
     decided = True  # a step has decided where optimizer state is
     steps = 0  # begun so far
 
-    def may_move_first(self, count: int) -> None:
-        """So many trained units, the first of forward, may be moved by the first step."""
+    passes_s = 0.0  # seconds of forward and backward of a micro-batch in the first step
+
+    def may_move_units(self, indices: frozenset[int]) -> None:
+        """These trained units, by number, may be moved by the first step."""
 
     def may_move(self, index: int) -> bool:
         """Whether the first step may move the state of this trained unit to the device, so that it waits for step()."""

@@ -52,7 +52,7 @@ class Situation(Enum):
     REPLACED = "a newer Optimizer was made for parameters of this one"
     TRANSFORMED = "parameters are sharded, and torch.func transforms the call"
     LOAD_FAILED = "load() has replaced some values, and failed"
-    UPDATE_FAILED = "the host has updated some units, and failed"
+    UPDATE_FAILED = "some units have been updated, and the update of another has failed"
     NO_GRADIENTS = "no backward has brought this rank gradients, and none is due"
     NO_RANK_HAS_GRADIENTS = "no backward has brought any rank gradients"
     UNEVEN_BACKWARDS = "another rank begins another backward of this step, and this rank has run all of its own"
@@ -109,7 +109,7 @@ REFUSALS: dict[tuple[Call, Situation], str] = {
         "this backward belongs to a forward before onefold.unshard() or before parameters were unfrozen, when they "
         "were elsewhere in memory: call model() again"
     ),
-    **{(call, situation): text for situation, text in BROKEN.items() for call in NEEDS_VALUES},
+    **{(call, situation): text for situation, text in BROKEN.items() for call in (*NEEDS_VALUES, Call.STEP)},
     **{(Call.LOAD_PART, broken): f"{text}: all of it, with the optimizer" for broken, text in BROKEN.items()},
     (Call.FORWARD, Situation.TRANSFORMED): (
         "torch.func (jvp, grad, vmap, …) cannot transform a model whose parameters are sharded: use stage 2 or below"

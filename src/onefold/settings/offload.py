@@ -24,9 +24,9 @@ class Offload:
 
     optimizer: Literal["host", "disk", "auto"] | None = None
     """Where the fp32 master and the optimizer state are kept, and where the update runs with them: "host" memory or
-    "disk". "auto" keeps as many units on the device as fit beside activations, the first of forward, puts the others in
-    host memory, and on disk what does not fit there, if there is a `path`. The first step decides, which shows what
-    activations take; `placement` says which, and why. None: on the device."""
+    "disk". "auto" keeps as many units on the device as fit beside activations, those with which a step is planned to be
+    fastest, puts the others in host memory, and on disk what does not fit there, if there is a `path`. The first step
+    decides, which shows what activations take; `placement` says which, and why. None: on the device."""
 
     parameters: Literal["host", "disk"] | None = None
     """Stage 3: where this rank's shard of the parameters is kept; it is copied to the device for use. None: on the

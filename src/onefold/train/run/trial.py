@@ -17,9 +17,11 @@ from onefold.comm.meter import Flow
 from onefold.cost.shapes import Shape
 from onefold.observe.passes import Cut
 from onefold.observe.rehearsal import Rehearsal, rehearse
+from onefold.observe.reports import placement
 from onefold.observe.simulation import train_step
 from onefold.observe.tensor_messages import TensorMessages
 from onefold.optim.named import choose
+from onefold.settings.offload import AUTO, Offload
 from onefold.settings.zero import Zero
 from onefold.sharding import shard
 from onefold.train.run.model import initialise
@@ -54,16 +56,18 @@ class Seen(NamedTuple):
 
 
 def try_steps(tried: Tried, device: torch.device) -> Seen:
-    """Rehearses a step and trains some. Collective."""
+    """Rehearses a step and trains some; with offload="auto" rehearses what they decided. Collective."""
     cut, axes, mesh = tried.cut, tried.axes, tried.mesh
     with torch.device("meta"):
         blank = tried.build()
     chosen = choose(tried.optimizer, state=tried.optimizer_state)
-    planned = rehearse(
-        blank, tried.sample, tried.zero, chosen.cost, ranks=axes.shard.size, rank=axes.shard.rank,
+    rehearsed = partial(
+        rehearse, sample=tried.sample, zero=tried.zero, cost=chosen.cost, ranks=axes.shard.size, rank=axes.shard.rank,
         plays="nccl" if device.type == "cuda" else "gloo", node_ranks=tried.ranks,
         micro_batches=tried.micro_batches, optimizer=chosen.make_whole, cut=cut,
     )  # fmt: skip
+    decides = Offload.of(tried.zero.offload).optimizer == AUTO  # the first step says where optimizer state is
+    planned = None if decides else rehearsed(blank)
     if mesh is None or tried.shape is None:
         model = shard(tried.build().to(device), tried.zero)
     else:
@@ -86,4 +90,8 @@ def try_steps(tried: Tried, device: torch.device) -> Seen:
         peak = train_step(model, optimizer, inputs, passes)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()
+    if planned is None:
+        with torch.device("meta"):
+            blank = tried.build()
+        planned = rehearsed(blank, tiers=placement(model).optimizer_tiers)
     return Seen(planned, model, peak, messages.flows if messages is not None else {})
