@@ -1,6 +1,6 @@
 """What copies of the state in memory cost, and how long a run takes to go on after a rank was killed.
 
-    python -m benchmarks.resilience [--ranks 3] [--hidden 256] [--layers 4] [--rounds 10] [--json]
+    python -m benchmarks.resilience [--ranks 3] [--hidden 256] [--layers 4] [--batch 4] [--rounds 10] [--json]
 
 Cost: blocks of 10 steps with a copy at their start and without one take turns, so that both see the same machine. Each
 rank counts as a node of its own: its copy travels to the next rank. The CPU time of a copy is also measured without
@@ -37,7 +37,7 @@ from onefold.train.run.records import read_lines
 EVERY = 10
 COMMAND = Path(onefold.__file__).parents[1] / "onefold_command.py"  # beside the package
 RANK = "ONEFOLD_BENCHMARK"  # in the environment of ranks: the folder of all nodes' memory
-BATCH, SEQ, VOCAB = 4, 128, 256
+SEQ, VOCAB = 128, 256
 MOST_S = 300.0
 POLL_S = 0.05
 
@@ -50,7 +50,7 @@ class Times(NamedTuple):
     call_s: float  # in step(), on the calling thread
 
 
-def one_rank(memory: Path, layers: int, hidden: int, rounds: int) -> None:
+def one_rank(memory: Path, layers: int, hidden: int, batch: int, rounds: int) -> None:
     onefold.init()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ[MEMORY] = str(memory / f"node{rank}")
@@ -58,7 +58,7 @@ def one_rank(memory: Path, layers: int, hidden: int, rounds: int) -> None:
     shape = Shape(layers=layers, hidden=hidden, heads=hidden // 64, seq=SEQ, vocab=VOCAB)
     model = onefold.shard(GPT(shape), stage=3)
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-4)
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQ))
+    tokens = torch.randint(0, VOCAB, (batch, SEQ))
 
     def block(copied: Callable[[], None] = lambda: None, done: Callable[[], bool] = lambda: True) -> Times:
         dist.barrier()
@@ -107,10 +107,10 @@ def complete(memory: Path, step: int, ranks: int) -> bool:
     return len(list(memory.glob(f"*/*/{step_name(step)}-*"))) == ranks
 
 
-def measured_cost(ranks: int, layers: int, hidden: int, rounds: int) -> dict[str, float]:
+def measured_cost(ranks: int, layers: int, hidden: int, batch: int, rounds: int) -> dict[str, float]:
     base = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(dir=base) as memory:
-        words = ["--layers", str(layers), "--hidden", str(hidden), "--rounds", str(rounds)]
+        words = ["--layers", str(layers), "--hidden", str(hidden), "--batch", str(batch), "--rounds", str(rounds)]
         command = [sys.executable, str(COMMAND), "run", "--ranks", str(ranks), __file__, *words]
         subprocess.run(command, env={**os.environ, RANK: memory}, check=True)
         return json.loads((Path(memory) / "found.json").read_text())
@@ -168,12 +168,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 128 tokens on each rank")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     if RANK in os.environ:
-        return one_rank(Path(os.environ[RANK]), asked.layers, asked.hidden, asked.rounds)
-    found = measured_cost(asked.ranks, asked.layers, asked.hidden, asked.rounds) | measured_kill(asked.ranks)
+        return one_rank(Path(os.environ[RANK]), asked.layers, asked.hidden, asked.batch, asked.rounds)
+    found = measured_cost(asked.ranks, asked.layers, asked.hidden, asked.batch, asked.rounds)
+    found |= measured_kill(asked.ranks)
     if asked.json:
         print(json.dumps(found))
         return

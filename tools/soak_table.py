@@ -1,10 +1,13 @@
 """docs/results/soak.md, made of what long-running tests really did and never by hand.
 
     python -m tools.soak_table build/soak.jsonl   # take in a record of `pytest --soak --soak-record build/soak.jsonl`
+    python -m tools.soak_table --add more.jsonl   # add the trials of a record to those of earlier runs
     python -m tools.soak_table                    # write the page again
     python -m tools.soak_table --check            # fail if the page is not what the results say
 
-docs/results/soak.json holds one row for each kind of trial; a record replaces the rows of the kinds that it has.
+docs/results/soak.json holds the runs of each kind of trial, and the table their sums. A record replaces the runs of the
+kinds that it has; with --add it is one more run of them, for which a test that an earlier run is known to have counted
+may not be counted again: seeds and cases that were tried twice are one trial.
 docs/results/soak-peers.json is what `python -m benchmarks.peer_checkpoints` found.
 """
 
@@ -116,32 +119,55 @@ PEER_TRIALS = {
 PEERS = {"onefold": "Onefold", "dcp": "torch DCP", "deepspeed": "DeepSpeed"}
 
 
-def take_in(record: Path, old: dict[str, Row]) -> dict[str, Row]:
-    """The rows of a record, one for each kind, over the ones that were there."""
-    found: dict[str, Row] = {}
+def take_in(record: Path, old: dict[str, list[Row]], *, add: bool = False) -> dict[str, list[Row]]:
+    """The runs of each kind with those of a record: beside the ones that were there, or in their place."""
+    found: dict[str, dict[str, Row]] = {}
     for line in record.read_text().splitlines():
         row = json.loads(line)
-        fresh = {"trials": 0, "lost": 0, "seconds": 0.0, "date": row["date"], "machine": row["machine"]}
-        kind = found.setdefault(row["kind"], fresh)
-        kind["trials"] += row["trials"]
-        kind["lost"] += row["outcome"] != "passed"
-        kind["seconds"] = round(kind["seconds"] + row["seconds"], 1)
-    return {name: (old | found)[name] for name in KINDS if name in old | found}
+        fresh = {"trials": 0, "lost": 0, "seconds": 0.0, "date": row["date"], "machine": row["machine"], "tests": []}
+        run = found.setdefault(row["kind"], {}).setdefault(where(row), fresh)
+        known = [name for other in old.get(row["kind"], ()) for name in other.get("tests", ())]
+        if add and row["test"] in [*known, *run["tests"]]:
+            raise SystemExit(f"{row['test']} was counted already; leave it out of {record}")
+        run["trials"] += row["trials"]
+        run["lost"] += row["outcome"] != "passed"
+        run["seconds"] = round(run["seconds"] + row["seconds"], 1)
+        run["tests"].append(row["test"])
+    runs = {kind: [*(old.get(kind, ()) if add else ()), *found[kind].values()] for kind in found}
+    return {name: (old | runs)[name] for name in KINDS if name in old | runs}
 
 
-def soak_table(rows: dict[str, Row]) -> list[str]:
-    """Where rows were run on different days or machines, each row is marked with a letter, which the line below the
-    table explains."""
-    marks = marks_of(rows.values())
+def total(runs: Sequence[Row], figure: str) -> float:
+    return sum(run[figure] for run in runs)
+
+
+def soak_table(rows: dict[str, list[Row]]) -> list[str]:
+    """Where trials were run on different days or machines, each row is marked with letters, which the line below the
+    table explains; of a row that is a sum, they say how many trials each run had."""
+    marks = marks_of(all_runs(rows))
     lines = ["| Trials | What was done | What held each time | Lost | Time | `pytest --soak …` |", "|---" * 6 + "|"]
     for name, kind in KINDS.items():
         number, lost, time = "not run", "–", "–"
-        if row := rows.get(name):
-            number, lost, time = f"{row['trials']:,}", str(row["lost"]), f"{told(row['seconds'])}{marks[where(row)]}"
-        if row and row["trials"] < kind.wanted:
+        if runs := rows.get(name, []):
+            number, lost = f"{total(runs, 'trials'):,}", str(total(runs, "lost"))
+            time = told(total(runs, "seconds")) + counted(runs, marks)
+        if runs and total(runs, "trials") < kind.wanted:
             number += f" of {kind.wanted:,}"
         lines.append(f"| {number} | {kind.done} | {kind.held} | {lost} | {time} | `{kind.tests}` |")
     return lines
+
+
+def all_runs(rows: dict[str, list[Row]]) -> list[Row]:
+    return [run for runs in rows.values() for run in runs]
+
+
+def counted(runs: Sequence[Row], marks: dict[str, str]) -> str:
+    """Where the runs of one kind were: (a), or the trials of each, as in (40 a, 60 b)."""
+    if not any(marks.values()):
+        return ""
+    if len(runs) == 1:
+        return f" ({marks[where(runs[0])]})"
+    return " (" + ", ".join(f"{run['trials']:,} {marks[where(run)]}" for run in runs) + ")"
 
 
 def told(seconds: float) -> str:
@@ -170,7 +196,7 @@ def where(row: Row) -> str:
 def marks_of(rows: Iterable[Row]) -> dict[str, str]:
     """A letter for each date and machine; none if there is only one."""
     places = list(dict.fromkeys(map(where, rows)))
-    return {place: f" ({chr(ord('a') + number)})" if len(places) > 1 else "" for number, place in enumerate(places)}
+    return {place: chr(ord("a") + number) if len(places) > 1 else "" for number, place in enumerate(places)}
 
 
 def when_and_where(rows: Iterable[Row]) -> str:
@@ -180,13 +206,13 @@ def when_and_where(rows: Iterable[Row]) -> str:
 
 def marked(rows: Iterable[Row]) -> str:
     """Each date and machine once, with its letter."""
-    return "; ".join(f"{mark} {place}".strip() for place, mark in marks_of(rows).items())
+    return "; ".join(f"({mark}) {place}" if mark else place for place, mark in marks_of(rows).items())
 
 
-def page(text: str, rows: dict[str, Row], systems: dict[str, Row]) -> str:
+def page(text: str, rows: dict[str, list[Row]], systems: dict[str, Row]) -> str:
     """The page with its two tables as the results say."""
     parts = {
-        "soak": [*soak_table(rows), "", f"Run on {marked(rows.values())}."],
+        "soak": [*soak_table(rows), "", f"Run on {marked(all_runs(rows))}."],
         "peers": [*peer_table(systems), "", f"Run on {when_and_where(systems.values())}."],
     }
     for name, lines in parts.items():
@@ -199,13 +225,14 @@ def page(text: str, rows: dict[str, Row], systems: dict[str, Row]) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="write docs/results/soak.md")
     parser.add_argument("record", type=Path, nargs="?", help="a file that pytest --soak-record has written")
+    parser.add_argument("--add", action="store_true", help="add the record's trials to those of earlier runs")
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not current")
     parser.add_argument("--results", type=Path, default=RESULTS)
     asked = parser.parse_args(words)
     known, shown = asked.results / "soak.json", asked.results / "soak.md"
     rows = json.loads(known.read_text())
     if asked.record:
-        rows = take_in(asked.record, rows)
+        rows = take_in(asked.record, rows, add=asked.add)
         known.write_text(json.dumps(rows, indent=1) + "\n")
     old = shown.read_text()
     new = page(old, rows, json.loads((asked.results / "soak-peers.json").read_text()))

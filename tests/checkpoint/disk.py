@@ -83,7 +83,7 @@ class Disk(Storage):
     def make_folder(self, path: Path) -> None:
         self._do("make_folder", path)
 
-    def create(self, path: Path) -> Out:
+    def create(self, path: Path, size: int | None = None) -> Out:
         self._do("create", path)
         return DiskOut(self, path)
 

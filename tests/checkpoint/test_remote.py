@@ -244,11 +244,16 @@ def test_of_two_jobs_that_replace_a_checkpoint_at_once_the_second_is_refused(por
         assert came.is_set() and verify(disk, run / "step-00000001") == []
 
 
+def small_parts():
+    """Files go in parts of the least size that S3 takes."""
+    return patch.multiple(s3, PUT_BYTES=0, PART_BYTES=5 << 20)
+
+
 def test_an_upload_has_no_checksums_where_the_user_has_turned_them_off(port):
     path = place(f"{make_bucket(port, 'unchecked')}/run/file")
     values = torch.arange(3_000_000, dtype=torch.float32)
     block = Block("w", torch.float32, (values.numel(),))
-    with store(port, AWS_REQUEST_CHECKSUM_CALCULATION="when_required"), patch.object(s3, "PART_BYTES", 5 << 20):
+    with store(port, AWS_REQUEST_CHECKSUM_CALCULATION="when_required"), small_parts():
         disk = storage_of(path)
         assert disk.of_parts() == {}
         assert write_tensors(disk, path, [block], values.split(1 << 20)).bytes == disk.size(path)
@@ -354,11 +359,61 @@ def test_every_request_may_fail_once_and_nothing_is_lost(fault, port):
     assert len(keys(port, bucket.removeprefix("s3://"))) == 2, "something was left"
 
 
+def test_a_file_of_known_size_is_put_whole_by_one_request_and_whole_again_if_that_fails(port):
+    path = place(f"{make_bucket(port, 'whole')}/run/step-00000001/rank-00000.safetensors")
+    values = torch.arange(3_500_000, dtype=torch.float32)
+    block = Block("w", torch.float32, (values.numel(),))
+    asked: list[str] = []
+
+    def seen(exchange: Exchange) -> bool:
+        asked.append(exchange.method)
+        return False
+
+    with proxied(port) as proxy, store(proxy.port, deadline_s=40):
+        disk = storage_of(path)
+        for fault, requests in ((seen, ["PUT"]), (fails_once(half_upload), [])):
+            proxy.fault = fault
+            written = write_tensors(disk, path, [block], values.split(1 << 20))
+            assert asked == requests, "it is more than one put"
+            asked.clear()
+            proxy.fault = lambda exchange: False
+            out = torch.empty_like(values)
+            TensorFile(disk, path).read("w", Span(0, values.numel()), out, written.sha256["w"])
+            assert torch.equal(out, values)
+        assert proxy.injured, "no upload was cut in half"
+
+
+def test_storages_share_one_client_until_the_credentials_are_others(port, tmp_path):
+    address, file = place(f"{make_bucket(port, 'shared')}/run"), tmp_path / "credentials"
+    file.write_text("[default]\naws_access_key_id = first\naws_secret_access_key = nothing\n")
+    used, made = [], []
+
+    def seen(exchange: Exchange) -> bool:
+        used.append(exchange.headers["authorization"].partition("Credential=")[2].partition("/")[0])
+        return False
+
+    def counted(self: object, *args: object, **kwargs: object) -> None:
+        made.append(self)
+        begin_client(self, *args, **kwargs)
+
+    import s3fs
+
+    begin_client = s3fs.S3FileSystem.__init__
+    nobody = {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "AWS_SHARED_CREDENTIALS_FILE": str(file)}
+    with proxied(port) as proxy, store(proxy.port, **nobody), patch.object(s3fs.S3FileSystem, "__init__", counted):
+        proxy.fault = seen
+        for _ in range(2):
+            storage_of(address).check_access(address)
+        file.write_text(file.read_text().replace("first", "second"))
+        storage_of(address).check_access(address)
+    assert used == ["first", "first", "second"] and len(made) == 2
+
+
 def test_a_file_is_uploaded_in_parts_of_which_each_may_fail_or_be_slow(port):
     bucket = make_bucket(port, "parts")
     values = torch.arange(3_500_000, dtype=torch.float32)
     block = Block("w", torch.float32, (values.numel(),))
-    with proxied(port) as proxy, store(proxy.port, deadline_s=40), patch.object(s3, "PART_BYTES", 5 << 20):
+    with proxied(port) as proxy, store(proxy.port, deadline_s=40), small_parts():
         path = place(f"{bucket}/run/step-00000001/rank-00000.safetensors")
         disk = storage_of(path)
 
@@ -503,7 +558,7 @@ def test_a_store_that_stays_broken_ends_all_ranks_with_one_error_in_time_and_los
 def ranks_save_twice(port: int, run: str, first: int) -> None:
     onefold.init()
     model = onefold.shard(nn.Linear(2000, 2000), stage=2, timeout_s=20)
-    with store(port), patch.object(s3, "PART_BYTES", 5 << 20):
+    with store(port), small_parts():
         onefold.save(run, model, step=first)
         tell("saved")
         onefold.save(run, model, step=first + 1)

@@ -21,6 +21,7 @@ TIMEOUT_S = 3.0
 SLACK_S = 2.0  # where each process has a core; where processes queue for cores, as much longer as the queue is
 GRACEFUL_S = 20.0  # for the step in hand, its checkpoint and the report on two busy cores
 SMALL = (
+    "--no-plan",  # a rehearsal on rank 0 reduces gradients too, before the first step
     "--layers", "2", "--hidden", "16", "--heads", "2", "--seq", "16", "--eval-windows", "2", "--log-every", "1",
     "--steps", "6", "--save-every", "2", "--eval-every", "2", "--keep", "1", "--ranks", "2", "--warmup", "1",
     "--bucket-mb", "0.01",

@@ -46,7 +46,7 @@ from onefold.train.run.pretrained import fine_tuned
 from onefold.train.run.records import read_facts, read_metrics, read_profile
 from onefold.train.run.run_model import Maker
 from onefold.train.run.same import check_resumable, check_same
-from onefold.train.run.saved import saved_steps
+from onefold.train.run.saved import checkpoints_of, saved_steps
 from onefold.train.run.settings import Settings
 from onefold.train.run.source import find_source
 from onefold.train.run.start import check_folder, train
@@ -169,7 +169,7 @@ class TrainCommand(Settings):
                 outcome = Launcher(launch).run()
             finally:  # also where the launcher itself fails
                 if elastic:
-                    remove_copies(copies_folder(RunFolder(self.output.out).checkpoints.absolute()))
+                    remove_copies(copies_folder(checkpoints_of(self).absolute()))
                 for run in self.stages() if not outcome.good else ():
                     clean_up(RunFolder(run.output.out))
         if outcome.good:

@@ -6,11 +6,13 @@ words for, uploads in parts and conditional puts, is in s3.py.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +31,29 @@ READS = 8  # ranges of one file that are read at once
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 
 
-def _file_system(address: Address, options: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """The file system of fsspec for an address, of this storage alone, and without a cache of listings."""
+class Kept:
+    """The file system that was made last: to make one takes 0.1 s, mostly for descriptions of services."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, Any] = "", None
+        self._lock = threading.Lock()
+
+    def get(self, made_of: str, make: Callable[[], Any]) -> Any:
+        """The last one if it was made of the same text, else a new one."""
+        with self._lock:
+            if self._last[0] != made_of:
+                self._last = made_of, make()
+            return self._last[1]
+
+
+KEPT = Kept()  # one per process: each save, load or listing opens the store anew
+
+
+def _file_system(
+    address: Address, options: Callable[[dict[str, Any]], dict[str, Any]], made_of: str | None = None
+) -> Any:
+    """The file system of fsspec for an address, without a cache of listings. Where a text says what else it is
+    `made_of`, all storages of this process that need the same share it."""
     package = PACKAGES.get(address.scheme, "")
     try:
         import fsspec
@@ -46,7 +69,8 @@ def _file_system(address: Address, options: Callable[[dict[str, Any]], dict[str,
         raise CheckpointError(f"{address} has a scheme that fsspec does not know: {error}") from error
     try:
         more = options(conf.get(address.scheme, {}))
-        return kind(skip_instance_cache=True, use_listings_cache=False, **more)
+        make = partial(kind, skip_instance_cache=True, use_listings_cache=False, **more)
+        return make() if made_of is None else KEPT.get(f"{os.getpid()} {kind} {conf} {more} {made_of}", make)
     except Exception as error:  # whatever a store's package makes of its configuration
         raise CheckpointError(f"{address} cannot be opened: {type(error).__name__}: {error}") from error
 
@@ -60,11 +84,15 @@ class RemoteStorage(Storage):
     def __init__(self, address: Address, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._gave_up = threading.Event()
-        self._fs = _file_system(address, self._options)
+        self._fs = _file_system(address, self._options, self._made_of())
 
     def _options(self, configured: dict[str, Any]) -> dict[str, Any]:
         """Arguments for fsspec's file system beside those that the user configured."""
         return {}
+
+    def _made_of(self) -> str | None:
+        """What fsspec's file system depends on beside its arguments, such as credentials; None if that is not known."""
+        return None
 
     # -- the operations of Storage --------------------------------------------------------------------------------
 
@@ -74,7 +102,7 @@ class RemoteStorage(Storage):
     def sync_folder(self, path: Path) -> None:
         """What a store has acknowledged is there."""
 
-    def create(self, path: Path) -> Out:
+    def create(self, path: Path, size: int | None = None) -> Out:
         return StreamOut(self, path, self.request("create", path, lambda: self._fs.open(self.key(path), "wb")))
 
     def remove_folder(self, path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Checkpoints in stores that speak S3, through s3fs: uploads in parts, several at once, and conditional puts.
+"""Checkpoints in stores that speak S3, through s3fs: one put or an upload in parts, and conditional puts.
+
+A file of up to PUT_BYTES is put by one request: it needs two requests fewer, and no store has to join it. A larger one
+goes in parts, several at once, while the next bytes come: one connection alone is slow, and memory is bounded.
 
 Bodies are not signed: over plain http a signature is a second SHA-256 of every byte, which cost more than all the rest
 of an upload. A CRC guards them on their way, and the digests in the manifest for ever; of the manifest itself the
@@ -10,8 +13,10 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,9 @@ from onefold.checkpoint.format.remote import TRIES_IN_DEADLINE, RemoteStorage
 from onefold.checkpoint.format.remote_errors import ObjectMissing, code_of
 from onefold.checkpoint.format.storage import Out
 from onefold.errors import CheckpointError
+from onefold.offload.host_memory import host_share
 
+PUT_BYTES = 256 << 20  # the largest file that is put by one request, from memory
 PART_BYTES = 16 << 20
 PARTS_OF_ONE_SIZE = 2000  # then parts are twice as large: S3 takes 10,000
 CRC = "ChecksumCRC32"
@@ -38,17 +45,36 @@ class S3Storage(RemoteStorage):
         unsigned = {"s3": {"payload_signing_enabled": False, **theirs.get("s3", {})}}
         return {"config_kwargs": {**ours, **theirs, **unsigned, **once}}
 
+    def _made_of(self) -> str:
+        """The environment, and when the files of credentials and settings were written: where a tool renews them, a new
+        client reads them."""
+        named = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+        files = [Path(os.environ.get(name, usual)).expanduser() for name, usual in named.items()]
+        times = [path.stat().st_mtime_ns if path.exists() else 0 for path in files]
+        return f"{times} {sorted((name, value) for name, value in os.environ.items() if name.startswith('AWS_'))}"
+
     def __init__(self, address: Address, deadline_s: float) -> None:
         super().__init__(address, deadline_s)
         self._fs.retries = 1
 
-    def create(self, path: Path) -> Out:
-        return PartsOut(self, path)
+    def create(self, path: Path, size: int | None = None) -> Out:
+        whole = size is not None and size <= min(PUT_BYTES, host_share())
+        return WholeOut(self, path) if whole else PartsOut(self, path)
 
     def s3(self, method: str, path: Path, **kwargs: Any) -> Any:
         """One call of the S3 API about the object at a path."""
         bucket, key, _ = self._fs.split_path(self.key(path))
         return self.call("call_s3", method, Bucket=bucket, Key=key, **kwargs)
+
+    def upload(self, method: str, path: Path, body: BytesIO, **kwargs: Any) -> Any:
+        """A call with a body. As a file it is sent piece by piece: of a bytearray every layer below makes a copy, which
+        takes as long as the checksums."""
+
+        def act() -> Any:
+            body.seek(0)  # also when it is sent again
+            return self.s3(method, path, Body=body, **kwargs)
+
+        return self.request("write", path, act)
 
     def of_parts(self) -> dict[str, str]:
         """What a new upload in parts is created with: that each part has a CRC, by which the store checks it again when
@@ -95,12 +121,28 @@ class S3Storage(RemoteStorage):
             self.request("remove", path, act)
 
 
+class WholeOut(Out):
+    """A new object of S3 of known size, which is gathered in memory and put by one request."""
+
+    def __init__(self, storage: S3Storage, path: Path) -> None:
+        self._store, self._path, self._body = storage, path, BytesIO()
+
+    def write(self, data: memoryview) -> None:
+        self._body.write(data)
+
+    def finish(self) -> None:
+        self._store.upload("put_object", self._path, self._body)
+
+    def close(self) -> None:
+        self._body = BytesIO()
+
+
 class PartsOut(Out):
     """A new object of S3, uploaded in parts while the next bytes come; a small one in a single request."""
 
     def __init__(self, storage: S3Storage, path: Path) -> None:
         self._store, self._path = storage, path
-        self._buffer, self._bytes = bytearray(), 0
+        self._buffer, self._bytes = BytesIO(), 0
         self._upload: str | None = None
         self._parts: list[Future[dict[str, str]]] = []
         self._threads = ThreadPoolExecutor(UPLOADS)
@@ -108,18 +150,17 @@ class PartsOut(Out):
     def write(self, data: memoryview) -> None:
         self._bytes += len(data)
         while len(data):
-            room = self._part_bytes() - len(self._buffer)
-            self._buffer += data[:room]
+            room = self._part_bytes() - self._buffer.tell()
+            self._buffer.write(data[:room])
             data = data[room:]
-            if len(self._buffer) == self._part_bytes():
+            if self._buffer.tell() == self._part_bytes():
                 self._send()
 
     def finish(self) -> None:
         if self._upload is None:
-            body = self._buffer
-            self._store.request("write", self._path, lambda: self._store.s3("put_object", self._path, Body=body))
+            self._store.upload("put_object", self._path, self._buffer)
             return
-        if self._buffer:
+        if self._buffer.tell():
             self._send()
         tags = [{"PartNumber": number + 1, **part.result()} for number, part in enumerate(self._parts)]
         about = {"UploadId": self._upload, "MultipartUpload": {"Parts": tags}}
@@ -155,11 +196,10 @@ class PartsOut(Out):
             self._upload = made["UploadId"]
         if len(self._parts) >= UPLOADS:
             self._parts[-UPLOADS].result()
-        body, self._buffer = self._buffer, bytearray()
+        body, self._buffer = self._buffer, BytesIO()
         self._parts.append(self._threads.submit(self._send_part, self._upload, len(self._parts) + 1, body))
 
-    def _send_part(self, upload: str, number: int, body: bytearray) -> dict[str, str]:
+    def _send_part(self, upload: str, number: int, body: BytesIO) -> dict[str, str]:
         """What the store says of the part, and is told again when the upload is completed."""
-        about = {"UploadId": upload, "PartNumber": number, "Body": body}
-        sent = self._store.request("write", self._path, lambda: self._store.s3("upload_part", self._path, **about))
+        sent = self._store.upload("upload_part", self._path, body, UploadId=upload, PartNumber=number)
         return {name: str(sent[name]) for name in ("ETag", CRC) if name in sent}

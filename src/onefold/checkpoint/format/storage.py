@@ -39,8 +39,8 @@ class Storage:
         with self._explaining_errors("make_folder", path):
             os.mkdir(path)
 
-    def create(self, path: Path) -> Out:
-        """Creates a new file; raises if it exists."""
+    def create(self, path: Path, size: int | None = None) -> Out:
+        """Creates a new file; raises if it exists. `size` is how many bytes will be written, where that is known."""
         with self._explaining_errors("create", path):
             return Out(self, path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 

@@ -76,9 +76,10 @@ def write_tensors(storage: Storage, path: Path, blocks: Sequence[Block], chunks:
     """Writes the blocks in order. `chunks` yields their elements: 1-D host tensors, each of one block; a chunk may be
     overwritten once the next one is requested. Large chunks (16 MiB) are fastest."""
     header = _header(blocks)
+    size = len(header) + sum(block.bytes for block in blocks)
     source = iter(chunks)
     sha256 = {}
-    with storage.create(path) as out, ThreadPoolExecutor(HASHERS) as hashers:
+    with storage.create(path, size) as out, ThreadPoolExecutor(HASHERS) as hashers:
         out.write(memoryview(header))
         for block in blocks:
             digests, left = Digests(), block.numel
@@ -99,7 +100,6 @@ def write_tensors(storage: Storage, path: Path, blocks: Sequence[Block], chunks:
             sha256[block.key] = digests.hex()
         assert next(source, None) is None, "more chunks than blocks"
         out.finish()
-    size = len(header) + sum(block.bytes for block in blocks)
     return Written(path.name, size, hashlib.sha256(header).hexdigest(), sha256)
 
 

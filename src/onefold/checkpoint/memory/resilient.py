@@ -2,7 +2,7 @@
 
 At the start all ranks agree on the newest copy that is complete in the memory of the nodes that are left, and each
 reads the elements that it owns now, from its own node or from peers. Only where no copy is complete, or the newest
-checkpoint on disk is newer, is the state read from disk.
+checkpoint is newer, is the state read from there: from disk, or from an object store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.format.address import place
+from onefold.checkpoint.format.address import Address, place
 from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.manifest import VALUE, Manifest
 from onefold.checkpoint.format.opening import storage_of
@@ -53,7 +53,7 @@ from onefold.runtime.engine import Engine, engine_of
 LOG = logging.getLogger("onefold")
 
 
-MEMORY, DISK = "memory", "disk"
+MEMORY, DISK, STORE = "memory", "disk", "store"  # where a state is restored from
 
 
 def resilient(
@@ -116,7 +116,7 @@ class Resilient:
 
     @property
     def restored(self) -> str | None:
-        """Where the state was restored from: "memory", "disk", or None if the run starts."""
+        """Where the state was restored from: "memory", "disk", "store" (an object store), or None if the run starts."""
         return self._restored
 
     # -- copies ------------------------------------------------------------------------------------------------------
@@ -215,18 +215,19 @@ class Resilient:
 
         def look() -> list[Any]:
             copies.update(local_copies(self._places.folder))
-            newest.append(self._newest_on_disk() if rank == 0 else -1)
+            newest.append(self._newest_saved() if rank == 0 else -1)
             return [newest[0], undamaged(copies.values(), node.ranks.index(rank), len(node.ranks))]
 
         answers = attempt(self._comm, look)
-        chosen, on_disk = choose([row[1] for row in answers]), answers[0][0]
-        if chosen is not None and chosen.step >= on_disk:
+        chosen, saved = choose([row[1] for row in answers]), answers[0][0]
+        if chosen is not None and chosen.step >= saved:
             return self._from_memory(chosen, copies.get(chosen.digest)), MEMORY
-        if on_disk < 0:
+        if saved < 0:
             return None, None
-        return load(str(self._run), self._model, self._optimizers, fallback=True), DISK
+        source = STORE if isinstance(self._run, Address) else DISK
+        return load(str(self._run), self._model, self._optimizers, fallback=True), source
 
-    def _newest_on_disk(self) -> int:
+    def _newest_saved(self) -> int:
         finish_saves()
         storage = storage_of(self._run)
         return max(committed(storage, self._run), default=-1) if storage.is_folder(self._run) else -1

@@ -42,7 +42,7 @@ class GivenFile(Storage):
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
-    def create(self, path: Path) -> Out:
+    def create(self, path: Path, size: int | None = None) -> Out:
         return Out(self, path, self._descriptor)
 
 

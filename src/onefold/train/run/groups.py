@@ -328,7 +328,8 @@ class CheckpointSettings:
     """Number of checkpoints to keep; 0 keeps all."""
 
     store: str | None = None
-    """Keep the checkpoints in an object store, such as s3://bucket/run, and not in --out, which keeps the rest."""
+    """Keep the checkpoints in an object store, such as s3://bucket/run, and not in --out, which keeps the rest. A
+    run that is not resumed wants none there."""
 
     resume: bool = False
     """Resume the run at --out from its last checkpoint, with its own settings unless flags change them."""

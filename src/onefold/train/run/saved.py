@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from onefold.checkpoint.format.address import Address, place
-from onefold.checkpoint.format.folder import committed
+from onefold.checkpoint.format.folder import committed, step_name
 from onefold.checkpoint.format.opening import storage_of
 from onefold.errors import ConfigError
 from onefold.train.run.folder import RunFolder
@@ -25,10 +25,17 @@ def saved_steps(settings: Settings) -> list[int]:
 
 
 def check_store(settings: Settings) -> None:
-    """Raises if --store cannot be reached; and if it, and --out, have nothing that --resume could resume."""
+    """Raises if --store cannot be reached; if it, and --out, have nothing that --resume could resume; and if a run that
+    is not resumed would find the checkpoints of another one there."""
     path = checkpoints_of(settings)
     if not isinstance(path, Address):
         return
     storage_of(path).check_access(path)
-    if settings.checkpoints.resume and not RunFolder(settings.output.out).facts.exists() and not saved_steps(settings):
+    saved = saved_steps(settings)
+    if settings.checkpoints.resume and not RunFolder(settings.output.out).facts.exists() and not saved:
         raise ConfigError(f"--resume: there is no run at --out {settings.output.out}, and no checkpoint at {path}")
+    if saved and not settings.checkpoints.may_resume:
+        raise ConfigError(
+            f"--store {path} has the checkpoints of a run, up to {step_name(saved[-1])}; go on with it by "
+            f"--resume-or-start, or give another address"
+        )

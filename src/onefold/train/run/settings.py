@@ -99,8 +99,6 @@ class Settings:
             raise ConfigError(
                 f"--store {store} is no address of a store, as s3://bucket/run; a folder belongs to --out"
             )
-        if store is not None and self.checkpoints.elastic is not None:
-            raise ConfigError(f"--elastic copies beside checkpoints in --out; leave --store {store} out")
         if self.checkpoints.accept_changed_data and not self.checkpoints.may_resume:
             raise ConfigError("--accept-changed-data is for a run that is resumed; add --resume, or leave it out")
         if self.output.profile_steps is not None and not self.output.profile:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from onefold.checkpoint.memory.resilient import Resilient
+from onefold.checkpoint.memory.resilient import STORE, Resilient
 from onefold.checkpoint.protocol.load import load
 from onefold.comm.agreement import on_all
 from onefold.comm.communicator import Comm
@@ -135,12 +135,14 @@ def _prepare(settings: Settings, comm: Comm, maker: Maker | None) -> tuple[Loop,
     if settings.checkpoints.elastic is None:
         place = _resume(settings, model, optimizer, comm)
         return Loop(settings, made, optimizer, data, comm), place, prepared
-    path, given = RunFolder(settings.output.out).checkpoints, _settings_of(optimizer)
-    copies = Resilient(path, model, optimizer, every=settings.checkpoints.copy_every)
+    given = _settings_of(optimizer)
+    copies = Resilient(checkpoints_of(settings), model, optimizer, every=settings.checkpoints.copy_every)
     place = _place(settings, optimizer, given, copies.extra) if copies.restored else _start(settings, comm)
     loop = Loop(settings, made, optimizer, data, comm, copies)
     if copies.restored and comm.rank == 0:
-        loop.warnings.add("elastic", f"goes on after step {place.step} with {comm.size} ranks, from {copies.restored}")
+        source = "the store" if copies.restored == STORE else copies.restored
+        ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
+        loop.warnings.add("elastic", f"goes on after step {place.step} with {ranks}, from {source}")
     return loop, place, prepared
 
 
