@@ -29,7 +29,7 @@ def main() -> int:
         if getattr(sys, name) is None:  # it was closed: nobody listens
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  for the life of the process
 
-    from onefold.cli.environment import QUIET  # here: a signal that comes while it is imported is heard
+    from onefold.cli.environment import QUIET  # here: signals have their handlers by now
 
     launching = not rank and sys.argv[1:2] != [] and sys.argv[1] in LAUNCHING
     alone = launching and NUMPY_THREADS not in os.environ

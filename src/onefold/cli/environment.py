@@ -1,6 +1,6 @@
 """Environment variables that a launcher sets for its ranks, and that torch reads when it is imported.
 
-Read before torch is imported: this file imports nothing.
+The command sets them before it imports torch, so this file imports nothing.
 """
 
 QUIET = {

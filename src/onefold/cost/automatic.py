@@ -1,5 +1,5 @@
 """Chooses stage="auto", the simplest stage whose states leave room for activations on the smallest device, and
-Offload(optimizer="auto"), how many units keep their optimizer state on the device, in host memory and on disk.
+Offload(optimizer="auto"), which units keep their optimizer state on the device, in host memory and on disk.
 
 When a model is sharded its optimizer is not known yet: all bytes are for Adam, 8 per element.
 """
@@ -134,8 +134,8 @@ def split_offloaded(
     cost: StateCost,
     in_backward: bool = False,
 ) -> list[Tier]:
-    """The tiers of trained units, of which these, by number, are on the device: of the others the first of forward are
-    in host memory, as many as fit, the rest on disk. Without `host_bytes` all others are in host memory."""
+    """The tiers of trained units, of which those with the numbers `on_device` are on the device. Of the others as many
+    as fit are in host memory, the first of forward, and the rest on disk; without `host_bytes` none is on disk."""
     numels = [unit.numel for unit in units if unit.trained]
     rest = [at for at in range(len(numels)) if at not in on_device]
 
@@ -158,7 +158,7 @@ def told_of(
     cost: StateCost,
     in_backward: bool = False,
 ) -> str:
-    """What to tell of units whose state is on disk: empty if there are none."""
+    """What a placement's reason says of units whose state is on disk; empty if there are none."""
     on_disk, on_host = tiers.count(Tier.DISK), tiers.count(Tier.HOST)
     needed = host_need(units, placements, tiers, cost=cost, in_backward=in_backward)
     takes = f"{format_bytes(needed)} of {format_bytes(host_bytes or 0)}"

@@ -18,7 +18,7 @@ FP32 = 4  # bytes of an element in which transformers computes norms
 
 
 class Moved(NamedTuple):
-    """One pass of one block: bytes that its kernels read and write per token, and how many kernels there are."""
+    """What kernels of one pass read and write, in bytes per token (in helpers, per element), and how many kernels."""
 
     bytes: float
     kernels: int
@@ -38,23 +38,23 @@ class Passes(NamedTuple):
 
 
 def fused(shape: Shape, width: int, tp: int = 1) -> Passes:
-    """A compiled block: a kernel for what lies between two products. `width` is the bytes of an element.
+    """A compiled block: one kernel for all that lies between two products. `width` is the bytes of an element.
 
-    Forward reads the input and writes the norm; reads the sum's two parts and writes the sum and its norm; adds the
-    last output. Backward of a norm reads a gradient, the input and the gradient that goes past the norm, and writes
-    their sum; its weights' gradients are a pass of their own. The nonlinearity's backward also writes its output again,
-    for the gradient of the matrix behind.
+    Forward reads the input and writes its norm; reads the two parts of a residual sum and writes the sum and its norm;
+    adds the last output. Backward of a norm reads a gradient, the input and the gradient that goes past the norm, and
+    writes their sum; its weights' gradients are a pass of their own. The nonlinearity's backward also writes its output
+    again, for the gradient of the matrix behind.
     """
     row, wide, rotated = shape.hidden, shape.widest_numel / tp, 0.0
     forward, backward = 2, 4  # of the nonlinearity: accesses to each element of its output
-    mixed = (shape.attention_numel + 2 * shape.key_numel) / tp
-    biases, sums = 2 * row + wide + mixed, 0
+    qkv = (shape.attention_numel + 2 * shape.key_numel) / tp
+    biases, sums = 2 * row + wide + qkv, 0
     if isinstance(shape, Decoder):
         forward, backward, rotated = 3, 6, (shape.attention_numel + shape.key_numel) / tp
-        biases, sums = mixed * shape.qkv_bias, 3 * row  # the inputs' gradients of five products come separately
+        biases, sums = qkv * shape.qkv_bias, 3 * row  # the inputs' gradients of five products come separately
     return Passes(
         Moved(width * (9 * row + forward * wide + 2 * rotated), 4 + bool(rotated)),
-        Moved(width * (12 * row + backward * wide + 2 * rotated + 2 * mixed + biases + sums), 6 + bool(rotated)),
+        Moved(width * (12 * row + backward * wide + 2 * rotated + 2 * qkv + biases + sums), 6 + bool(rotated)),
     )
 
 
@@ -62,14 +62,14 @@ def written_out(shape: Decoder, width: int, tp: int = 1) -> Passes:
     """A block of transformers without a compiler, operator by operator."""
     row, wide = shape.hidden, shape.widest_numel / tp
     rotated = (shape.attention_numel + shape.key_numel) / tp
-    mixed = (shape.attention_numel + 2 * shape.key_numel) / tp
+    qkv = (shape.attention_numel + 2 * shape.key_numel) / tp
     norm, turn = _norm(width), _rotary(width)
     add = Moved(3 * width * row, 1)
     forward = _over(row, norm.forward) * shape.norms + _over(rotated, turn.forward) + add * 2
     forward += Moved(5 * width * wide, 2)  # silu(gate), and its product with up
     backward = _over(row, norm.backward) * shape.norms + _over(rotated, turn.backward)
     backward += add * 5  # the inputs' gradients of queries, keys and values, of gate and up; gradients past the norms
-    backward += Moved(9 * width * wide, 3) + Moved(width * mixed * shape.qkv_bias, 3 * shape.qkv_bias)
+    backward += Moved(9 * width * wide, 3) + Moved(width * qkv * shape.qkv_bias, 3 * shape.qkv_bias)
     return Passes(forward, backward)
 
 

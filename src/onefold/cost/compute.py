@@ -60,13 +60,13 @@ def _between(shape: Shape, rates: Rates, dtype: str, tokens: float, tp: int, *, 
     if passes is not None:
         return Both(*(shape.layers * rates.moved(dtype, tokens * one.bytes, one.kernels) for one in passes))
     row, wide = tokens * shape.hidden, tokens * shape.widest_numel / tp
-    mixed = tokens * (shape.attention_numel + 2 * shape.key_numel) / tp
+    qkv = tokens * (shape.attention_numel + 2 * shape.key_numel) / tp
     norm, gelu = rates.elementwise(dtype, "norm", row), rates.elementwise(dtype, "gelu", wide)
     add = rates.elementwise(dtype, "add", row)
     forward = 2 * norm.forward + gelu.forward + 2 * add.forward
     backward = 2 * norm.backward + gelu.backward + 2 * add.backward
-    backward += rates.elementwise(dtype, "copy", mixed).backward
-    backward += sum(rates.elementwise(dtype, "sum", numel).backward for numel in (mixed, row, wide, row))
+    backward += rates.elementwise(dtype, "copy", qkv).backward
+    backward += sum(rates.elementwise(dtype, "sum", numel).backward for numel in (qkv, row, wide, row))
     return Both(shape.layers * forward, shape.layers * backward)
 
 
@@ -113,10 +113,10 @@ def together(rates: Rates, dtype: str, tokens: float, hidden: int) -> Both:
     """What the kernels of blocks of this size take together, over what each takes alone; 1 where no whole blocks were
     measured.
 
-    Never below 1: at one clock, kernels do not take less time together than alone. A record that says so must have
-    timed its blocks at a higher clock than its products (on an H200, each after a pause, whole forwards took 6% less
-    than their products alone), and training has no pauses. Where blocks were measured that ran for seconds, those count
-    as they are."""
+    Never below 1: at one clock, kernels do not take less time together than alone. A record in which they do must have
+    timed its blocks at a higher clock than its products (on an H200, whole forwards that were timed after a pause took
+    up to 6% less than their products alone), and training has no pauses. Where the record has blocks that ran for
+    seconds, the factor is theirs, and may be below 1."""
     rows = rates.remember(("wholes", dtype), lambda: wholes(rates, dtype))
     if not rows:
         return Both(1.0, 1.0)
@@ -183,7 +183,7 @@ def moved_per_gradient(width: int, *, accumulates: bool, flat: bool, summed: boo
 
 def step_compute_s(found: ComputeSeconds, rates: Rates, layers: int, sharded_units: int) -> float:
     """Seconds of a micro-batch: what the device computes, or the host's time to launch that, if it is more: of every
-    block, and of the messages of every unit that is sharded. A CPU is its own host: it takes the latter too."""
+    block, and of the messages of every unit that is sharded. A CPU is its own host: messages add to its compute."""
     messages = sharded_units * rates.unit_host_s
     if not rates.cuda:
         return found.total + messages

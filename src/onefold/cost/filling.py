@@ -1,4 +1,4 @@
-"""What a step takes on the device if other units keep their optimizer state there, given what its parts took."""
+"""Bytes that a step would take on the device if other units kept their state there, from what its parts took."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ class Messages:
 
     @cached_property
     def reductions(self) -> int:
+        """How often gradients are reduced in a step: once, or for each micro-batch."""
         case = self.case
         return case.micro_batches if (case.reduce or reduce_default(case.placements[0])) == "each" else 1
 
@@ -100,5 +101,5 @@ class Messages:
         units = self.case.sizes.units
         forward, _ = self.case.work.passes(self.case.sizes, self.case.placements)
         rate, others = self.link("shard"), self.case.grid.shard - 1
-        widths = [units[i].shard * others * units[i].widths.compute for i in forward]
-        return [self.case.hardware.latency_s + sent / rate for sent in widths] if others else []
+        sent_bytes = [units[i].shard * others * units[i].widths.compute for i in forward]
+        return [self.case.hardware.latency_s + nbytes / rate for nbytes in sent_bytes] if others else []

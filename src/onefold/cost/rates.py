@@ -113,8 +113,9 @@ class Rates:
     def elementwise(self, dtype: str, kind: str, numel: float) -> Both:
         """Of `norm`, `gelu`, `add`, `copy` or `sum` over so many elements.
 
-        Timings of small kernels on a GPU are of the host that launches them, backward's most, which in training runs
-        ahead: so no kernel takes longer than a launch and its share of the largest one that was measured."""
+        Small kernels on a GPU, most of all those of backward, were timed at the pace of the host that launches them; in
+        training the host runs ahead. So no kernel takes longer than a launch and its share of the largest one that was
+        measured."""
         table = self._rows("elementwise", dtype, kind)
         found = [_line(numel, [(row[0], row[at]) for row in table]) for at in (1, 2)]
         if self.cuda:

@@ -112,9 +112,9 @@ def exposed_in_step(
 ) -> float:
     """Seconds a step waits for messages, over all micro-batches.
 
-    `compute_s` is of one micro-batch, of which each unit has a share by its elements; `gather_s` of each unit a pass
-    gathers, if any are sharded; `reduce_s` of one reduction of all units; `updated_s` of what is gathered after the
-    update.
+    `compute_s` is of one micro-batch, of which each unit has a share by its elements (`unit_numel`); `gather_s` of each
+    unit that a pass gathers, empty if none is sharded; `reduce_s` of one reduction of all units, of which there are
+    `rounds` in a step; `updated_s` of what is gathered after the update.
     """
     shares = (1, 3) if checkpointed else (1, 2)
     forward, backward = (compute_s * share / sum(shares) for share in shares)

@@ -27,7 +27,7 @@ from onefold.cost.transfers import host_update_s, transfers_of, update_bytes
 from onefold.settings.placement import Placement, Tier
 
 SLOWED = 0.12  # seconds of the device for each second in which the host updates beside it
-EXACT_UNITS = 6  # so many units and fewer: all splits are compared; of more, those near the first that fills
+EXACT_UNITS = 6  # up to so many units all splits are compared; beyond, those near the one filled from the front
 
 
 class UnitSeconds(NamedTuple):
@@ -52,7 +52,7 @@ class Overlap(NamedTuple):
 
 def split_s(units: Sequence[UnitSeconds], tiers: Sequence[Tier], overlap: Overlap) -> float:
     """Seconds of a step, from the beginning of backward to the end of the next forward; `units` are in forward order.
-    Host updates run one after the other, of those whose gradients are there the first of forward first.
+    Host updates run one after the other: of the units whose gradients have arrived, the first of forward comes first.
 
     >>> units = [UnitSeconds(forward=1, backward=2, device=0, host=4, disk=9)] * 3
     >>> first, last = [Tier.DEVICE, Tier.HOST, Tier.HOST], [Tier.HOST, Tier.HOST, Tier.DEVICE]
@@ -79,7 +79,7 @@ def split_s(units: Sequence[UnitSeconds], tiers: Sequence[Tier], overlap: Overla
 
 
 def _served(jobs: Iterable[tuple[float, int]], seconds: Sequence[float]) -> dict[int, float]:
-    """When each update has ended: `jobs` are the times at which they may begin, in that order, and units."""
+    """The time at which each unit's update ends. `jobs` are the earliest start of each and its unit, by that start."""
     ended: dict[int, float] = {}
     coming, there, now = list(jobs)[::-1], list[int](), 0.0
     while coming or there:
@@ -92,7 +92,7 @@ def _served(jobs: Iterable[tuple[float, int]], seconds: Sequence[float]) -> dict
 
 
 def tiers_of(units: int, on_device: Collection[int], on_host: Collection[int]) -> list[Tier]:
-    """The tiers of so many units: these on the device, these in host memory, the others on disk."""
+    """The tiers of so many units: those numbered in `on_device`, those in `on_host`, and the others on disk."""
     return [Tier.DEVICE if at in on_device else Tier.HOST if at in on_host else Tier.DISK for at in range(units)]
 
 
@@ -106,7 +106,7 @@ def seconds_of(
     forward_s: float,
     backward_s: float,
 ) -> list[UnitSeconds]:
-    """Seconds of trained units, where `ranks` share the host; those of the passes are divided by elements."""
+    """Seconds of each trained unit, where `ranks` share the host; forward and backward are divided by elements."""
     rates = machine.rates
     every = sum(unit.numel for unit in units) or 1
     found = []
@@ -145,8 +145,8 @@ def fastest(
     fits_host: Callable[[Units, Units], bool] = lambda on_device, on_host: True,
 ) -> list[Tier]:
     """The tier of each unit's state in the split with the fewest seconds, of those that fill the device with
-    `candidates` and then the host. Whether units fit the device, and the host beside those on the device, is asked; a
-    set that fits must fit without any of its units too. The rest is on disk."""
+    `candidates` and then the host; the rest is on disk. `fits_device` says whether units fit on the device, `fits_host`
+    whether units fit in host memory beside those on the device. If a set fits, every part of it must fit too."""
     found: dict[Units, tuple[float, list[Tier]]] = {}
 
     def placed(on_device: Units, on_host: Units) -> list[Tier]:
@@ -176,8 +176,8 @@ def _best(
     seconds: Callable[[Units], float],
     kind: Callable[[int], object],
 ) -> Units:
-    """Of the sets of these units that fit and to which none can be added, the one with the fewest seconds; of equal
-    ones, the one with the first units. Units of one `kind` are equally large."""
+    """Of the sets of these units that fit and to which no unit can be added, the one with the fewest seconds; of sets
+    with equal seconds, the one with the first units. Units of one `kind` are equally large."""
     if fits(frozenset(order)):
         return frozenset(order)
     if len(order) <= EXACT_UNITS:
@@ -185,7 +185,8 @@ def _best(
         fitting = [chosen for chosen in sets if fits(chosen)]
         full = [one for one in fitting if not any(one < other for other in fitting)]
         return min(full, key=lambda chosen: _key(chosen, seconds), default=frozenset())
-    best, better = filled(order, fits, kind), True
+    best = filled(order, fits, kind)
+    better = len({kind(one) for one in order}) <= EXACT_UNITS  # more kinds have too many neighbours to look at
     while better:
         orders = []
         for index in {kind(one): one for one in reversed(order) if one not in best}.values():  # the first of each kind
@@ -205,7 +206,7 @@ def _key(chosen: Units, seconds: Callable[[Units], float]) -> tuple[float, list[
 
 
 def filled(order: Sequence[int], fits: Callable[[Units], bool], kind: Callable[[int], object]) -> Units:
-    """Units in this order, each of which fits beside those before it.
+    """Fills in this order: takes each unit that fits beside those taken before it.
 
     >>> sizes = [9, 2, 2, 5, 1]
     >>> sorted(filled(range(5), lambda chosen: sum(sizes[one] for one in chosen) <= 6, sizes.__getitem__))

@@ -67,11 +67,11 @@ class Resolved:
     """What shard() chose automatically, and the reasons; "" where nothing was left to it."""
 
     candidates: frozenset[int] = frozenset()
-    """Of trained units, the first ones, whose optimizer state the first step may move to the device."""
+    """The trained units, by number, whose optimizer state the first step may move to the device."""
 
     @property
     def activations_wait(self) -> bool:
-        """activations="auto": the first block decides when it runs."""
+        """True with activations="auto": the policy is chosen when the first block runs."""
         return self.settings.activations == AUTO
 
     @property

@@ -129,7 +129,7 @@ def rehearse(
         raise ConfigError(
             f"tiers are given, but Offload(optimizer={offload.optimizer!r}) says where state is; use 'auto' or no tiers"
         )
-    if given is not None:  # all on the host; what is on the device is moved there below
+    if given is not None:  # sharded with all state on the host; _keep_on_device moves back what a run has on the device
         offload = Offload(optimizer="host", parameters=offload.parameters and "host")
     if "disk" in (offload.optimizer, offload.parameters):  # the device's memory is the same with disk as with host
         offload = Offload(optimizer="host", parameters=offload.parameters and "host")
@@ -224,8 +224,8 @@ def _kept_bytes(engine: Engine) -> list[int]:
 
 
 def _keep_on_device(engine: Engine, tiers: Mapping[str, Tier]) -> None:
-    """Moves the optimizer state of these units to the device; the others' is on the host, also if a run has it on disk:
-    for the device's memory that is the same."""
+    """Moves the optimizer state of units whose tier is the device to it. That of other units stays on the host, also if
+    a run has it on disk: for the device's memory that is the same."""
     names = {unit.name for unit in engine.units}
     if names != tiers.keys():
         missing, odd = sorted(names - tiers.keys()), sorted(tiers.keys() - names)

@@ -16,12 +16,12 @@ Hook = Callable[[str, Tensor], object]
 
 
 class GradientHooks:
-    """The hooks of one Optimizer. They see all gradients but those of parameters with the names `others`."""
+    """The hooks of one Optimizer. They see all gradients but those of `others`: names that other Optimizers update."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._hooks: OrderedDict[int, Hook] = OrderedDict()
-        self._shown = False  # the gradients of this step, to the hooks
+        self._ran = False  # the hooks have seen the gradients of this step
         self._written = False  # pieces of gradients were given out, and may have been changed
 
     def __bool__(self) -> bool:
@@ -33,21 +33,21 @@ class GradientHooks:
         return handle
 
     def complete(self, call: Call, others: Set[str]) -> None:
-        """Completes the gradients of the step, and shows each once to the hooks. Collective."""
+        """Completes the gradients of the step, and runs the hooks on each, once per step. Collective."""
         complete(self._engine, call)
         self.run(others)
 
     def run(self, others: Set[str]) -> None:
-        """Shows each gradient to the hooks, once per step. All are complete."""
-        if self._hooks and not self._shown:
-            self._shown = self._written = True
+        """Runs the hooks on each gradient, once per step; gradients are complete."""
+        if self._hooks and not self._ran:
+            self._ran = self._written = True
             for name, piece in pieces(self._engine, others):
                 for hook in list(self._hooks.values()):
                     hook(name, piece)
 
     def forget(self) -> None:
-        """Other gradients come, which the hooks have not seen."""
-        self._shown = False
+        """The hooks are to run again: gradients change, or the step has ended."""
+        self._ran = False
 
     def pieces_given_out(self) -> None:
         """Users have pieces of this step's gradients, and may change them until step()."""

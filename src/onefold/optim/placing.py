@@ -48,11 +48,11 @@ SHORT = 0.9  # of the device's memory, once torch's allocator had to free what i
 
 
 class Planned(NamedTuple):
-    """What splits are compared by, the same on all ranks."""
+    """What splits of units over tiers are compared by; all ranks have the same."""
 
     units: list[UnitSeconds]
     overlap: Overlap
-    host_bytes: int  # that each rank may have
+    host_bytes: int  # of host memory, that each rank may take
 
 
 class Placing:
@@ -130,7 +130,7 @@ class Placing:
         there = self._there()
         took, short = room.needed_bytes(there), watch.was_short()
         fits = took <= FILLED * budget and not short
-        if self._smallest(fits):
+        if self._smallest(fits):  # on every rank
             return
         most_bytes = took if fits else int((SHORT if short else FILLED) * budget)
         stays = on_tier(self._fastest(room, most_bytes, there), Tier.DEVICE)
@@ -204,7 +204,7 @@ class Placing:
         return max(map(float, self._exchange(repr(mine))))
 
     def _common(self, mine: Collection[int]) -> frozenset[int]:
-        """The units that every rank has chosen: if they fit there, so do fewer."""
+        """The units that every rank has chosen; they fit on each, since fewer units fit where more do."""
         rows = self._exchange(" ".join(map(str, sorted(mine))))
         return frozenset.intersection(*(frozenset(map(int, row.split())) for row in rows))
 
@@ -220,18 +220,18 @@ class Placing:
     # -- decisions ------------------------------------------------------------------------------------------------
 
     def _fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
-        """Where the state of each unit is, so that a step takes no more than these bytes on any device, and the fewest
-        seconds as they are planned. Collective; the same on all ranks."""
+        """The tier of each unit's state: of the splits with which a step takes no more than `most_bytes` on any device,
+        the one with the fewest planned seconds. Collective; all ranks get the same."""
         planned = self._planned_seconds()
         split = self._split(planned, candidates, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
         every = self._common(on_tier(split, Tier.DEVICE))
         return self._split(planned, every, lambda chosen: True)
 
     def _planned_seconds(self) -> Planned:
-        """Collective."""
+        """The planner's seconds of each unit, with passes as long as on the slowest rank. Collective."""
         sizes, placements = self._rows()
         resolved, passes_s = self._engine.resolved, self._largest(self._engine.watch.passes_s)
-        shares = 3 if resolved.settings.activations == "keep" else 4  # of a forward, in which backward may run it again
+        shares = 3 if resolved.settings.activations == "keep" else 4  # a step in forwards: backward may run one again
         seconds = seconds_of(
             sizes, placements, self._cost, here(resolved.device), ranks=_local_ranks(),
             forward_s=passes_s / shares, backward_s=passes_s - passes_s / shares,
@@ -241,21 +241,32 @@ class Placing:
         return Planned(seconds, Overlap(cuda and self._in_backward, cuda and hidden), self._host_room())
 
     def _split(
-        self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]
+        self,
+        planned: Planned,
+        candidates: Collection[int],
+        fits_device: Callable[[frozenset[int]], bool],
+        before: Sequence[Tier] | None = None,
     ) -> list[Tier]:
-        """The fastest split that fits."""
+        """The fastest split of those that fit the device and, where state may be on disk, the host. Units that `before`
+        has off the device stay on their tiers."""
         rows, count, cost, backward = self._rows(), len(self._engine.units), self._cost, self._in_backward
 
+        def placed(tiers: Sequence[Tier]) -> list[Tier]:
+            olds = before or [Tier.DEVICE] * count
+            return [new if old is Tier.DEVICE else old for old, new in zip(olds, tiers, strict=True)]
+
         def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
-            tiers = tiers_of(count, on_device, on_host)
+            tiers = placed(tiers_of(count, on_device, on_host))
             return not self._spills or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
 
-        return fastest(
+        found = fastest(
             planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host
         )
+        return placed(found)
 
     def _checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
-        """Raises if the host has no room for what is not on the device, and there is no disk; what to tell of it."""
+        """Raises if the host has no room for what is not on the device, and there is no disk; else what the placement's
+        reason says of units on disk."""
         cost, backward, rows = self._cost, self._in_backward, self._rows()
         needed = host_need(*rows, tiers, cost=cost, in_backward=backward)
         if needed > host_bytes and not self._spills:
@@ -284,13 +295,12 @@ class Placing:
                 )  # fmt: skip
 
     def _leave_device(self, stays: Collection[int], what: str) -> None:
-        """Keeps the state of these units on the device that is there, and says so. Collective."""
+        """Moves optimizer state off the device but for that of the units `stays`, and warns. Collective."""
         engine, before = self._engine, [unit.placement.optimizer_tier for unit in self._engine.units]
         self._quiesce()
         planned = self._planned_seconds()
-        tiers = self._split(planned, stays, lambda chosen: True)
+        tiers = self._split(planned, stays, lambda chosen: True, before)
         self._checked(tiers, planned.host_bytes)
-        tiers = [new if old is Tier.DEVICE else old for old, new in zip(before, tiers, strict=True)]
         gone = {new for old, new in zip(before, tiers, strict=True) if old is Tier.DEVICE} - {Tier.DEVICE}
         left = before.count(Tier.DEVICE) - tiers.count(Tier.DEVICE)
         why = (

@@ -1,7 +1,7 @@
-"""A step that fails after it has begun to write leaves parameters of two steps: from then on the model says so.
+"""A step that fails after its first write leaves parameters of two steps: the model is marked, and refuses to be used.
 
-Every update policy runs its updates inside one `StepUnderWay`, and tells it before each unit that it writes. An error
-before the first write leaves the model as it was, and the step can be called again.
+Every update policy runs its updates inside one `StepUnderWay`, and tells it which unit it is about to write. An error
+before the first write leaves the model as it was, and step() can be called again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The steps of one Optimizer: how many were tried, which were skipped and why, and the loss scale that follows.
 
-Reading any of it waits for a CUDA device that was to skip the last step by itself.
+A CUDA device may skip a step by itself, by a flag that it computes. Figures that depend on the flag read it first, and
+so wait until the device has computed it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Steps:
         self._engine, self._on_nonfinite, self._clipping = engine, on_nonfinite, clipping
         self.scaler, self.spikes = scaler, spikes
         self._tried = 0  # steps, taken or skipped
-        self._taken = False  # the last step() was not skipped by the host
+        self._last_taken = False  # the host did not skip the last step; the device may have
         self.check_units(by_unit)
 
     def check_units(self, by_unit: Sequence[UnitOptimizer]) -> None:
@@ -42,28 +43,28 @@ class Steps:
         )  # fmt: skip
 
     def follow_units(self, by_unit: Sequence[UnitOptimizer]) -> None:
-        """The model has other units; the count of skipped steps goes on. The last step was read."""
+        """The model has other units; the count of skipped steps goes on. The last step's flag has been read."""
         skipped = self.check.skipped
         self.check_units(by_unit)
         self.check.reset(skipped)
 
     def take(self) -> None:
         """A step is about to be taken, unless the device skips it."""
-        self._taken = True
+        self._last_taken = True
         self._tried += 1
 
     def skip(self, bad: Bad) -> None:
         """The host skips a step, or raises."""
-        self._taken = False
+        self._last_taken = False
         self._tried += 1
         self.check.skip(bad)
 
     @property
     def stepped(self) -> bool:
         """Whether the last step was taken."""
-        if self._taken:
+        if self._last_taken:
             self.check.read_last_step()
-        return self._taken and not self.check.taken_back
+        return self._last_taken and not self.check.taken_back
 
     @property
     def skipped(self) -> int:
@@ -72,6 +73,7 @@ class Steps:
 
     @property
     def taken(self) -> int:
+        """The number of steps that were not skipped."""
         return self._tried - self.skipped
 
     @property
@@ -83,7 +85,7 @@ class Steps:
     # -- saved and loaded --------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, Any]:
-        """What one rank's state_dict() holds: the number of steps tried, and what `outcome` tells."""
+        """What one rank's state_dict() holds: the number of steps tried, and `outcome`."""
         return {"tried": self._tried, **self.outcome()}
 
     def outcome(self) -> dict[str, Any]:
@@ -95,7 +97,7 @@ class Steps:
         }  # fmt: skip
 
     def load(self, saved: dict[str, Any], tried: int) -> None:
-        """Goes on from what `outcome` told."""
+        """Continues from a saved `outcome`, after so many steps, taken or skipped."""
         self.check.reset(saved["skipped"])
         self._tried = tried
         if self.scaler and saved["loss_scale"]:

@@ -142,10 +142,11 @@ class UpdateInBackward(NoUpdates):
         with self._under_way:
             self._engine.schedule.drain()
             self._finish_updates()
-            for index in self._awaited:
-                assert self.host is not None
-                self._gathers += self.host.finish(index)
-            self._awaited.clear()
+        while self._awaited:  # an interrupt here breaks nothing: the updates go on, and step() can be called again
+            assert self.host is not None
+            self._gathers += self.host.finish(self._awaited[0])
+            self._awaited.pop(0)
+        with self._under_way:
             self._wait_for_gathers()
 
     def _wait_for_gathers(self) -> None:
@@ -190,14 +191,14 @@ class UpdateInBackward(NoUpdates):
     def step(self, inputs: StepInputs) -> None:
         for index in self._until_step:
             self._engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
+        waited = bool(self._until_step)
         with self._under_way:
-            waited = bool(self._until_step)
             while self._until_step:
                 index = self._until_step.pop(0)
                 self._under_way.comes_to(self._engine.units[index])
                 self._update(index, offloaded=True)
-            if waited:
-                self.finish()
+        if waited or self._awaited:
+            self.finish()
         self._under_way.ended()
         self._compared = False
         self._engine.forget_used()

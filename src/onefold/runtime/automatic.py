@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from onefold.comm.agreement import digest
+from onefold.comm.agreement import digest, on_all
 from onefold.comm.communicator import Comms
 from onefold.comm.meter import Label
 from onefold.comm.strategy import Strategy
@@ -53,7 +53,8 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
         waits = waits_for_a_step(settings, device, comms)
         tiers, why = automatic_tiers(units, settings, precision, device, comms, share=FILLED if waits else None)
         if waits:
-            _check_budget(units, settings, precision, device)
+            chosen = settings
+            on_all(comms.world, lambda: _check_budget(units, chosen, precision, device))
             candidates = frozenset(index for index, tier in enumerate(tiers.values()) if tier is Tier.DEVICE)
             tiers = {name: Tier.HOST if tier is Tier.DEVICE else tier for name, tier in tiers.items()}
             why = UNDECIDED.format(len(candidates), len(tiers))
@@ -90,8 +91,8 @@ def waits_for_a_step(settings: Zero, device: torch.device, comms: Comms) -> bool
 
 
 def _check_budget(units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device) -> None:
-    """Raises if the device may not even hold parameters and the largest unit of them: "auto" moves optimizer state
-    only, and parameters are elsewhere if users say so."""
+    """Raises if the device cannot hold this rank's parameters and the largest unsharded unit: "auto" moves optimizer
+    state only, and parameters leave the device only if Offload(parameters=…) says so."""
     asked = Offload.of(settings.offload).device_bytes
     budget = here(device).memory_bytes if asked is None else asked
     sizes = [unit.size(0, precision) for unit in units]

@@ -67,7 +67,7 @@ class CompletingGradients:
         self._schedule.begin(final=self._accumulating.final)
 
     def complete(self, call: Call) -> None:
-        """Before this call, once per step: agrees on what was used, and reduces what is left."""
+        """Once per step, before `call`: agrees on what was used, and reduces what is left."""
         self._join_missed_reductions(call)
         if self._optimizers.policy.keeps_gradients:
             while self._hear(call).more:  # another rank has more micro-batches: join its reductions, with zeros
@@ -83,7 +83,7 @@ class CompletingGradients:
         self._progress.move(Event.AGREED)
 
     def _hear(self, call: Call) -> Heard:
-        """Between two backwards of a step, and at the step: hear what ranks used, and reduce what came late."""
+        """Between two backwards of a step, and before step(): hears what ranks used, and reduces what came late."""
         more, units = call is Call.BACKWARD, len(self._units)
         said = self._schedule.waiting() + self._alike.said()
         heard = self._used.agree(self._comms.everyone, self._visible.dropped(), said, more=more)

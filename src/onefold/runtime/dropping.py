@@ -17,7 +17,7 @@ from onefold.state.visible_gradients import VisibleGradients
 
 
 class DroppingGradients:
-    """Which gradients of one model's step were dropped before all were."""
+    """Drops gradients of one model, and knows which of several Optimizers have dropped theirs since the last came."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class DroppingGradients:
         return [index for index in range(len(self._places)) if index not in others]
 
     def drop_all(self, *, keep_as_zeros: bool) -> None:
+        """Drops all gradients of the model, or sets them to zero."""
         self._schedule.drain()
         self._replicated.drop()
         for unit in self._units:

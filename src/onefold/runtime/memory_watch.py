@@ -128,8 +128,8 @@ class MemoryWatch(NoWatch):
         self._slack = 0
         self._counter: Counter | None = None
         self._reduced: set[int] = set()
-        self.steps = self._forwards = 0  # forwards: of the first step
-        self._began_s = 0.0
+        self.steps = 0
+        self._forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
 

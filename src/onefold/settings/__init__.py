@@ -1,1 +1,1 @@
-"""What users give, checked once: Zero, Precision, Offload, the placement table; and files others may have written."""
+"""What users give, checked once: Zero, Precision, Offload, the placement table; files that others may have written."""

@@ -32,14 +32,14 @@ PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "a
 
 
 class Kept:
-    """The file system that was made last: to make one takes 0.1 s, mostly for descriptions of services."""
+    """The file system of fsspec that was made last: to make one takes 0.1 s, mostly to read service descriptions."""
 
     def __init__(self) -> None:
         self._last: tuple[str, Any] = "", None
         self._lock = threading.Lock()
 
     def get(self, made_of: str, make: Callable[[], Any]) -> Any:
-        """The last one if it was made of the same text, else a new one."""
+        """The last file system if `made_of` is the same text as for that one, else a new one."""
         with self._lock:
             if self._last[0] != made_of:
                 self._last = made_of, make()
@@ -52,8 +52,8 @@ KEPT = Kept()  # one per process: each save, load or listing opens the store ane
 def _file_system(
     address: Address, options: Callable[[dict[str, Any]], dict[str, Any]], made_of: str | None = None
 ) -> Any:
-    """The file system of fsspec for an address, without a cache of listings. Where a text says what else it is
-    `made_of`, all storages of this process that need the same share it."""
+    """The file system of fsspec for an address, without a cache of listings. `made_of` is all that it depends on beside
+    its arguments; where that is known, storages of this process with the same share one file system."""
     package = PACKAGES.get(address.scheme, "")
     try:
         import fsspec

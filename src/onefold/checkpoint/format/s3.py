@@ -10,6 +10,7 @@ SHA-256 is sent in a header, which is signed.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import errno
 import hashlib
@@ -46,11 +47,10 @@ class S3Storage(RemoteStorage):
         return {"config_kwargs": {**ours, **theirs, **unsigned, **once}}
 
     def _made_of(self) -> str:
-        """The environment, and when the files of credentials and settings were written: where a tool renews them, a new
-        client reads them."""
+        """AWS's environment variables, and when the files of credentials and settings were written: once a tool has
+        renewed them, a new client is made, which reads them."""
         named = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
-        files = [Path(os.environ.get(name, usual)).expanduser() for name, usual in named.items()]
-        times = [path.stat().st_mtime_ns if path.exists() else 0 for path in files]
+        times = [_written_ns(os.path.expanduser(os.environ.get(name, usual))) for name, usual in named.items()]
         return f"{times} {sorted((name, value) for name, value in os.environ.items() if name.startswith('AWS_'))}"
 
     def __init__(self, address: Address, deadline_s: float) -> None:
@@ -67,8 +67,8 @@ class S3Storage(RemoteStorage):
         return self.call("call_s3", method, Bucket=bucket, Key=key, **kwargs)
 
     def upload(self, method: str, path: Path, body: BytesIO, **kwargs: Any) -> Any:
-        """A call with a body. As a file it is sent piece by piece: of a bytearray every layer below makes a copy, which
-        takes as long as the checksums."""
+        """A call of the S3 API with a body, which is given as a file and so sent piece by piece: every layer below
+        would copy a bytearray, which takes as long as the checksums."""
 
         def act() -> Any:
             body.seek(0)  # also when it is sent again
@@ -121,8 +121,21 @@ class S3Storage(RemoteStorage):
             self.request("remove", path, act)
 
 
+def _written_ns(path: str) -> int:
+    """When a file was written; 0 if it is not there, or not for this user."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return 0
+
+
+class SlowPut(CheckpointError):
+    """One put of a whole file did not end in the time that a request has."""
+
+
 class WholeOut(Out):
-    """A new object of S3 of known size, which is gathered in memory and put by one request."""
+    """A new object of S3 of known size, which is gathered in memory and put by one request; in parts if that takes too
+    long, since a request that is repeated begins with its first byte."""
 
     def __init__(self, storage: S3Storage, path: Path) -> None:
         self._store, self._path, self._body = storage, path, BytesIO()
@@ -131,7 +144,28 @@ class WholeOut(Out):
         self._body.write(data)
 
     def finish(self) -> None:
-        self._store.upload("put_object", self._path, self._body)
+        try:
+            self._store.request("write", self._path, self._put)
+        except SlowPut:
+            self._put_in_parts()
+
+    def _put(self) -> None:
+        body = BytesIO(self._body.getvalue())  # shares its bytes; a request that is given up may close it
+        try:
+            self._store.s3("put_object", self._path, Body=body)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            if self._body.tell() <= PART_BYTES:
+                raise
+            raise SlowPut(f"one put of {self._path} took too long") from error
+
+    def _put_in_parts(self) -> None:
+        parts = PartsOut(self._store, self._path)
+        try:
+            with self._body.getbuffer() as data:
+                parts.write(data)
+            parts.finish()
+        finally:
+            parts.close()
 
     def close(self) -> None:
         self._body = BytesIO()

@@ -2,7 +2,7 @@
 
 At the start all ranks agree on the newest copy that is complete in the memory of the nodes that are left, and each
 reads the elements that it owns now, from its own node or from peers. Only where no copy is complete, or the newest
-checkpoint is newer, is the state read from there: from disk, or from an object store.
+checkpoint is newer, is the state read from that checkpoint, on disk or in an object store.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from onefold.planner.device.clock import Clock
 LENGTH, HEAD = 1024, 64
 LONG = ((8192, 1024), (8192, 1600), (16384, 2560), (8192, 4096), (16384, 4096), (4096, 5120))
 SUSTAINED_S = 3.0
-HEAT_S = 0.2  # of products before each block
+HEAT_S = 0.2  # seconds of products before each block, so that it is timed at the clock of training
 TOKENS, WIDTHS = (4096, 8192, 16384), (1024, 1600, 2048, 2560, 4096, 5120)
 
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 def _block(clock: Clock, hidden: int, dtype: torch.dtype) -> Block:
-    """Made on the device: while the host would fill it, the device would rest, and then compute at a higher clock."""
+    """A block that the device fills: while the host filled it, the device would rest, and then have a higher clock."""
     with clock.device:
         return Block(hidden, hidden // HEAD).to(dtype)
 

@@ -26,7 +26,7 @@ class Clock:
         return self.device.type == "cuda"
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of one run: the least of several timings. The first run warms up, the second says how many each has."""
+        """Of one run: the least of several timings. One run warms up; the next decides how many runs a timing has."""
         work()
         once = self.mean_s(work, 1)
         if once >= self.least_s:
@@ -51,12 +51,12 @@ class Clock:
         return float(first.elapsed_time(last)) / 1e3 / times
 
     def host_s(self, work: Callable[[], object]) -> float:
-        """Of one run, which the host computes or waits for."""
+        """Of one run as the host sees it: wall time with a GPU, else as `mean_s` counts."""
         return self.wall_s(work) if self.cuda else self.mean_s(work, 1)
 
     def _now(self) -> float:
-        """Seconds of a CPU: where one thread computes, those that this process had it, so that what else a shared
-        machine does is not counted."""
+        """A clock for a CPU. Where one thread computes, it is the CPU time of this process, so that time in which other
+        programs had the core is not counted."""
         return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
     def wall_s(self, work: Callable[[], object]) -> float:

@@ -21,6 +21,7 @@ from onefold.observe.reports import placement
 from onefold.observe.simulation import train_step
 from onefold.observe.tensor_messages import TensorMessages
 from onefold.optim.named import choose
+from onefold.optim.optimizer import Optimizer
 from onefold.settings.offload import AUTO, Offload
 from onefold.settings.zero import Zero
 from onefold.sharding import shard
@@ -51,12 +52,13 @@ class Seen(NamedTuple):
 
     planned: Rehearsal
     model: nn.Module
+    optimizer: Optimizer  # the model holds it weakly, and counts its state while it lives
     peak_bytes: int
     messages: Mapping[tuple[str, str], Flow]
 
 
 def try_steps(tried: Tried, device: torch.device) -> Seen:
-    """Rehearses a step and trains some; with offload="auto" rehearses what they decided. Collective."""
+    """Rehearses a step and trains a few; with offload="auto" rehearses with the tiers that they decided. Collective."""
     cut, axes, mesh = tried.cut, tried.axes, tried.mesh
     with torch.device("meta"):
         blank = tried.build()
@@ -94,4 +96,4 @@ def try_steps(tried: Tried, device: torch.device) -> Seen:
         with torch.device("meta"):
             blank = tried.build()
         planned = rehearsed(blank, tiers=placement(model).optimizer_tiers)
-    return Seen(planned, model, peak, messages.flows if messages is not None else {})
+    return Seen(planned, model, optimizer, peak, messages.flows if messages is not None else {})
