@@ -113,10 +113,10 @@ HEAD = """# Predicted and measured
 
 Step times and peaks of device memory as the planner gives them, beside those that were measured, case by case. Each
 case is planned with the settings it ran with. Nothing is fitted to the cases: seconds come from what `onefold measure`
-recorded of the machine, by shape and dtype; for CPU ranks times how slow compute alone was in the same run, since their
-machine was shared. `python -m benchmarks.predicted` writes this page from the files that the
-last column names; `tests/bench/test_predicted.py` compares the two. Rows of `predicted_cases.py` are runs whose figures
-were noted there, and of which no file was kept.
+recorded of the device, by shape and dtype. Those of CPU ranks are multiplied by how much slower compute alone was in
+the same run, since other programs used the cores too. `python -m benchmarks.predicted` writes this page from the files
+that the last column names; `tests/bench/test_predicted.py` compares the two. Rows of `predicted_cases.py` are runs
+whose figures were noted there, and of which no file was kept.
 
 What was measured of the machines:
 """
@@ -126,7 +126,7 @@ what torch's allocator counted; the planner's has 3% of what a step allocates an
 
 ## What a step is made of
 
-| part | what of | from the record |
+| part | what is counted | part of the record |
 |---|---|---|
 | products | every linear layer: forward, gradients of input and weight | `products`, by shape |
 | attention | by length and width of heads | `attention` |
@@ -141,48 +141,52 @@ what torch's allocator counted; the planner's has 3% of what a step allocates an
 | update | bytes of states, masters and gradients | `updates` |
 | transfers | host updates, PCIe and disk, as far as compute does not hide them | `updates`, `copies`, `disk` |
 
-*Small kernels.* Timings of less than about 16 million elements are of the host that launches them, which in training
-runs ahead. So none takes longer than a launch and its share of the largest that was measured.
+*Small kernels.* A kernel over less than about 16 million elements was timed at the pace of the host that launches it,
+and in training the host runs ahead. So no kernel is counted as longer than a launch and its share, by elements, of the
+largest one that was measured.
 
 *Messages.* All-gathers start `prefetch` units ahead of their use, reductions when their unit has computed. Both share
 the link, and the last reduction has nothing left to hide behind: with few units that is a large part.
 
-*CPU ranks* move messages with the cores that compute: so at least the bytes that a rank sends, at the rate between two
-processes of one machine, are waited for. And what the host does for a unit's messages adds to compute.
+*CPU ranks* move messages with the cores that compute. So a step waits at least as long as the bytes that a rank sends
+take at the rate between two processes of one node, and what the host does for a unit's messages adds to compute.
 
 *Why whole blocks never count as less than their kernels.* The record of the H200 has whole forwards that take up to 6%
-less than their four products alone. At one clock that cannot be. The products ran one after the other, each block after
-a pause in which it was made on the host: so the blocks' clock was probably higher, and training has no pauses. `onefold
-measure` now makes blocks on the device and warms it before each.
+less than their four products alone, which cannot be at one clock. Each block was timed after a pause in which it was
+made on the host, the products without pauses: so the clock of the blocks was probably higher, and training has no
+pauses. `onefold measure` now makes blocks on the device, and has it compute before each.
 
-*Decided by which cases, tried on which.* That factor was found from the record, and looked at in all cases that this
-page had then; the decoder's operators were counted, and looked at in the three Qwen runs without a compiler. The runs
-of `clipping-2.78b-h200.json` and the two lean ones were planned after that, and changed nothing. How reductions overlap
-was found with two steps over a link of 50 Mbit/s, which are not among the cases; that cores move messages, with stage 3
-of the loopback work 1x32.
+*Which cases the model was made with, and which only test it.* The factor of whole blocks is from the record, and was
+compared with all cases that this page had then; the bytes of the decoder's operators are counted, and were compared
+with the three Qwen runs without a compiler. The runs of `clipping-2.78b-h200.json` and the two lean ones (compiled,
+moments and sums in bf16, loss by tiles) were planned after that, and changed nothing. How reductions overlap was found
+with two steps over a link of 50 Mbit/s that are not among the cases; that cores move messages, with stage 3 over
+loopback, 1x32.
 
 *Where it is wrong.* Stage 3 between CPU ranks is planned too fast in every case, by 6 to 30%; the cases above 20% are
 two of these. Why is not known. It is not the first touch of fresh memory: filling storages of 12 to 100 MB that had
 been resized to zero took as long as filling them again. Plans of H200 steps are mostly a few percent too fast. One
 guess is that a GPU that computes for seconds is held to its power limit: `onefold measure --only sustained` measures
-that, and the record has none. The lean runs compute their loss by tiles in one kernel, which is counted as torch's
-cross entropy; and their activations are "auto", which may compute some blocks again, and are counted as kept. A norm
-below its limit (clip-never) lets updates start in backward, and is counted as an update after it.
+that, and the record has none. The lean runs compute their loss by tiles in one kernel, and the plan counts torch's
+cross entropy; their activations are "auto", which may compute some blocks again, and the plan counts all as kept.
+Where the norm of gradients is computed and below its limit (clip-never), host updates start in backward, and the plan
+counts them after it.
 
-*Not counted: APART.* Second steps of a version whose simulated all-gather was one copy for every peer, so a step had
-100,000 launches for 64 ranks and 1.3 million for 1024 that no rank has. Their peaks count. On an H200, these two write
-the files anew, with what the copies took, and then the times count:
+*Not counted: APART.*
+These are second steps of a version whose simulated all-gather was one copy for every peer, so a step had 100,000
+launches for 64 ranks and 1.3 million for 1024 that no rank has. Their peaks count. On an H200, these commands write the
+files anew, with what the copies took, and then the times count:
 
     python benchmarks/simulate_rank.py 128b:64 --steps 4 --out docs/results/simulate-128b-64.json
     python benchmarks/simulate_rank.py 1t:1024 --checkpoint --steps 4 --out docs/results/simulate-1t-1024.json
 
 *How CPU ranks were measured.* Two ranks with one thread each, in network namespaces joined by a link that `tc` slows
-down (`python -m benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). A shared
-CPU is seldom idle: compute alone took turns with the stages, and the record's seconds are multiplied by what it took
-over what the record says of it. The link is as the ranks measured it before the steps; the rate inside the machine is
-that of `sweep-cpu.json`. Other work kept 12 to 18 processes waiting for the two cores during the run over shaped
-links, so its fast ones, where compute is most of a step, should be measured again on a quiet machine by the same
-command. The file is of the third run: the first had eight times the tokens and drowned in that noise, the second had
+down (`python -m benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). Other
+programs used the cores too, so steps of compute alone took turns with the stages, and the record's seconds are
+multiplied by the measured over the planned time of compute alone. The link is as the ranks measured it before the
+steps; the rate inside the node is that of `sweep-cpu.json`. The run over shaped links had a load of 12 to 18 on two
+cores, so the steps over fast links, which are mostly compute, should be measured again on idle cores by the same
+command. The file is of the third run: the first, with eight times the tokens, was too noisy to use, and the second had
 compute alone once in a round instead of three times.
 
 *What is left out.* The runs of 14B and 16.2B, whose placement was chosen automatically, and the two processes of

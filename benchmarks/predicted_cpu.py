@@ -1,8 +1,8 @@
 """The CPU cases of docs/results/predicted.md: two ranks, over links of a given rate and over the loopback device.
 
-A shared CPU is seldom idle, so beside the stages the runs time compute alone: each rank trains a model of its own. The
-recorded seconds of the CPU are multiplied by what that took over what the record says of it; links are as they were
-measured in the run. So a plan is told how fast the machine was and how fast the link was, and nothing of the stages.
+Other programs may use the CPU too, so the runs also time compute alone, in which each rank trains a model of its own.
+The recorded seconds of the CPU are multiplied by the measured over the planned time of that; links are as they were
+measured in the run. So a plan is told how fast the CPU and the link were, and nothing of the stages.
 """
 
 from __future__ import annotations

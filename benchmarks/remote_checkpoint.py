@@ -4,7 +4,7 @@
 
 Without --address the store is moto's server on this machine, in a process of its own, which keeps objects in memory
 (pip install 'onefold[test]'). Each round uploads the same bytes in each way, so that all see the same store; the first
-round is not counted. CPU seconds of this process and of the server tell more than seconds where others are busy.
+round is not counted. Where other programs keep the cores busy, CPU seconds of client and server tell more than seconds.
 
     put        one put_object of botocore, as s3fs makes it
     multipart  boto3's upload_fileobj with its defaults: parts of 8 MiB, ten at once

@@ -4,7 +4,7 @@
     python -m benchmarks.shaped_links --mbit 50 --steps 2 --out runs
 
 Over every link the ranks first measure it, as `onefold measure` does. Then steps of the stages and steps of compute
-alone (each rank trains a model of its own) take turns, so that what else the machine does hits all of them alike.
+alone (each rank trains a model of its own) take turns, so that other programs slow all of them down alike.
 `python -m benchmarks.predicted` compares the steps with what the planner gives for that link and this CPU.
 """
 

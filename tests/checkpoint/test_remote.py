@@ -33,6 +33,7 @@ from tests.checkpoint import drive
 from tests.checkpoint.runs import Case, Trainer, digests, trained, truth
 from tests.checkpoint.s3 import Exchange, Proxy, keys, make_bucket, s3_server, store
 from tests.harness import run_ranks, run_ranks_raises, start_ranks, tell
+from tests.harness.patience import PATIENCE_S
 from tests.train.launched import curve
 from tests.train.pooled import settings_of
 
@@ -381,6 +382,33 @@ def test_a_file_of_known_size_is_put_whole_by_one_request_and_whole_again_if_tha
             TensorFile(disk, path).read("w", Span(0, values.numel()), out, written.sha256["w"])
             assert torch.equal(out, values)
         assert proxy.injured, "no upload was cut in half"
+
+
+def test_a_put_that_is_too_slow_goes_in_parts(port):
+    """Else each try would begin with the first byte, and none would end."""
+    path = place(f"{make_bucket(port, 'slow')}/run/step-00000001/rank-00000.safetensors")
+    values = torch.arange(3_500_000, dtype=torch.float32)
+    ended = threading.Event()
+
+    def slow_if_whole(exchange: Exchange) -> bool:
+        if exchange.method == "PUT" and "partNumber" not in exchange.path:
+            ended.wait(PATIENCE_S)
+        return False
+
+    with proxied(port) as proxy, store(proxy.port, deadline_s=16), patch.object(s3, "PART_BYTES", 5 << 20):
+        proxy.fault = slow_if_whole
+        disk = storage_of(path)
+        written = write_tensors(disk, path, [Block("w", torch.float32, (values.numel(),))], values.split(1 << 20))
+        out = torch.empty_like(values)
+        TensorFile(disk, path).read("w", Span(0, values.numel()), out, written.sha256["w"])
+        ended.set()
+    assert torch.equal(out, values)
+
+
+def test_a_file_of_credentials_that_cannot_be_looked_at_is_as_none(port):
+    address = place(f"{make_bucket(port, 'nobody')}/run")
+    with store(port, AWS_CONFIG_FILE="~no-such-user/config"):
+        storage_of(address).check_access(address)
 
 
 def test_storages_share_one_client_until_the_credentials_are_others(port, tmp_path):

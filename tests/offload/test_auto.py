@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.cost.automatic import ADAM, host_need
 from onefold.errors import PlacementWarning
 from onefold.runtime.engine import engine_of
 from onefold.settings.placement import Tier
@@ -20,6 +21,7 @@ from tests.harness import run_ranks
 from tests.models import Residual
 
 STEPS = 3
+HOST_BYTES = 120_000  # masters, moments and gradients of some of ten units
 
 
 class Work(NamedTuple):
@@ -230,6 +232,36 @@ def test_a_step_that_takes_more_moves_state_off_the_device_and_says_so(ranks: in
     assert not differs and within
     assert len(said) == 1 and "was moved from the device to host" in said[0], said
     assert Tier.DEVICE in tiers or "of 0 of" in said[0]
+
+
+def left_for_disk(work: Work, folder: str) -> tuple[list[Tier], list[Tier], int]:
+    """Where state was after steps of one micro-batch, and after steps of three; and bytes in host memory at the end."""
+    offload = onefold.Offload(
+        optimizer="auto", device_bytes=bounds(work).budget(0.6), host_bytes=HOST_BYTES, path=folder
+    )
+    model, adam = build(work, offload)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number in range(2):
+            step(model, adam, work, number)
+        before = tiers_of(model)
+        for number in range(2, 5):
+            step(model, adam, work, number, micro=3)
+    sizes, placements = zip(
+        *(
+            (unit.size(0, engine_of(model).resolved.precision), unit.placement)
+            for unit in engine_of(model).resolved.units
+        ),
+        strict=True,
+    )
+    return before, tiers_of(model), host_need(sizes, placements, tiers_of(model), cost=ADAM)
+
+
+def test_state_that_leaves_the_device_goes_to_disk_where_the_host_is_full(tmp_path: Any) -> None:
+    before, after, needed = run_ranks(1, left_for_disk, Work(depth=10, rows=4), str(tmp_path))[0]
+    assert Tier.HOST in before and Tier.DISK in before, before
+    assert after.count(Tier.DEVICE) < before.count(Tier.DEVICE)
+    assert needed <= HOST_BYTES, (before, after)
 
 
 def continued(work: Work, folder: str) -> tuple[list[str], list[Tier], list[Tier]]:

@@ -352,6 +352,43 @@ def test_an_interrupted_wait_is_no_end_of_an_update(tmp_path) -> None:
     assert run_ranks(1, interrupt_a_wait, str(tmp_path / "run")) == [(True, True)]
 
 
+def interrupt_a_step() -> tuple[bool, bool]:
+    """While step() waits for updates that backward has queued: they go on, and step() is called again."""
+    gate, found = threading.Event(), []
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            assert gate.wait(PATIENCE_S)
+            super().step()
+
+    for disturbed in (False, True):
+        caught = False
+        model, optimizer = built(onefold.Offload(optimizer="host"), cls=Slow, inside=True, stage=2)
+        gate.set()
+        step(model, optimizer)
+        if disturbed:
+            gate.clear()
+            backward(model, 2)
+            with interrupted() as interrupt:
+                threading.Timer(0.3, interrupt).start()
+                try:
+                    optimizer.step()
+                except KeyboardInterrupt:
+                    caught = True
+            gate.set()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            step(model, optimizer, 2)
+        step(model, optimizer, 3)
+        found.append(onefold.full_state_dict(model))
+    return caught, same(*found)
+
+
+def test_a_step_that_is_interrupted_while_it_waits_can_be_called_again() -> None:
+    assert run_ranks(1, interrupt_a_step) == [(True, True)]
+
+
 def interrupt_a_load(folder: str, scratch: str) -> tuple[bool, bool]:
     """While it waits for a write to disk."""
     model, optimizer = built(onefold.Offload(optimizer="disk", path=scratch), precision="bf16")

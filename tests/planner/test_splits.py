@@ -122,3 +122,20 @@ def test_seconds_of_units_are_the_planners() -> None:
     assert large.device < large.host <= large.disk
     assert large.forward + small.forward == pytest.approx(1.0) and large.backward == pytest.approx(2 * small.backward)
     assert large.host == pytest.approx(2 * small.host)
+
+
+def test_units_of_many_sizes_are_split_without_looking_at_each_exchange() -> None:
+    """As of a U-Net: each question is a plan of the host's memory, and ranks wait for the answer in their first step."""
+    sizes = [10 + at for at in range(60)]
+    units = [UnitSeconds(size, 2 * size, size / 10, 2.0 * size, 5.0 * size) for size in sizes]
+    asked = []
+
+    def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
+        asked.append(1)
+        return sum(sizes[at] for at in on_host) <= 500
+
+    tiers = fastest(
+        units, Overlap(True, True), candidates=range(60),
+        fits_device=lambda chosen: sum(sizes[at] for at in chosen) <= 500, fits_host=fits_host,
+    )  # fmt: skip
+    assert {Tier.DEVICE, Tier.HOST, Tier.DISK} == set(tiers) and len(asked) < 500
