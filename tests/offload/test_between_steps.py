@@ -363,8 +363,10 @@ def interrupt_a_step() -> tuple[bool, bool]:
 
     for disturbed in (False, True):
         caught = False
-        model, optimizer = built(onefold.Offload(optimizer="host"), cls=Slow, inside=True, stage=2)
         gate.set()
+        model, optimizer = built(
+            onefold.Offload(optimizer="host"), cls=Slow, inside=True, stage=2, bucket_bytes=1 << 20
+        )  # one unit: backward waits for no update of another
         step(model, optimizer)
         if disturbed:
             gate.clear()

@@ -125,7 +125,7 @@ def test_seconds_of_units_are_the_planners() -> None:
 
 
 def test_units_of_many_sizes_are_split_without_looking_at_each_exchange() -> None:
-    """As of a U-Net: each question is a plan of the host's memory, and ranks wait for the answer in their first step."""
+    """As of a U-Net: each question plans the host's memory, and ranks wait for the answer in their first step."""
     sizes = [10 + at for at in range(60)]
     units = [UnitSeconds(size, 2 * size, size / 10, 2.0 * size, 5.0 * size) for size in sizes]
     asked = []

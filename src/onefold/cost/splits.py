@@ -27,6 +27,7 @@ from onefold.cost.transfers import host_update_s, transfers_of, update_bytes
 from onefold.settings.placement import Placement, Tier
 
 SLOWED = 0.12  # seconds of the device for each second in which the host updates beside it
+KINDS = 6  # sizes of units, up to which splits near the one filled from the front are compared: more have too many
 EXACT_UNITS = 6  # up to so many units all splits are compared; beyond, those near the one filled from the front
 
 
@@ -186,7 +187,7 @@ def _best(
         full = [one for one in fitting if not any(one < other for other in fitting)]
         return min(full, key=lambda chosen: _key(chosen, seconds), default=frozenset())
     best = filled(order, fits, kind)
-    better = len({kind(one) for one in order}) <= EXACT_UNITS  # more kinds have too many neighbours to look at
+    better = len({kind(one) for one in order}) <= KINDS
     while better:
         orders = []
         for index in {kind(one): one for one in reversed(order) if one not in best}.values():  # the first of each kind

@@ -241,28 +241,18 @@ class Placing:
         return Planned(seconds, Overlap(cuda and self._in_backward, cuda and hidden), self._host_room())
 
     def _split(
-        self,
-        planned: Planned,
-        candidates: Collection[int],
-        fits_device: Callable[[frozenset[int]], bool],
-        before: Sequence[Tier] | None = None,
+        self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]
     ) -> list[Tier]:
-        """The fastest split of those that fit the device and, where state may be on disk, the host. Units that `before`
-        has off the device stay on their tiers."""
+        """The fastest split of those that fit the device and, where state may be on disk, the host."""
         rows, count, cost, backward = self._rows(), len(self._engine.units), self._cost, self._in_backward
 
-        def placed(tiers: Sequence[Tier]) -> list[Tier]:
-            olds = before or [Tier.DEVICE] * count
-            return [new if old is Tier.DEVICE else old for old, new in zip(olds, tiers, strict=True)]
-
         def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
-            tiers = placed(tiers_of(count, on_device, on_host))
+            tiers = tiers_of(count, on_device, on_host)
             return not self._spills or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
 
-        found = fastest(
+        return fastest(
             planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host
         )
-        return placed(found)
 
     def _checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
         """Raises if the host has no room for what is not on the device, and there is no disk; else what the placement's
@@ -299,7 +289,7 @@ class Placing:
         engine, before = self._engine, [unit.placement.optimizer_tier for unit in self._engine.units]
         self._quiesce()
         planned = self._planned_seconds()
-        tiers = self._split(planned, stays, lambda chosen: True, before)
+        tiers = self._split(planned, stays, lambda chosen: True)  # units that were in host memory may go to disk
         self._checked(tiers, planned.host_bytes)
         gone = {new for old, new in zip(before, tiers, strict=True) if old is Tier.DEVICE} - {Tier.DEVICE}
         left = before.count(Tier.DEVICE) - tiers.count(Tier.DEVICE)
