@@ -154,3 +154,26 @@ def refused_settings() -> list[str]:
 def test_a_step_that_was_refused_before_it_wrote_can_be_taken_again() -> None:
     [(first, second)] = run_ranks(1, refused_settings)
     assert "take it back" in first and second == ""
+
+
+def refused_in_backward() -> list[str]:
+    """The same in backward, of which the update of one unit is lost: what backward and step() say."""
+    onefold.init()
+    blocks = nn.Sequential(*(Residual(8) for _ in range(3)))
+    model = onefold.shard(blocks, stage=2, precision="bf16", units=(Residual,), bucket_bytes=256)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW, state="bf16", lr=0.1, step_in_backward=True)
+    optimizer.param_groups[0]["amsgrad"] = True
+    found = []
+    for call in (lambda: model(torch.ones(2, 8).bfloat16()).float().sum().backward(), optimizer.step):
+        try:
+            call()
+            found.append("")
+        except Exception as error:
+            found.append(str(error))
+        optimizer.param_groups[0]["amsgrad"] = False
+    return found
+
+
+def test_an_update_that_is_refused_in_backward_is_not_silently_left_out() -> None:
+    [(backward, step)] = run_ranks(1, refused_in_backward)
+    assert "take it back" in backward and "holds values of two steps; load a checkpoint" in step

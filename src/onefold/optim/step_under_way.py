@@ -1,7 +1,8 @@
 """A step that fails after its first write leaves parameters of two steps: the model is marked, and refuses to be used.
 
 Every update policy runs its updates inside one `StepUnderWay`, and tells it which unit it is about to write. An error
-before the first write leaves the model as it was, and step() can be called again.
+before the first write leaves the model as it was, and step() can be called again; in backward it marks the model too,
+since the gradient of that unit is lost while other units go on to be updated.
 """
 
 from __future__ import annotations

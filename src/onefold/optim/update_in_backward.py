@@ -76,9 +76,14 @@ class UpdateInBackward(NoUpdates):
     @torch.no_grad()
     def reduced(self, index: int, *, final: bool) -> bool:
         """Updates the unit, or queues its host update, and frees its gradient."""
-        self._under_way.comes_to(self._engine.units[index])
+        unit = self._engine.units[index]
+        self._under_way.comes_to(unit)
         with self._under_way:
-            self._end_reduction(index)
+            try:
+                self._end_reduction(index)
+            except BaseException:
+                self._under_way.writes(unit)  # the other units will be updated in this step, and this one will not
+                raise
         return True
 
     def _end_reduction(self, index: int) -> None:
