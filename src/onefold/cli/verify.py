@@ -27,7 +27,7 @@ from onefold.observe.simulation import states_elsewhere
 from onefold.offload.files import check_folder
 from onefold.settings.zero import Zero
 from onefold.train.run.fits import on_host
-from onefold.train.run.trial import Tried, try_steps
+from onefold.train.run.trial import TrialWork, try_steps
 
 STATES, PEAK, EXACT = 0.02, 0.10, 0.0  # how far off a figure may be
 TIMEOUT_S = 600.0
@@ -103,13 +103,13 @@ class VerifyCommand(TrialOptions):
         places = mesh(shard=grid.shard, tp=grid.tp, pp=grid.pp) if grid.tp * grid.pp > 1 else None
         axes = axes_of(places)
         stage = axes.pp.rank
-        tried = Tried(
+        work = TrialWork(
             build=partial(trial.build, stage), sample=trial.sample(self.batch), zero=trial.zero, shape=self.shape(),
             cut=trial.cut(stage, places), axes=axes, mesh=places, ranks=self.ranks, micro_batches=self.micro_batches,
             optimizer=self.optimizer, optimizer_state=self.optimizer_state,
         )  # fmt: skip
-        seen = try_steps(tried, device)
-        return compare(seen.planned, seen.model, seen.peak_bytes, seen.messages)
+        result = try_steps(work, device)
+        return compare(result.planned, result.model, result.peak_bytes, result.messages)
 
     def _show(self, rows: list[dict[str, Any]]) -> None:
         if self.json:

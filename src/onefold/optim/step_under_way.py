@@ -1,8 +1,8 @@
 """A step that fails after its first write leaves parameters of two steps: the model is marked, and refuses to be used.
 
 Every update policy runs its updates inside one `StepUnderWay`, and tells it which unit it is about to write. An error
-before the first write leaves the model as it was, and step() can be called again; in backward it marks the model too,
-since the gradient of that unit is lost while other units go on to be updated.
+before the first write leaves the model as it was, and step() can be called again. With updates in backward that is
+impossible: the failed unit's gradient is gone, and other units would be updated without it, so the model is marked.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class StepUnderWay:
 
     def writes(self, unit: Unit) -> None:
         """The update of this unit may write from here on."""
+        self._unit, self._wrote = unit.name, True
+
+    def misses(self, unit: Unit) -> None:
+        """This unit will not be updated in this step, in which others are."""
         self._unit, self._wrote = unit.name, True
 
     def ended(self) -> None:

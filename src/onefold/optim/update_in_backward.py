@@ -82,7 +82,8 @@ class UpdateInBackward(NoUpdates):
             try:
                 self._end_reduction(index)
             except BaseException:
-                self._under_way.writes(unit)  # the other units will be updated in this step, and this one will not
+                if not self._abandoning:
+                    self._under_way.misses(unit)
                 raise
         return True
 

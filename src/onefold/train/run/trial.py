@@ -31,7 +31,7 @@ WARM_UP = 2  # steps until buffers are allocated and schedules learnt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tried:
+class TrialWork:
     """What is trained: a model or this rank's stage of it, and how it is cut."""
 
     build: Callable[[], nn.Module]
@@ -47,7 +47,7 @@ class Tried:
     optimizer_state: str
 
 
-class Seen(NamedTuple):
+class TrialResult(NamedTuple):
     """A rehearsal of a step, and the model after some, with the last one's peak and messages of "tp"."""
 
     planned: Rehearsal
@@ -57,33 +57,33 @@ class Seen(NamedTuple):
     messages: Mapping[tuple[str, str], Flow]
 
 
-def try_steps(tried: Tried, device: torch.device) -> Seen:
+def try_steps(work: TrialWork, device: torch.device) -> TrialResult:
     """Rehearses a step and trains a few; with offload="auto" rehearses with the tiers that they decided. Collective."""
-    cut, axes, mesh = tried.cut, tried.axes, tried.mesh
+    cut, axes, mesh = work.cut, work.axes, work.mesh
     with torch.device("meta"):
-        blank = tried.build()
-    chosen = choose(tried.optimizer, state=tried.optimizer_state)
+        blank = work.build()
+    chosen = choose(work.optimizer, state=work.optimizer_state)
     rehearsed = partial(
-        rehearse, sample=tried.sample, zero=tried.zero, cost=chosen.cost, ranks=axes.shard.size, rank=axes.shard.rank,
-        plays="nccl" if device.type == "cuda" else "gloo", node_ranks=tried.ranks,
-        micro_batches=tried.micro_batches, optimizer=chosen.make_whole, cut=cut,
+        rehearse, sample=work.sample, zero=work.zero, cost=chosen.cost, ranks=axes.shard.size, rank=axes.shard.rank,
+        plays="nccl" if device.type == "cuda" else "gloo", node_ranks=work.ranks,
+        micro_batches=work.micro_batches, optimizer=chosen.make_whole, cut=cut,
     )  # fmt: skip
-    decides = Offload.of(tried.zero.offload).optimizer == AUTO  # the first step says where optimizer state is
+    decides = Offload.of(work.zero.offload).optimizer == AUTO  # the first step says where optimizer state is
     planned = None if decides else rehearsed(blank)
-    if mesh is None or tried.shape is None:
-        model = shard(tried.build().to(device), tried.zero)
+    if mesh is None or work.shape is None:
+        model = shard(work.build().to(device), work.zero)
     else:
         if cut.split is not None:
             cut.split(blank)
-        fill = partial(initialise, layers=tried.shape.layers)
-        model = shard(blank, dataclasses.replace(tried.zero, mesh=mesh, init=fill), device=str(device))
-    passes = cut.passes(None, tried.micro_batches)
+        fill = partial(initialise, layers=work.shape.layers)
+        model = shard(blank, dataclasses.replace(work.zero, mesh=mesh, init=fill), device=str(device))
+    passes = cut.passes(None, work.micro_batches)
     if cut.pp > 1 and mesh is not None and cut.loss is not None:
         from onefold.parallel.pipeline import Schedule  # here: torch's schedules take a second to import
 
-        passes = Schedule(model, mesh, tried.micro_batches, cut.loss, cut.tied)
+        passes = Schedule(model, mesh, work.micro_batches, cut.loss, cut.tied)
     optimizer = chosen.make(model)
-    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), tried.sample)
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), work.sample)
     for _ in range(WARM_UP):
         train_step(model, optimizer, inputs, passes)
     if device.type == "cuda":
@@ -94,6 +94,6 @@ def try_steps(tried: Tried, device: torch.device) -> Seen:
         peak = torch.cuda.max_memory_allocated()
     if planned is None:
         with torch.device("meta"):
-            blank = tried.build()
+            blank = work.build()
         planned = rehearsed(blank, tiers=placement(model).optimizer_tiers)
-    return Seen(planned, model, optimizer, peak, messages.flows if messages is not None else {})
+    return TrialResult(planned, model, optimizer, peak, messages.flows if messages is not None else {})
