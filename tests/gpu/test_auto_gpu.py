@@ -21,6 +21,7 @@ from onefold.runtime.engine import engine_of
 from onefold.settings.placement import Tier
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks
+from tests.models.trained_gpt import apart, filled_gpt, next_tokens
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
@@ -41,8 +42,9 @@ def train(offload: Any, *, stage: int = 3, inside: bool = False, rows: tuple[int
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    torch.manual_seed(0)
-    model = onefold.shard(GPT(SHAPE).cuda(), stage=stage, precision="bf16", offload=offload, bucket_bytes=1 << 18)
+    model = onefold.shard(
+        filled_gpt(SHAPE).cuda(), stage=stage, precision="bf16", offload=offload, bucket_bytes=1 << 18
+    )
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, step_in_backward=inside)
     losses, peaks = [], []
     with warnings.catch_warnings(record=True) as heard:
@@ -51,7 +53,7 @@ def train(offload: Any, *, stage: int = 3, inside: bool = False, rows: tuple[int
             generator = torch.Generator().manual_seed(100 * number + torch.distributed.get_rank())
             tokens = torch.randint(0, SHAPE.vocab, (count, SHAPE.seq), generator=generator).cuda()
             torch.cuda.reset_peak_memory_stats()
-            loss = model(tokens, tokens)
+            loss = model(*next_tokens(tokens))
             loss.backward()
             adam.step()
             adam.zero_grad()
@@ -63,19 +65,22 @@ def train(offload: Any, *, stage: int = 3, inside: bool = False, rows: tuple[int
 
 
 def filled(stage: int, inside: bool, share: float) -> tuple[float, int, int, set[str]]:
-    """How far parameters are from the run without offload, bytes at the peak, the budget, and the tiers."""
+    """How far parameters are from the run without offload, of how far they have moved; bytes at the peak, the budget,
+    and the tiers."""
+    train(None, stage=stage, inside=inside)  # what cuBLAS keeps is there from now on
     there, away = train(None, stage=stage, inside=inside), train("host", stage=stage, inside=inside)
+    gc.collect()  # their models
     before = torch.cuda.memory_allocated()
     budget = int((away.peak + share * max(there.peak - away.peak, 0) + before + (8 << 20)) / 0.95)
     auto = train(onefold.Offload(optimizer="auto", device_bytes=budget), stage=stage, inside=inside)
-    far = max(float((there.params[n].float() - auto.params[n].float()).abs().max()) for n in there.params)
+    far = apart(there.params, auto.params, filled_gpt(SHAPE).state_dict())
     return far, auto.peak + before, budget, {tier.value for tier in auto.tiers}
 
 
 @pytest.mark.parametrize(("stage", "inside"), [(3, False), (3, True), (2, False)])
 def test_a_budget_holds_and_updates_are_near_those_of_the_device(stage: int, inside: bool) -> None:
     ((far, peak, budget, tiers),) = run_ranks(1, filled, stage, inside, 0.6, timeout_s=180)
-    assert far < 2e-5 and peak <= budget, (far, peak, budget, tiers)
+    assert far < 0.02 and peak <= budget, (far, peak, budget, tiers)
     assert "host" in tiers
 
 
@@ -92,6 +97,7 @@ def test_what_fits_is_not_offloaded() -> None:
 
 def longer_batches() -> tuple[list[str], int, int]:
     away = train("host")
+    gc.collect()
     budget = int((away.peak + torch.cuda.memory_allocated() + (16 << 20)) / 0.95)
     run = train(onefold.Offload(optimizer="auto", device_bytes=budget), rows=(4, 4, 64, 64))
     return run.said, run.tiers.count(Tier.DEVICE), len(run.tiers)

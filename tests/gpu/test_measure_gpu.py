@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("tyro")  # the command line needs it
+
 from onefold.cli.main import main
 from onefold.cost.hardware import recorded
 from onefold.cost.rates import read_rates

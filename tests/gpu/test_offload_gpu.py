@@ -15,8 +15,8 @@ import torch
 import onefold
 from onefold.cost.shapes import Shape
 from onefold.runtime.engine import engine_of
-from onefold.train.run.model import GPT
 from tests.harness import run_ranks, shutdown_pools
+from tests.models.trained_gpt import apart, filled_gpt, next_tokens
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
@@ -32,15 +32,16 @@ TIERS = [
 def trained(offload: Any, *, stage: int = 3, precision: Any = "bf16", clip: bool = True, inside: bool = False) -> Any:
     torch.cuda.set_device(0)
     onefold.init()
-    torch.manual_seed(0)
-    model = onefold.shard(GPT(SHAPE).cuda(), stage=stage, precision=precision, offload=offload, bucket_bytes=1 << 18)
+    model = onefold.shard(
+        filled_gpt(SHAPE).cuda(), stage=stage, precision=precision, offload=offload, bucket_bytes=1 << 18
+    )
     scale = onefold.LossScale(initial=256.0) if precision == "fp16" else None  # else the first steps are all skipped
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, step_in_backward=inside, loss_scale=scale)
     losses = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
         tokens = torch.randint(0, SHAPE.vocab, (4, SHAPE.seq), generator=generator).cuda()
-        loss = model(tokens, tokens)
+        loss = model(*next_tokens(tokens))
         adam.backward(loss)
         if clip:
             adam.clip_grad_norm(1.0)
@@ -61,26 +62,26 @@ def _forward_before_step() -> None:
     busy = torch.zeros(8192, 8192, device="cuda")
     for _ in range(3):
         with torch.no_grad():
-            wanted = model(tokens, tokens).item()
-        adam.backward(model(tokens, tokens))
+            wanted = model(*next_tokens(tokens)).item()
+        adam.backward(model(*next_tokens(tokens)))
         for _ in range(60):
             busy = busy @ busy
         with torch.no_grad():
-            found = model(tokens, tokens)
+            found = model(*next_tokens(tokens))
         adam.step()
         adam.zero_grad()
         assert found.item() == wanted
-    assert model(tokens, tokens).item() < wanted
+    assert model(*next_tokens(tokens)).item() < wanted
 
 
 def distance(tiers: dict[str, str], **how: Any) -> float:
-    """The largest difference of a parameter from the run whose updates the device makes."""
+    """How far parameters are from the run whose updates the device makes, of how far they have moved."""
     with tempfile.TemporaryDirectory() as folder:
         path = folder if "disk" in tiers.values() else None
         here, mine, *_ = trained(None, **how)
         there, other, *_ = trained(onefold.Offload(**tiers, path=path), **how)  # type: ignore[arg-type]
     assert torch.allclose(torch.tensor(here), torch.tensor(there), rtol=2e-3), (here, there)
-    return max((float((mine[n].float() - other[n].float()).abs().max()) for n in mine), default=0.0)
+    return apart(mine, other, filled_gpt(SHAPE).state_dict()) if mine else 0.0
 
 
 @pytest.mark.parametrize("tiers", TIERS, ids=str)
@@ -88,14 +89,14 @@ def distance(tiers: dict[str, str], **how: Any) -> float:
     "how", [{}, {"clip": False, "inside": True}, {"precision": "fp16"}, {"precision": "fp32"}], ids=str
 )
 def test_updates_of_the_host_are_near_those_of_the_device(tiers: dict[str, str], how: dict[str, Any]) -> None:
-    """Both compute in fp32, in another order of a few operations: after six steps of 1e-3 within a fiftieth of one."""
+    """Both compute in fp32, in another order of a few operations. A few parameters then round to other 16 bits."""
     (found,) = run_ranks(1, distance, tiers, **how, timeout_s=120)
-    assert found < 2e-5, found
+    assert found < 0.02, found
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks_that_share_a_gpu_are_near_too(stage: int) -> None:
-    assert max(run_ranks(2, distance, {"optimizer": "host"}, stage=stage, timeout_s=120)) < 2e-5
+    assert max(run_ranks(2, distance, {"optimizer": "host"}, stage=stage, timeout_s=120)) < 0.02
 
 
 def bytes_on_the_device(offload: Any) -> tuple[int, int]:
@@ -123,7 +124,7 @@ def busy_at_once() -> bool:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         for _ in range(3):
             tokens = torch.randint(0, SHAPE.vocab, (4, SHAPE.seq)).cuda()
-            model(tokens, tokens).backward()
+            model(*next_tokens(tokens)).backward()
             adam.step()
         torch.cuda.synchronize()
     spans = [(e.time_range.start, e.time_range.end, "Memcpy" in e.name) for e in trace.events()]

@@ -1,7 +1,8 @@
 """A CUDA MPS daemon of one's own: processes that share a GPU compute side by side instead of in turns.
 
-Daemons are told apart by their folders, so another daemon on the machine is neither used nor disturbed. A machine
-without MPS does without: its ranks take turns.
+Daemons are told apart by their folders, so another daemon on the machine is neither used nor disturbed, unless the
+environment names one: then that one is used, since a GPU has one daemon at a time. A machine without MPS does without:
+its ranks take turns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 COMMAND = "nvidia-cuda-mps-control"
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 ANSWER_S = 20.0  # for the daemon to start, or to say something
 END_S = 10.0
 
@@ -30,7 +32,7 @@ class Mps(NamedTuple):
     @property
     def environ(self) -> dict[str, str]:
         pipe, log = str(self.folder / "pipe"), str(self.folder / "log")
-        return {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
+        return {PIPE: pipe, "CUDA_MPS_LOG_DIRECTORY": log}
 
     def start(self) -> None:
         for folder in self.environ.values():
@@ -59,8 +61,9 @@ class Mps(NamedTuple):
 
 @contextlib.contextmanager
 def mps_daemon() -> Iterator[Mps | None]:
-    """A daemon while the block runs; None where there is no MPS, or where it does not start."""
-    if shutil.which(COMMAND) is None:
+    """A daemon while the block runs; None where the environment names one, where there is no MPS, or where it does not
+    start."""
+    if PIPE in os.environ or shutil.which(COMMAND) is None:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="mps-", ignore_cleanup_errors=True) as folder:

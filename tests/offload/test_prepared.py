@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.cost.limits import WORKERS
 from onefold.optim.host_update import UpdateOnHost
+from onefold.optim.prepared import PreparedUpdate
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.offload.runs import PRECISIONS
@@ -35,9 +38,12 @@ class Life:
         assert isinstance(policy, UpdateOnHost)
         self.prepared = policy.host.prepared
 
-    def backward(self, scale: float = 1.0) -> None:
+    def forward_and_backward(self, scale: float = 1.0) -> None:
         x = torch.randn(2, WIDTH, generator=self.generator) * scale
         self.adam.backward(self.model(x).float().square().mean())
+
+    def backward(self, scale: float = 1.0) -> None:
+        self.forward_and_backward(scale)
         engine_of(self.model).schedule.drain()  # else which updates have begun when step() comes is up to the threads
         self.prepared.wait()
 
@@ -167,6 +173,69 @@ def test_prepared_updates_are_kept_when_step_says_what_was_assumed_and_change_no
     precision: str, parameters: str | None, ranks: int, tmp_path
 ) -> None:
     assert run_ranks(ranks, lives, precision, str(tmp_path), {"parameters": parameters}) == [[]] * ranks
+
+
+class Busy:
+    """A job that keeps a worker thread until it is told to end."""
+
+    def __init__(self) -> None:
+        self.done, self.error, self.goes_on = threading.Event(), None, threading.Event()
+
+    def ready(self) -> bool:
+        return True
+
+    def run(self) -> None:
+        self.goes_on.wait()
+
+    def finish(self) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+def begun_by_step(precision: str, fails: bool) -> tuple[list[str], int, int]:
+    """Where a life whose prepared updates no thread has begun when step() comes differs from one without them, how many
+    were kept, and of how many units. With `fails` each preparation raises."""
+    onefold.init()
+    plain, ours = (Life(precision, "", spare_bytes=room) for room in (0, ROOM))
+    for life in (plain, ours):
+        for _ in range(2):
+            life.backward()
+            life.end()
+    found, queue, before = [], ours.prepared._queue, ours.prepared.kept
+    with pytest.MonkeyPatch.context() as patch:
+        if fails:
+            patch.setattr(PreparedUpdate, "_update", refuse)
+        for event in (nothing, clip_above, clip_below, nothing):
+            engine_of(ours.model).updates.wait()  # of the step before
+            busy = [Busy() for _ in range(WORKERS)]
+            for job in busy:
+                queue.put(0, job)
+            ours.forward_and_backward()
+            event(ours)
+            ours.adam.step()
+            for job in busy:
+                job.goes_on.set()
+            ours.adam.zero_grad()
+            plain.backward()
+            event(plain)
+            plain.end()
+            if not all(torch.equal(a, b) for a, b in zip(plain.state(), ours.state(), strict=True)):
+                found.append(f"{event.__name__}: other bits")
+    return found, ours.prepared.kept - before, len(ours.adam.by_unit)
+
+
+def refuse(*_: Any) -> None:
+    raise OSError("no update today")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_updates_that_no_thread_has_begun_are_prepared_after_step_and_kept(fails: bool) -> None:
+    """Not in place: that would wait until the device has done all that was enqueued. After the step that clips, the
+    next one prepares nothing."""
+    [(found, kept, units)] = run_ranks(1, begun_by_step, "split", fails)
+    assert (found, kept) == ([], 2 * units)
 
 
 def memory_and_room(spare_bytes: int) -> tuple[list[Any], int, int]:

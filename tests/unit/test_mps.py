@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.mps import COMMAND, mps_daemon, running
+from tests.harness.mps import COMMAND, PIPE, mps_daemon, running
 
 # What the control program does that matters here: a daemon that writes its number, and a prompt that ends it. The real
 # one needs a GPU.
@@ -30,6 +30,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path.write_text(PROGRAM)
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv(PIPE, raising=False)
 
 
 @pytest.mark.parametrize("stubborn", ["", "yes"])
@@ -43,6 +44,14 @@ def test_a_daemon_lives_as_long_as_its_block(program: None, stubborn: str, monke
         assert all(Path(folder).is_dir() for folder in mps.environ.values())
         raise KeyError("inside")
     assert not running(pid) and not mps.folder.exists()
+
+
+def test_a_daemon_that_the_environment_names_is_used(
+    program: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PIPE, str(tmp_path))
+    with mps_daemon() as mps:
+        assert mps is None
 
 
 def test_without_mps_ranks_take_turns(program: None, monkeypatch: pytest.MonkeyPatch) -> None:

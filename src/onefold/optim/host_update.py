@@ -16,7 +16,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,7 +27,7 @@ from onefold.cost.limits import COPYING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.kernels.threads import threads_here
-from onefold.optim.prepared import Assumed, KeptUpdate, PreparedUpdates, settings_of
+from onefold.optim.prepared import Assumed, PreparedUpdates, settings_of
 from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
@@ -170,8 +169,7 @@ class HostUpdates(HostGradients):
         written = unit.dtypes.master == "fp32" and optimizer.writes_all(to_update)
         load_parameters = unit.may_be_edited or not written  # an edit is found by comparing them with the master
         settings = settings_of(groups)
-        prepared = self.prepared.take(index, Assumed(settings, to_update, float(factor), transfer))
-        cls = Job if prepared is None else partial(KeptUpdate, prepared=prepared)
+        kept = self.prepared.take(index, Assumed(settings, to_update, float(factor), transfer))
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         after = load_after = self.host.record_event()
         reduced, hidden = self._reduced.pop(index, None), unit.placement.parameters is Scope.SHARDED
@@ -179,7 +177,7 @@ class HostUpdates(HostGradients):
             load_after = reduced.event
             if reduced.reads == unit.flat_params.reads:  # no forward was between backward and step()
                 after = reduced.event
-        job = cls(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
+        job = (kept or Job)(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
         self._queue.put(self._forward_position(index), job)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -170,14 +171,24 @@ class PreparedUpdate:
 
 @dataclass
 class KeptUpdate(Job):
-    """The update of a unit, kept as it was prepared; if its preparation failed, it is made now."""
+    """The update of a unit, kept as it is prepared: by another thread, or by this job if no thread had begun it. If its
+    preparation fails, the unit is updated in place."""
 
     prepared: PreparedUpdate | None = None
+    begun: bool = True  # a thread has the preparation
+
+    def ready(self) -> bool:
+        assert self.prepared is not None
+        return self.prepared.done.is_set() if self.begun else self.prepared.ready()
 
     def run(self) -> None:
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
-        prepared.done.wait()
+        if self.begun:
+            prepared.done.wait()
+        else:
+            prepared.run()
+            prepared.done.set()  # the next job with its spare memory waits for it
         if prepared.error is not None:
             super().run()
             return
@@ -186,6 +197,11 @@ class KeptUpdate(Job):
         except BaseException as error:
             self.error = error
         self._release_gradient()
+
+    def fail(self, error: BaseException) -> None:
+        if self.prepared is not None and not self.begun:
+            self.prepared.fail(error)
+        super().fail(error)
 
 
 class PreparedUpdates:
@@ -219,17 +235,19 @@ class PreparedUpdates:
             self._jobs[index] = job
             self._queue.put(position, job)
 
-    def take(self, index: int, said: Assumed) -> PreparedUpdate | None:
-        """The prepared update of a unit, if there is one and step() uses the gradient as was assumed."""
+    def take(self, index: int, said: Assumed) -> Callable[..., KeptUpdate] | None:
+        """What makes the job that keeps the prepared update of a unit, if there is one and step() uses the gradient as
+        was assumed. One that no thread has begun is run by that job: it waits for the gradient alone, while an update
+        in place may not overwrite parameters before the device has done all that was enqueued."""
         self._flags[index] = said.to_update
         job = self._jobs.pop(index, None)
-        if job is None or self._take_back(job):  # what no thread has taken yet is updated in place
+        if job is None:
             return None
-        if not job.assumed.holds(said):
-            self.lost += 1
-            return None
-        self.kept += 1
-        return job
+        queued, holds = self._queue.remove(job), job.assumed.holds(said)
+        if queued and not holds:
+            job.done.set()  # the next job with its spare memory waits for it
+        self.kept, self.lost = self.kept + holds, self.lost + (not holds)
+        return partial(KeptUpdate, prepared=job, begun=not queued) if holds else None
 
     def forget(self) -> None:
         """Parameters, optimizer state or settings may change before step(): nothing that was prepared holds."""
