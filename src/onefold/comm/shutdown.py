@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 import torch.distributed as dist
 
 from onefold.comm.diagnosis import SHUTDOWN
+from onefold.comm.directions import end_directions
 from onefold.comm.inflight import serve_peers
 from onefold.comm.links import abort_links, end_links
 from onefold.comm.watching import current_watcher, end_watcher
@@ -32,6 +33,7 @@ def shutdown() -> None:
             if watcher is not None:
                 watcher.drain()
             end_links()
+            end_directions()
     finally:
         end_watcher(SHUTDOWN)
         with suppress(Exception) if failed else nullcontext():

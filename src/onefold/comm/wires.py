@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
+from onefold.comm.directions import downward_group
 from onefold.comm.endpoint import Endpoint, Pending, Reduction
 from onefold.comm.last_words import first_words
 from onefold.comm.links import GATHER, REDUCE, SWAP, Link, link_of
@@ -110,9 +111,10 @@ class PairwiseWire:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint, self.strategy = endpoint, pairwise(endpoint.size)
+        self._up = self._down = endpoint.axis.group  # messages to higher and to lower ranks
 
     def connect(self, per_node: int) -> None:
-        pass
+        self._down = downward_group(self._endpoint.axis, self._endpoint.timeout.total_seconds())
 
     def connect_swaps(self) -> None:
         pass
@@ -146,9 +148,11 @@ class PairwiseWire:
 
     def swap(self, sends: dict[int, Tensor], receives: dict[int, Tensor], label: Label) -> Pending:
         """Starts to send and to receive tensors, each with the rank at the other end."""
-        group, tag = self._endpoint.axis.group, _tag(label, self._endpoint.salt)
-        calls: list[tuple[int, Any, Tensor]] = [(peer, group.recv, tensor) for peer, tensor in receives.items()]
-        calls += [(peer, group.send, tensor) for peer, tensor in sends.items()]
+        rank, tag, up, down = self._endpoint.rank, _tag(label, self._endpoint.salt), self._up, self._down
+        calls: list[tuple[int, Any, Tensor]] = [
+            (peer, (up if peer < rank else down).recv, tensor) for peer, tensor in receives.items()
+        ]
+        calls += [(peer, (up if rank < peer else down).send, tensor) for peer, tensor in sends.items()]
         works: list[tuple[int | None, dist.Work]] = []
         gone: dict[int, RuntimeError] = {}
         # All of them, also after an error: peers that live must not wait for this rank because another has died.
