@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.cost.limits import WORKERS
 from onefold.optim.host_update import UpdateOnHost
-from onefold.optim.prepared import PreparedUpdate
+from onefold.optim.prepared import UpdateBesideSpare
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.offload.runs import PRECISIONS
@@ -194,24 +194,23 @@ class Busy:
         raise error
 
 
-def begun_by_step(precision: str, fails: bool) -> tuple[list[str], int, int]:
+def begun_by_step(precision: str) -> tuple[list[str], int, int]:
     """Where a life whose prepared updates no thread has begun when step() comes differs from one without them, how many
-    were kept, and of how many units. With `fails` each preparation raises."""
+    units were updated beside their spare memory, and how many units there are."""
     onefold.init()
     plain, ours = (Life(precision, "", spare_bytes=room) for room in (0, ROOM))
     for life in (plain, ours):
         for _ in range(2):
             life.backward()
             life.end()
-    found, queue, before = [], ours.prepared._queue, ours.prepared.kept
+    found, lent, run = list[str](), [], UpdateBesideSpare.run
     with pytest.MonkeyPatch.context() as patch:
-        if fails:
-            patch.setattr(PreparedUpdate, "_update", refuse)
+        patch.setattr(UpdateBesideSpare, "run", lambda job: (lent.append(job), run(job)))
         for event in (nothing, clip_above, clip_below, nothing):
             engine_of(ours.model).updates.wait()  # of the step before
             busy = [Busy() for _ in range(WORKERS)]
             for job in busy:
-                queue.put(0, job)
+                ours.prepared._queue.put(0, job)
             ours.forward_and_backward()
             event(ours)
             ours.adam.step()
@@ -223,19 +222,14 @@ def begun_by_step(precision: str, fails: bool) -> tuple[list[str], int, int]:
             plain.end()
             if not all(torch.equal(a, b) for a, b in zip(plain.state(), ours.state(), strict=True)):
                 found.append(f"{event.__name__}: other bits")
-    return found, ours.prepared.kept - before, len(ours.adam.by_unit)
+    return found, len(lent), len(ours.adam.by_unit)
 
 
-def refuse(*_: Any) -> None:
-    raise OSError("no update today")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_updates_that_no_thread_has_begun_are_prepared_after_step_and_kept(fails: bool) -> None:
-    """Not in place: that would wait until the device has done all that was enqueued. After the step that clips, the
-    next one prepares nothing."""
-    [(found, kept, units)] = run_ranks(1, begun_by_step, "split", fails)
-    assert (found, kept) == ([], 2 * units)
+@pytest.mark.parametrize("precision", ["split", "bf16"])
+def test_updates_that_no_thread_has_begun_are_made_in_place_beside_spare_memory(precision: str) -> None:
+    """So that none waits for the device. After a step that clips, the next one prepares nothing."""
+    [(found, lent, units)] = run_ranks(1, begun_by_step, precision)
+    assert (found, lent) == ([], 3 * units)
 
 
 def memory_and_room(spare_bytes: int) -> tuple[list[Any], int, int]:

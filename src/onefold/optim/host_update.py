@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from onefold.cost.limits import COPYING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.kernels.threads import threads_here
-from onefold.optim.prepared import Assumed, PreparedUpdates, settings_of
+from onefold.optim.prepared import Assumed, KeptUpdate, PreparedUpdates, UpdateBesideSpare, settings_of
 from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
@@ -169,7 +170,7 @@ class HostUpdates(HostGradients):
         written = unit.dtypes.master == "fp32" and optimizer.writes_all(to_update)
         load_parameters = unit.may_be_edited or not written  # an edit is found by comparing them with the master
         settings = settings_of(groups)
-        kept = self.prepared.take(index, Assumed(settings, to_update, float(factor), transfer))
+        prepared = self.prepared.take(index, Assumed(settings, to_update, float(factor), transfer))
         unit.flat_params.wait_for_update()  # two steps without a forward between them
         after = load_after = self.host.record_event()
         reduced, hidden = self._reduced.pop(index, None), unit.placement.parameters is Scope.SHARDED
@@ -177,7 +178,12 @@ class HostUpdates(HostGradients):
             load_after = reduced.event
             if reduced.reads == unit.flat_params.reads:  # no forward was between backward and step()
                 after = reduced.event
-        job = (kept or Job)(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
+        elif reduced is not None and prepared is not None:  # visible parameters, which nobody has written
+            load_after = reduced.event
+        make: Callable[..., Job] = Job
+        if prepared is not None:
+            make = partial(KeptUpdate if prepared.begun else UpdateBesideSpare, prepared=prepared)
+        job = make(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
         self._queue.put(self._forward_position(index), job)

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +83,8 @@ class PreparedUpdate:
     def __init__(
         self, optimizer: UnitOptimizer, assumed: Assumed, after: StreamEvent, spare: Spare, host: Host
     ) -> None:
-        self.optimizer, self.assumed, self._after, self._spare, self._host = optimizer, assumed, after, spare, host
+        self.optimizer, self.assumed, self._after, self.spare, self._host = optimizer, assumed, after, spare, host
+        self.begun = True  # a thread has it; False once it was taken back
         self._counts: list[Tensor | None] = []  # of steps, of each optimizer parameter after this one
         self.done = threading.Event()
         self._before, spare.written = spare.written, self.done
@@ -100,9 +100,7 @@ class PreparedUpdate:
 
     def run(self) -> None:
         try:
-            if self._before is not None:
-                self._before.wait()  # one that was forgotten while it ran writes to the same memory
-            self._spare.uploaded.wait()
+            self._wait_for_spare()
             with self._parameters() as read, torch.no_grad(), span("update", "prepared", self.optimizer.unit.name):
                 self._update(read)
         except BaseException as error:
@@ -111,9 +109,23 @@ class PreparedUpdate:
     def finish(self) -> None:
         pass
 
+    @contextmanager
+    def lent(self) -> Iterator[Tensor]:
+        """The spare memory of parameters, for an update that is made instead of this one."""
+        try:
+            self._wait_for_spare()
+            yield self.spare.parameters
+        finally:
+            self.done.set()  # the next job with this memory waits for it
+
+    def _wait_for_spare(self) -> None:
+        if self._before is not None:
+            self._before.wait()  # one that was forgotten while it ran writes to the same memory
+        self.spare.uploaded.wait()
+
     def _update(self, read: Tensor) -> None:
         """Writes what the update of the parameters `read` makes of the unit's state to spare memory."""
-        optimizer, unit, spare = self.optimizer, self.optimizer.unit, self._spare
+        optimizer, unit, spare = self.optimizer, self.optimizer.unit, self.spare
         assert isinstance(unit.master, StoredMaster) and self.assumed.transfer is not None
         owned, threads = unit.master.owned, optimizer.threads or torch.get_num_threads()
         self._counts = []
@@ -136,7 +148,7 @@ class PreparedUpdate:
         unit = self.optimizer.unit
         mine = unit.flat_params.part(unit.master.owned)
         if unit.dtypes.master == "fp32" or unit.flat_params.on_host:
-            yield mine if unit.flat_params.on_host else self._spare.parameters
+            yield mine if unit.flat_params.on_host else self.spare.parameters
             return
         loaded = self._host.staging.take(mine.numel(), mine.dtype)
         try:
@@ -149,7 +161,7 @@ class PreparedUpdate:
     def keep(self, after: StreamEvent) -> StreamEvent:
         """What was written is the unit's state from now on; the event after which the device has the parameters. They
         are copied there once `after` has passed."""
-        optimizer, unit, spare = self.optimizer, self.optimizer.unit, self._spare
+        optimizer, unit, spare = self.optimizer, self.optimizer.unit, self.spare
         assert isinstance(unit.master, StoredMaster) and self.error is None and self.done.is_set()
         spare.stored = unit.master.exchange(spare.stored)
         pieces = list(optimizer.optimizer_params())
@@ -171,24 +183,17 @@ class PreparedUpdate:
 
 @dataclass
 class KeptUpdate(Job):
-    """The update of a unit, kept as it is prepared: by another thread, or by this job if no thread had begun it. If its
-    preparation fails, the unit is updated in place."""
+    """The update of a unit, kept as it was prepared; if its preparation failed, it is made now."""
 
     prepared: PreparedUpdate | None = None
-    begun: bool = True  # a thread has the preparation
 
     def ready(self) -> bool:
-        assert self.prepared is not None
-        return self.prepared.done.is_set() if self.begun else self.prepared.ready()
+        return self.prepared is None or self.prepared.done.is_set()
 
     def run(self) -> None:
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
-        if self.begun:
-            prepared.done.wait()
-        else:
-            prepared.run()
-            prepared.done.set()  # the next job with its spare memory waits for it
+        prepared.done.wait()
         if prepared.error is not None:
             super().run()
             return
@@ -198,8 +203,28 @@ class KeptUpdate(Job):
             self.error = error
         self._release_gradient()
 
+
+@dataclass
+class UpdateBesideSpare(Job):
+    """The update of a unit in place, whose preparation no thread had begun when step() came. Parameters are updated in
+    spare memory, where they may stay until the device takes them: no thread waits for that."""
+
+    prepared: PreparedUpdate | None = None
+
+    def run(self) -> None:
+        prepared, self.prepared = self.prepared, None
+        assert prepared is not None
+        try:
+            with prepared.lent() as self.buffer:
+                super().run()
+                prepared.spare.uploaded = self.uploaded
+        except BaseException as error:
+            self.error = error
+            self._release_gradient()
+        self.buffer = None
+
     def fail(self, error: BaseException) -> None:
-        if self.prepared is not None and not self.begun:
+        if self.prepared is not None:
             self.prepared.fail(error)
         super().fail(error)
 
@@ -235,19 +260,23 @@ class PreparedUpdates:
             self._jobs[index] = job
             self._queue.put(position, job)
 
-    def take(self, index: int, said: Assumed) -> Callable[..., KeptUpdate] | None:
-        """What makes the job that keeps the prepared update of a unit, if there is one and step() uses the gradient as
-        was assumed. One that no thread has begun is run by that job: it waits for the gradient alone, while an update
-        in place may not overwrite parameters before the device has done all that was enqueued."""
+    def take(self, index: int, said: Assumed) -> PreparedUpdate | None:
+        """The prepared update of a unit, if there is one and step() uses the gradient as was assumed. Or one that no
+        thread has begun, and that will not run: its unit is updated in place, which is faster, and may use its spare
+        memory for parameters."""
         self._flags[index] = said.to_update
         job = self._jobs.pop(index, None)
         if job is None:
             return None
-        queued, holds = self._queue.remove(job), job.assumed.holds(said)
-        if queued and not holds:
+        job.begun = not self._queue.remove(job)
+        if job.begun:
+            holds = job.assumed.holds(said)
+            self.kept, self.lost = self.kept + holds, self.lost + (not holds)
+            return job if holds else None
+        if job.optimizer.unit.flat_params.on_host:  # and updated there
             job.done.set()  # the next job with its spare memory waits for it
-        self.kept, self.lost = self.kept + holds, self.lost + (not holds)
-        return partial(KeptUpdate, prepared=job, begun=not queued) if holds else None
+            return None
+        return job
 
     def forget(self) -> None:
         """Parameters, optimizer state or settings may change before step(): nothing that was prepared holds."""

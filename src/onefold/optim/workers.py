@@ -36,6 +36,7 @@ class Job:
     after: StreamEvent  # after it the device reads the old parameters no more
     load_parameters: bool  # False: the update writes every element, so the old parameters are not needed
     load_after: StreamEvent  # after it the device has the parameters that are to be updated
+    buffer: Tensor | None = None  # for the parameters while they are on the host; None: one of the pool
     done: threading.Event = field(default_factory=threading.Event)
     uploaded: StreamEvent = field(default_factory=StreamEvent)
     error: BaseException | None = None
@@ -60,7 +61,7 @@ class Job:
     def run(self) -> None:
         unit = self.optimizer.unit
         try:
-            unit.start_load(self.load_after, parameters=self.load_parameters)
+            unit.start_load(self.load_after, parameters=self.load_parameters, into=self.buffer)
             if self.transfer is not None:
                 self.transfer.start_copy()
             unit.finish_load()

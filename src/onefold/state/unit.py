@@ -202,13 +202,15 @@ class Unit:
 
     # -- state on the host and on disk -------------------------------------------------------------------------------
 
-    def start_load(self, after: StreamEvent | None = None, *, parameters: bool = True) -> None:
+    def start_load(
+        self, after: StreamEvent | None = None, *, parameters: bool = True, into: Tensor | None = None
+    ) -> None:
         """Starts to load what a host update needs: optimizer state from its file, and with `parameters` these from the
-        device, once `after` has passed."""
+        device, once `after` has passed; to a buffer of the pool, or `into` one that is lent."""
         if self.image is not None:
             self.image.start_load()
         if self.staging is not None:
-            self.staging.start_load(after, fill=parameters)
+            self.staging.start_load(after, fill=parameters, into=into)
 
     def finish_load(self) -> None:
         """Waits until all that `start_load` began is in host memory."""
