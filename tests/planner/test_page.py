@@ -136,6 +136,14 @@ def test_a_slower_network_gives_less_throughput():
     assert speeds[0] < speeds[1]
 
 
+def test_compiled_blocks_are_faster_and_in_what_is_copied():
+    form = {**first_values(ASKED), "hardware": "h200"}
+    plain, compiled = (ASKED.asked(read({**form, "compile": said})) for said in ("", "yes"))
+    assert compiled.plan.chosen.tokens_per_s > plain.plan.chosen.tokens_per_s
+    assert "--compile" in compiled.command and "compile=True" in compiled.python
+    assert "ompile" not in plain.command + plain.python
+
+
 # -- who may ask -------------------------------------------------------------------------------------------------------
 
 

@@ -59,8 +59,12 @@ def first_values(settings: Any) -> dict[str, str]:
     by = "count" if given["params"] is not None else "shape" if given["layers"] is not None else "name"
     if by == "name" and given["model"] is None:
         given["model"] = EXAMPLE
-    return {"by": by} | {name: _said(value) for name, value in given.items() if value is not None}
+    return {"by": by} | {
+        name: _said(value) for name, value in given.items() if value is not None and value is not False
+    }
 
 
 def _said(value: object) -> str:
+    if value is True:
+        return "yes"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -71,6 +71,7 @@ GROUPS: tuple[tuple[str, tuple[Field, ...]], ...] = (
         Field("lora", "LoRA rank", "whole", empty="none"),
         Field("activations", "Activations", "choice", (("", "recompute blocks"), ("auto", AUTO), *_same(
             "keep", "checkpoint", "checkpoint+host", "partition", "partition+host"))),
+        Field("compile", "Blocks", "choice", (("", "as written"), ("yes", "compiled"))),
         Field("tokens", "Tokens to train on", "number", empty="20 × params"),
     )),
     ("Sharding", (
@@ -107,6 +108,8 @@ def read(given: Mapping[str, str]) -> dict[str, Value]:
 
 
 def _value(field: Field, said: str) -> Value:
+    if field.name == "compile":
+        return True
     if field.kind == "whole" or field.name == "stage":
         try:
             return int(said)
