@@ -43,6 +43,8 @@ def trained(work: Work, offload: Any) -> tuple[Outcome, int, int]:
         losses = [step(model, adam, work, number) for number in range(3)]
         engine_of(model).updates.wait()
     there, held = parameter_tiers(model), onefold.memory(model).parameters
+    states = zip(there, tiers_of(model), strict=True)
+    assert (Tier.HOST, Tier.DEVICE) not in states, "the device has no parameters to update"
     assert held.measured == held.planned, "parameters on the device are planned to the byte"
     state, why = onefold.full_state_dict(model), onefold.placement(model).why
     found = Outcome(losses, state, seen.peak_bytes, tiers_of(model), [], why, [])
@@ -90,7 +92,8 @@ def test_every_budget_above_the_smallest_placement_trains_within_it(ranks: int, 
 
 def said(folder: str) -> list[Any]:
     """With parameters="host" and a large budget: the tiers of parameters and of optimizer state. With a host that is
-    too small for parameters: the same, after steps, what differs from the run without offload, and why."""
+    too small for parameters: the same, after steps, what differs from the run without offload, and why; and the tiers
+    of parameters after a smaller form of state has brought masters from disk to the host."""
     work = Work(depth=6, rows=1)
     told = build(work, onefold.Offload(optimizer="auto", parameters="host", device_bytes=1 << 30))[0]
     plain, low = train(work, None), train(work, SMALLEST)
@@ -100,17 +103,19 @@ def said(folder: str) -> list[Any]:
     losses = [step(model, adam, work, number) for number in range(3)]
     found = Outcome(losses, onefold.full_state_dict(model), 0, [], [], "", [])
     kept = onefold.placement(model)
-    first = set(parameter_tiers(told)), set(tiers_of(told))
-    return [*first, parameter_tiers(model), tiers_of(model), differing(plain, found), kept.why, kept.parameter_tiers]
+    first, again = (set(parameter_tiers(told)), set(tiers_of(told))), build(work._replace(state="bf16"), spills)[0]
+    second = parameter_tiers(model), tiers_of(model), differing(plain, found)
+    return [*first, *second, kept.why, kept.parameter_tiers, parameter_tiers(again), tiers_of(again)]
 
 
 def test_a_tier_that_was_given_holds_and_parameters_spill_to_disk(tmp_path: Any) -> None:
-    for host, optimizer, kept, states, differs, why, by_name in run_ranks(2, said, str(tmp_path)):
+    for host, optimizer, kept, states, differs, why, by_name, again, off_disk in run_ranks(2, said, str(tmp_path)):
         assert host == {Tier.HOST} and optimizer == {Tier.HOST}, "as was said, though the device has room for all"
         assert Tier.DISK in kept and not differs and "on disk" in why
         assert kept == sorted(kept, key=list(Tier).index), "the last units of forward are on disk"
         assert all(one is Tier.DEVICE or state is not Tier.DEVICE for one, state in zip(kept, states, strict=True))
         assert list(by_name.values()) == [tier.value for tier in kept]
+        assert again == kept and Tier.DISK in states and Tier.DISK not in off_disk, "only optimizer state has moved"
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -134,6 +139,28 @@ def test_a_budget_below_one_unsharded_unit_is_refused_with_what_to_choose() -> N
         assert "give at least 8" in three and "bucket_bytes=" in three
         for stage, told in zip((2, 1), others, strict=True):
             assert f"keeps whole at stage={stage}; use stage=3" in told and "give at least" in told
+
+
+def staged(budgets: list[int]) -> list[tuple[int | str, set[Tier], str]]:
+    """With stage="auto" and each budget: the stage, the tiers of parameters, and why."""
+    found = []
+    for budget in budgets:
+        onefold.init()
+        layers, offload = (
+            nn.Sequential(*(Residual(32) for _ in range(8))),
+            onefold.Offload(optimizer="auto", device_bytes=budget),
+        )
+        model = onefold.shard(layers, stage="auto", units=(Residual,), bucket_bytes=4096, offload=offload)
+        found.append(
+            (engine_of(model).resolved.settings.stage, set(parameter_tiers(model)), onefold.placement(model).why)
+        )
+    return found
+
+
+def test_an_automatic_stage_is_chosen_by_the_budget() -> None:
+    small, large = run_ranks(2, staged, [60_000, 1 << 30])[0]
+    assert small[:2] == (3, {Tier.HOST}) and "stage 3: " in small[2] and "parameters of 0 of" in small[2]
+    assert large[:2] == (1, {Tier.DEVICE}) and "stage 1: " in large[2]
 
 
 def crowded() -> list[str]:

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 
 from onefold.comm.strategy import pairwise
+from onefold.cost.automatic import ADAM, choose_tiers, host_need
+from onefold.cost.hardware import hardware
 from onefold.cost.parameters import choose_parameters, parameter_need
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateBytes, StateCost, state_bytes
 from onefold.settings.placement import STAGES, Placement, Scope, Tier
 from onefold.settings.widths import widths_of
-
-AWAY = (Tier.HOST, Tier.DISK)
 
 
 def rows_of(units: Sequence[UnitSize], ranks: int, replicated: Sequence[int]) -> dict[Tier, list[Placement]]:
@@ -69,12 +69,24 @@ def test_the_first_units_stay_and_the_last_are_on_disk() -> None:
     none = parameter_need(units, rows[Tier.HOST], strategy, cuda=False).total
     device = (every + none) // 2
     at_most = {}
-    for host in (None, 10**9, 40_000, 1):
+    on_disk = [Tier.DISK] * len(units)
+    needs = [host_need(units, rows[tier], on_disk, cost=ADAM) for tier in (Tier.DEVICE, Tier.HOST)]
+    half = needs[0] + (needs[1] - needs[0]) // 4
+    for host in (None, 10**9, half, 1):
         tiers = choose_parameters(units, rows, strategy, cuda=False, device_bytes=device, host_bytes=host)
         assert tiers == sorted(tiers, key=list(Tier).index), "device, then host, then disk"
         at_most[host] = [tiers.count(tier) for tier in Tier]
     assert at_most[None] == at_most[10**9] and at_most[None][2] == 0 and 4 <= at_most[None][0] <= 8
+    assert 0 < at_most[half][1] < at_most[None][1] and at_most[half][0] == at_most[None][0]
     assert at_most[1][1] == 0 and at_most[1][2] == 12 - at_most[1][0], "a host without room has none"
+
+
+def test_units_whose_parameters_are_elsewhere_have_no_optimizer_state_on_the_device() -> None:
+    units, strategy = drawn(random.Random(1), 2), pairwise(2)
+    rows = rows_of(units, 2, [])
+    mixed = [rows[Tier.HOST if at % 2 else Tier.DEVICE][at] for at in range(len(units))]
+    found = choose_tiers(units, mixed, strategy=strategy, machine=hardware("laptop"), device_bytes=1 << 40)
+    assert list(found.tiers) == [row.parameters_tier for row in mixed]
 
 
 @pytest.mark.parametrize("budget", [0, 1, 100])
