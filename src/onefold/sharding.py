@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from onefold.runtime.compiling import compile_blocks, forget_graphs
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import attach
 from onefold.runtime.unfreezing import Unfreezing
+from onefold.settings.placement import Tier
 from onefold.settings.zero import Zero
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -44,14 +46,23 @@ def shard(model: ModelT, zero: Zero | None = None, /, **fields: Any) -> ModelT:
     return shard_over(axes_of(fields.get("mesh", getattr(zero, "mesh", None))), model, zero, fields)
 
 
-def shard_over(axes: Axes, model: ModelT, zero: Zero | None, fields: dict[str, Any]) -> ModelT:
-    """shard(), over given axes, which may be simulated."""
+def shard_over(
+    axes: Axes,
+    model: ModelT,
+    zero: Zero | None,
+    fields: dict[str, Any],
+    parameters: Mapping[str, Tier] | None = None,
+) -> ModelT:
+    """shard(), over given axes, which may be simulated. `parameters` are the tiers of parameters by the names of units,
+    if a run has decided them."""
     with adopted_constants(model):
-        _shard(axes, model, zero, fields)
+        _shard(axes, model, zero, fields, parameters)
     return model
 
 
-def _shard(axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, Any]) -> None:
+def _shard(
+    axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, Any], parameters: Mapping[str, Tier] | None
+) -> None:
     # 1 Survey the model. A mistake is kept until step 2, where all ranks hear of it.
     device = device_of(model, fields.get("device", getattr(zero, "device", None)), axes)
     found = survey_or_mistake(model, zero, fields, axes)
@@ -64,11 +75,11 @@ def _shard(axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, An
     comms.connect()
 
     # 3 Decide what the settings leave open. From here on nothing about the model is looked for again.
-    resolved = resolve(found, tensor_shards, device, comms)
+    resolved = resolve(found, tensor_shards, device, comms, parameters)
 
-    # 4 Move the model to the device that was asked for, and bring parameters and buffers in line with rank 0's, or
-    # compare them.
-    on_all(comms.world, lambda: move(model, device))
+    # 4 Move the model to the device that was asked for, but for parameters of which this rank keeps a shard, and bring
+    # parameters and buffers in line with rank 0's, or compare them.
+    on_all(comms.world, lambda: move(model, device, resolved.sharded_names))
     adopt_constants(model)
     sync_parameters(model, resolved, comms)
 

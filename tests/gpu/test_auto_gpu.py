@@ -25,6 +25,7 @@ from tests.models.trained_gpt import apart, filled_gpt, next_tokens
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
+WIDE = Shape(layers=8, hidden=512, heads=4, seq=16, vocab=512)  # 50 MB of parameters in bf16, few activations
 STEPS = 4
 
 
@@ -36,14 +37,16 @@ class Run(NamedTuple):
     said: list[str]
 
 
-def train(offload: Any, *, stage: int = 3, inside: bool = False, rows: tuple[int, ...] = (4,) * STEPS) -> Run:
+def train(
+    offload: Any, *, stage: int = 3, inside: bool = False, rows: tuple[int, ...] = (4,) * STEPS, shape: Shape = SHAPE
+) -> Run:
     torch.cuda.set_device(0)
     onefold.init()
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = onefold.shard(
-        filled_gpt(SHAPE).cuda(), stage=stage, precision="bf16", offload=offload, bucket_bytes=1 << 18
+        filled_gpt(shape).cuda(), stage=stage, precision="bf16", offload=offload, bucket_bytes=1 << 18
     )
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, step_in_backward=inside)
     losses, peaks = [], []
@@ -51,7 +54,7 @@ def train(offload: Any, *, stage: int = 3, inside: bool = False, rows: tuple[int
         warnings.simplefilter("always")
         for number, count in enumerate(rows):
             generator = torch.Generator().manual_seed(100 * number + torch.distributed.get_rank())
-            tokens = torch.randint(0, SHAPE.vocab, (count, SHAPE.seq), generator=generator).cuda()
+            tokens = torch.randint(0, shape.vocab, (count, shape.seq), generator=generator).cuda()
             torch.cuda.reset_peak_memory_stats()
             loss = model(*next_tokens(tokens))
             loss.backward()
@@ -106,6 +109,32 @@ def longer_batches() -> tuple[list[str], int, int]:
 def test_state_leaves_the_device_when_a_batch_is_longer() -> None:
     ((said, there, units),) = run_ranks(1, longer_batches, timeout_s=180)
     assert len(said) >= 1 and "was moved from the device" in said[0] and there < units
+
+
+def below_parameters() -> tuple[float, int, int, set[str], int, int]:
+    """With a budget that not all parameters fit: how far they are from the run without offload, bytes at the peak, the
+    budget, and the tiers of parameters; and what shard() took at most to move a model from the CPU, of how much."""
+    away = train(onefold.Offload(optimizer="host", parameters="host"), shape=WIDE)
+    there = train(None, shape=WIDE)
+    gc.collect()  # their models
+    before = torch.cuda.memory_allocated()
+    budget = away.peak + before + (8 << 20)
+    auto = train(onefold.Offload(optimizer="auto", device_bytes=budget), shape=WIDE)
+    far = apart(there.params, auto.params, filled_gpt(WIDE).state_dict())
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    empty, model = torch.cuda.memory_allocated(), GPT(WIDE)
+    offload = onefold.Offload(optimizer="auto", device_bytes=budget)
+    onefold.shard(model, stage=3, precision="bf16", offload=offload, bucket_bytes=1 << 18, device="cuda")
+    tiers = set(onefold.placement(model).parameter_tiers.values())
+    moved = torch.cuda.max_memory_allocated() - empty
+    return far, auto.peak + before, budget, tiers, moved, 4 * WIDE.numel
+
+
+def test_a_budget_below_the_parameters_holds_and_they_are_never_whole_on_the_device() -> None:
+    ((far, peak, budget, tiers, moved, whole),) = run_ranks(1, below_parameters, timeout_s=180)
+    assert far < 0.02 and peak <= budget, (far, peak, budget)
+    assert "host" in tiers and moved < whole / 2, (tiers, moved, whole)
 
 
 # -- giants -----------------------------------------------------------------------------------------------------------

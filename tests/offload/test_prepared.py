@@ -36,7 +36,7 @@ class Life:
         self.folder, self.generator = folder, torch.Generator().manual_seed(torch.distributed.get_rank())
         policy = engine_of(self.model).updates
         assert isinstance(policy, UpdateOnHost)
-        self.prepared = policy.host.prepared
+        self.prepared, self.queue = policy.host.prepared, policy.host.queue
 
     def forward_and_backward(self, scale: float = 1.0) -> None:
         x = torch.randn(2, WIDTH, generator=self.generator) * scale
@@ -210,7 +210,7 @@ def begun_by_step(precision: str) -> tuple[list[str], int, int]:
             engine_of(ours.model).updates.wait()  # of the step before
             busy = [Busy() for _ in range(WORKERS)]
             for job in busy:
-                ours.prepared._queue.put(0, job)
+                ours.queue.put(0, job)
             ours.forward_and_backward()
             event(ours)
             ours.adam.step()

@@ -158,12 +158,17 @@ TIERS = {
     "host": {"optimizer": "host"},
     "half": {"optimizer": "auto", "device_bytes": 330_000},
     "device, host and disk": {"optimizer": "auto", "device_bytes": 250_000, "host_bytes": 200_000},
+    "parameters of some units on the device": {"optimizer": "auto", "device_bytes": 160_000},
     "all on the host": {"optimizer": "host", "parameters": "host"},
     "all on disk": {"optimizer": "disk", "parameters": "disk"},
 }
 
 
-DECIDED = {"half": {"device", "host"}, "device, host and disk": {"device", "host", "disk"}}
+DECIDED = {
+    "half": {"device", "host"},
+    "device, host and disk": {"device", "host", "disk"},
+    "parameters of some units on the device": {"device", "host"},
+}
 
 
 def tier_case(zero: Zero) -> dict[str, Any]:
@@ -172,8 +177,10 @@ def tier_case(zero: Zero) -> dict[str, Any]:
     states, buffers, peak, sent = measure(model := AnySize(**fields), torch.randn(4, 7), zero, "adamw")
     rows = {(row.state, row.place == "disk"): row.measured for row in onefold.memory(model).elsewhere}
     auto = onefold.Offload.of(zero.offload).optimizer == "auto"
-    tiers = onefold.placement(model).optimizer_tiers if auto else None
-    return {"states": states, "buffers": buffers, "peak": peak, "sent": sent, "rows": rows, "tiers": tiers}
+    kept = onefold.placement(model)
+    tiers, parameters = (kept.optimizer_tiers, kept.parameter_tiers) if auto else (None, None)
+    found = {"states": states, "buffers": buffers, "peak": peak, "sent": sent, "rows": rows, "tiers": tiers}
+    return found | {"parameters": parameters}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +191,8 @@ def test_states_on_every_tier_are_planned_to_the_byte(tiers, stage, tmp_path):
     zero = Zero(stage=stage, precision="bf16", bucket_bytes=8192, offload=onefold.Offload(**TIERS[tiers], **path))
     found = run_ranks(2, tier_case, zero)[0]
     model = AnySize(width=40, inner=90, depth=6, frozen=True, buffers=True)
-    planned = rehearse(model, torch.zeros(4, 7), zero, cost_of("adamw"), ranks=2, tiers=found["tiers"])
+    known = {"tiers": found["tiers"], "parameter_tiers": found["parameters"]}
+    planned = rehearse(model, torch.zeros(4, 7), zero, cost_of("adamw"), ranks=2, **known)
     assert tuple(planned.states) == found["states"]
     assert planned.sent == found["sent"]
     for disk, states in ((False, planned.host), (True, planned.disk)):
@@ -192,6 +200,9 @@ def test_states_on_every_tier_are_planned_to_the_byte(tiers, stage, tmp_path):
             assert getattr(states, state) == found["rows"].get((state, disk), 0), (state, disk)
     assert planned.communication == pytest.approx(found["buffers"], rel=0.1)
     assert planned.peak_bytes == pytest.approx(found["peak"], rel=0.1)
+    some = tiers == "parameters of some units on the device"
+    assert set((found["parameters"] or {"": "device"}).values()) == ({"device", "host"} if some else {"device"})
+    assert planned.parameters == ("host" if some else onefold.Offload.of(zero.offload).parameters or "device")
     decided = set((found["tiers"] or {}).values())
     assert decided == DECIDED.get(tiers, set())
     assert (planned.states.optimizer > 0) == ("device" in decided) and planned.host.optimizer > 0

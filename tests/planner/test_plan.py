@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from functools import cache
 
@@ -50,6 +51,15 @@ def test_a_module_is_planned_and_left_as_it_was():
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     onefold.init()
     onefold.shard(model, stage=3)  # it was not sharded, nor hooked
+
+
+def test_a_plan_with_offload_auto_keeps_parameters_on_the_host_where_the_device_is_too_small():
+    small = dataclasses.replace(hardware("laptop"), memory_bytes=900_000)
+    fields = {"hardware": small, "offload": "auto", "bucket_bytes": 1 << 14}
+    found = onefold.plan(GPT(SHAPE), tokens(), ranks=2, **fields).stages
+    assert found[2].label == "stage 2, optimizer on host" and found[3].label == "stage 3, all on host"
+    assert found[3].params_bytes < 1000, "placeholders"
+    assert found[3].host_bytes - found[2].host_bytes >= found[2].params_bytes // 2
 
 
 def test_micro_batches_and_checkpointing_change_a_plan():

@@ -88,8 +88,9 @@ def choose_tiers(
 ) -> Tiers:
     """Keeps the optimizer state of as many units as fit on the device, the first of forward (splits.py says why), and
     of the others in host memory; what `host_bytes`, if given, cannot hold is on disk. `placements` are with all state
-    on the host."""
+    on the host. Units whose parameters are not on the device are not updated there."""
     trained = [index for index, unit in enumerate(units) if unit.trained]
+    may_stay = [at for at, index in enumerate(trained) if placements[index].parameters_tier is Tier.DEVICE]
     cuda = machine.device == "cuda"
     gathered = max((part.gathered for part in segments(units, placements, prefetch)), default=0)
     budget = device_bytes if device_bytes is not None else int(STATES_SHARE * machine.memory_bytes) - gathered
@@ -100,9 +101,7 @@ def choose_tiers(
         in_flight = max((unit.done.buffers for unit in arriving), default=0) + lent_bytes(units, rows)
         return state_bytes(units, rows, cost).total + in_flight
 
-    on_device = filled(
-        range(len(trained)), lambda chosen: device_need(chosen) <= budget, lambda at: units[trained[at]].numel
-    )
+    on_device = filled(may_stay, lambda chosen: device_need(chosen) <= budget, lambda at: units[trained[at]].numel)
     room = "device_bytes" if device_bytes is not None else f"{STATES_SHARE:.0%} of the device less units in use"
     why = f"states take {format_bytes(device_need(on_device))} of {format_bytes(max(budget, 0))} ({room})"
     reason = f"optimizer state of {len(on_device)} of {len(trained)} units stays on the device: {why}"

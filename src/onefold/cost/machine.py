@@ -1,4 +1,4 @@
-"""The machine this process runs on, as a row of the hardware table."""
+"""The machine this process runs on, as a row of the hardware table, and the memory of its device that is free."""
 
 from __future__ import annotations
 
@@ -23,6 +23,17 @@ def here(device: torch.device) -> Hardware:
         row = hardware(known_row(found.name) or "a100-80")
         row = dataclasses.replace(row, name=found.name, memory_bytes=found.total_memory)
     return dataclasses.replace(row, host_bytes=host, node_ranks=max(ranks, 1))
+
+
+def device_budget(device: torch.device, asked: int | None) -> int:
+    """Bytes of a device that training may take: of a GPU what is free, divided among the ranks that share it, and what
+    this process's allocator has; and no more than `asked`."""
+    if device.type != "cuda":
+        return here(device).memory_bytes if asked is None else asked
+    ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // max(torch.cuda.device_count(), 1))
+    free, _ = torch.cuda.mem_get_info(device)
+    mine = free // ranks + torch.cuda.memory_reserved(device)
+    return mine if asked is None else min(asked, mine)
 
 
 def processor() -> str:

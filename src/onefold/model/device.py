@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -60,11 +61,13 @@ def check_device(wanted: Any) -> None:
         raise ConfigError(f"device={wanted!r} is a GPU, and torch {found}; leave device out, or give this rank a GPU")
 
 
-def move(model: nn.Module, device: torch.device) -> None:
-    """Moves a model that is elsewhere to the device, in place; a model on the meta device is filled there later."""
+def move(model: nn.Module, device: torch.device, later: Container[str] = ()) -> None:
+    """Moves a model that is elsewhere to the device, in place; a model on the meta device is filled there later, and
+    the parameters whose names are in `later` are moved one unit at a time, when they are sharded."""
     if any(tensor.device.type != "meta" and tensor.device != device for tensor in model.parameters()):
-        if any(tensor.is_meta for tensor in model.parameters()):
-            model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+        waiting = {id(param) for name, param in model.named_parameters() if param.is_meta or name in later}
+        if waiting:
+            model._apply(lambda tensor: tensor if id(tensor) in waiting or tensor.is_meta else tensor.to(device))
         else:
             model.to(device)
 

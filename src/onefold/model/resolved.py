@@ -14,7 +14,7 @@ import torch
 from onefold.cost.layout import ParamInfo
 from onefold.model.dtensor_shards import TensorShards
 from onefold.model.unit_spec import UnitSpec
-from onefold.settings.placement import Placement
+from onefold.settings.placement import Placement, Scope
 from onefold.settings.precision import Precision
 from onefold.settings.zero import AUTO, Zero
 
@@ -64,7 +64,10 @@ class Resolved:
     """Of settings, parameters, buffers and units: the same on all ranks that hold the same parameters."""
 
     why: str
-    """What shard() chose automatically, and the reasons; "" where nothing was left to it."""
+    """What Offload(optimizer="auto") chose for optimizer state, and the reason; "" where nothing was left to it."""
+
+    why_fixed: str = ""
+    """What shard() chose automatically for good, the stage and the tiers of parameters, and the reasons."""
 
     candidates: frozenset[int] = frozenset()
     """The trained units, by number, whose optimizer state the first step may move to the device."""
@@ -78,6 +81,12 @@ class Resolved:
     def recomputed(self) -> tuple[str, ...]:
         """Blocks that backward computes again; with activations="auto", those that it may."""
         return () if self.settings.activations == "keep" else self.blocks[:: self.settings.checkpoint_every]
+
+    @property
+    def sharded_names(self) -> frozenset[str]:
+        """Names of parameters of which a rank keeps a shard; not of DTensors, which are on their mesh's device."""
+        sharded = (unit.layout.slots for unit in self.units if unit.placement.parameters is Scope.SHARDED)
+        return frozenset(slot.name for slots in sharded for slot in slots if slot.name not in self.tensor_shards)
 
     @property
     def replicated_frozen(self) -> frozenset[str]:

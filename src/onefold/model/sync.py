@@ -26,19 +26,25 @@ def sync_parameters(model: nn.Module, resolved: Resolved, comms: Comms) -> None:
             f"{', '.join(local[:5])} is a part of a tensor, on the meta device: filled here it would be alike on all "
             f"ranks of 'tp'; build it with its values, or split it with torch's parallelize_module"
         )
-    together(comms, lambda: _sync(comms.everyone, [*named, *model.named_buffers()], resolved.settings))
+    every = [*named, *model.named_buffers()]
+    together(comms, lambda: _sync(comms.everyone, every, resolved.settings, resolved.device))
     if comms.tp.size > 1 and not resolved.meta:
         together(comms, lambda: _compare_over_tp(comms.tp, [(n, p) for n, p in named if n not in split]))
 
 
-def _sync(comm: Comm, named: Sequence[tuple[str, Tensor]], settings: Zero) -> None:
+def _sync(comm: Comm, named: Sequence[tuple[str, Tensor]], settings: Zero, device: torch.device) -> None:
+    """Parameters that are not on the device yet go there to be sent, a few at a time."""
     real = [(name, local_tensor(tensor)) for name, tensor in named if tensor.device.type != "meta"]
     if settings.sync == "check":
         compare_values(comm, real)
         return
     for batch in _batches([tensor for _, tensor in real], settings.bucket_bytes):
         with torch.no_grad():
-            comm.broadcast(batch, AGREE)
+            sent = [tensor.detach().to(device) for tensor in batch] if comm.size > 1 else batch
+            comm.broadcast(sent, AGREE)
+            for tensor, values in zip(batch, sent, strict=True):
+                if values.device != tensor.device:
+                    tensor.copy_(values)
 
 
 def _batches(tensors: Sequence[Tensor], limit_bytes: int) -> Iterator[list[Tensor]]:

@@ -51,12 +51,17 @@ def place_all(settings: Zero) -> Placement:
     return row._replace(hidden_between_passes=hidden)
 
 
-def place(layout: UnitLayout, settings: Zero, tiers: Mapping[str, Tier] = AS_SET) -> Placement:
-    """The row of the placement table for one unit: small ones may keep their parameters replicated (keep_whole), and
-    `tiers` has, by the names of units, where Offload(optimizer="auto") put their optimizer state."""
+def place(
+    layout: UnitLayout, settings: Zero, tiers: Mapping[str, Tier] = AS_SET, parameters: Mapping[str, Tier] = AS_SET
+) -> Placement:
+    """The row of the placement table for one unit: small ones may keep their parameters replicated (keep_whole).
+    `tiers` has, by the names of units, where Offload(optimizer="auto") put their optimizer state, and `parameters`
+    where it put their parameters."""
     placement = place_all(settings)
-    if layout.name in tiers:
-        placement = placement.on(tiers[layout.name], placement.parameters_tier)
+    if layout.name in tiers or layout.name in parameters:
+        placement = placement.on(
+            tiers.get(layout.name, placement.optimizer_tier), parameters.get(layout.name, placement.parameters_tier)
+        )
     placement = placement.over(layout.ranks)
     keep = settings.keep_whole
     small = keep(layout.name, layout.used_numel) if callable(keep) else layout.used_numel <= keep

@@ -55,6 +55,7 @@ from onefold.settings.placement import Placement, Scope, Tier
 from onefold.settings.zero import Zero
 from onefold.sharding import shard_over
 
+SLOWEST = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -84,6 +85,7 @@ class Rehearsal(NamedTuple):
     host: StateBytes = StateBytes()  # states in host memory, with gradients that wait for the update
     disk: StateBytes = StateBytes()
     tensor_messages: Mapping[tuple[str, str], Flow] = MappingProxyType({})  # of tensor parallelism, by torch
+    parameters: str = "device"  # or the slowest tier on which parameters of any unit are kept
 
     @property
     def peak_bytes(self) -> int:
@@ -109,13 +111,15 @@ def rehearse(
     device: torch.device | None = None,
     optimizer: MakeOptimizer | None = None,
     tiers: Mapping[str, str] | None = None,
+    parameter_tiers: Mapping[str, str] | None = None,
 ) -> Rehearsal:
     """Rehearses a step of one rank of `ranks`. `sample` is the model's input: a tensor, a tuple of arguments, or a dict
     of keywords. `plays` is the backend, `node_ranks` the number of ranks on each node. `cut` says how the model is cut
     over other axes; of a pipeline the model is one stage, and the sample all micro-batches. `optimizer` makes an
     Optimizer that updates whole tensors; others are rehearsed by their `cost`. `tiers` are those of a run with
-    Offload(optimizer="auto"), as its placement().optimizer_tiers has them; without, a formula chooses. Tensors without
-    memory are on `device`, by default the model's. A kernel that is not an operator of torch (Triton, Liger) launches
+    Offload(optimizer="auto"), as its placement().optimizer_tiers has them, and `parameter_tiers` those of its
+    parameters, where not all are on the device; without `tiers` a formula chooses. Tensors without memory are on
+    `device`, by default the model's. A kernel that is not an operator of torch (Triton, Liger) launches
     on a CUDA tensor without memory, and breaks the process; on the CPU it raises."""
     mode: AbstractContextManager[Any] = nullcontext() if values else FakeTensorMode(allow_non_fake_inputs=True)
     assert zero.stage != "auto"
@@ -144,7 +148,9 @@ def rehearse(
             axes = simulated_axes(
                 ranks, rank, plays=plays, tp=cut.tp, pp=cut.pp, stage=cut.stage, values=values, node_ranks=node_ranks
             )
-            shard_over(axes, twin, zero, {"init": None, "mesh": None, "sync": "rank0"})
+            kept = {name: Tier(tier) for name, tier in (parameter_tiers or {}).items()} if zero.stage == 3 else {}
+            fields = {"init": None, "mesh": None, "sync": "rank0"}
+            shard_over(axes, twin, zero, fields, None if given is None else kept)
             cut.tie(twin, plays, values=values)
             if given is not None:
                 _keep_on_device(engine_of(twin), given)
@@ -215,6 +221,7 @@ def _some_steps(
         states, now.buffers.measured, max(now.communication.measured, used), peak, sent, flops, padding,
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
         now.checkpoints_host.measured, host, disk,
+        parameters=max((row.parameters_tier for row in placements), key=SLOWEST.index, default=Tier.DEVICE).value,
     )  # fmt: skip
 
 
@@ -241,7 +248,8 @@ def _asked_placements(engine: Engine, asked: Zero, given: Mapping[str, Tier] | N
     """The placements of all units that the settings ask for; the rehearsal may have used others."""
     auto = Offload.of(asked.offload).optimizer == AUTO
     decided = given or {unit.name: unit.placement.optimizer_tier for unit in engine.units if auto}
-    return [place(unit.layout, asked, decided) for unit in engine.all_units]
+    kept = {unit.name: unit.placement.parameters_tier for unit in engine.all_units if auto and asked.stage == 3}
+    return [place(unit.layout, asked, decided, kept) for unit in engine.all_units]
 
 
 def _passes_alone(engine: Engine, inputs: Any, passes: Passes) -> None:

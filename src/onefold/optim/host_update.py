@@ -82,9 +82,9 @@ class HostUpdates(HostGradients):
         super().__init__(engine)
         self._by_unit = by_unit
         self._jobs: dict[int, Job] = {}
-        self._queue = UpdateQueue()
+        self.queue = UpdateQueue()
         spare_bytes = Offload.of(engine.resolved.settings.offload).spare_bytes
-        self.prepared = PreparedUpdates(engine, by_unit, self._queue, spare_bytes)
+        self.prepared = PreparedUpdates(engine, by_unit, self.queue, spare_bytes)
         self.budget = ByteBudget(waiting_bytes(self._device_bytes()))
         self._positions: dict[int, int] = {}
         self._reduced: dict[int, Reduced] = {}  # units of this backward, in the order of their gradients
@@ -93,13 +93,13 @@ class HostUpdates(HostGradients):
             cores = threads_here()
             for optimizer in by_unit:
                 optimizer.threads = cores - SPARE_CORES if cores > 2 * SPARE_CORES else cores
-        jobs = (self._queue, self.budget, engine.device)
+        jobs = (self.queue, self.budget, engine.device)
         threads = [
             threading.Thread(target=work, args=jobs, name="onefold updates", daemon=True) for _ in range(WORKERS)
         ]
         for thread in threads:
             thread.start()
-        weakref.finalize(self, _end, self._queue, threads)
+        weakref.finalize(self, _end, self.queue, threads)
 
     def _transfer_bytes(self) -> list[int]:
         """Bytes of each gradient shard that is copied to the host, the last unit's first."""
@@ -186,7 +186,7 @@ class HostUpdates(HostGradients):
         job = make(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job
-        self._queue.put(self._forward_position(index), job)
+        self.queue.put(self._forward_position(index), job)
 
     def prepare(self, index: int, groups: list[dict[str, Any]]) -> None:
         """Updates a unit in spare memory before step(), if step() is expected to use its gradient as it is."""

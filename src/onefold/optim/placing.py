@@ -29,7 +29,7 @@ from onefold.cost.machine import here
 from onefold.cost.search import STATES_SHARE
 from onefold.cost.sizes import UnitSize
 from onefold.cost.splits import Overlap, UnitSeconds, fastest, seconds_of, tiers_of
-from onefold.cost.states import StateCost
+from onefold.cost.states import StateCost, parameter_bytes
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
 from onefold.model.storage import storage_bytes
@@ -123,7 +123,7 @@ class Placing:
         room = Room(self._with_buffers(parts) if first else parts, units)
         if first:
             self._quiesce()
-            tiers = self._fastest(room, int(FILLED * budget) - watch.slack_bytes, range(len(units)))
+            tiers = self._fastest(room, int(FILLED * budget) - watch.slack_bytes, self._may_stay())
             self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
             watch.decide()
             return
@@ -187,6 +187,11 @@ class Placing:
             )
             for number, part in enumerate(parts)
         ]
+
+    def _may_stay(self) -> list[int]:
+        """The units, by number, that the device could update: those whose parameters are there."""
+        units = enumerate(self._engine.units)
+        return [number for number, unit in units if unit.placement.parameters_tier is Tier.DEVICE]
 
     def _there(self) -> list[int]:
         """The units, by number, that the device updates."""
@@ -280,9 +285,25 @@ class Placing:
             LOG.info("%s", why)
             if takes > budget:
                 warnings.warn(
-                    f"a step takes {room} with no optimizer state on the device: use shorter micro-batches, "
-                    f"activations='checkpoint', tiled losses, stage 3 or more ranks", PlacementWarning, stacklevel=4,
+                    f"a step takes {room} with no optimizer state on the device: {self._remains()}",
+                    PlacementWarning, stacklevel=4,
                 )  # fmt: skip
+
+    def _remains(self) -> str:
+        """What helps if a step does not fit with no optimizer state on the device."""
+        settings, (sizes, placements) = self._engine.resolved.settings, self._rows()
+        there = [row.parameters_tier is Tier.DEVICE for row in placements]
+        nbytes = sum(parameter_bytes(size, row) * one for size, row, one in zip(sizes, placements, there, strict=True))
+        stage = "" if settings.stage == 3 else "stage=3 and "
+        elsewhere = (
+            f"keep parameters, which take {format_bytes(nbytes)} of it, in host memory ({stage}"
+            f"Offload(optimizer='auto', parameters='host')), "
+        )
+        movable = any(there) and Offload.of(settings.offload).parameters is None
+        return (
+            f"{elsewhere if movable else ''}use shorter micro-batches, activations='checkpoint', tiled losses, smaller "
+            f"units (bucket_bytes=) or more ranks"
+        )
 
     def _leave_device(self, stays: Collection[int], what: str) -> None:
         """Moves optimizer state off the device but for that of the units `stays`, and warns. Collective."""

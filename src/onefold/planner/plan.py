@@ -105,11 +105,12 @@ def plan(
     )  # fmt: skip
     found = answer(question, type(model).__name__, _precision_name(policy), tokens)
     rows = found.stages
+    seen_at = {row.stage: rehearsed(row.stage, activations, ranks) for row in rows}
     if offload.optimizer is not None:
-        choices = [_choice(_at_stage(offload, row.stage), row.stage, activations) for row in rows]
+        choices = [_choice(_at_stage(offload, s), s, activations, seen.parameters) for s, seen in seen_at.items()]
         priced = [question.price(choice, question.grid(), row.batch) for choice, row in zip(choices, rows)]
         rows = tuple(row_of(question, estimate, tokens) for estimate in priced)
-    exact = tuple(exact_row(row, rehearsed(row.stage, activations, ranks), found.hardware) for row in rows)
+    exact = tuple(exact_row(row, seen_at[row.stage], found.hardware) for row in rows)
     ranked = _corrected(found.recommendations, exact)
     chosen = next((row for row in (*exact, *found.variants) if row.label == ranked[0].label), found.chosen)
     return dataclasses.replace(found, stages=exact, recommendations=ranked, chosen=chosen)
@@ -129,13 +130,13 @@ def _at_stage(offload: Offload, stage: int) -> Offload:
         return Offload()
     if stage == 3 or offload.parameters is None:
         return offload
-    return dataclasses.replace(offload, parameters=None, path=offload.path if offload.optimizer == "disk" else None)
+    path = offload.path if offload.optimizer in ("disk", AUTO) else None
+    return dataclasses.replace(offload, parameters=None, path=path)
 
 
-def _choice(offload: Offload, stage: int, activations: str) -> Choice:
-    return Choice(
-        stage, optimizer=offload.optimizer_tier.value, parameters=offload.parameters_tier.value, activations=activations
-    )
+def _choice(offload: Offload, stage: int, activations: str, parameters: str) -> Choice:
+    """The choice of a stage whose rehearsal had parameters on this tier."""
+    return Choice(stage, optimizer=offload.optimizer_tier.value, parameters=parameters, activations=activations)
 
 
 def _corrected(ranked: tuple[Recommendation, ...], rows: Sequence[Row]) -> tuple[Recommendation, ...]:

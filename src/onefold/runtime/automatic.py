@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,17 +15,19 @@ from onefold.comm.strategy import Strategy
 from onefold.cost.automatic import ADAM, choose_stage, choose_tiers, room_for_activations
 from onefold.cost.case import Choice
 from onefold.cost.filling import FILLED
-from onefold.cost.machine import here
-from onefold.cost.states import StateCost, parameter_bytes
+from onefold.cost.machine import device_budget, here
+from onefold.cost.parameters import choose_parameters, least_need, parameter_need
+from onefold.cost.search import STATES_SHARE
+from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.errors import ConfigError
 from onefold.model.dtensor_shards import TensorShards
 from onefold.model.resolved import Resolved
 from onefold.model.survey import Survey
-from onefold.model.unit_spec import UnitSpec, frozen_kinds, place, place_all, widths_by_kind
+from onefold.model.unit_spec import AS_SET, UnitSpec, frozen_kinds, place, place_all, widths_by_kind
 from onefold.offload.host_memory import host_share
 from onefold.settings.offload import Offload
-from onefold.settings.placement import Scope, Tier
+from onefold.settings.placement import Tier
 from onefold.settings.precision import Precision
 from onefold.settings.zero import AUTO, Zero
 
@@ -34,21 +36,34 @@ UNDECIDED = (
     'Offload(optimizer="auto") decides in the first step, which shows what activations take: at most {} of {} units '
     "can keep their optimizer state on the device"
 )
+AWAY = {Tier.HOST: "in host memory", Tier.DISK: "on disk"}
 
 
-def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, comms: Comms) -> Resolved:
-    """What shard() will build, with stage="auto" and Offload(optimizer="auto") decided. Collective where there is
-    something to decide."""
+def resolve(
+    found: Survey,
+    tensor_shards: TensorShards,
+    device: torch.device,
+    comms: Comms,
+    given_parameters: Mapping[str, Tier] | None = None,
+) -> Resolved:
+    """What shard() will build, with stage="auto" and Offload(optimizer="auto") decided; `given_parameters` are the
+    tiers of parameters by the names of units, if they are known. Collective where there is something to decide."""
     ranks, replicas, settings, units = comms.shard.size, comms.replica.size, found.settings, found.units
     precision = Precision.of(settings.precision).decided(
         own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
     )
-    reasons, candidates = [], frozenset[int]()
+    reasons, why, candidates = list[str](), "", frozenset[int]()
+    parameters = dict(given_parameters or {})
     if settings.stage == AUTO:
-        stage, why = _automatic_stage(found, precision, device, comms)
+        stage, because = _automatic_stage(found, precision, device, comms)
         settings = dataclasses.replace(settings, stage=stage)
-        units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings)) for unit in units)
-        reasons.append(f"stage {stage}: {why}")
+        units = _placed(units, settings)
+        reasons.append(f"stage {stage}: {because}")
+    if given_parameters is None and parameters_are_automatic(settings, device, comms):
+        parameters, because = automatic_parameters(units, settings, precision, device, comms)
+        reasons += [because] if because else []
+    if parameters:
+        units = _placed(units, settings, parameters=parameters)
     if Offload.of(settings.offload).optimizer == AUTO:
         waits = waits_for_a_step(settings, device, comms)
         tiers, why = automatic_tiers(units, settings, precision, device, comms, share=FILLED if waits else None)
@@ -58,10 +73,9 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
             candidates = frozenset(index for index, tier in enumerate(tiers.values()) if tier is Tier.DEVICE)
             tiers = {name: Tier.HOST if tier is Tier.DEVICE else tier for name, tier in tiers.items()}
             why = UNDECIDED.format(len(candidates), len(tiers))
-        units = tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers)) for unit in units)
-        reasons.append(why)
+        units = _placed(units, settings, tiers, parameters)
         if comms.world.rank == 0:
-            LOG.info("%s", why)
+            LOG.info("%s", "; ".join([*reasons, why]))
     return Resolved(
         settings=settings,
         precision=precision,
@@ -77,7 +91,8 @@ def resolve(found: Survey, tensor_shards: TensorShards, device: torch.device, co
         tensor_shards=tensor_shards,
         dtypes=found.dtypes,
         digest=digest(found.lines),
-        why="; ".join(reasons),
+        why=why,
+        why_fixed="; ".join(reasons),
         candidates=candidates,
     )
 
@@ -90,30 +105,95 @@ def waits_for_a_step(settings: Zero, device: torch.device, comms: Comms) -> bool
     return offload.optimizer == AUTO and known and not comms.shard.simulated
 
 
+def parameters_are_automatic(settings: Zero, device: torch.device, comms: Comms) -> bool:
+    """Whether Offload(optimizer="auto") says where parameters are: at stage 3, unless users have said it, and where the
+    memory of the device is known. A simulation knows it if it has a budget."""
+    offload = Offload.of(settings.offload)
+    known = waits_for_a_step(settings, device, comms) or offload.device_bytes is not None
+    return offload.optimizer == AUTO and offload.parameters is None and settings.stage == 3 and known
+
+
+def automatic_parameters(
+    units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device, comms: Comms
+) -> tuple[dict[str, Tier], str]:
+    """By the names of all units, where their parameters are, by the smallest budgets of all ranks, and the reason;
+    nothing if all stay on the device. With what a step needs beside them they may take 70% of the device, which leaves
+    the rest to activations; in a simulation all of a budget, which is for states. Collective."""
+    offload, machine, simulated = Offload.of(settings.offload), here(device), comms.shard.simulated
+    mine = offload.device_bytes if simulated else None  # the budget of a simulation is not of the device that is here
+    budget, host_bytes = _smallest(
+        comms, mine or device_budget(device, offload.device_bytes), offload.host_bytes or host_share()
+    )
+    share = 1.0 if simulated else STATES_SHARE
+    sizes = [unit.size(0, precision) for unit in units]  # as rank 0 has them, which owns the most
+    rows = {
+        tier: [place(u.layout, settings, parameters={u.layout.name: tier}) for u in units]
+        for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)
+    }
+    strategy, cuda, prefetch = comms.shard.strategy, machine.device == "cuda", prefetched(settings)
+    tiers = choose_parameters(
+        sizes, rows, strategy, cuda=cuda, prefetch=prefetch, device_bytes=int(share * budget),
+        host_bytes=None if offload.path is None else host_bytes,
+    )  # fmt: skip
+    if set(tiers) == {Tier.DEVICE}:
+        return {}, ""
+    wanted = parameter_need(sizes, rows[Tier.DEVICE], strategy, cuda=cuda, prefetch=prefetch).total
+    there = [f"{tiers.count(tier)} {text}" for tier, text in AWAY.items() if tier in tiers]
+    found = "device_bytes" if offload.device_bytes is not None else "the device"
+    why = (
+        f"parameters of {tiers.count(Tier.DEVICE)} of {len(tiers)} units stay on the device, of {' and '.join(there)}: "
+        f"with what a step needs, all would take {format_bytes(wanted)} of {format_bytes(int(share * budget))} "
+        f"({share:.0%} of {found})"
+    )
+    return {unit.layout.name: tier for unit, tier in zip(units, tiers, strict=True)}, why
+
+
+def prefetched(settings: Zero) -> int:
+    return settings.prefetch if isinstance(settings.prefetch, int) else 1
+
+
+def _smallest(comms: Comms, *mine: int) -> list[int]:
+    """The smallest of each of these numbers on any rank. Collective."""
+    rows = comms.world.exchange(" ".join(map(str, mine)).encode(), Label("agree", "memory"))
+    return [min(map(int, column)) for column in zip(*(row.split() for row in rows), strict=True)]
+
+
+def _placed(
+    units: Sequence[UnitSpec],
+    settings: Zero,
+    tiers: Mapping[str, Tier] = AS_SET,
+    parameters: Mapping[str, Tier] = AS_SET,
+) -> tuple[UnitSpec, ...]:
+    return tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers, parameters)) for unit in units)
+
+
 def _check_budget(units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device) -> None:
-    """Raises if the device cannot hold this rank's parameters and the largest unsharded unit: "auto" moves optimizer
-    state only, and parameters leave the device only if Offload(parameters=…) says so."""
+    """Raises if the device cannot hold what no step can do without, with all that may be elsewhere there."""
     asked = Offload.of(settings.offload).device_bytes
-    budget = here(device).memory_bytes if asked is None else asked
-    sizes = [unit.size(0, precision) for unit in units]
-    kept = sum(parameter_bytes(size, unit.placement) for size, unit in zip(sizes, units, strict=True))
-    sharded = [unit.placement.parameters is Scope.SHARDED for unit in units]
-    largest = max((size.unsharded_bytes * one for size, one in zip(sizes, sharded, strict=True)), default=0)
-    if budget < kept + largest:
-        found = f"Offload(device_bytes={asked})" if asked is not None else f"the device's {format_bytes(budget)}"
-        more = f"give at least {kept + largest} bytes and room for activations, or use" if asked is not None else "use"
-        stage = "" if settings.stage == 3 else "stage=3 and "
+    budget = device_budget(device, asked)
+    need = least_need([unit.size(0, precision) for unit in units], [unit.placement for unit in units])
+    if need.total <= budget:
+        return
+    found = f"Offload(device_bytes={asked})" if asked is not None else f"the device's {format_bytes(budget)}"
+    more = f"give at least {need.total} bytes and room for activations" if asked is not None else "use a larger device"
+    kept, unsharded = format_bytes(need.kept), format_bytes(need.unsharded)
+    if settings.stage == 3:
         raise ConfigError(
-            f"{found} is less than the parameters that this rank keeps and the largest unit, {format_bytes(kept)} and "
-            f"{format_bytes(largest)}, and 'auto' moves optimizer state only; {more} more ranks, or keep parameters "
-            f"elsewhere: {stage}Offload(optimizer='host', parameters='host'), or 'disk' for either with path=…"
+            f"{found} is less than the largest unit takes unsharded, {unsharded}, beside {kept} that stays on the "
+            f"device, with all other parameters and optimizer state elsewhere; {more}, or smaller units "
+            f"(bucket_bytes=, units=), keep_whole=0 if it is set"
         )
+    raise ConfigError(
+        f"{found} is less than the parameters of this model, {kept}, which every rank keeps whole at "
+        f"stage={settings.stage}; use stage=3, where 'auto' keeps parameters that do not fit in host memory or on "
+        f"disk, or {more}"
+    )
 
 
 def _automatic_stage(found: Survey, precision: Precision, device: torch.device, comms: Comms) -> tuple[int, str]:
     """stage="auto": the first stage whose states leave room on the smallest device, and the reason."""
     settings, machine = found.settings, here(device)
-    memories = comms.world.exchange(str(machine.memory_bytes).encode(), Label("agree", "memory"))
+    (smallest,) = _smallest(comms, Offload.of(settings.offload).device_bytes or machine.memory_bytes)
     stage, why = choose_stage(
         found.params,
         widths_by_kind(found.units, precision),
@@ -122,7 +202,7 @@ def _automatic_stage(found: Survey, precision: Precision, device: torch.device, 
         replicas=comms.replica.size,
         bucket_bytes=settings.bucket_bytes,
         shared_bytes=settings.shared_bytes,
-        machine=dataclasses.replace(machine, memory_bytes=min(int(row) for row in memories)),
+        machine=dataclasses.replace(machine, memory_bytes=smallest),
         optimizer=Offload.of(settings.offload).optimizer,
     )
     if comms.world.rank == 0:
@@ -143,16 +223,16 @@ def automatic_tiers(
     """Offload(optimizer="auto"): by the names of trained units, where their optimizer state is, by the smallest budgets
     of all ranks; and the reason. What activations will need is not known: states may take this `share` of the budget.
     Without it a budget that users give is all for states. Collective."""
-    offload, machine, world = Offload.of(settings.offload), here(device), comms.world
-    mine = f"{offload.device_bytes or machine.memory_bytes} {offload.host_bytes or host_share()}"
-    rows = [row.split() for row in world.exchange(mine.encode(), Label("agree", "memory"))]
-    smallest, host_bytes = (min(map(int, column)) for column in zip(*rows, strict=True))
+    offload, machine = Offload.of(settings.offload), here(device)
+    smallest, host_bytes = _smallest(
+        comms, offload.device_bytes or machine.memory_bytes, offload.host_bytes or host_share()
+    )
     chosen = choose_tiers(
         [unit.size(0, precision) for unit in units],  # as rank 0 has them, which owns the most
         [unit.placement for unit in units],
         strategy=comms.shard.strategy,
         machine=dataclasses.replace(machine, memory_bytes=smallest),
-        prefetch=settings.prefetch if isinstance(settings.prefetch, int) else 1,
+        prefetch=prefetched(settings),
         device_bytes=int(share * smallest) if share else None if offload.device_bytes is None else smallest,
         host_bytes=None if offload.path is None or cost.small else host_bytes,
         cost=cost,

@@ -10,7 +10,6 @@ up to step(). Each part has a peak of its own, since late in backward most activ
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 from onefold.cost.filling import Taken
+from onefold.cost.machine import device_budget
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import NotOnDevice, on_device
 from onefold.runtime.live_bytes import LiveBytes, watching_sizes
@@ -198,14 +198,7 @@ class MemoryWatch(NoWatch):
         """Bytes of the device that training may take, with what the allocator keeps beside tensors."""
         engine = self._engine()
         assert engine is not None
-        asked = Offload.of(engine.resolved.settings.offload).device_bytes
-        if not self._cuda:
-            assert asked is not None
-            return asked
-        ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // max(torch.cuda.device_count(), 1))
-        free, _ = torch.cuda.mem_get_info(self._device)
-        mine = free // ranks + torch.cuda.memory_reserved(self._device)
-        return mine if asked is None else min(asked, mine)
+        return device_budget(self._device, Offload.of(engine.resolved.settings.offload).device_bytes)
 
     @property
     def slack_bytes(self) -> int:

@@ -20,7 +20,7 @@ def move_states(engine: Engine, tiers: Mapping[str, Tier], why: str) -> None:
     resolved, units = engine.resolved, {unit.name: unit for unit in engine.units}
     specs = {spec.layout.name: spec for spec in resolved.units}
     moved = {
-        name: place(specs[name].layout, resolved.settings, {name: tier})
+        name: place(specs[name].layout, resolved.settings, {name: tier}, {name: specs[name].placement.parameters_tier})
         for name, tier in tiers.items()
         if tier is not units[name].placement.optimizer_tier
     }

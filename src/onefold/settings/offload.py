@@ -30,7 +30,8 @@ class Offload:
 
     parameters: Literal["host", "disk"] | None = None
     """Stage 3: where this rank's shard of the parameters is kept; it is copied to the device for use. None: on the
-    device."""
+    device; with optimizer="auto" those of units that do not fit there are in host memory, or on disk. A tier that is
+    given holds for all units, with "auto" too, which then has no optimizer state on the device."""
 
     path: str | Path | None = None
     """For "disk", and for "auto" if it may use a disk: a folder on a fast disk of this node. Its files are scratch
@@ -55,10 +56,10 @@ class Offload:
             raise ConfigError(f"Offload(optimizer={self.optimizer!r}) is unknown; use 'host', 'disk', 'auto' or None")
         if self.parameters not in TIERS:
             raise ConfigError(f"Offload(parameters={self.parameters!r}) is unknown; use 'host', 'disk' or None")
-        if self.parameters is not None and self.optimizer in (None, AUTO):
+        if self.parameters is not None and self.optimizer is None:
             raise ConfigError(
                 f"Offload(parameters={self.parameters!r}) without the optimizer would copy shards to the device for "
-                f"every update; set optimizer='host' or 'disk' too"
+                f"every update; set optimizer='host', 'disk' or 'auto' too"
             )
         if self.path is not None and (not isinstance(self.path, str | Path) or self.path == ""):
             raise ConfigError(f"Offload(path={self.path!r}) is not a path; give a folder on a fast disk of this node")

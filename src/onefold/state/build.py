@@ -35,10 +35,13 @@ def build_units(model: nn.Module, resolved: Resolved, comms: Comms, pool: Pool, 
     builder = None
     if resolved.meta:
         builder = Builder(model, resolved.device, settings.init, settings.seed, _kept(resolved, comms.shard.rank))
-    params, units = dict(model.named_parameters()), []
+    params, units, sharded = dict(model.named_parameters()), [], resolved.sharded_names
     _reserve(resolved, comms.shard.rank, tiers)
     for spec in resolved.units:
         members = [params.pop(slot.name) for slot in spec.layout.slots]
+        for slot, param in zip(spec.layout.slots, members, strict=True):
+            if slot.name in sharded and not param.is_meta and param.device != resolved.device:
+                param.data = param.data.to(resolved.device)  # not before: the device need not have room for all
         if builder:
             builder.build(members)
         if spec.flat:

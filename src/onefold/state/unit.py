@@ -69,8 +69,8 @@ class Unit:
         self._make_image()
         if placement.parameters_tier is Tier.DISK:
             image = tiers.image(f"parameters of {self.name}", tiers.host.staging, self.flat_params.shards)
-            assert image is not None
-            self.flat_params.keep_in_file(image)
+            if image is not None:  # a rehearsal has no files
+                self.flat_params.keep_in_file(image)
             self._offloaded = True  # also if they are frozen
 
     def _take_placement(self, placement: Placement, owned: Span) -> None:

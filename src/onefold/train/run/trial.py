@@ -95,5 +95,6 @@ def try_steps(work: TrialWork, device: torch.device) -> TrialResult:
     if planned is None:
         with torch.device("meta"):
             blank = work.build()
-        planned = rehearsed(blank, tiers=placement(model).optimizer_tiers)
+        found = placement(model)
+        planned = rehearsed(blank, tiers=found.optimizer_tiers, parameter_tiers=found.parameter_tiers)
     return TrialResult(planned, model, optimizer, peak, messages.flows if messages is not None else {})

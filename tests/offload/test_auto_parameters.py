@@ -1,0 +1,208 @@
+"""Offload(optimizer="auto"): parameters that do not fit on the device are in host memory, or on disk, to the same bits.
+
+What fits is decided by formula, before anything is on the device. "It fits" is measured: bytes of tensors at the
+fullest instant of a run, beside those of Offload(optimizer="host", parameters="host"), the smallest there is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.errors import ConfigError
+from onefold.model.device import move
+from onefold.runtime.engine import engine_of
+from onefold.settings.placement import Tier
+from tests.harness import run_ranks
+from tests.models import Residual
+from tests.offload.test_auto import Outcome, Work, build, differing, step, tiers_of, train
+
+SMALLEST = onefold.Offload(optimizer="host", parameters="host")
+
+
+def parameter_tiers(model: Any) -> list[Tier]:
+    return [unit.placement.parameters_tier for unit in engine_of(model).units]
+
+
+def largest(*numbers: int) -> list[int]:
+    """The largest of each of these numbers on any rank."""
+    peaks = torch.tensor(numbers)
+    torch.distributed.all_reduce(peaks, torch.distributed.ReduceOp.MAX)
+    found: list[int] = peaks.tolist()
+    return found
+
+
+def trained(work: Work, offload: Any) -> tuple[Outcome, int, int]:
+    """A run, how many of its units have parameters on the device, and bytes of parameters there between steps."""
+    model, adam = build(work, offload)
+    with onefold.track_memory(model) as seen:
+        losses = [step(model, adam, work, number) for number in range(3)]
+        engine_of(model).updates.wait()
+    there, held = parameter_tiers(model), onefold.memory(model).parameters
+    states = zip(there, tiers_of(model), strict=True)
+    assert (Tier.HOST, Tier.DEVICE) not in states, "the device has no parameters to update"
+    assert held.measured == held.planned, "parameters on the device are planned to the byte"
+    state, why = onefold.full_state_dict(model), onefold.placement(model).why
+    found = Outcome(losses, state, seen.peak_bytes, tiers_of(model), [], why, [])
+    return found, there.count(Tier.DEVICE), held.measured
+
+
+def swept(work: Work, fills: list[float]) -> list[str]:
+    """What was wrong with budgets between the smallest placement and the run without offload."""
+    plain, low = train(work, None), train(work, SMALLEST)
+    most, least = largest(plain.peak, low.peak)
+    wrong, counts, held = [], [], []
+    for fill in fills:
+        budget = int(least + fill * (most - least)) + 64
+        auto, there, nbytes = trained(work, onefold.Offload(optimizer="auto", device_bytes=budget))
+        counts.append(there)
+        held.append(nbytes)
+        units = len(auto.tiers)
+        if auto.peak > budget:
+            wrong.append(f"{auto.peak} bytes of {budget}, of {least} to {most}: {auto.why}")
+        wrong += [f"{name} differs with {budget} bytes" for name in differing(plain, auto)]
+        told = f"parameters of {there} of {units} units stay on the device, of {units - there} in host memory: "
+        if (told in auto.why) != (there < units) or ("parameters of" in auto.why) != (there < units):
+            wrong.append(f"{there} units, but: {auto.why}")
+    if held != sorted(held):
+        wrong.append(f"a larger budget had fewer bytes of parameters on the device: {held}")
+    if counts[0] != 0 or counts[-1] != units or not any(0 < count < units for count in counts):
+        wrong.append(f"budgets were to reach from none to all: {counts}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("ranks", "work"),
+    [
+        (1, Work(depth=8, rows=1)),
+        (2, Work(depth=8, rows=1, clip=True)),
+        pytest.param(2, Work(depth=8, rows=1, precision="bf16", inside=True), marks=pytest.mark.soak),
+    ],
+)
+def test_every_budget_above_the_smallest_placement_trains_within_it(ranks: int, work: Work) -> None:
+    assert run_ranks(ranks, swept, work, [0.0, 0.15, 0.3, 1.2]) == [[]] * ranks
+
+
+# -- what users say, the host and the disk -----------------------------------------------------------------------------
+
+
+def said(folder: str) -> list[Any]:
+    """With parameters="host" and a large budget: the tiers of parameters and of optimizer state. With a host that is
+    too small for parameters: the same, after steps, what differs from the run without offload, and why; and the tiers
+    of parameters after a smaller form of state has brought masters from disk to the host."""
+    work = Work(depth=6, rows=1)
+    told = build(work, onefold.Offload(optimizer="auto", parameters="host", device_bytes=1 << 30))[0]
+    plain, low = train(work, None), train(work, SMALLEST)
+    (budget,) = largest(low.peak + 16_000)
+    spills = onefold.Offload(optimizer="auto", device_bytes=budget, host_bytes=60_000, path=folder)
+    model, adam = build(work, spills)
+    losses = [step(model, adam, work, number) for number in range(3)]
+    found = Outcome(losses, onefold.full_state_dict(model), 0, [], [], "", [])
+    kept = onefold.placement(model)
+    first, again = (set(parameter_tiers(told)), set(tiers_of(told))), build(work._replace(state="bf16"), spills)[0]
+    second = parameter_tiers(model), tiers_of(model), differing(plain, found)
+    return [*first, *second, kept.why, kept.parameter_tiers, parameter_tiers(again), tiers_of(again)]
+
+
+def test_a_tier_that_was_given_holds_and_parameters_spill_to_disk(tmp_path: Any) -> None:
+    for host, optimizer, kept, states, differs, why, by_name, again, off_disk in run_ranks(2, said, str(tmp_path)):
+        assert host == {Tier.HOST} and optimizer == {Tier.HOST}, "as was said, though the device has room for all"
+        assert Tier.DISK in kept and not differs and "on disk" in why
+        assert kept == sorted(kept, key=list(Tier).index), "the last units of forward are on disk"
+        assert all(one is Tier.DEVICE or state is not Tier.DEVICE for one, state in zip(kept, states, strict=True))
+        assert list(by_name.values()) == [tier.value for tier in kept]
+        assert again == kept and Tier.DISK in states and Tier.DISK not in off_disk, "only optimizer state has moved"
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def refused(budget: int) -> list[str]:
+    """What stages 3, 2 and 1 say of a budget below one unsharded unit."""
+    found = []
+    for stage in (3, 2, 1):
+        try:
+            build(Work(stage=stage, depth=4), onefold.Offload(optimizer="auto", device_bytes=budget))
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_budget_below_one_unsharded_unit_is_refused_with_what_to_choose() -> None:
+    """The largest unit of a block of width 32 is a matrix of 32 x 64 elements in fp32."""
+    for three, *others in run_ranks(2, refused, 8000):
+        assert "device_bytes=8000" in three and "largest unit takes unsharded, 8.2 kB" in three
+        assert "give at least 8" in three and "bucket_bytes=" in three
+        for stage, told in zip((2, 1), others, strict=True):
+            assert f"keeps whole at stage={stage}; use stage=3" in told and "give at least" in told
+
+
+def staged(budgets: list[int]) -> list[tuple[int | str, set[Tier], str]]:
+    """With stage="auto" and each budget: the stage, the tiers of parameters, and why."""
+    found = []
+    for budget in budgets:
+        onefold.init()
+        layers, offload = (
+            nn.Sequential(*(Residual(32) for _ in range(8))),
+            onefold.Offload(optimizer="auto", device_bytes=budget),
+        )
+        model = onefold.shard(layers, stage="auto", units=(Residual,), bucket_bytes=4096, offload=offload)
+        found.append(
+            (engine_of(model).resolved.settings.stage, set(parameter_tiers(model)), onefold.placement(model).why)
+        )
+    return found
+
+
+def test_an_automatic_stage_is_chosen_by_the_budget() -> None:
+    small, large = run_ranks(2, staged, [60_000, 1 << 30])[0]
+    assert small[:2] == (3, {Tier.HOST}) and "stage 3: " in small[2] and "parameters of 0 of" in small[2]
+    assert large[:2] == (1, {Tier.DEVICE}) and "stage 1: " in large[2]
+
+
+def crowded() -> list[str]:
+    """What a step says that does not fit because of its activations."""
+    work = Work(depth=8, rows=64)
+    (budget,) = largest(train(work, SMALLEST).peak + 1000)
+    plain, auto = train(work, None), train(work, onefold.Offload(optimizer="auto", device_bytes=budget))
+    advised = train(work, onefold.Offload(optimizer="auto", parameters="host", device_bytes=budget))
+    return [*auto.said, *differing(plain, auto), *differing(plain, advised), *["above"] * (advised.peak > budget)]
+
+
+def test_a_step_that_does_not_fit_for_its_activations_says_that_parameters_may_leave_the_device() -> None:
+    heard = run_ranks(2, crowded)
+    (told,) = heard[0]
+    assert "with no optimizer state on the device: keep parameters, which take" in told
+    assert "(Offload(optimizer='auto', parameters='host')), use shorter micro-batches" in told
+    assert heard[1] == [], "rank 0 says it, and what it says fits"
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def from_meta() -> list[str]:
+    """Of a model on the meta device, what differs from one whose parameters stay on the device."""
+    found = []
+    for offload in (None, onefold.Offload(optimizer="auto", device_bytes=40_000)):
+        onefold.init()
+        with torch.device("meta"):
+            layers = nn.Sequential(*(Residual(32) for _ in range(8)))
+        model = onefold.shard(layers, stage=3, units=(Residual,), bucket_bytes=4096, offload=offload)
+        found.append((onefold.full_state_dict(model), set(parameter_tiers(model))))
+    (plain, _), (auto, tiers) = found
+    return [*(name for name in plain if not torch.equal(plain[name], auto[name])), *["device"] * (tiers != {Tier.HOST})]
+
+
+def test_a_model_on_meta_is_built_unit_by_unit_in_host_memory() -> None:
+    assert run_ranks(1, from_meta) == [[]]
+
+
+def test_parameters_that_are_sharded_later_are_not_moved_with_the_model() -> None:
+    """The meta device stands for one that has no room for them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    move(model, torch.device("meta"), later={"0.weight"})
+    where = {name: tensor.device.type for name, tensor in model.state_dict(keep_vars=True).items()}
+    assert where.pop("0.weight") == "cpu" and set(where.values()) == {"meta"}
