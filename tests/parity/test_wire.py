@@ -25,7 +25,7 @@ from tests.harness.netns import can_make_namespace, loopback_bytes
 from tests.harness.python import run_python
 from tests.models import Layers
 
-WIDTH, LAYERS = 512, 4  # 1M parameters, 4 MB: frames and headers are still below a hundredth
+WIDTH, LAYERS = 512, 4  # 1M parameters, 4 MB: headers and frames stay within what is allowed
 WIDE = 2048  # 17M parameters, for the table of docs/performance.md
 WARM_UP, STEPS = 2, 2
 PARAMETER_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
