@@ -30,6 +30,11 @@ class CrewFailed(RuntimeError):
         self.told = told
 
 
+def start_worker(*words: str, **settings: Any) -> subprocess.Popen[bytes]:
+    """`python WORDS`, in a new interpreter."""
+    return subprocess.Popen([sys.executable, *words], **settings)
+
+
 class Crew:
     """All ranks of one system. Closing it ends them, whatever they are doing."""
 
@@ -41,14 +46,13 @@ class Crew:
         checkout = SYSTEMS[system].checkout
         name = system.removeprefix(OTHER)
         asked = json.dumps({"work": dataclasses.asdict(work), "system": name, "counts_wire": counts_wire})
-        command = [sys.executable, "-m", "benchmarks.worker", asked]
         self._logs = [tempfile.TemporaryFile("w+") for _ in range(work.ranks)]  # noqa: SIM115
         port = free_port()
         pipe = subprocess.PIPE
         added = {**imports_from(checkout), **(environ or {})}
         environs = [environment(work, rank, port) | added for rank in range(work.ranks)]
         self.processes = [
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, cwd=checkout, env=found)
+            start_worker("-m", "benchmarks.worker", asked, stdin=pipe, stdout=pipe, stderr=log, cwd=checkout, env=found)
             for found, log in zip(environs, self._logs)
         ]
         self._unread = [b""] * work.ranks

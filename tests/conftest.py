@@ -27,10 +27,10 @@ FRAMEWORKS = (
 LONG = (
     "security/test_listeners.py", "planner/test_command_line.py",
     "faults/test_every_point.py", "train/test_interrupted.py", "train/test_profile.py",
-    "bench/test_runs.py", "faults/test_run_command.py", "faults/test_watcher.py", "train/test_going_on.py",
+    "parity/test_whole_tensor.py", "planner/test_cut.py", "tensor/test_whole_tensors.py",
+    "faults/test_run_command.py", "faults/test_watcher.py", "train/test_going_on.py",
     "offload/test_memory.py", "planner/test_plan.py", "train/test_loop.py", "activations/test_bitwise.py",
-    "checkpoint/test_any_to_any.py", "checkpoint/test_resume.py", "parity/test_wire.py",
-    "train/test_bad_input.py", "train/test_data.py",
+    "checkpoint/test_any_to_any.py", "checkpoint/test_resume.py", "train/test_bad_input.py", "train/test_data.py",
 )  # fmt: skip
 settings.register_profile("onefold", deadline=None)  # a busy machine is no failure; what hangs meets other limits
 settings.load_profile("onefold")

@@ -26,6 +26,7 @@ from benchmarks.turns import Turn
 from benchmarks.wire import wire_bytes
 from benchmarks.work import two_ranks
 from tests.harness.netns import can_make_namespace
+from tests.harness.python import start_python
 
 SHORT = ["--quick", "--warm-up", "1", "--steps", "2"]
 ALONE = dataclasses.replace(two_ranks()["1x32"].quick(), ranks=1)
@@ -39,6 +40,14 @@ class Ran(NamedTuple):
     told: str  # to stderr
     other_ran: bool  # the other checkout's ranks left their file
     paths: tuple[Path, ...]  # that nobody else is to read of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    """Ranks are forked from a process that has torch, where users' are new interpreters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("benchmarks.crew.start_worker", start_python)
+        yield
 
 
 def written(folder: Path) -> dict[str, Any]:

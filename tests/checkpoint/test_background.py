@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from onefold.offload import host_memory as memory
 from tests.checkpoint.test_ranks_agree import said, small, step, weights
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.patience import PATIENCE_S
+from tests.harness.python import start_python
 
 TIMEOUT_S = 2.5
 
@@ -171,9 +171,7 @@ torch.distributed.destroy_process_group()
 
 def test_a_process_that_ends_waits_for_its_save_and_says_if_it_failed(tmp_path):
     both = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tmp_path / fails), fails], stderr=subprocess.PIPE, text=True
-        )
+        start_python("-c", SCRIPT, str(tmp_path / fails), fails, stderr=subprocess.PIPE, text=True)
         for fails in ("nothing", "rename")
     ]
     well, failed = (process.communicate(timeout=PATIENCE_S)[1] for process in both)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.harness import RankFailure, RankHang, fresh_ranks, run_ranks, run_ranks_raises, start_ranks, tell
 from tests.harness.failures import rank_errors
 from tests.harness.packed_calls import Died, Raised
+from tests.harness.python import start_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,7 +240,7 @@ with start_ranks(2, tell_then_reduce) as group:
 
 
 def test_ranks_die_with_the_process_that_started_them():
-    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    with start_python("-c", PARENT, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         try:
             pids = [int(pid) for pid in parent.stdout.readline().split()]
             assert len(pids) == 4 and not any(is_gone(pid) for pid in pids)

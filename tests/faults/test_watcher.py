@@ -27,6 +27,7 @@ from onefold.comm.watcher import Watcher
 from onefold.comm.watching import current_watcher, start_watcher
 from tests.faults.test_harness_faults import is_gone
 from tests.harness import fresh_ranks, start_ranks, tell
+from tests.harness.python import start_python
 from tests.parity.test_examples import free_port
 
 RANKS = 3
@@ -257,9 +258,7 @@ def test_the_end_of_a_real_interpreter_is_told_to_its_peers(fault: str, code: in
     env = os.environ | {"ONEFOLD_STORE": str(tmp_path / "store"), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     script = SCRIPT.format(fault=fault)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script], env=env | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
+        start_python("-c", script, env=env | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:

@@ -3,10 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from tests.harness.python import start_python
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., subprocess.Popen[str]]
@@ -28,13 +29,12 @@ def scripts(**environ: str) -> Iterator[Start]:
     paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
 
     def start(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *words],
+        process = start_python(
+            *words,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environ},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
         started.append(process)
         return process

@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.harness.patience import PATIENCE_S
+from tests.harness.python import run_python
 
 SCRIPTS = Path(__file__).parent / "scripts"
 VOCABULARY = 64
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 ACCELERATE = (
-    sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+    "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
     "--mixed_precision", "no", "--dynamo_backend", "no",
 )  # fmt: skip
 FLAGS = (
@@ -62,9 +61,9 @@ def save_models(folder: Path) -> None:
 
 
 def start(words: Sequence[str], *, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end."""
+    """Runs `python WORDS` to its end."""
     given = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", **env}
-    return subprocess.run(words, cwd=cwd, env=given, capture_output=True, text=True, timeout=PATIENCE_S)
+    return run_python(*words, cwd=cwd, env=given)
 
 
 def results(launcher: Sequence[str], models: Path, out: Path, cwd: Path) -> list[dict[str, Any]]:

@@ -206,7 +206,7 @@ def test_mistakes_are_one_line(words: list[str], said: str, tmp_path: Path) -> N
 
 
 def test_a_mistake_ends_the_command_with_exit_code_2(tmp_path: Path) -> None:
-    done = start([sys.executable, "-m", "onefold.hf", "--stage", "7", MAIN], cwd=tmp_path)
+    done = start(["-m", "onefold.hf", "--stage", "7", MAIN], cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "onefold.hf: stage=7 is unknown; use one of 0, 1, 2, 3 or 'auto'\n"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -22,12 +21,20 @@ from onefold.comm.mesh import axes_of
 from onefold.comm.meter import Label, Meter
 from onefold.comm.strategy import max_rounds
 from tests.harness import run_ranks
-from tests.harness.netns import can_make_namespace, in_namespace, loopback_bytes
+from tests.harness.netns import can_make_namespace, loopback_bytes
+from tests.harness.python import run_python
 from tests.models import Layers
 
-WIDTH, LAYERS = 2048, 4  # 17M parameters, 67 MB
+WIDTH, LAYERS = 512, 4  # 1M parameters, 4 MB: headers and frames stay within what is allowed
+WIDE = 2048  # 17M parameters, for the table of docs/performance.md
 WARM_UP, STEPS = 2, 2
 PARAMETER_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
+MEASURE = """
+from tests.harness.netns import enter_namespace
+enter_namespace()
+from tests.parity.test_wire import measure
+measure({width})
+"""
 CASES = {  # name -> ranks, stage (None: DistributedDataParallel)
     "stage 0": (2, 0),
     "stage 1": (2, 1),
@@ -47,17 +54,17 @@ class Counts(NamedTuple):
     metered: int
 
 
-def train_and_count(stage: int | None) -> Counts:
+def train_and_count(stage: int | None, width: int) -> Counts:
     """On every rank: train, and read the counter behind barriers."""
     torch.manual_seed(0)
-    model: nn.Module = Layers(WIDTH, LAYERS)
+    model: nn.Module = Layers(width, LAYERS)
     if stage is None:
         model = nn.parallel.DistributedDataParallel(model)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     else:
-        model = onefold.shard(model, stage=stage)
+        model = onefold.shard(model, stage=stage, units=nn.Linear)
         optimizer = onefold.Optimizer(model, torch.optim.SGD, lr=1e-3)
-    batch = torch.randn(1, WIDTH)
+    batch = torch.randn(1, width)
     metered = 0
 
     def step() -> None:
@@ -91,19 +98,19 @@ def send_flags() -> Counts:
     return Counts(loopback_bytes() - before, comm.meter.running["used-flags", "all-reduce"].sent_bytes)
 
 
-def measure() -> None:
+def measure(width: int) -> None:
     """Inside the namespace: print, for each case, [bytes of the kernel, bytes of all meters], per step."""
     found = {}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # before the first rank starts, which inherits it
-    runs = {name: run_ranks(ranks, train_and_count, stage) for name, (ranks, stage) in CASES.items()}
+    runs = {name: run_ranks(ranks, train_and_count, stage, width) for name, (ranks, stage) in CASES.items()}
     for name, counts in {**runs, "flags": run_ranks(FLAG_RANKS, send_flags)}.items():
         found[name] = [counts[0].kernel / STEPS, sum(count.metered for count in counts) / STEPS]
     print(json.dumps(found))
 
 
-def measured() -> dict[str, list[float]]:
+def measured(width: int) -> dict[str, list[float]]:
     """What `measure` prints, in a namespace of its own."""
-    ran = in_namespace([sys.executable, "-c", "from tests.parity.test_wire import measure; measure()"])
+    ran = run_python("-c", MEASURE.format(width=width))
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -112,7 +119,7 @@ def measured() -> dict[str, list[float]]:
 def found() -> dict[str, list[float]]:
     if not can_make_namespace():
         pytest.skip("needs a network namespace of its own: run as root, or allow unprivileged user namespaces")
-    return measured()
+    return measured(WIDTH)
 
 
 @pytest.mark.parametrize("case", [name for name, (_, stage) in CASES.items() if stage is not None])
@@ -145,7 +152,7 @@ def test_no_stage_sends_more_than_ddp(found: dict[str, list[float]], stage: int)
 
 
 if __name__ == "__main__":  # the table of docs/performance.md
-    rows = measured()
+    rows = measured(WIDE)
     for name, (kernel, metered) in rows.items():
         to_meter = f"{kernel / metered:.4f} of the meter's, " if metered else ""
         print(f"{name}: {kernel:,.0f} bytes per step, {to_meter}{kernel / rows['DDP'][0]:.4f} of DDP's")

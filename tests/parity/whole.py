@@ -61,8 +61,9 @@ def _root(matrix: Tensor) -> Tensor:
     return vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
 
 
+NS_STEPS = 2  # of Newton-Schulz, which at five takes near half of a run where the processor has no bf16
 CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
-    "muon": (optim.Muon, {"lr": 1e-2, "weight_decay": 0.1}),
+    "muon": (optim.Muon, {"lr": 1e-2, "weight_decay": 0.1, "ns_steps": NS_STEPS}),
     "lamb": (LAMB, {}),
     "shampoo": (Shampoo, {}),
     "adafactor": (optim.Adafactor, {}),
@@ -76,7 +77,7 @@ SPLITS: dict[str, dict[str, Any]] = {"gpt": {"*.in_proj_weight": 3}, "experts": 
 def muon(model: nn.Module, name: str, **fields: Any) -> onefold.Muon:
     """onefold.Muon for one of MODELS."""
     split = SPLITS.get(name) if dist.get_world_size() > 1 else None  # one rank compares with torch's own, without
-    return onefold.Muon(model, lr=1e-2, adamw={"lr": 1e-2}, split=split, **fields)
+    return onefold.Muon(model, lr=1e-2, adamw={"lr": 1e-2}, split=split, ns_steps=NS_STEPS, **fields)
 
 
 def takes(cls: type[optim.Optimizer], param: nn.Parameter) -> bool:
@@ -96,7 +97,7 @@ class Pair:
         hidden = {name for name, param in named.items() if param.ndim == 2} - {"tokens.weight", "head.weight"}
         tables = [named["tokens.weight"], named["head.weight"]]
         vectors = {"params": [param for param in named.values() if param.ndim < 2], "weight_decay": 0.0}
-        matrices = optim.Muon([named[name] for name in named if name in hidden], lr=1e-2)
+        matrices = optim.Muon([named[name] for name in named if name in hidden], lr=1e-2, ns_steps=NS_STEPS)
         return cls([matrices, optim.AdamW([{"params": tables}, vectors], lr=1e-2, fused=True)])
 
     @classmethod

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from onefold.cli.main import main
 from onefold.cli.verify import Check, VerifyCommand
 from tests.harness import run_ranks
+from tests.harness.python import run_python
 
 TINY = {"model": "gpt-tiny", "layers": 2, "seq": 32, "vocab": 61, "bucket_mb": 0.25}  # 61 words: no tp divides them
 
@@ -90,7 +89,7 @@ def cut_in_every_way(folder: str) -> None:
 def test_one_rank_of_a_cut_model_is_simulated_with_the_bytes_that_were_planned(tmp_path) -> None:
     """In a process of its own: this one may have joined ranks."""
     lines = f"from tests.planner.test_cut import cut_in_every_way; cut_in_every_way({str(tmp_path)!r})"
-    ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=300)
+    ended = run_python("-c", lines)
     assert ended.returncode == 0, ended.stderr
 
 

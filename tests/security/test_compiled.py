@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from onefold.optim.kernels import compiled as module
 from onefold.optim.kernels.cache import NotOurs, cache_folder, kept, opened
 from onefold.optim.kernels.compiled import Compiled, compiled, compilers
 from onefold.settings.trust import why_untrusted
+from tests.harness.python import run_python, start_python
 from tests.security.others import NOBODY, needs_root
 
 needs_compiler = pytest.mark.skipif(not compilers(), reason="needs a C compiler")
@@ -158,7 +158,7 @@ def test_what_is_made_is_private_whatever_the_umask(source, tmp_path):
 def test_a_file_exchanged_after_the_check_is_not_the_one_that_is_loaded(source, tmp_path, monkeypatch):
     """The loader is given the descriptor that was read, not a name. Another process compiles: the loader of this one
     would remember the library."""
-    subprocess.run([sys.executable, "-c", COMPILE, str(source)], check=True)
+    assert run_python("-c", COMPILE, source).returncode == 0
     (path,) = cache_folder().iterdir()
     real = ctypes.CDLL
 
@@ -189,7 +189,7 @@ def test_a_compilation_that_was_killed_leaves_nothing_after_the_next(source, tmp
     script.write_text(f'#!/bin/sh\ncase "$*" in *answer.c*) echo x > half; echo $$ > {tmp_path}/began; exec sleep 60;; '
                       f'esac\nexec {compilers()[0][0]} "$@"\n')  # fmt: skip
     script.chmod(0o700)
-    victim = subprocess.Popen([sys.executable, "-c", COMPILE, str(source)], env={**os.environ, "CC": str(script)})
+    victim = start_python("-c", COMPILE, source, env={**os.environ, "CC": str(script)})
     began, deadline = tmp_path / "began", time.monotonic() + 60
     while not (began.exists() and began.read_text().strip()):
         assert time.monotonic() < deadline and victim.poll() is None

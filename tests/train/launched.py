@@ -15,6 +15,7 @@ from typing import Any
 from onefold.cli.launch import COMMAND
 from onefold.train.run.records import read_lines
 from tests.harness.patience import PATIENCE_S
+from tests.harness.python import start_python
 
 SHAPE = ("--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16")
 SMALL = (*SHAPE, "--eval-windows", "4", "--log-every", "1", "--no-plan")
@@ -30,13 +31,16 @@ class Launch:
     ) -> None:
         self.out, self.mark = out, f"{out}/{time.monotonic_ns()}"
         where = ["--out", str(out)] if command == "train" else []
-        words = [sys.executable, str(COMMAND), command, *where, *flags]
+        words = [str(COMMAND), command, *where, *flags]
+        settings: dict[str, Any] = {
+            "env": {**os.environ, "XDG_CACHE_HOME": str(cache(out)), MARK: self.mark, **(env or {})},
+            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True,
+        }  # fmt: skip
         if limit:
-            words = ["sh", "-c", f'{limit}; exec "$@"', "sh", *words]
-        self.process = subprocess.Popen(
-            words, env={**os.environ, "XDG_CACHE_HOME": str(cache(out)), MARK: self.mark, **(env or {})},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            words = ["sh", "-c", f'{limit}; exec "$@"', "sh", sys.executable, *words]
+            self.process = subprocess.Popen(words, start_new_session=True, **settings)
+        else:
+            self.process = start_python(*words, **settings)
 
     def pids(self) -> list[int]:
         """All that it started and that still runs, itself included."""

@@ -4,7 +4,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from onefold.train.run import digest
 from onefold.train.run.cache import HEADER_BYTES, Cache, named_draft_of
 from onefold.train.run.data import load_data, prepare
 from onefold.train.run.groups import DataSettings
+from tests.harness.python import start_python
 
 NOBODY = 65534
 TEXT = b"private words, " * 40
@@ -175,7 +175,7 @@ def drafts(pid: int, folder: Path) -> list[int]:
 
 
 def test_a_writer_that_is_killed_leaves_nothing(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "cache")])
+    process = start_python("-c", WRITER, str(tmp_path / "cache"))
     try:
         deadline = time.monotonic() + 60
         while not any(size > 1 << 20 for size in drafts(process.pid, tmp_path / "cache")):

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from onefold.cli.main import main
 from onefold.errors import ConfigError
 from onefold.train.run.lock import RunLock, lock_by_existence
 from tests.harness import run_ranks_raises
+from tests.harness.python import start_python
 from tests.train.launched import SMALL, launched
 from tests.train.pooled import one_rank, settings_of
 
@@ -35,9 +35,8 @@ sys.stdin.read()
 @pytest.fixture(params=["flock", "name"])
 def holder(request, tmp_path):
     """A process that holds tmp_path, by the kernel's lock or by the file alone."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, request.param, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    pipe = subprocess.PIPE
+    process = start_python("-c", HOLDER, request.param, str(tmp_path), stdin=pipe, stdout=pipe)
     try:
         assert process.stdout.readline() == b"held\n"
         yield request.param, process

@@ -1,8 +1,6 @@
 """A file in pieces gives the tokens of the whole file, in the memory of a piece."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from hypothesis import strategies as st
 from onefold.train.run.data import load_data, prepare
 from onefold.train.run.groups import DataSettings
 from onefold.train.run.tokenizer import decoded, encoded
+from tests.harness.python import run_python
 
 tokenizers = pytest.importorskip("tokenizers")
 GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -112,8 +111,7 @@ print(json.dumps([peak(small), peak(large)]))
 
 def grown(tmp_path: Path, tokenizer: str, small: Path, large: Path) -> int:
     """By how many bytes the peak of a process grows that tokenises the large file after the small one."""
-    words = [sys.executable, "-c", PEAK, tokenizer, str(small), str(large), str(tmp_path / "cache")]
-    before, after = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=300).stdout)
+    before, after = json.loads(run_python("-c", PEAK, tokenizer, small, large, tmp_path / "cache").stdout)
     return after - before
 
 

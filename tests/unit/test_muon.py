@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim._muon import _adjust_lr  # type: ignore[attr-defined]
 
+import onefold
 from onefold.errors import OptimizerError
 from onefold.model.blocks import find_blocks
 from onefold.optim.muon_placement import ADAMW, MUON, decide
@@ -85,6 +87,15 @@ def test_matrices_of_one_tensor_are_updated_as_if_alone() -> None:
 
 def _by_parts(grads: torch.Tensor, parts: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
     return grads.split(parts, dim=1)
+
+
+def test_settings_that_torchs_muon_has_too_have_its_defaults() -> None:
+    """Bits are compared with torch's at fewer steps of Newton-Schulz, in tests/parity/test_whole_tensor.py."""
+    theirs = inspect.signature(torch.optim.Muon).parameters
+    for ours in (inspect.signature(onefold.Muon).parameters, inspect.signature(Muon).parameters):
+        shared = [name for name in theirs if name in ours and name != "params"]
+        assert {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps"} <= set(shared)
+        assert [ours[name].default for name in shared] == [theirs[name].default for name in shared]
 
 
 def test_learning_rates_are_scaled_as_torch_does() -> None:

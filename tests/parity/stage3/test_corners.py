@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from onefold.comm.endpoint import Pending
 from onefold.runtime.engine import engine_of
 from tests.harness import fresh_ranks, run_ranks
 from tests.harness.patience import PATIENCE_S
+from tests.harness.python import start_python
 from tests.models import (
     DIM,
     Chain,
@@ -285,8 +285,8 @@ def test_a_rank_may_end_before_its_peers_have_run_their_last_forward(argument: s
     ranks = []
     for rank in range(2):
         env = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command, pipe = [sys.executable, "-c", SLOW_PEER, argument], subprocess.PIPE
-        ranks.append(subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        pipe = subprocess.PIPE
+        ranks.append(start_python("-c", SLOW_PEER, argument, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
     try:
         assert ranks[0].stdout.readline() == "done\n"
         out, err = ranks[1].communicate("go on\n", timeout=PATIENCE_S)
