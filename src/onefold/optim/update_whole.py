@@ -112,9 +112,9 @@ class WholeUpdates:
         """Runs the wrapped class on a tensor; `gradient` is as it was reduced. Both are in the order of parts."""
         pool, order, vector = self._pool, one.optimizer.order(one.slot), master
         factor = inputs.factor(narrow=one.unit.dtypes.narrow)
-        scaled = one.unit.dtypes.narrow or not (isinstance(factor, float) and factor == 1.0)
+        scaled = not (isinstance(factor, float) and factor == 1.0)
         taken: list[Tensor] = []
-        if scaled or order.interleaved:
+        if scaled or one.unit.dtypes.narrow or order.interleaved:
             taken.append(pool.take(gradient.numel(), master.dtype))  # a product in 16 bits would be rounded to them
             order.to_memory_order(gradient, taken[0])
             gradient = taken[0].mul_(factor) if scaled else taken[0]
