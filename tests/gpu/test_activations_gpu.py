@@ -13,7 +13,7 @@ import torch
 import onefold
 from onefold.cost.shapes import Shape
 from onefold.runtime.engine import engine_of
-from tests.models.trained_gpt import filled_gpt, next_tokens
+from tests.models.trainer_gpt import initialised_gpt, next_tokens
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=8, hidden=256, heads=4, seq=512, vocab=512)
@@ -23,7 +23,7 @@ INPUT_BYTES = 16 * SHAPE.seq * SHAPE.hidden * 2
 def trained(policy: str, stage: int = 2) -> tuple[list[float], onefold.MemoryReport, int]:
     onefold.init()
     gc.collect()  # earlier models
-    model = onefold.shard(filled_gpt(SHAPE).cuda(), stage=stage, precision="bf16", activations=policy)
+    model = onefold.shard(initialised_gpt(SHAPE).cuda(), stage=stage, precision="bf16", activations=policy)
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
     losses = []
     for step in range(6):
@@ -54,7 +54,7 @@ def test_inputs_on_the_host_train_to_the_bits_of_inputs_on_the_device() -> None:
 
 def test_host_memory_is_pinned_and_of_the_exact_size() -> None:
     onefold.init()
-    model = onefold.shard(filled_gpt(SHAPE).cuda(), stage=2, activations="checkpoint+host")
+    model = onefold.shard(initialised_gpt(SHAPE).cuda(), stage=2, activations="checkpoint+host")
     tokens = torch.zeros(3, SHAPE.seq, dtype=torch.long, device="cuda")
     model(*next_tokens(tokens)).backward()
     (slab,) = engine_of(model).checkpoints.arena.tensors()

@@ -21,7 +21,7 @@ from onefold.runtime.engine import engine_of
 from onefold.settings.placement import Tier
 from onefold.train.run.model import GPT
 from tests.harness import run_ranks
-from tests.models.trained_gpt import apart, filled_gpt, next_tokens
+from tests.models.trainer_gpt import initialised_gpt, next_tokens, relative_distance
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
@@ -46,7 +46,7 @@ def train(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = onefold.shard(
-        filled_gpt(shape).cuda(), stage=stage, precision="bf16", offload=offload, bucket_bytes=1 << 18
+        initialised_gpt(shape).cuda(), stage=stage, precision="bf16", offload=offload, bucket_bytes=1 << 18
     )
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, step_in_backward=inside)
     losses, peaks = [], []
@@ -76,7 +76,7 @@ def filled(stage: int, inside: bool, share: float) -> tuple[float, int, int, set
     before = torch.cuda.memory_allocated()
     budget = int((away.peak + share * max(there.peak - away.peak, 0) + before + (8 << 20)) / 0.95)
     auto = train(onefold.Offload(optimizer="auto", device_bytes=budget), stage=stage, inside=inside)
-    far = apart(there.params, auto.params, filled_gpt(SHAPE).state_dict())
+    far = relative_distance(there.params, auto.params, initialised_gpt(SHAPE).state_dict())
     return far, auto.peak + before, budget, {tier.value for tier in auto.tiers}
 
 
@@ -120,7 +120,7 @@ def below_parameters() -> tuple[float, int, int, set[str], int, int]:
     before = torch.cuda.memory_allocated()
     budget = away.peak + before + (8 << 20)
     auto = train(onefold.Offload(optimizer="auto", device_bytes=budget), shape=WIDE)
-    far = apart(there.params, auto.params, filled_gpt(WIDE).state_dict())
+    far = relative_distance(there.params, auto.params, initialised_gpt(WIDE).state_dict())
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     empty, model = torch.cuda.memory_allocated(), GPT(WIDE)

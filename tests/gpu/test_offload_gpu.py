@@ -16,7 +16,7 @@ import onefold
 from onefold.cost.shapes import Shape
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks, shutdown_pools
-from tests.models.trained_gpt import apart, filled_gpt, next_tokens
+from tests.models.trainer_gpt import initialised_gpt, next_tokens, relative_distance
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
@@ -33,7 +33,7 @@ def trained(offload: Any, *, stage: int = 3, precision: Any = "bf16", clip: bool
     torch.cuda.set_device(0)
     onefold.init()
     model = onefold.shard(
-        filled_gpt(SHAPE).cuda(), stage=stage, precision=precision, offload=offload, bucket_bytes=1 << 18
+        initialised_gpt(SHAPE).cuda(), stage=stage, precision=precision, offload=offload, bucket_bytes=1 << 18
     )
     scale = onefold.LossScale(initial=256.0) if precision == "fp16" else None  # else the first steps are all skipped
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3, step_in_backward=inside, loss_scale=scale)
@@ -81,7 +81,7 @@ def distance(tiers: dict[str, str], **how: Any) -> float:
         here, mine, *_ = trained(None, **how)
         there, other, *_ = trained(onefold.Offload(**tiers, path=path), **how)  # type: ignore[arg-type]
     assert torch.allclose(torch.tensor(here), torch.tensor(there), rtol=2e-3), (here, there)
-    return apart(mine, other, filled_gpt(SHAPE).state_dict()) if mine else 0.0
+    return relative_distance(mine, other, initialised_gpt(SHAPE).state_dict()) if mine else 0.0
 
 
 @pytest.mark.parametrize("tiers", TIERS, ids=str)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import onefold
 from onefold.cost.shapes import Shape
 from tests.harness import run_ranks, shutdown_pools
-from tests.models.trained_gpt import filled_gpt, next_tokens
+from tests.models.trainer_gpt import initialised_gpt, next_tokens
 
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=4, hidden=128, heads=4, seq=64, vocab=256)
@@ -22,7 +22,7 @@ def trained(stage: int, precision: str, activations: str = "keep", tp: int = 1) 
     torch.cuda.set_device(0)
     mesh = onefold.mesh(shard=-1, tp=tp, device="cuda")
     model = onefold.shard(
-        filled_gpt(SHAPE).cuda(),
+        initialised_gpt(SHAPE).cuda(),
         stage=stage,
         precision=precision,
         activations=activations,

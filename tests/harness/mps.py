@@ -1,8 +1,7 @@
 """A CUDA MPS daemon of one's own: processes that share a GPU compute side by side instead of in turns.
 
-Daemons are told apart by their folders, so another daemon on the machine is neither used nor disturbed, unless the
-environment names one: then that one is used, since a GPU has one daemon at a time. A machine without MPS does without:
-its ranks take turns.
+Each daemon has its own folders, so another daemon on the machine is not disturbed. If the environment names a daemon,
+that one is used, since a GPU has one at a time. Without MPS, ranks take turns on the GPU.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Python processes that are forked from one that has imported torch, which takes a new interpreter seconds.
+"""Python processes forked from one that has already imported torch, which saves each the seconds of that import.
 
     done = run_python("-c", "import torch; print(torch.ones(1))")
     with start_python("-m", "onefold.cli.main", "train", stdout=subprocess.PIPE) as process: ...
 
 The template, one for each process of pytest, imports libraries and nothing of Onefold; it has one thread. For each
 start it forks, and the copy becomes what `python WORDS` is: a child of the test's own, with its files, folder,
-environment, arguments, session, exit code and pid. Two forks, the first of which ends at once: the kernel gives the
-second to the test's process (PR_SET_CHILD_SUBREAPER). Environment variables that libraries read when they are imported
-are those of the template, and what is asked of imports, of the environment or of a clean interpreter is asked of one.
+environment, arguments, session, exit code and pid. It forks twice, and the first child exits at once, so the kernel
+makes the second a child of the test's process (PR_SET_CHILD_SUBREAPER). Variables that libraries read at import have
+the template's values. Tests of imports, of the environment or of a clean interpreter start a new interpreter.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ LIBRARIES = ("numpy", "torch._dynamo", "torch.distributed.run", "safetensors.tor
 # as `onefold train` has it: silent libraries, and one thread
 SETTINGS = {"OPENBLAS_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "FATAL"}
 FIXED = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONHASHSEED")  # read at the start: the same in all copies
-ROOM = "ONEFOLD_TEST_ROOM"  # a variable as long as the environment of a copy may be
-ROOM_BYTES = 96 << 10
+PADDING = "ONEFOLD_TEST_PADDING"  # a variable as long as the environment of a copy may be
+PADDING_BYTES = 96 << 10
 PR_SET_CHILD_SUBREAPER = 36
-LARGEST = 128 << 10  # bytes of what is said to the template
+MESSAGE_BYTES = 128 << 10  # bytes of what is said to the template
 
 
-class Wanted(NamedTuple):
+class Command(NamedTuple):
     """What a copy is to become."""
 
     words: tuple[str, ...]
@@ -57,9 +57,9 @@ class Forked(subprocess.Popen):
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
     ):  # fmt: skip
-        assert not (pass_fds or preexec_fn or shell), "needs a process of subprocess's own"
+        assert not (pass_fds or preexec_fn or shell), "unsupported here; use subprocess.Popen"
         given = dict(os.environ if env is None else env)
-        wanted = Wanted(tuple(map(str, args)), str(cwd or os.getcwd()), given)
+        wanted = Command(tuple(map(str, args)), str(cwd or os.getcwd()), given)
         files = [own if file == -1 else file for own, file in enumerate((p2cread, c2pwrite, errwrite))]
         self.pid = template().start(wanted, files)
         self._child_created = True
@@ -93,19 +93,19 @@ class Template:
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-                env={**os.environ, **SETTINGS, ROOM: ROOM_BYTES * " "},
+                env={**os.environ, **SETTINGS, PADDING: PADDING_BYTES * " "},
             )  # fmt: skip
         if self._line.recv(1) != b"!":
             raise RuntimeError(f"the template ended with {self._process.wait()} before it was ready")
 
-    def start(self, wanted: Wanted, files: Sequence[int]) -> int:
+    def start(self, wanted: Command, files: Sequence[int]) -> int:
         """The pid of a copy, which is a child of this process."""
         for name, value in self._fixed.items():
             assert wanted.environment.get(name) == value, f"{name} is read at the start: use a new interpreter"
         adopt_orphans(True)
         try:
             socket.send_fds(self._line, [json.dumps(wanted).encode()], list(files))
-            pid = int(self._line.recv(LARGEST))  # from the process between the two
+            pid = int(self._line.recv(MESSAGE_BYTES))  # from the process between the two
             assert self._line.recv(1) == b"!"  # that one has ended
         finally:
             adopt_orphans(False)
@@ -130,10 +130,10 @@ def adopt_orphans(really: bool) -> None:
 # -- in the template ---------------------------------------------------------------------------------------------------
 
 
-def serve(line: socket.socket) -> Wanted | None:
-    """Returns in every copy with what it is to become, and in the template at its end with nothing."""
+def serve(line: socket.socket) -> Command | None:
+    """In each forked process, what it is to run; in the template None, once the test's process has ended."""
     while True:
-        said, files, _, _ = socket.recv_fds(line, LARGEST, 3)
+        said, files, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 3)
         if not said:
             return None
         adopted, tell_adopted = os.pipe()
@@ -148,20 +148,20 @@ def serve(line: socket.socket) -> Wanted | None:
                 os.dup2(file, number)
             os.closerange(3, os.sysconf("SC_OPEN_MAX"))
             line.detach()
-            return Wanted(*json.loads(said))
+            return Command(*json.loads(said))
         os.waitpid(between, 0)
         for file in (adopted, tell_adopted, *files):
             os.close(file)
         line.send(b"!")
 
 
-def become(wanted: Wanted, paths: Sequence[str]) -> None:
+def run_command(wanted: Command, paths: Sequence[str]) -> None:
     """What `python WORDS` does, with the libraries that are imported already."""
     os.setsid()
     os.chdir(wanted.folder)
     os.environ.clear()
     os.environ.update(wanted.environment)
-    show_environment(wanted.environment)
+    overwrite_proc_environ(wanted.environment)
     tempfile.tempdir = None  # it is found anew, from the environment
     sys.modules["numpy.random"].seed()  # torch's generators have their fixed seed, Python's has a new one
     kind, *rest = wanted.words
@@ -183,7 +183,7 @@ def become(wanted: Wanted, paths: Sequence[str]) -> None:
     exec(compile(text, "<string>" if kind == "-c" else kind, "exec"), main.__dict__)
 
 
-def show_environment(environment: Mapping[str, str]) -> None:
+def overwrite_proc_environ(environment: Mapping[str, str]) -> None:
     """/proc/PID/environ shows the memory where the kernel put the first environment; nothing else points there now."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = map(int, fields[47:49])  # env_start and env_end, the fields 50 and 51
@@ -193,7 +193,7 @@ def show_environment(environment: Mapping[str, str]) -> None:
     ctypes.memmove(start, text, len(text))
 
 
-def be_template(line: socket.socket) -> Wanted | None:
+def be_template(line: socket.socket) -> Command | None:
     for name in LIBRARIES:
         importlib.import_module(name)
     threads = len(os.listdir("/proc/self/task"))
@@ -208,4 +208,4 @@ if __name__ == "__main__":
     own = sys.path.pop(0)  # this folder, whose files are no libraries
     searched = [path for path in sys.path if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     if asked := be_template(socket.socket(fileno=int(sys.argv[1]))):
-        become(asked, searched)
+        run_command(asked, searched)

@@ -65,7 +65,7 @@ def swept(work: Work, fills: list[float]) -> list[str]:
         if auto.peak > budget:
             wrong.append(f"{auto.peak} bytes of {budget}, of {least} to {most}: {auto.why}")
         wrong += [f"{name} differs with {budget} bytes" for name in differing(plain, auto)]
-        told = f"parameters of {there} of {units} units stay on the device, of {units - there} in host memory: "
+        told = f"parameters of {there} of {units} units stay on the device ({units - there} in host memory): "
         if (told in auto.why) != (there < units) or ("parameters of" in auto.why) != (there < units):
             wrong.append(f"{there} units, but: {auto.why}")
     if held != sorted(held):
@@ -135,10 +135,10 @@ def refused(budget: int) -> list[str]:
 def test_a_budget_below_one_unsharded_unit_is_refused_with_what_to_choose() -> None:
     """The largest unit of a block of width 32 is a matrix of 32 x 64 elements in fp32."""
     for three, *others in run_ranks(2, refused, 8000):
-        assert "device_bytes=8000" in three and "largest unit takes unsharded, 8.2 kB" in three
+        assert "device_bytes=8000" in three and "largest unsharded unit takes 8.2 kB" in three
         assert "give at least 8" in three and "bucket_bytes=" in three
         for stage, told in zip((2, 1), others, strict=True):
-            assert f"keeps whole at stage={stage}; use stage=3" in told and "give at least" in told
+            assert f"replicated on every rank at stage={stage}; use stage=3" in told and "give at least" in told
 
 
 def staged(budgets: list[int]) -> list[tuple[int | str, set[Tier], str]]:
@@ -175,8 +175,8 @@ def crowded() -> list[str]:
 def test_a_step_that_does_not_fit_for_its_activations_says_that_parameters_may_leave_the_device() -> None:
     heard = run_ranks(2, crowded)
     (told,) = heard[0]
-    assert "with no optimizer state on the device: keep parameters, which take" in told
-    assert "(Offload(optimizer='auto', parameters='host')), use shorter micro-batches" in told
+    assert "with no optimizer state on the device: to fit, keep parameters, which take" in told
+    assert "(Offload(optimizer='auto', parameters='host')), or use shorter micro-batches" in told
     assert heard[1] == [], "rank 0 says it, and what it says fits"
 
 

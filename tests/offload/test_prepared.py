@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.cost.limits import WORKERS
 from onefold.optim.host_update import UpdateOnHost
-from onefold.optim.prepared import UpdateBesideSpare
+from onefold.optim.prepared import InPlaceUpdate
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.offload.runs import PRECISIONS
@@ -203,9 +203,9 @@ def begun_by_step(precision: str) -> tuple[list[str], int, int]:
         for _ in range(2):
             life.backward()
             life.end()
-    found, lent, run = list[str](), [], UpdateBesideSpare.run
+    found, lent, run = list[str](), [], InPlaceUpdate.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UpdateBesideSpare, "run", lambda job: (lent.append(job), run(job)))
+        patch.setattr(InPlaceUpdate, "run", lambda job: (lent.append(job), run(job)))
         for event in (nothing, clip_above, clip_below, nothing):
             engine_of(ours.model).updates.wait()  # of the step before
             busy = [Busy() for _ in range(WORKERS)]

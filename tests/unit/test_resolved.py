@@ -76,7 +76,7 @@ def test_the_description_is_of_what_was_built(stage):
 def test_what_is_automatic_is_decided_in_the_description():
     fields = {"stage": "auto", "offload": Offload(optimizer="auto", device_bytes=1 << 20)}
     for resolved, live, _ in run_ranks(2, description, **fields):
-        assert resolved.settings.stage in (1, 2, 3) and f"stage {resolved.settings.stage}:" in resolved.why_fixed
+        assert resolved.settings.stage in (1, 2, 3) and f"stage {resolved.settings.stage}:" in resolved.why_at_shard
         assert {unit.placement.optimizer_tier for unit in resolved.units if unit.trained} == {Tier.HOST}
         assert "decides in the first step" in resolved.why and resolved.candidates == {0, 1}
         assert [row[1] for row in live if row[3]] == [unit.placement for unit in resolved.units if unit.trained]

@@ -1,8 +1,9 @@
 """Two gloo groups between the same ranks: one for what is sent to higher ranks, one for what is sent to lower ranks.
 
-gloo moves a message once its receiver has said that it is ready, and the receiver says so on the connection on which it
-also sends. A rank whose shard is on its way, and who then begins to receive, would be heard only after that shard: the
-two directions of an all-gather would take turns. With a connection for each direction they overlap.
+gloo sends a message only after the receiver has announced that it is ready, and the announcement uses the connection on
+which the receiver also sends. If a rank posts its receive while its own shard is being sent, the announcement queues
+behind that shard, and the two directions of an all-gather run one after the other. With one connection per direction
+they overlap.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _worlds = 0  # default groups so far, counted alike on all ranks
 
 
 def downward_group(axis: Axis, timeout_s: float) -> dist.ProcessGroup:
-    """The group for messages to lower ranks of an axis, whose own group carries those to higher ranks. Collective when
-    it is new."""
+    """The group for messages to lower ranks of an axis, whose own group carries those to higher ranks. Collective on
+    the first call for these ranks."""
     global _world, _worlds
     if axis.plays is not None:
         return axis.group
@@ -35,5 +36,5 @@ def downward_group(axis: Axis, timeout_s: float) -> dist.ProcessGroup:
 
 
 def end_directions() -> None:
-    """Closes the connections of these groups, once their messages have completed."""
+    """Drops these groups; their connections close when no communicator uses them."""
     _downward.clear()

@@ -1,8 +1,8 @@
-"""Which units keep their parameters on the device, where it cannot hold those of all: Offload(optimizer="auto").
+"""Which units keep their parameters on the device when not all fit: Offload(optimizer="auto").
 
 Parameters are decided by formula, before anything is on the device: what a rank keeps of them, the units that are
 unsharded at once, the buffers of reductions, a gradient that autograd has just made and one on its way to the host.
-What activations take is not known then, so the caller gives less than the device has. The first units of forward stay:
+Activations are not known then, so `device_bytes` must be less than the device has. The first units of forward stay:
 nothing can prefetch them, and they are the ones that keep their optimizer state on the device. Of the others as many as
 fit are in host memory, and the last ones on disk.
 """
@@ -49,7 +49,7 @@ def parameter_need(
 
 
 def least_need(units: Sequence[UnitSize], placements: Sequence[Placement]) -> ParameterNeed:
-    """What no step can do without: its parameters, and one unsharded unit."""
+    """The least that any step needs on the device: the parameters kept there, and the largest unsharded unit."""
     sharded = [unit for unit, row in zip(units, placements, strict=True) if row.parameters is Scope.SHARDED]
     largest = max((unit.unsharded_bytes for unit in sharded), default=0)
     return ParameterNeed(sum(map(parameter_bytes, units, placements)), largest, 0)
@@ -86,7 +86,7 @@ def choose_parameters(
     movable = [at for at in every if at not in fixed]
     on_device = fixed.union(movable if fits_device(movable) else filled(movable, fits_device, kind))
     rest = [at for at in every if at not in on_device]
-    on_disk = [Tier.DISK for unit in units if unit.trained]  # what is kept in host memory beside parameters is less
+    on_disk = [Tier.DISK for unit in units if unit.trained]  # which leaves the most host memory to parameters
 
     def fits_host(on_host: Collection[int]) -> bool:
         placements = placed(tiers_of(len(units), on_device, on_host))

@@ -66,8 +66,8 @@ class Resolved:
     why: str
     """What Offload(optimizer="auto") chose for optimizer state, and the reason; "" where nothing was left to it."""
 
-    why_fixed: str = ""
-    """What shard() chose automatically for good, the stage and the tiers of parameters, and the reasons."""
+    why_at_shard: str = ""
+    """The automatic choices that shard() makes and no step changes: stage and tiers of parameters, with the reasons."""
 
     candidates: frozenset[int] = frozenset()
     """The trained units, by number, whose optimizer state the first step may move to the device."""

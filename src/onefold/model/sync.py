@@ -33,7 +33,8 @@ def sync_parameters(model: nn.Module, resolved: Resolved, comms: Comms) -> None:
 
 
 def _sync(comm: Comm, named: Sequence[tuple[str, Tensor]], settings: Zero, device: torch.device) -> None:
-    """Parameters that are not on the device yet go there to be sent, a few at a time."""
+    """Broadcasts rank 0's parameters and buffers, or compares them. Tensors that are not on the device are copied there
+    to be sent, one batch at a time, and back."""
     real = [(name, local_tensor(tensor)) for name, tensor in named if tensor.device.type != "meta"]
     if settings.sync == "check":
         compare_values(comm, real)

@@ -55,7 +55,7 @@ from onefold.settings.placement import Placement, Scope, Tier
 from onefold.settings.zero import Zero
 from onefold.sharding import shard_over
 
-SLOWEST = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+FASTEST_FIRST = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 BY_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -221,7 +221,7 @@ def _some_steps(
         states, now.buffers.measured, max(now.communication.measured, used), peak, sent, flops, padding,
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
         now.checkpoints_host.measured, host, disk,
-        parameters=max((row.parameters_tier for row in placements), key=SLOWEST.index, default=Tier.DEVICE).value,
+        parameters=max((row.parameters_tier for row in placements), key=FASTEST_FIRST.index, default=Tier.DEVICE).value,
     )  # fmt: skip
 
 

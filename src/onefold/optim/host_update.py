@@ -28,7 +28,7 @@ from onefold.cost.limits import COPYING, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.kernels.threads import threads_here
-from onefold.optim.prepared import Assumed, KeptUpdate, PreparedUpdates, UpdateBesideSpare, settings_of
+from onefold.optim.prepared import Assumed, InPlaceUpdate, KeptUpdate, PreparedUpdates, settings_of
 from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
@@ -178,11 +178,11 @@ class HostUpdates(HostGradients):
             load_after = reduced.event
             if reduced.reads == unit.flat_params.reads:  # no forward was between backward and step()
                 after = reduced.event
-        elif reduced is not None and prepared is not None:  # visible parameters, which nobody has written
+        elif reduced is not None and prepared is not None:  # on one rank users see parameters, but may not write them
             load_after = reduced.event
         make: Callable[..., Job] = Job
         if prepared is not None:
-            make = partial(KeptUpdate if prepared.begun else UpdateBesideSpare, prepared=prepared)
+            make = partial(KeptUpdate if prepared.started else InPlaceUpdate, prepared=prepared)
         job = make(optimizer, settings, to_update, factor, transfer, after, load_parameters, load_after)
         unit.flat_params.hide_until_updated(lambda: self._wait(index), job.done.is_set)
         self._jobs[index] = job

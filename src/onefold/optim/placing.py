@@ -285,24 +285,24 @@ class Placing:
             LOG.info("%s", why)
             if takes > budget:
                 warnings.warn(
-                    f"a step takes {room} with no optimizer state on the device: {self._remains()}",
+                    f"a step takes {room} with no optimizer state on the device: {self._remedies()}",
                     PlacementWarning, stacklevel=4,
                 )  # fmt: skip
 
-    def _remains(self) -> str:
+    def _remedies(self) -> str:
         """What helps if a step does not fit with no optimizer state on the device."""
         settings, (sizes, placements) = self._engine.resolved.settings, self._rows()
         there = [row.parameters_tier is Tier.DEVICE for row in placements]
         nbytes = sum(parameter_bytes(size, row) * one for size, row, one in zip(sizes, placements, there, strict=True))
         stage = "" if settings.stage == 3 else "stage=3 and "
-        elsewhere = (
-            f"keep parameters, which take {format_bytes(nbytes)} of it, in host memory ({stage}"
-            f"Offload(optimizer='auto', parameters='host')), "
+        offload_parameters = (
+            f"keep parameters, which take {format_bytes(nbytes)} of this, in host memory ({stage}"
+            f"Offload(optimizer='auto', parameters='host')), or "
         )
         movable = any(there) and Offload.of(settings.offload).parameters is None
         return (
-            f"{elsewhere if movable else ''}use shorter micro-batches, activations='checkpoint', tiled losses, smaller "
-            f"units (bucket_bytes=) or more ranks"
+            f"to fit, {offload_parameters if movable else ''}use shorter micro-batches, activations='checkpoint', "
+            f"tiled losses, smaller units (bucket_bytes=) or more ranks"
         )
 
     def _leave_device(self, stays: Collection[int], what: str) -> None:

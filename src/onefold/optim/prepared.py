@@ -84,7 +84,7 @@ class PreparedUpdate:
         self, optimizer: UnitOptimizer, assumed: Assumed, after: StreamEvent, spare: Spare, host: Host
     ) -> None:
         self.optimizer, self.assumed, self._after, self.spare, self._host = optimizer, assumed, after, spare, host
-        self.begun = True  # a thread has it; False once it was taken back
+        self.started = True  # False: step() took it from the queue before a thread had started it
         self._counts: list[Tensor | None] = []  # of steps, of each optimizer parameter after this one
         self.done = threading.Event()
         self._before, spare.written = spare.written, self.done
@@ -110,8 +110,8 @@ class PreparedUpdate:
         pass
 
     @contextmanager
-    def lent(self) -> Iterator[Tensor]:
-        """The spare memory of parameters, for an update that is made instead of this one."""
+    def borrow_parameters(self) -> Iterator[Tensor]:
+        """Lends the spare memory for parameters to the update that replaces this one."""
         try:
             self._wait_for_spare()
             yield self.spare.parameters
@@ -205,9 +205,10 @@ class KeptUpdate(Job):
 
 
 @dataclass
-class UpdateBesideSpare(Job):
-    """The update of a unit in place, whose preparation no thread had begun when step() came. Parameters are updated in
-    spare memory, where they may stay until the device takes them: no thread waits for that."""
+class InPlaceUpdate(Job):
+    """Updates master and moments in place, for a unit whose prepared update no thread had started when step() was
+    called. The new parameters are written to the unit's spare memory and uploaded from there, so no thread waits for
+    the upload."""
 
     prepared: PreparedUpdate | None = None
 
@@ -215,7 +216,7 @@ class UpdateBesideSpare(Job):
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
         try:
-            with prepared.lent() as self.buffer:
+            with prepared.borrow_parameters() as self.buffer:
                 super().run()
                 prepared.spare.uploaded = self.uploaded
         except BaseException as error:
@@ -261,15 +262,15 @@ class PreparedUpdates:
             self._queue.put(position, job)
 
     def take(self, index: int, said: Assumed) -> PreparedUpdate | None:
-        """The prepared update of a unit, if there is one and step() uses the gradient as was assumed. Or one that no
-        thread has begun, and that will not run: its unit is updated in place, which is faster, and may use its spare
-        memory for parameters."""
+        """The prepared update of a unit if step() can use it: it has started and its assumptions hold, or (`started` is
+        False) it will not run and only lends its spare memory to an update in place. None: update as if nothing had
+        been prepared."""
         self._flags[index] = said.to_update
         job = self._jobs.pop(index, None)
         if job is None:
             return None
-        job.begun = not self._queue.remove(job)
-        if job.begun:
+        job.started = not self._queue.remove(job)
+        if job.started:
             holds = job.assumed.holds(said)
             self.kept, self.lost = self.kept + holds, self.lost + (not holds)
             return job if holds else None

@@ -36,7 +36,7 @@ class Job:
     after: StreamEvent  # after it the device reads the old parameters no more
     load_parameters: bool  # False: the update writes every element, so the old parameters are not needed
     load_after: StreamEvent  # after it the device has the parameters that are to be updated
-    buffer: Tensor | None = None  # for the parameters while they are on the host; None: one of the pool
+    buffer: Tensor | None = None  # for the parameters; None: take one from the pool
     done: threading.Event = field(default_factory=threading.Event)
     uploaded: StreamEvent = field(default_factory=StreamEvent)
     error: BaseException | None = None

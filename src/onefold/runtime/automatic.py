@@ -36,7 +36,7 @@ UNDECIDED = (
     'Offload(optimizer="auto") decides in the first step, which shows what activations take: at most {} of {} units '
     "can keep their optimizer state on the device"
 )
-AWAY = {Tier.HOST: "in host memory", Tier.DISK: "on disk"}
+OFF_DEVICE = {Tier.HOST: "in host memory", Tier.DISK: "on disk"}
 
 
 def resolve(
@@ -44,22 +44,22 @@ def resolve(
     tensor_shards: TensorShards,
     device: torch.device,
     comms: Comms,
-    given_parameters: Mapping[str, Tier] | None = None,
+    given_tiers: Mapping[str, Tier] | None = None,
 ) -> Resolved:
-    """What shard() will build, with stage="auto" and Offload(optimizer="auto") decided; `given_parameters` are the
+    """What shard() will build, with stage="auto" and Offload(optimizer="auto") decided; `given_tiers` are the
     tiers of parameters by the names of units, if they are known. Collective where there is something to decide."""
     ranks, replicas, settings, units = comms.shard.size, comms.replica.size, found.settings, found.units
     precision = Precision.of(settings.precision).decided(
         own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
     )
     reasons, why, candidates = list[str](), "", frozenset[int]()
-    parameters = dict(given_parameters or {})
+    parameters = dict(given_tiers or {})
     if settings.stage == AUTO:
         stage, because = _automatic_stage(found, precision, device, comms)
         settings = dataclasses.replace(settings, stage=stage)
         units = _placed(units, settings)
         reasons.append(f"stage {stage}: {because}")
-    if given_parameters is None and parameters_are_automatic(settings, device, comms):
+    if given_tiers is None and parameters_are_automatic(settings, device, comms):
         parameters, because = automatic_parameters(units, settings, precision, device, comms)
         reasons += [because] if because else []
     if parameters:
@@ -92,7 +92,7 @@ def resolve(
         dtypes=found.dtypes,
         digest=digest(found.lines),
         why=why,
-        why_fixed="; ".join(reasons),
+        why_at_shard="; ".join(reasons),
         candidates=candidates,
     )
 
@@ -116,9 +116,9 @@ def parameters_are_automatic(settings: Zero, device: torch.device, comms: Comms)
 def automatic_parameters(
     units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device, comms: Comms
 ) -> tuple[dict[str, Tier], str]:
-    """By the names of all units, where their parameters are, by the smallest budgets of all ranks, and the reason;
-    nothing if all stay on the device. With what a step needs beside them they may take 70% of the device, which leaves
-    the rest to activations; in a simulation all of a budget, which is for states. Collective."""
+    """The tier of each unit's parameters, by name, and the reason; empty if all stay on the device. Decided by the
+    smallest budget of any rank. Parameters, and what a step needs beside them, may take 70% of the device, the rest is
+    for activations; in a simulation they may take all of a budget. Collective."""
     offload, machine, simulated = Offload.of(settings.offload), here(device), comms.shard.simulated
     mine = offload.device_bytes if simulated else None  # the budget of a simulation is not of the device that is here
     budget, host_bytes = _smallest(
@@ -130,7 +130,7 @@ def automatic_parameters(
         tier: [place(u.layout, settings, parameters={u.layout.name: tier}) for u in units]
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)
     }
-    strategy, cuda, prefetch = comms.shard.strategy, machine.device == "cuda", prefetched(settings)
+    strategy, cuda, prefetch = comms.shard.strategy, machine.device == "cuda", prefetch_units(settings)
     tiers = choose_parameters(
         sizes, rows, strategy, cuda=cuda, prefetch=prefetch, device_bytes=int(share * budget),
         host_bytes=None if offload.path is None else host_bytes,
@@ -138,17 +138,18 @@ def automatic_parameters(
     if set(tiers) == {Tier.DEVICE}:
         return {}, ""
     wanted = parameter_need(sizes, rows[Tier.DEVICE], strategy, cuda=cuda, prefetch=prefetch).total
-    there = [f"{tiers.count(tier)} {text}" for tier, text in AWAY.items() if tier in tiers]
+    there = [f"{tiers.count(tier)} {text}" for tier, text in OFF_DEVICE.items() if tier in tiers]
     found = "device_bytes" if offload.device_bytes is not None else "the device"
     why = (
-        f"parameters of {tiers.count(Tier.DEVICE)} of {len(tiers)} units stay on the device, of {' and '.join(there)}: "
-        f"with what a step needs, all would take {format_bytes(wanted)} of {format_bytes(int(share * budget))} "
-        f"({share:.0%} of {found})"
+        f"parameters of {tiers.count(Tier.DEVICE)} of {len(tiers)} units stay on the device ({', '.join(there)}): all "
+        f"of them, with unsharded units and buffers, would take {format_bytes(wanted)}, more than {share:.0%} of "
+        f"{found}, {format_bytes(int(share * budget))}"
     )
     return {unit.layout.name: tier for unit, tier in zip(units, tiers, strict=True)}, why
 
 
-def prefetched(settings: Zero) -> int:
+def prefetch_units(settings: Zero) -> int:
+    """Units that are prefetched; 1 where the schedule chooses."""
     return settings.prefetch if isinstance(settings.prefetch, int) else 1
 
 
@@ -168,7 +169,8 @@ def _placed(
 
 
 def _check_budget(units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device) -> None:
-    """Raises if the device cannot hold what no step can do without, with all that may be elsewhere there."""
+    """Raises if the budget is below the least that a step needs: the parameters that stay on the device, and one
+    unsharded unit."""
     asked = Offload.of(settings.offload).device_bytes
     budget = device_budget(device, asked)
     need = least_need([unit.size(0, precision) for unit in units], [unit.placement for unit in units])
@@ -179,14 +181,14 @@ def _check_budget(units: Sequence[UnitSpec], settings: Zero, precision: Precisio
     kept, unsharded = format_bytes(need.kept), format_bytes(need.unsharded)
     if settings.stage == 3:
         raise ConfigError(
-            f"{found} is less than the largest unit takes unsharded, {unsharded}, beside {kept} that stays on the "
-            f"device, with all other parameters and optimizer state elsewhere; {more}, or smaller units "
-            f"(bucket_bytes=, units=), keep_whole=0 if it is set"
+            f"{found} is too small even with all sharded parameters and all optimizer state off the device: the "
+            f"largest unsharded unit takes {unsharded}, and replicated parameters take {kept}; {more}, make units "
+            f"smaller (bucket_bytes=, units=), or set keep_whole=0"
         )
     raise ConfigError(
-        f"{found} is less than the parameters of this model, {kept}, which every rank keeps whole at "
-        f"stage={settings.stage}; use stage=3, where 'auto' keeps parameters that do not fit in host memory or on "
-        f"disk, or {more}"
+        f"{found} is less than the parameters of this model, {kept}, which are replicated on every rank at "
+        f"stage={settings.stage}; use stage=3, where 'auto' moves parameters that do not fit on the device to host "
+        f"memory or to disk, or {more}"
     )
 
 
@@ -232,7 +234,7 @@ def automatic_tiers(
         [unit.placement for unit in units],
         strategy=comms.shard.strategy,
         machine=dataclasses.replace(machine, memory_bytes=smallest),
-        prefetch=prefetched(settings),
+        prefetch=prefetch_units(settings),
         device_bytes=int(share * smallest) if share else None if offload.device_bytes is None else smallest,
         host_bytes=None if offload.path is None or cost.small else host_bytes,
         cost=cost,

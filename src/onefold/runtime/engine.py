@@ -188,7 +188,9 @@ class Engine:
     @property
     def why(self) -> str:
         """Every automatic choice, and the reasons, as placement() tells them."""
-        return "; ".join(told for told in (self.resolved.why_fixed, self.resolved.why, self._activations_why) if told)
+        return "; ".join(
+            told for told in (self.resolved.why_at_shard, self.resolved.why, self._activations_why) if told
+        )
 
     def keep_block_inputs(self, store: BlockInputs) -> None:
         """Blocks are computed again in backward, from what this store keeps."""

@@ -29,9 +29,10 @@ class Offload:
     decides, which shows what activations take; `placement` says which, and why. None: on the device."""
 
     parameters: Literal["host", "disk"] | None = None
-    """Stage 3: where this rank's shard of the parameters is kept; it is copied to the device for use. None: on the
-    device; with optimizer="auto" those of units that do not fit there are in host memory, or on disk. A tier that is
-    given holds for all units, with "auto" too, which then has no optimizer state on the device."""
+    """Stage 3: where this rank's shards of parameters are kept; they are copied to the device for use. None: on the
+    device, except that optimizer="auto" keeps the parameters of units that do not fit there in host memory, or on disk
+    if there is a `path`. "host" or "disk" applies to every sharded unit. With optimizer="auto" these units are then
+    updated on the host, and "auto" only chooses between host memory and disk for their optimizer state."""
 
     path: str | Path | None = None
     """For "disk", and for "auto" if it may use a disk: a folder on a fast disk of this node. Its files are scratch
@@ -39,8 +40,8 @@ class Offload:
 
     device_bytes: int | None = None
     """With "auto": the most bytes that training may take on the device, activations included; 95% of it is filled.
-    None: the memory of the device that nothing else uses. Plans, and a CPU without it, where no step is measured, keep
-    70% for states."""
+    None: the memory of the device that nothing else uses. In plans and rehearsals, where no step is measured, it is for
+    states alone; without it, there and on a CPU, states may take 70% of the device."""
 
     host_bytes: int | None = None
     """With "auto" and a `path`: the most bytes that each rank may take in host memory, with the gradients that wait

@@ -22,7 +22,7 @@ class StagingBuffer:
     def __init__(self, flat_params: FlatParameters, owned: Span, host: Host) -> None:
         self._flat_params, self._owned, self._host = flat_params, owned, host
         self._buffer: Tensor | None = None
-        self._lent = False  # by the caller of `start_load`, who has another use for it once it has been copied
+        self._borrowed = False  # the caller of `start_load` owns the buffer: it does not go back to the pool
         self._loaded = StreamEvent()  # the copy into the buffer
         self._storing: tuple[StreamEvent, Tensor] | None = None  # the copy back to the device, and its source
         self._lock = threading.Lock()
@@ -39,14 +39,14 @@ class StagingBuffer:
         return self._buffer[span.start - self._owned.start : span.stop - self._owned.start]
 
     def start_load(self, after: StreamEvent | None = None, *, fill: bool, into: Tensor | None = None) -> None:
-        """Starts to copy the parameters into the buffer, or `into` one that is lent, once `after` has passed. Without
-        `fill` the buffer stays uninitialised, for an update that writes every element."""
+        """Starts to copy the parameters to `into`, or to a buffer of the pool, once `after` has passed. Without `fill`
+        the buffer stays uninitialised, for an update that writes every element."""
         if self._flat_params.on_host:
             self._flat_params.start_load()
             self._loaded = after or self._host.record_event()  # until then the device may be copying from there
         elif self._buffer is None:
             self.wait_stored()
-            self._buffer, self._lent = into, into is not None
+            self._buffer, self._borrowed = into, into is not None
             if self._buffer is None:
                 self._buffer = self._host.staging.take(self._owned.numel, self.dtype)
             self._loaded = StreamEvent()
@@ -74,7 +74,7 @@ class StagingBuffer:
             return StreamEvent()
         with span("upload", "parameters", self._flat_params.name):
             stored = self._host.to_device(buffer, self._flat_params.part(self._owned), after)
-        self._storing = None if self._lent else (stored, buffer)
+        self._storing = None if self._borrowed else (stored, buffer)
         if stored.event is None:
             self.wait_stored()
         return stored
@@ -89,5 +89,5 @@ class StagingBuffer:
             self._host.staging.give(storing[1])
 
     def _give(self, buffer: Tensor) -> None:
-        if not self._lent:
+        if not self._borrowed:
             self._host.staging.give(buffer)

@@ -205,8 +205,8 @@ class Unit:
     def start_load(
         self, after: StreamEvent | None = None, *, parameters: bool = True, into: Tensor | None = None
     ) -> None:
-        """Starts to load what a host update needs: optimizer state from its file, and with `parameters` these from the
-        device, once `after` has passed; to a buffer of the pool, or `into` one that is lent."""
+        """Starts to load what a host update needs: optimizer state from its file and, with `parameters`, the parameters
+        from the device once `after` has passed. They go to `into`, or to a buffer of the pool."""
         if self.image is not None:
             self.image.start_load()
         if self.staging is not None:

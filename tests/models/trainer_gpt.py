@@ -1,7 +1,7 @@
-"""The trainer's GPT with values like GPT-2's, and inputs whose next token is to be predicted.
+"""The trainer's GPT, initialised like GPT-2, and next-token targets.
 
-A GPT with torch's own values predicts its input: with tokens as their own targets its loss is zero, and so are its
-gradients.
+With torch's default initialisation this GPT predicts its own input, so with the input as target loss and gradients
+would be zero.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onefold.cost.shapes import Shape
 from onefold.train.run.model import GPT, initialise
 
 
-def filled_gpt(shape: Shape, seed: int = 0) -> GPT:
+def initialised_gpt(shape: Shape, seed: int = 0) -> GPT:
     torch.manual_seed(seed)
     return GPT(shape).apply(partial(initialise, layers=shape.layers))
 
@@ -26,7 +26,7 @@ def next_tokens(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(-1, 1)
 
 
-def apart(mine: Mapping[str, Tensor], other: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
+def relative_distance(mine: Mapping[str, Tensor], other: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
     """The distance of the parameters of two runs, as a share of how far the first has moved."""
 
     def distance(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
