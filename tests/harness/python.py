@@ -107,6 +107,10 @@ class Template:
             socket.send_fds(self._line, [json.dumps(wanted).encode()], list(files))
             pid = int(self._line.recv(MESSAGE_BYTES))  # from the process between the two
             assert self._line.recv(1) == b"!"  # that one has ended
+        except BaseException:
+            _templates.pop(os.getpid(), None)  # an answer that nobody took would be the next one's
+            self._line.close()
+            raise
         finally:
             adopt_orphans(False)
         return pid

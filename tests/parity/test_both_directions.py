@@ -5,6 +5,7 @@ Two ranks, each in a network namespace of its own, joined by a slow link, whose 
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 import onefold
 from onefold.comm.communicator import Comm
-from onefold.comm.mesh import axes_of
+from onefold.comm.mesh import Axis, axes_of
 from onefold.comm.meter import Label, Meter
 from tests.harness import fresh_ranks
 from tests.harness.netns import WIRE, can_join_nodes, move_to, sent, two_nodes
@@ -60,3 +61,39 @@ def test_a_rank_that_receives_late_is_heard_before_its_own_shard_has_arrived(tmp
     errors = [outcome.error for outcome in outcomes if outcome.exitcode]
     assert not errors, "\n".join(map(str, errors))
     assert outcomes[0].value > 0.3, outcomes
+
+
+def connected_twice(folder: str) -> tuple[list[int], int]:
+    """Two of three ranks connect, all leave; then all connect. What each got from the others, and open sockets at the
+    end."""
+    rank, found = int(os.environ["RANK"]), list[int]()
+    for world, ranks in (("first", [0, 1]), ("second", [0, 1, 2])):
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{world}", 3), rank=rank, world_size=3)
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            axis = Axis(group=group, rank=ranks.index(rank), size=len(ranks), world_ranks=tuple(ranks))
+            comm = Comm(axis, torch.device("cpu"), 20.0, Meter())
+            comm.connect()
+            comm.connect()  # the groups are there
+            flat = torch.zeros(len(ranks), 8)
+            flat[axis.rank] = 1 + axis.rank
+            comm.all_gather(flat.view(-1), LABEL).wait()
+            found.append(int(flat.sum()))
+            del comm, axis
+        dist.barrier()
+        del group
+        onefold.shutdown()
+    gc.collect()
+    return found, sockets()
+
+
+def test_ranks_that_connected_unequally_often_connect_again_and_leave_nothing_open(tmp_path: Path) -> None:
+    before, *outcomes = fresh_ranks(1, sockets, init=False) + fresh_ranks(3, connected_twice, str(tmp_path), init=False)
+    errors = [outcome.error for outcome in outcomes if outcome.exitcode]
+    assert not errors, "\n".join(map(str, errors))
+    assert [outcome.value for outcome in outcomes] == [([24, 48], before.value)] * 2 + [([48], before.value)]
+
+
+def sockets() -> int:
+    files = [f"/proc/self/fd/{file}" for file in os.listdir("/proc/self/fd")]
+    return sum("socket" in os.readlink(file) for file in files if os.path.lexists(file))

@@ -14,8 +14,9 @@ Each backend has a wire (wires.py). One rank sends nothing: N - 1 = 0 messages.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -60,8 +61,13 @@ class Comm(Endpoint):
         """Makes the connections that messages of a step will need, so that none is made in a step. Collective."""
         if self.size > 1:
             mine = ranks_per_node(self.axis)
-            rows = self.all_gather_bytes(mine.to_bytes(4, "big"), Label("agree", "how sums are computed"))
-            self._wire.connect(mine if len(set(rows)) == 1 else 1)
+            said = bytes([self._wire.connected]) + mine.to_bytes(4, "big")
+            kinds = set(self.all_gather_bytes(said, Label("agree", "how messages move")))
+            name, per_node = "", mine if len({kind[1:] for kind in kinds}) == 1 else 1
+            if not all(kind[0] for kind in kinds):
+                name = f"down/{self.broadcast_bytes(os.urandom(8), Label('agree', 'how messages move')).hex()}"
+            with self._joining("messages to lower ranks"):
+                self._wire.connect(per_node, name)
 
     def connect_swaps(self) -> None:
         """Makes the connections that `swap` will need. Collective."""
@@ -191,19 +197,26 @@ class Comm(Endpoint):
         """A communicator of the same ranks over a new gloo group, for use in another thread. Collective."""
         meter, self.meter = self.meter, Meter()  # these messages belong to no step
         try:
-            self.all_gather_bytes(b"!", Label("meet", name))  # raises at once if a peer has ended
-            axis = new_gloo_axis(self.axis, f"{name}/{self.salt}", self.timeout.total_seconds())
+            with self._joining(name):
+                self.all_gather_bytes(b"!", Label("meet", name))  # raises at once if a peer has ended
+                axis = new_gloo_axis(self.axis, f"{name}/{self.salt}", self.timeout.total_seconds())
+        finally:
+            self.meter = meter
+        return Comm(axis, torch.device("cpu"), timeout_s, Meter())
+
+    @contextmanager
+    def _joining(self, name: str) -> Iterator[None]:
+        """Inside, a group of this axis's ranks is made: a peer that does not come to it is an error that says so."""
+        try:
+            yield
+        except CommError:
+            raise
         except RuntimeError as error:
-            if isinstance(error, CommError):
-                raise
             raise CommError(
                 f"rank {self.world_rank(self.rank)}: a peer did not join the group {name!r} within "
                 f"{self.timeout.total_seconds():g} s, or has ended; look at its output first. The backend says: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        finally:
-            self.meter = meter
-        return Comm(axis, torch.device("cpu"), timeout_s, Meter())
 
     def all_gather_bytes(self, blob: bytes, label: Label) -> list[bytes]:
         """Every rank's bytes, in rank order; all ranks give equally many. Collective."""

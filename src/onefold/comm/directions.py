@@ -8,31 +8,28 @@ they overlap.
 
 from __future__ import annotations
 
-from typing import Any
-from zlib import crc32
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from onefold.comm.mesh import Axis, new_gloo_axis
 
-_downward: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by the ranks of an axis
-_world: Any = None  # torch's default group when they were made
-_worlds = 0  # default groups so far, counted alike on all ranks
+# By the group of an axis, which carries messages to higher ranks: when torch destroys that one, both close.
+_downward: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def downward_group(axis: Axis, timeout_s: float) -> dist.ProcessGroup:
-    """The group for messages to lower ranks of an axis, whose own group carries those to higher ranks. Collective on
-    the first call for these ranks."""
-    global _world, _worlds
+def has_downward_group(axis: Axis) -> bool:
+    return axis.plays is not None or axis.group in _downward
+
+
+def downward_group(axis: Axis, name: str, timeout_s: float) -> dist.ProcessGroup:
+    """The group for messages to lower ranks of an axis. With a `name`, which all its ranks give and no other group has,
+    a new one: collective."""
     if axis.plays is not None:
         return axis.group
-    if _world is not dist.group.WORLD:
-        _downward.clear()
-        _world, _worlds = dist.group.WORLD, _worlds + 1
-    if axis.world_ranks not in _downward:
-        name = f"{_worlds}/down/{crc32(repr(axis.world_ranks).encode())}"
-        _downward[axis.world_ranks] = new_gloo_axis(axis, name, timeout_s).group
-    return _downward[axis.world_ranks]
+    if name:
+        _downward[axis.group] = new_gloo_axis(axis, name, timeout_s).group
+    return _downward[axis.group]
 
 
 def end_directions() -> None:

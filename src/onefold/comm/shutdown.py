@@ -33,8 +33,8 @@ def shutdown() -> None:
             if watcher is not None:
                 watcher.drain()
             end_links()
-            end_directions()
     finally:
+        end_directions()
         end_watcher(SHUTDOWN)
         with suppress(Exception) if failed else nullcontext():
             if failed:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
-from onefold.comm.directions import downward_group
+from onefold.comm.directions import downward_group, has_downward_group
 from onefold.comm.endpoint import Endpoint, Pending, Reduction
 from onefold.comm.last_words import first_words
 from onefold.comm.links import GATHER, REDUCE, SWAP, Link, link_of
@@ -58,9 +58,13 @@ class Wire(Protocol):
     def on_stream(self) -> bool:
         """Whether messages run on CUDA streams and no call waits for them on the host; else `Pending.wait` does."""
 
-    def connect(self, per_node: int) -> None:
+    @property
+    def connected(self) -> bool:
+        """Whether there is nothing left for `connect` to make; asked where it takes a `name`."""
+
+    def connect(self, per_node: int, name: str) -> None:
         """Makes the connections that messages will need, and decides how to sum where each node has so many of the
-        ranks. Collective."""
+        ranks. A group that all ranks must name alike gets this name; "": all ranks are `connected`. Collective."""
 
     def connect_swaps(self) -> None:
         """Makes the connections that `swap` will need. Collective."""
@@ -113,8 +117,12 @@ class PairwiseWire:
         self._endpoint, self.strategy = endpoint, pairwise(endpoint.size)
         self._up = self._down = endpoint.axis.group  # messages to higher and to lower ranks
 
-    def connect(self, per_node: int) -> None:
-        self._down = downward_group(self._endpoint.axis, self._endpoint.timeout.total_seconds())
+    @property
+    def connected(self) -> bool:
+        return has_downward_group(self._endpoint.axis)
+
+    def connect(self, per_node: int, name: str) -> None:
+        self._down = downward_group(self._endpoint.axis, name, self._endpoint.timeout.total_seconds())
 
     def connect_swaps(self) -> None:
         pass
@@ -192,7 +200,9 @@ class NcclWire:
         self.strategy = over_nccl(endpoint.size, 1)
         self._near = self._far = endpoint.axis
 
-    def connect(self, per_node: int) -> None:
+    connected = True
+
+    def connect(self, per_node: int, name: str) -> None:
         self.strategy = over_nccl(self._endpoint.size, per_node)
         for kind in (self._gather, self._reduce):
             self._link(kind)
@@ -285,7 +295,9 @@ class StagedWire:
         self._endpoint, self._host = endpoint, PairwiseWire(endpoint)
         self.strategy = self._host.strategy
 
-    def connect(self, per_node: int) -> None:
+    connected = True
+
+    def connect(self, per_node: int, name: str) -> None:
         pass
 
     def connect_swaps(self) -> None:

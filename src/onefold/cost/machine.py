@@ -25,12 +25,11 @@ def here(device: torch.device) -> Hardware:
     return dataclasses.replace(row, host_bytes=host, node_ranks=max(ranks, 1))
 
 
-def device_budget(device: torch.device, device_bytes: int | None) -> int:
-    """Bytes of a device that training may take. On a GPU: free memory divided among the ranks that share it, and what
+def device_budget(device: torch.device, device_bytes: int | None, ranks: int) -> int:
+    """Bytes of a device that training may take. On a GPU: free memory divided among the `ranks` that share it, and what
     this process's allocator has reserved, at most `device_bytes`. On a CPU: `device_bytes`, or all memory."""
     if device.type != "cuda":
         return here(device).memory_bytes if device_bytes is None else device_bytes
-    ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // max(torch.cuda.device_count(), 1))
     free, _ = torch.cuda.mem_get_info(device)
     mine = free // ranks + torch.cuda.memory_reserved(device)
     return mine if device_bytes is None else min(device_bytes, mine)

@@ -12,6 +12,7 @@ from torch import nn
 from onefold.comm.communicator import Comm
 from onefold.comm.mesh import Axes
 from onefold.errors import ConfigError
+from onefold.model.quantized import is_4bit
 
 LOG = logging.getLogger("onefold")
 
@@ -65,7 +66,8 @@ def move(model: nn.Module, device: torch.device, later: Container[str] = ()) -> 
     """Moves a model that is elsewhere to the device, in place; a model on the meta device is filled there later, and
     the parameters whose names are in `later` are moved one unit at a time, when they are sharded."""
     if any(tensor.device.type != "meta" and tensor.device != device for tensor in model.parameters()):
-        waiting = {id(param) for name, param in model.named_parameters() if param.is_meta or name in later}
+        named = model.named_parameters()  # 4-bit weights move whole: their own to() moves what dequantises them
+        waiting = {id(p) for name, p in named if p.is_meta or (name in later and not is_4bit(p))}
         if waiting:
             model._apply(lambda tensor: tensor if id(tensor) in waiting or tensor.is_meta else tensor.to(device))
         else:

@@ -69,6 +69,9 @@ class Resolved:
     why_at_shard: str = ""
     """The automatic choices that shard() makes and no step changes: stage and tiers of parameters, with the reasons."""
 
+    device_ranks: int = 1
+    """With Offload(optimizer="auto"): how many ranks share this rank's GPU."""
+
     candidates: frozenset[int] = frozenset()
     """The trained units, by number, whose optimizer state the first step may move to the device."""
 

@@ -109,14 +109,11 @@ class PreparedUpdate:
     def finish(self) -> None:
         pass
 
-    @contextmanager
-    def borrow_parameters(self) -> Iterator[Tensor]:
-        """Lends the spare memory for parameters to the update that replaces this one."""
-        try:
-            self._wait_for_spare()
-            yield self.spare.parameters
-        finally:
-            self.done.set()  # the next job with this memory waits for it
+    def borrow_parameters(self) -> Tensor:
+        """Lends the spare memory for parameters to the update that replaces this one. The unit's next forward waits for
+        that update, so no later preparation comes before it has ended."""
+        self._wait_for_spare()
+        return self.spare.parameters
 
     def _wait_for_spare(self) -> None:
         if self._before is not None:
@@ -216,18 +213,13 @@ class InPlaceUpdate(Job):
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
         try:
-            with prepared.borrow_parameters() as self.buffer:
-                super().run()
-                prepared.spare.uploaded = self.uploaded
+            self.buffer = prepared.borrow_parameters()
+            super().run()
+            prepared.spare.uploaded = self.uploaded
         except BaseException as error:
             self.error = error
             self._release_gradient()
         self.buffer = None
-
-    def fail(self, error: BaseException) -> None:
-        if self.prepared is not None:
-            self.prepared.fail(error)
-        super().fail(error)
 
 
 class PreparedUpdates:
@@ -274,10 +266,8 @@ class PreparedUpdates:
             holds = job.assumed.holds(said)
             self.kept, self.lost = self.kept + holds, self.lost + (not holds)
             return job if holds else None
-        if job.optimizer.unit.flat_params.on_host:  # and updated there
-            job.done.set()  # the next job with its spare memory waits for it
-            return None
-        return job
+        job.done.set()  # it will not run, and the next job with its spare memory waits for it
+        return None if job.optimizer.unit.flat_params.on_host else job  # those are updated where they are
 
     def forget(self) -> None:
         """Parameters, optimizer state or settings may change before step(): nothing that was prepared holds."""

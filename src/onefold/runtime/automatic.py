@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -53,14 +54,14 @@ def resolve(
         own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
     )
     reasons, why, candidates = list[str](), "", frozenset[int]()
-    parameters = dict(given_tiers or {})
+    parameters, device_ranks = dict(given_tiers or {}), _device_ranks(settings, device, comms)
     if settings.stage == AUTO:
         stage, because = _automatic_stage(found, precision, device, comms)
         settings = dataclasses.replace(settings, stage=stage)
         units = _placed(units, settings)
         reasons.append(f"stage {stage}: {because}")
     if given_tiers is None and parameters_are_automatic(settings, device, comms):
-        parameters, because = automatic_parameters(units, settings, precision, device, comms)
+        parameters, because = automatic_parameters(units, settings, precision, device, comms, device_ranks)
         reasons += [because] if because else []
     if parameters:
         units = _placed(units, settings, parameters=parameters)
@@ -69,7 +70,7 @@ def resolve(
         tiers, why = automatic_tiers(units, settings, precision, device, comms, share=FILLED if waits else None)
         if waits:
             chosen = settings
-            on_all(comms.world, lambda: _check_budget(units, chosen, precision, device))
+            on_all(comms.world, lambda: _check_budget(units, chosen, precision, device, device_ranks))
             candidates = frozenset(index for index, tier in enumerate(tiers.values()) if tier is Tier.DEVICE)
             tiers = {name: Tier.HOST if tier is Tier.DEVICE else tier for name, tier in tiers.items()}
             why = UNDECIDED.format(len(candidates), len(tiers))
@@ -93,6 +94,7 @@ def resolve(
         digest=digest(found.lines),
         why=why,
         why_at_shard="; ".join(reasons),
+        device_ranks=device_ranks,
         candidates=candidates,
     )
 
@@ -113,8 +115,21 @@ def parameters_are_automatic(settings: Zero, device: torch.device, comms: Comms)
     return offload.optimizer == AUTO and offload.parameters is None and settings.stage == 3 and known
 
 
+def _device_ranks(settings: Zero, device: torch.device, comms: Comms) -> int:
+    """How many ranks share this rank's GPU, where its memory is divided among them. Collective then."""
+    if device.type != "cuda" or not waits_for_a_step(settings, device, comms):
+        return 1
+    mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}".encode()
+    return comms.world.exchange(mine, Label("agree", "GPUs")).count(mine)
+
+
 def automatic_parameters(
-    units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device, comms: Comms
+    units: Sequence[UnitSpec],
+    settings: Zero,
+    precision: Precision,
+    device: torch.device,
+    comms: Comms,
+    device_ranks: int,
 ) -> tuple[dict[str, Tier], str]:
     """The tier of each unit's parameters, by name, and the reason; empty if all stay on the device. Decided by the
     smallest budget of any rank. Parameters, and what a step needs beside them, may take 70% of the device, the rest is
@@ -122,7 +137,7 @@ def automatic_parameters(
     offload, machine, simulated = Offload.of(settings.offload), here(device), comms.shard.simulated
     mine = offload.device_bytes if simulated else None  # the budget of a simulation is not of the device that is here
     budget, host_bytes = _smallest(
-        comms, mine or device_budget(device, offload.device_bytes), offload.host_bytes or host_share()
+        comms, mine or device_budget(device, offload.device_bytes, device_ranks), offload.host_bytes or host_share()
     )
     share = 1.0 if simulated else STATES_SHARE
     sizes = [unit.size(0, precision) for unit in units]  # as rank 0 has them, which owns the most
@@ -168,11 +183,13 @@ def _placed(
     return tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers, parameters)) for unit in units)
 
 
-def _check_budget(units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device) -> None:
+def _check_budget(
+    units: Sequence[UnitSpec], settings: Zero, precision: Precision, device: torch.device, device_ranks: int
+) -> None:
     """Raises if the budget is below the least that a step needs: the parameters that stay on the device, and one
     unsharded unit."""
     asked = Offload.of(settings.offload).device_bytes
-    budget = device_budget(device, asked)
+    budget = device_budget(device, asked, device_ranks)
     need = least_need([unit.size(0, precision) for unit in units], [unit.placement for unit in units])
     if need.total <= budget:
         return

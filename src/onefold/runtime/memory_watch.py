@@ -198,7 +198,8 @@ class MemoryWatch(NoWatch):
         """Bytes of the device that training may take, with what the allocator keeps beside tensors."""
         engine = self._engine()
         assert engine is not None
-        return device_budget(self._device, Offload.of(engine.resolved.settings.offload).device_bytes)
+        resolved = engine.resolved
+        return device_budget(self._device, Offload.of(resolved.settings.offload).device_bytes, resolved.device_ranks)
 
     @property
     def slack_bytes(self) -> int:
