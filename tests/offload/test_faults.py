@@ -55,7 +55,7 @@ def caught(call, *args) -> tuple[str, str]:
         ({"optimizer": "host", "path": "/tmp"}, 3, "is for 'disk'"),
         ({"optimizer": "disk", "path": 7}, 3, "is not a path"),
         ({"optimizer": "disk", "path": ""}, 3, "is not a path"),
-        ({"parameters": "host"}, 3, "set optimizer='host' or 'disk' too"),
+        ({"parameters": "host"}, 3, "set optimizer='host', 'disk' or 'auto' too"),
         ({"optimizer": "host", "parameters": "host"}, 2, "needs stage=3"),
         ({"optimizer": "host"}, 0, "use stage 1, 2 or 3"),
         ({"optimizer": "host", "device_bytes": 1 << 30}, 3, "ask for 'auto'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,6 @@ from onefold.cli.checkpoint import checkpoints_in
 from onefold.cli.main import main
 from onefold.errors import CheckpointRemoved
 from tests.checkpoint.drive import load, save
-from tests.harness.python import start_python
 
 # Another process: saves step after step and keeps the newest one, until its standard input is closed.
 PRUNER = """
@@ -42,7 +42,9 @@ while not select.select([sys.stdin], [], [], 0)[0]:
 @pytest.fixture(scope="module")
 def pruned(tmp_path_factory) -> Iterator[Path]:
     run = tmp_path_factory.mktemp("pruned") / "run"
-    job = start_python("-c", PRUNER, str(run), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    job = subprocess.Popen(
+        [sys.executable, "-c", PRUNER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert job.stdout is not None and job.stdin is not None
     assert job.stdout.readline() == "saved\n"
     yield run

@@ -92,7 +92,7 @@ def test_the_defaults_are_well():
         ({"model": {"model": "gpt-9"}}, "model 'gpt-9' is unknown; use one of"),
         ({"zero": {"offload": "tape"}}, "use 'host', 'disk', 'auto' or None"),
         ({"zero": {"offload": "disk"}}, "needs path= (--offload-path): a folder on a fast disk"),
-        ({"zero": {"offload_parameters": "host"}}, "set optimizer='host' or 'disk' too"),
+        ({"zero": {"offload_parameters": "host"}}, "set optimizer='host', 'disk' or 'auto' too"),
         ({"zero": {"stage": 2, "offload": "host", "offload_parameters": "host"}}, "needs stage=3, found stage=2"),
         ({"compare": "0,3", "zero": {"offload": "host"}}, "use stage 1, 2 or 3"),
         ({"compare": "0,1,5"}, "use for example 0,1,2,3"),

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy
@@ -14,7 +16,6 @@ from onefold.train.run.groups import DataSettings
 from onefold.train.run.records import read_facts
 from onefold.train.run.source import find_source
 from onefold.train.run.stored import OpenFile, Stretch, Tokens
-from tests.harness.python import run_python
 from tests.train.launched import curve
 from tests.train.pooled import trained
 
@@ -131,8 +132,7 @@ def test_a_corpus_much_larger_than_what_a_process_takes_is_read_in_pieces(tmp_pa
             with (path / f"{number}.bin").open("wb") as file:
                 file.truncate(LARGE // 4)
             (path / f"{number}.bin.json").write_text(json.dumps({"dtype": "uint16", "vocab": 300}))
-    ended = run_python("-c", MEASURED, path, tmp_path / "cache")
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+    words = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / "cache")]
+    found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
     assert found["tokens"] == tokens and found["loss"] < 0.01
     assert found["grown"] < ALLOWED, f"{found['grown'] / (1 << 20):.0f} MiB for a corpus of {LARGE >> 20} MiB"
