@@ -51,17 +51,17 @@ def shard_over(
     model: ModelT,
     zero: Zero | None,
     fields: dict[str, Any],
-    parameters: Mapping[str, Tier] | None = None,
+    parameter_tiers: Mapping[str, Tier] | None = None,
 ) -> ModelT:
-    """shard(), over given axes, which may be simulated. `parameters` are the tiers of parameters by the names of units,
-    if a run has decided them."""
+    """shard(), over given axes, which may be simulated. `parameter_tiers` are the tiers of parameters by the names of
+    units, if a run has decided them."""
     with adopted_constants(model):
-        _shard(axes, model, zero, fields, parameters)
+        _shard(axes, model, zero, fields, parameter_tiers)
     return model
 
 
 def _shard(
-    axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, Any], parameters: Mapping[str, Tier] | None
+    axes: Axes, model: nn.Module, zero: Zero | None, fields: dict[str, Any], parameter_tiers: Mapping[str, Tier] | None
 ) -> None:
     # 1 Survey the model. A mistake is kept until step 2, where all ranks hear of it.
     device = device_of(model, fields.get("device", getattr(zero, "device", None)), axes)
@@ -75,10 +75,10 @@ def _shard(
     comms.connect()
 
     # 3 Decide what the settings leave open. From here on nothing about the model is looked for again.
-    resolved = resolve(found, tensor_shards, device, comms, parameters)
+    resolved = resolve(found, tensor_shards, device, comms, parameter_tiers)
 
-    # 4 Move the model to the device that was asked for, but for parameters of which this rank keeps a shard, and bring
-    # parameters and buffers in line with rank 0's, or compare them.
+    # 4 Move the model to the device that was asked for, except sharded parameters, which step 5 moves one unit at a
+    # time; and bring parameters and buffers in line with rank 0's, or compare them.
     on_all(comms.world, lambda: move(model, device, resolved.sharded_names))
     adopt_constants(model)
     sync_parameters(model, resolved, comms)

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 import onefold
+from onefold.model.device import waiting_parameters
+from onefold.model.quantized import is_4bit
 from tests.harness import run_ranks
 from tests.harness.grids import with_soak
 
@@ -59,6 +61,14 @@ def like_plain() -> None:
 
 def test_a_sharded_4_bit_model_computes_and_trains_like_a_plain_one() -> None:
     run_ranks(2, like_plain)
+
+
+def test_4_bit_weights_do_not_wait_for_their_unit_to_be_moved() -> None:
+    """Their own to() moves the codes that dequantise them, which a kernel on a GPU would else read from the CPU."""
+    model = quantized()
+    waiting = waiting_parameters(model, dict(model.named_parameters()))
+    assert {is_4bit(param) for param in model.parameters()} == {True, False}
+    assert waiting == {id(param) for param in model.parameters() if not is_4bit(param)}
 
 
 def measured(double: bool) -> dict[str, int]:

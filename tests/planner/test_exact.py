@@ -202,7 +202,7 @@ def test_states_on_every_tier_are_planned_to_the_byte(tiers, stage, tmp_path):
     assert planned.peak_bytes == pytest.approx(found["peak"], rel=0.1)
     some = tiers == "parameters of some units on the device"
     assert set((found["parameters"] or {"": "device"}).values()) == ({"device", "host"} if some else {"device"})
-    assert planned.parameters == ("host" if some else onefold.Offload.of(zero.offload).parameters or "device")
+    assert planned.parameter_tier == ("host" if some else onefold.Offload.of(zero.offload).parameters or "device")
     decided = set((found["tiers"] or {}).values())
     assert decided == DECIDED.get(tiers, set())
     assert (planned.states.optimizer > 0) == ("device" in decided) and planned.host.optimizer > 0

@@ -66,7 +66,7 @@ class Comm(Endpoint):
             name, per_node = "", mine if len({kind[1:] for kind in kinds}) == 1 else 1
             if not all(kind[0] for kind in kinds):
                 name = f"down/{self.broadcast_bytes(os.urandom(8), Label('agree', 'how messages move')).hex()}"
-            with self._joining("messages to lower ranks"):
+            with self._joining("messages to lower ranks") if name else nullcontext():
                 self._wire.connect(per_node, name)
 
     def connect_swaps(self) -> None:

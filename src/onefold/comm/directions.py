@@ -19,6 +19,7 @@ _downward: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDict
 
 
 def has_downward_group(axis: Axis) -> bool:
+    """Whether this rank has made the group for messages to lower ranks of an axis."""
     return axis.plays is not None or axis.group in _downward
 
 

@@ -293,8 +293,8 @@ def _simulated(
 
 
 def new_gloo_axis(axis: Axis, name: str, timeout_s: float) -> Axis:
-    """An axis of the same ranks over a new gloo group, for another thread. `name` is equal on all ranks, and used once.
-    Collective.
+    """An axis of the same ranks over a new gloo group, for another thread or another direction. `name` is equal on all
+    ranks, and used once. Collective.
 
     The group is not registered with torch, so destroy_process_group() in the main thread does not cut its messages off.
     """

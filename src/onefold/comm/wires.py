@@ -60,7 +60,7 @@ class Wire(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether there is nothing left for `connect` to make; asked where it takes a `name`."""
+        """Whether this rank has the groups for which `connect` would need a name."""
 
     def connect(self, per_node: int, name: str) -> None:
         """Makes the connections that messages will need, and decides how to sum where each node has so many of the

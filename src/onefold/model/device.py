@@ -66,12 +66,18 @@ def move(model: nn.Module, device: torch.device, later: Container[str] = ()) -> 
     """Moves a model that is elsewhere to the device, in place; a model on the meta device is filled there later, and
     the parameters whose names are in `later` are moved one unit at a time, when they are sharded."""
     if any(tensor.device.type != "meta" and tensor.device != device for tensor in model.parameters()):
-        named = model.named_parameters()  # 4-bit weights move whole: their own to() moves what dequantises them
-        waiting = {id(p) for name, p in named if p.is_meta or (name in later and not is_4bit(p))}
+        waiting = waiting_parameters(model, later)
         if waiting:
             model._apply(lambda tensor: tensor if id(tensor) in waiting or tensor.is_meta else tensor.to(device))
         else:
             model.to(device)
+
+
+def waiting_parameters(model: nn.Module, later: Container[str]) -> set[int]:
+    """Ids of the parameters that move() leaves where they are. Not of 4-bit weights: their own to() also moves codes
+    that no parameter holds."""
+    named = model.named_parameters()
+    return {id(param) for name, param in named if param.is_meta or (name in later and not is_4bit(param))}
 
 
 def warn_of_idle_gpu(device: torch.device, world: Comm, *, meta: bool) -> None:

@@ -52,15 +52,16 @@ def place_all(settings: Zero) -> Placement:
 
 
 def place(
-    layout: UnitLayout, settings: Zero, tiers: Mapping[str, Tier] = AS_SET, parameters: Mapping[str, Tier] = AS_SET
+    layout: UnitLayout, settings: Zero, tiers: Mapping[str, Tier] = AS_SET, parameter_tiers: Mapping[str, Tier] = AS_SET
 ) -> Placement:
     """The row of the placement table for one unit: small ones may keep their parameters replicated (keep_whole).
-    `tiers` has, by the names of units, where Offload(optimizer="auto") put their optimizer state, and `parameters`
-    where it put their parameters."""
+    `tiers` has, by the names of units, where Offload(optimizer="auto") put their optimizer state, and
+    `parameter_tiers` where it put their parameters."""
     placement = place_all(settings)
-    if layout.name in tiers or layout.name in parameters:
+    if layout.name in tiers or layout.name in parameter_tiers:
         placement = placement.on(
-            tiers.get(layout.name, placement.optimizer_tier), parameters.get(layout.name, placement.parameters_tier)
+            tiers.get(layout.name, placement.optimizer_tier),
+            parameter_tiers.get(layout.name, placement.parameters_tier),
         )
     placement = placement.over(layout.ranks)
     keep = settings.keep_whole

@@ -85,7 +85,7 @@ class Rehearsal(NamedTuple):
     host: StateBytes = StateBytes()  # states in host memory, with gradients that wait for the update
     disk: StateBytes = StateBytes()
     tensor_messages: Mapping[tuple[str, str], Flow] = MappingProxyType({})  # of tensor parallelism, by torch
-    parameters: str = "device"  # or the slowest tier on which parameters of any unit are kept
+    parameter_tier: str = "device"  # the slowest on which any unit keeps its parameters
 
     @property
     def peak_bytes(self) -> int:
@@ -217,11 +217,12 @@ def _some_steps(
         host = host._replace(optimizer=master + update.state_bytes(on_host=True))
     padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
     store, used = engine.checkpoints, engine.pool.most_bytes + engine.tiers.host.waiting.most_bytes
+    slowest = max((one.parameters_tier for one in placements), key=FASTEST_FIRST.index, default=Tier.DEVICE)
     return Rehearsal(
         states, now.buffers.measured, max(now.communication.measured, used), peak, sent, flops, padding,
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
         now.checkpoints_host.measured, host, disk,
-        parameters=max((row.parameters_tier for row in placements), key=FASTEST_FIRST.index, default=Tier.DEVICE).value,
+        parameter_tier=slowest.value,
     )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ class PlacementRow:
     parameters: str
     parameter_bytes: int  # of its parameters on this rank's device, while the unit is not gathered
     optimizer_tier: str = ""  # "device", "host" or "disk"; empty where the unit is not trained
-    parameters_tier: str = "device"  # or "host" or "disk"
+    parameter_tier: str = "device"  # where this rank keeps the unit's parameters: "device", "host" or "disk"
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class PlacementReport:
     @property
     def parameter_tiers(self) -> dict[str, str]:
         """By the names of units, where their parameters are: "device", "host" or "disk"."""
-        return {row.unit: row.parameters_tier for row in self.rows}
+        return {row.unit: row.parameter_tier for row in self.rows}
 
     def __str__(self) -> str:
         cells = [("unit", "elements", "optimizer", "gradients", "parameters", "bytes here")]
@@ -236,7 +236,7 @@ def placement(model: nn.Module) -> PlacementReport:
                 parameters=_text(unit.placement.parameters, unit.placement.parameters_tier),
                 parameter_bytes=parameter_bytes(size, unit.placement),
                 optimizer_tier=unit.placement.optimizer_tier.value if trained else "",
-                parameters_tier=unit.placement.parameters_tier.value,
+                parameter_tier=unit.placement.parameters_tier.value,
             )
         )
     updates = tuple(update for optimizer in engine.optimizers for update in optimizer.updates())

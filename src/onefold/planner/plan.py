@@ -107,7 +107,7 @@ def plan(
     rows = found.stages
     seen_at = {row.stage: rehearsed(row.stage, activations, ranks) for row in rows}
     if offload.optimizer is not None:
-        choices = [_choice(_at_stage(offload, s), s, activations, seen.parameters) for s, seen in seen_at.items()]
+        choices = [_choice(_at_stage(offload, s), s, activations, seen.parameter_tier) for s, seen in seen_at.items()]
         priced = [question.price(choice, question.grid(), row.batch) for choice, row in zip(choices, rows)]
         rows = tuple(row_of(question, estimate, tokens) for estimate in priced)
     exact = tuple(exact_row(row, seen_at[row.stage], found.hardware) for row in rows)

@@ -54,17 +54,17 @@ def resolve(
         own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
     )
     reasons, why, candidates = list[str](), "", frozenset[int]()
-    parameters, device_ranks = dict(given_tiers or {}), _device_ranks(settings, device, comms)
+    parameter_tiers, device_ranks = dict(given_tiers or {}), _device_ranks(settings, device, comms)
     if settings.stage == AUTO:
         stage, because = _automatic_stage(found, precision, device, comms)
         settings = dataclasses.replace(settings, stage=stage)
         units = _placed(units, settings)
         reasons.append(f"stage {stage}: {because}")
     if given_tiers is None and parameters_are_automatic(settings, device, comms):
-        parameters, because = automatic_parameters(units, settings, precision, device, comms, device_ranks)
+        parameter_tiers, because = automatic_parameters(units, settings, precision, device, comms, device_ranks)
         reasons += [because] if because else []
-    if parameters:
-        units = _placed(units, settings, parameters=parameters)
+    if parameter_tiers:
+        units = _placed(units, settings, parameter_tiers=parameter_tiers)
     if Offload.of(settings.offload).optimizer == AUTO:
         waits = waits_for_a_step(settings, device, comms)
         tiers, why = automatic_tiers(units, settings, precision, device, comms, share=FILLED if waits else None)
@@ -74,7 +74,7 @@ def resolve(
             candidates = frozenset(index for index, tier in enumerate(tiers.values()) if tier is Tier.DEVICE)
             tiers = {name: Tier.HOST if tier is Tier.DEVICE else tier for name, tier in tiers.items()}
             why = UNDECIDED.format(len(candidates), len(tiers))
-        units = _placed(units, settings, tiers, parameters)
+        units = _placed(units, settings, tiers, parameter_tiers)
         if comms.world.rank == 0:
             LOG.info("%s", "; ".join([*reasons, why]))
     return Resolved(
@@ -142,7 +142,7 @@ def automatic_parameters(
     share = 1.0 if simulated else STATES_SHARE
     sizes = [unit.size(0, precision) for unit in units]  # as rank 0 has them, which owns the most
     rows = {
-        tier: [place(u.layout, settings, parameters={u.layout.name: tier}) for u in units]
+        tier: [place(u.layout, settings, parameter_tiers={u.layout.name: tier}) for u in units]
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)
     }
     strategy, cuda, prefetch = comms.shard.strategy, machine.device == "cuda", prefetch_units(settings)
@@ -178,9 +178,11 @@ def _placed(
     units: Sequence[UnitSpec],
     settings: Zero,
     tiers: Mapping[str, Tier] = AS_SET,
-    parameters: Mapping[str, Tier] = AS_SET,
+    parameter_tiers: Mapping[str, Tier] = AS_SET,
 ) -> tuple[UnitSpec, ...]:
-    return tuple(dataclasses.replace(unit, placement=place(unit.layout, settings, tiers, parameters)) for unit in units)
+    return tuple(
+        dataclasses.replace(unit, placement=place(unit.layout, settings, tiers, parameter_tiers)) for unit in units
+    )
 
 
 def _check_budget(
