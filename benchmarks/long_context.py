@@ -1,12 +1,13 @@
 """How long a sequence trains: shapes of Qwen2.5, with a tiled loss, tiled MLPs, and block inputs on the host.
 
-python -m benchmarks.long_context --model 1.5b                # one GPU: doubles the sequence until it does not fit
+python -m benchmarks.long_context --model 1.5b --tokens 65536 131072   # one GPU: each length, until one does not fit
+python -m benchmarks.long_context --model 7b --tokens 131072 --offload host --state 8bit   # optimizer state on the host
 torchrun --nproc-per-node 2 -m benchmarks.long_context --sequence 2   # cut over ranks, against the same without
 torchrun --nproc-per-node 4 -m benchmarks.long_context --sequence 4 --ring --tokens 8192   # the ring alone
 python -m benchmarks.long_context --model tiny --tokens 512   # a small size, to see that it runs
 
-For each length: three steps, seconds and tokens per second of the last, peak of device memory, host memory of block
-inputs, bytes sent for attention, and the loss. With --ring: of causal attention alone, by the ring, forward and
+For each length: three steps, seconds and losses of each, tokens per second of the last, peak of device memory, host
+memory of block inputs, and bytes sent for attention. With --ring: of causal attention alone, by the ring, forward and
 backward, the seconds that each rank computes on one thread, of the slowest and of the mean. JSON into $OUT if set, else
 on the screen.
 """
@@ -17,7 +18,6 @@ import argparse
 import gc
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ STEPS, TILE = 3, 4096
 RING_HEADS, RING_WIDTH = 3, 64  # of attention that is timed alone
 
 
-def train(name: str, tokens: int, sequence: int, device: torch.device) -> dict[str, Any]:
+def train(name: str, tokens: int, sequence: int, offload: str | None, state: Any) -> dict[str, Any]:
     """Three steps of one sequence, on a mesh that cuts it over `sequence` ranks."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh, cuda, sizes = onefold.mesh(shard=-1, sequence=sequence), device.type == "cuda", SHAPES[name]
     balanced = sizes.heads % sequence != 0  # by the ring
     torch.manual_seed(0)
@@ -45,10 +46,10 @@ def train(name: str, tokens: int, sequence: int, device: torch.device) -> dict[s
     for block in model.layers:
         onefold.tiled(block.mlp, tokens=TILE)
     precision = "bf16" if cuda else "fp32"
-    onefold.shard(model, stage=3, mesh=mesh, precision=precision, activations="checkpoint+host")
-    optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-5)
+    onefold.shard(model, stage=3, mesh=mesh, precision=precision, activations="checkpoint+host", offload=offload)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-5, state=state)
     ids = torch.randint(sizes.vocab, (1, tokens), generator=torch.Generator().manual_seed(1))
-    seconds, loss = 0.0, torch.zeros(())
+    seconds, losses = list[float](), list[float]()
     for _ in range(STEPS):
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -62,36 +63,42 @@ def train(name: str, tokens: int, sequence: int, device: torch.device) -> dict[s
         optimizer.zero_grad()
         if cuda:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
+        seconds.append(time.perf_counter() - began)
+        losses.append(loss.item())
     streams = dist.get_world_size() // sequence
     found = {
-        "model": name, "tokens": tokens, "sequence": sequence, "ranks": dist.get_world_size(), "step_s": seconds,
-        "tokens_per_s": tokens * streams / seconds, "loss": loss.item(),
-        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
+        "model": name, "tokens": tokens, "sequence": sequence, "ranks": dist.get_world_size(),
+        "offload": offload, "state": state, "steps_s": seconds, "tokens_per_s": tokens * streams / seconds[-1],
+        "losses": losses, "peak_bytes": torch.cuda.max_memory_allocated() if cuda else 0,
         "host_bytes": onefold.memory(model).checkpoints_host.measured,
         "sequence_sent_bytes": onefold.traffic(model).by_purpose.get("sequence", 0),
     }  # fmt: skip
-    del model, optimizer, loss
+    del model, optimizer, loss, mine
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
     return found
 
 
-def rows(name: str, tokens: int, longest: int, sequence: int, device: torch.device) -> list[dict[str, Any]]:
-    if sequence > 1:  # the same length without the axis, and with it
-        return [train(name, tokens, size, device) for size in (1, sequence)]
+def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each length; where ranks cut sequences, without the axis and with it."""
     found = list[dict[str, Any]]()
-    while tokens <= longest:
-        try:
-            found.append(train(name, tokens, 1, device))
-        except torch.cuda.OutOfMemoryError as error:
-            found.append({"model": name, "tokens": tokens, "ended": str(error).splitlines()[0]})
-            break
-        finally:
-            print(json.dumps(found[-1:]), file=sys.stderr, flush=True)  # of a run that is cut off these are left
-        tokens *= 2
+    for tokens in options.tokens:
+        for sequence in sorted({1, options.sequence}):
+            try:
+                found.append(train(options.model, tokens, sequence, options.offload, options.state))
+            except torch.cuda.OutOfMemoryError as error:
+                found.append({"model": options.model, "tokens": tokens, "ended": str(error).splitlines()[0]})
+                return found
+            write(found, options.model, options.sequence)  # of a run that is cut off these are left
     return found
+
+
+def write(found: list[dict[str, Any]], name: str, sequence: int) -> None:
+    """Into $OUT, from rank 0."""
+    if dist.get_rank() == 0 and (out := os.environ.get("OUT")):
+        text = json.dumps(found, indent=1)
+        (Path(out) / f"long_context-{name}-{sequence}.json").write_text(text + "\n")
 
 
 def ring(tokens: int, sequence: int, device: torch.device) -> list[dict[str, Any]]:
@@ -128,24 +135,21 @@ def ring(tokens: int, sequence: int, device: torch.device) -> list[dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=SHAPES, default="tiny")
-    parser.add_argument("--tokens", type=int, default=32768, help="the first length")
-    parser.add_argument("--longest", type=int, help="the last length; the first doubled until memory is full")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[32768], help="lengths, the shortest first")
+    parser.add_argument("--offload", choices=("host", "auto"), help="keep the optimizer state on the host")
+    parser.add_argument("--state", choices=("fp32", "bf16", "8bit"), default="fp32", help="form of the optimizer state")
     parser.add_argument("--sequence", type=int, default=1, help="ranks over which each sequence is cut")
     parser.add_argument("--ring", action="store_true", help="time attention by the ring alone")
     options = parser.parse_args()
     onefold.init()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    longest = options.longest or (options.tokens if options.model == "tiny" else 1 << 22)
     if options.ring:
-        found, name = ring(options.tokens, options.sequence, device), "ring"
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found, name = ring(options.tokens[0], options.sequence, device), "ring"
     else:
-        found, name = rows(options.model, options.tokens, longest, options.sequence, device), options.model
+        found, name = rows(options), options.model
+    write(found, name, options.sequence)
     if dist.get_rank() == 0:
-        text = json.dumps(found, indent=1)
-        out = os.environ.get("OUT")
-        if out:
-            (Path(out) / f"long_context-{name}-{options.sequence}.json").write_text(text + "\n")
-        print(text)
+        print(json.dumps(found, indent=1))
     onefold.shutdown()
 
 
