@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.long_context import TILE
 from benchmarks.predicted_cpu import RECORD, cpu_runs, slower
 from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
@@ -73,7 +74,7 @@ def cases() -> list[Case]:
     files = [*sorted(RESULTS.glob("gpu-*.json")), DOCS / "clipping-2.78b-h200.json"]
     found = [case for path in files for case in of_systems(path)]
     on_cpus = [Case(*run, None) for run in cpu_runs()]
-    return [*found, *simulated(), *recomputed(), *of_transformers(), *lean(), *on_cpus]
+    return [*found, *simulated(), *recomputed(), *of_transformers(), *lean(), *long_contexts(), *on_cpus]
 
 
 def free(machine: Hardware) -> Hardware:
@@ -117,14 +118,14 @@ def of_systems(path: Path) -> Iterator[Case]:
 def planned(
     shape: Shape, machine: Hardware, choice: Choice, ranks: int, batch: int, *, in_backward: bool = False,
     reshard_after_forward: bool = True, bucket_bytes: int = Zero.bucket_bytes, micro_batches: int = 1,
-    compiled: bool = False, state: str = "fp32", sums_width: int = 4,
+    compiled: bool = False, state: str = "fp32", sums_width: int = 4, tile: int | None = None,
 ) -> Estimate:  # fmt: skip
     """As `shard(precision="bf16")` runs on a GPU, with AdamW."""
     widths = widths_of("bf16", "split")
     if micro_batches > 1:
         widths = widths._replace(grad=sums_width)
     return Estimate(
-        work=Work(widths=widths, shape=shape, bucket_bytes=bucket_bytes, auto_wire=True), choice=choice,
+        work=Work(widths=widths, shape=shape, bucket_bytes=bucket_bytes, tile=tile, auto_wire=True), choice=choice,
         grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch, in_backward=in_backward,
         reshard_after_forward=reshard_after_forward, micro_batches=micro_batches, compiled=compiled,
     )  # fmt: skip
@@ -166,7 +167,7 @@ def of_transformers() -> Iterator[Case]:
 
 def lean() -> Iterator[Case]:
     """Qwen2.5's shapes in plain PyTorch, compiled, with moments and sums in bf16. Their loss is computed by tiles,
-    which the planner does not know: so peaks are not compared."""
+    and their MLPs are not, which the planner does not know: so peaks are not compared."""
     for size in ("1.5b", "7b"):
         path = DOCS / f"qwen2.5-{size}-h200.json"
         found = json.loads(path.read_text())
@@ -177,6 +178,17 @@ def lean() -> Iterator[Case]:
             compiled=True, state="bf16", sums_width=2,
         )  # fmt: skip
         yield Case(f"qwen2.5-{size}, lean", path.name, estimate, row["median_s"], None)
+
+
+def long_contexts() -> Iterator[Case]:
+    """Long sequences of `benchmarks/long_context.py` on one GPU, the last of three steps."""
+    for path in (DOCS / "long-context-1.5b-h200.json", DOCS / "long-context-7b-h200.json"):
+        for row in json.loads(path.read_text()):
+            shape = dataclasses.replace(FAMILIES[f"qwen2.5-{row['model']}"], seq=row["tokens"])
+            choice = Choice(3, optimizer=row["offload"] or "device", activations="checkpoint+host")
+            estimate = planned(shape, h200(), choice, 1, 1, state=row["state"], tile=TILE)
+            name = f"qwen2.5-{row['model']}, one sequence of {row['tokens']:,} tokens"
+            yield Case(name, path.name, estimate, row["steps_s"][-1], row["peak_bytes"])
 
 
 def recomputed() -> Iterator[Case]:

@@ -88,6 +88,9 @@ class PlanCommand(ModelOptions):
     activations: Literal["auto", "keep", "checkpoint", "checkpoint+host", "partition", "partition+host"] | None = None
     """What blocks keep for backward; by default only inputs, from which blocks are recomputed."""
 
+    tile: int | None = None
+    """Tokens in a tile of the loss and of MLPs (`tiled_cross_entropy`, `tiled`); by default they run whole."""
+
     hardware: str = "a100-80"
     """v100-32, a100-80, h100-80, h200, ethernet, laptop; a file that `onefold measure` wrote; or measure: benchmark
     this machine in seconds."""
@@ -233,6 +236,7 @@ class PlanCommand(ModelOptions):
                 shape=shape,
                 bucket_bytes=self._bucket_bytes(),
                 lora=self.lora,
+                tile=self.tile,
                 auto_wire=True,
             ),
             ranks=self.ranks,
@@ -279,7 +283,7 @@ class PlanCommand(ModelOptions):
     def _of_module(self) -> Plan:
         for_shapes = (
             "stage", "offload", "offload_parameters", "node_link_gb", "network_gb", "lora", "step_in_backward",
-            "compile", "tp", "pp", "replica", "sequence", "params", "model", "layers", "hidden", "heads",
+            "compile", "tile", "tp", "pp", "replica", "sequence", "params", "model", "layers", "hidden", "heads",
         )  # fmt: skip
         fields = {field.name: field.default for field in dataclasses.fields(self)}
         if given := [name for name in for_shapes if getattr(self, name) != fields[name]]:

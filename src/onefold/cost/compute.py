@@ -145,9 +145,11 @@ def shape_seconds(
     sequence: int = 1,
     trained: bool = True,
     compiled: bool = False,
+    tile: int | None = None,
 ) -> ComputeSeconds:
     """Of one micro-batch on one rank. `width` is the bytes per element of what computes; of a model that is not
-    `trained` itself, no gradients of its matrices are computed."""
+    `trained` itself, no gradients of its matrices are computed. MLPs that run by tiles of `tile` tokens are computed
+    once more in backward."""
     dtype, words = DTYPES[width], -(-shape.vocab // tp)
     tokens = batch * cut_shape(shape, sequence).seq
     more = together(rates, dtype, tokens, shape.hidden)
@@ -160,6 +162,10 @@ def shape_seconds(
     forward = head.forward + loss.forward + norm.forward + embedding
     backward = head.input_grad + head.weight_grad * trained + loss.backward + norm.backward + embedding + table
     again = 0.0 if policy == "keep" else blocks.forward
+    if tile is not None:
+        few = min(tile, tokens)
+        mlps = sum(n * rates.product(dtype, few, a, b).forward for a, b, n in shape.mlp_products(tp))
+        again += mlps * more.forward * tokens / few / pp
     return ComputeSeconds(blocks.forward + forward / pp, blocks.backward + backward / pp, again)
 
 

@@ -64,7 +64,11 @@ class Decoder(Shape):
     @property
     def block_numel(self) -> tuple[int, int]:
         queries = self.attention_numel + 2 * self.kv_heads * self.head_dim
-        return 4 * self.hidden, queries + self.attention_numel + 4 * self._active_width + self.active * self.hidden
+        return 4 * self.hidden, queries + self.attention_numel + self.mlp_numel
+
+    @property
+    def mlp_numel(self) -> int:
+        return 4 * self._active_width + self.active * self.hidden
 
     @property
     def widest_numel(self) -> int:
@@ -110,8 +114,12 @@ class Decoder(Shape):
         h, dense = self.hidden, min(self.dense_layers, self.layers)
         queries, keys = self.attention_numel // tp, -(-self.kv_heads // tp) * self.head_dim
         found: list[tuple[int, int, float]] = [
-            (h, queries, self.layers), (h, keys, 2 * self.layers), (queries, h, self.layers),
+            (h, queries, self.layers), (h, keys, 2 * self.layers), (queries, h, self.layers), *self.mlp_products(tp),
         ]  # fmt: skip
+        return found + ([(h, self.experts, self.layers - dense)] if self.experts else [])
+
+    def mlp_products(self, tp: int = 1) -> list[tuple[int, int, float]]:
+        h, dense, found = self.hidden, min(self.dense_layers, self.layers), list[tuple[int, int, float]]()
         mlps = [(self.dense_intermediate, dense), (self.intermediate * (not self.experts), self.layers - dense)]
         mlps += [
             (self.shared_intermediate, self.layers - dense),
@@ -120,7 +128,7 @@ class Decoder(Shape):
         for width, times in mlps:
             if width and times:
                 found += [(h, width // tp, 2 * times), (width // tp, h, times)]
-        return found + ([(h, self.experts, self.layers - dense)] if self.experts else [])
+        return found
 
     def parts(self, tp: int = 1, pp: int = 1) -> Iterator[Part]:
         self.check(tp, pp)

@@ -165,13 +165,15 @@ def instants(
     backward at once."""
     blocks = sum(segment.block and not segment.backward for segment in step)
     earlier = (in_flight - 1) * blocks * activations.kept_per_block
-    kept = blocks if activations.arena else 0
+    kept, first = blocks if activations.arena else 0, True
     for where, block, backward, head, gathered, arriving, tied, between in step:
         kept += block and not (backward or activations.arena)
         if between and not every:
             kept -= block and backward and not activations.arena
             continue
         base = earlier + kept * activations.kept_per_block
+        if block and backward and first:
+            base, first = base + activations.first_backward, False
         for held, working in _instants_of(arriving, activations, block=block, head=head, tied=tied):
             yield Instant(where, gathered, *held, base + working)
         kept -= block and backward and not activations.arena

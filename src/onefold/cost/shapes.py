@@ -75,6 +75,11 @@ class Shape:
         return 4 * self.hidden, 12 * self.hidden
 
     @property
+    def mlp_numel(self) -> int:
+        """Of what a block keeps, the elements per token between the input and the output of its MLP."""
+        return 8 * self.hidden
+
+    @property
     def widest_numel(self) -> int:
         """Elements per token of the largest activation inside a block."""
         return 4 * self.hidden
@@ -116,8 +121,12 @@ class Shape:
     def products(self, tp: int = 1) -> list[tuple[int, int, float]]:
         """The linear layers of all blocks on one rank: inputs, outputs, and how many there are, each for all tokens."""
         h = self.hidden
-        one = ((h, 3 * h // tp), (h // tp, h), (h, 4 * h // tp), (4 * h // tp, h))
-        return [(*sides, self.layers) for sides in one]
+        return [(h, 3 * h // tp, self.layers), (h // tp, h, self.layers), *self.mlp_products(tp)]
+
+    def mlp_products(self, tp: int = 1) -> list[tuple[int, int, float]]:
+        """Of those, the linear layers of MLPs."""
+        h = self.hidden
+        return [(h, 4 * h // tp, self.layers), (4 * h // tp, h, self.layers)]
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """The matrices of the blocks, which Muon updates, by name: rows and columns."""

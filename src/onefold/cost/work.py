@@ -21,6 +21,7 @@ from onefold.cost.layout import ParamInfo, UnitLayout, blocks_of, plan_units
 from onefold.cost.owners import newton_schulz_flops
 from onefold.cost.shapes import Shape, adapters
 from onefold.cost.sizes import Sizes, size_of_layout, sizes_of_count
+from onefold.cost.tiles import check_tile, with_tiles
 from onefold.errors import ConfigError
 from onefold.settings.placement import Placement, Scope
 from onefold.settings.widths import Widths
@@ -116,6 +117,7 @@ class Work:
     bucket_bytes: int = 128 << 20
     shared_bytes: int | None = None  # neighbouring blocks share units up to so many bytes; None: `bucket_bytes`
     lora: int = 0  # of a shape: the rank of adapters on every linear layer of its blocks; all else is frozen
+    tile: int | None = None  # of a shape: the tokens in a tile of the loss and of MLPs; None: they run whole
     auto_wire: bool = False  # where NCCL sums, 16-bit gradients travel in fp32: Precision(wire=…) says nothing
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -134,6 +136,7 @@ class Work:
         if self.lora and (self.shape is None or not 1 <= self.lora <= self.shape.hidden):
             most = f"1 to {self.shape.hidden}, the hidden size" if self.shape else "a shape, by --model or --layers"
             raise ConfigError(f"lora={self.lora} needs {most}")
+        check_tile(self.tile, self.shape)
 
     @property
     def parameters(self) -> int:
@@ -249,8 +252,12 @@ class Work:
             return _module_activations(self.module, batch, policy, grid)
         if self.shape is None:
             return NOTHING
-        found = shape_activations(cut_shape(self.shape, grid.sequence), batch, policy, grid.tp, self.widths.compute)
-        return with_trades(found, self.shape, batch, policy, grid.tp, grid.sequence, self.widths.compute)
+        cut, itemsize = cut_shape(self.shape, grid.sequence), self.widths.compute
+        found = shape_activations(cut, batch, policy, grid.tp, itemsize)
+        if self.tile is not None:
+            check_tile(self.tile, self.shape, grid.tp)
+            found = with_tiles(found, cut, batch, policy, itemsize, self.tile)
+        return with_trades(found, self.shape, batch, policy, grid.tp, grid.sequence, itemsize)
 
     def flops(self, batch: int, policy: str, grid: Grid) -> float:
         """Flops of one rank for forward and backward of one micro-batch."""
@@ -261,7 +268,10 @@ class Work:
             return 0.0
         passes = 3 if policy == "keep" else 4  # of which a frozen model leaves out one: the gradients of its matrices
         trained = (passes - 1) / passes if self.lora else 1.0
-        return trained * flops_per_sample(self.shape, policy) * batch / (grid.tp * grid.pp * grid.sequence)
+        flops = trained * flops_per_sample(self.shape, policy)
+        if self.tile is not None:
+            flops += 2 * self.shape.seq * sum(a * b * times for a, b, times in self.shape.mlp_products())
+        return flops * batch / (grid.tp * grid.pp * grid.sequence)
 
     def layers_here(self, grid: Grid) -> int:
         if self.module:

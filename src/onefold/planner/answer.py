@@ -100,7 +100,7 @@ def answer(
             f"tp={grid.tp} is larger than a node of {question.hardware.node_ranks}: its all-reduces cross the network"
         )
     ranked = ranked or recommend(question)
-    notes += _of_cut_sequences(question, ranked[0].estimate)
+    notes += _of_long_sequences(question, ranked[0].estimate)
     policy = ranked[0].estimate.choice.activations
     if policy.startswith("partition") and grid.tp == 1:
         policy = "checkpoint"
@@ -136,14 +136,18 @@ def answer(
     )
 
 
-def _of_cut_sequences(question: Question, chosen: Estimate) -> list[str]:
-    """What a plan with cut sequences leaves out, and how long they may be."""
-    shape, grid = question.work.shape, chosen.grid
-    if grid.sequence == 1 or shape is None:
+def _of_long_sequences(question: Question, chosen: Estimate) -> list[str]:
+    """What a plan with cut sequences or tiles leaves out, and how long sequences may be."""
+    shape, grid, tile = question.work.shape, chosen.grid, question.work.tile
+    if shape is None or (grid.sequence == 1 and tile is None):
         return []
-    how = "Ulysses" if by_ulysses(shape, grid.tp, grid.sequence) else "the ring"
+    found = list[str]()
+    if grid.sequence > 1:
+        how = "Ulysses" if by_ulysses(shape, grid.tp, grid.sequence) else "the ring"
+        found.append(f"sequence={grid.sequence}: attention by {how}, causal, without documents and windows")
+    if tile is not None:
+        found.append(
+            f"tile={tile}: loss and MLPs by tiles of so many tokens; attention's memory as measured on an H200"
+        )
     longest = longest_sequence(question, chosen.choice, grid)
-    return [
-        f"sequence={grid.sequence}: attention by {how}, causal, without documents and windows",
-        f"longest sequence that fits with {chosen.choice}, one at a time: {longest:,} tokens",
-    ]
+    return [*found, f"longest sequence that fits with {chosen.choice}, one at a time: {longest:,} tokens"]

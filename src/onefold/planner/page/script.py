@@ -46,6 +46,9 @@ def script(e: Estimate, settings: Settings) -> str:
     lines += ["# this rank's part of the model: docs/pipeline.md"] * (grid.pp > 1)
     lines += ["model = onefold.shard(", *(f"    {argument}," for argument in arguments), ")"]
     lines.append(f"optimizer = {_optimizer(settings, in_backward=e.in_backward)}")
+    if e.work.tile is not None:
+        lines.append(f"# tiles: onefold.tiled(block.mlp, tokens={e.work.tile}) of every block before shard(), and the")
+        lines.append(f"# loss by onefold.tiled_cross_entropy(hidden, head.weight, targets, tokens={e.work.tile})")
     if e.work.knows_activations:
         lines.append("")
         micro = f", {e.micro_batches} micro-batches per step" if e.micro_batches > 1 else ""

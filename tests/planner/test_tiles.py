@@ -1,0 +1,83 @@
+"""Plans of losses and MLPs by tiles: beside runs that were measured, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.predicted_cases import long_contexts
+from onefold.cost.case import Choice
+from onefold.cost.families import FAMILIES
+from onefold.cost.hardware import hardware
+from onefold.cost.search import Question, longest_sequence
+from onefold.cost.states import named_cost
+from onefold.cost.tiles import with_tiles
+from onefold.cost.work import Work, grid_of
+from onefold.errors import ConfigError
+from onefold.settings.widths import widths_of
+
+QWEN = dataclasses.replace(FAMILIES["qwen2.5-1.5b"], seq=131072)
+CHOICE = Choice(3, activations="checkpoint+host")
+
+
+def question(tile: int | None, *, sequence: int = 1) -> Question:
+    work = Work(widths=widths_of("bf16", "split"), shape=QWEN, tile=tile)
+    return Question(
+        work=work,
+        ranks=sequence,
+        hardware=hardware("h200"),
+        cost=named_cost("adamw", "fp32"),
+        sequence=sequence,
+        batch=1,
+    )
+
+
+def test_plans_are_near_the_runs_on_an_h200():
+    found = list(long_contexts())
+    assert len(found) == 4
+    for case in found:
+        assert 0.97 < case.estimate.peak_bytes / case.peak_bytes < 1.10, case.name
+        assert 0.85 < case.estimate.step_s / case.step_s < 1.15, case.name
+
+
+def test_tiles_make_room_for_longer_sequences_and_cost_another_forward_of_mlps():
+    whole, tiled = question(None), question(4096)
+    grid = whole.grid()
+    assert longest_sequence(tiled, CHOICE, grid) > 8 * longest_sequence(whole, CHOICE, grid)
+    plain, by_tiles = whole.price(CHOICE, grid, 1), tiled.price(CHOICE, grid, 1)
+    mlps = 2 * QWEN.seq * sum(a * b * times for a, b, times in QWEN.mlp_products())
+    assert by_tiles.work.flops(1, "checkpoint", grid) - plain.work.flops(1, "checkpoint", grid) == mlps
+    assert by_tiles.time.compute_s > plain.time.compute_s and by_tiles.peak_bytes < plain.peak_bytes / 4
+
+
+def test_a_larger_tile_takes_more_memory_and_cut_sequences_less():
+    peaks = [question(tile).price(CHOICE, grid_of(1), 1).peak_bytes for tile in (1024, 4096, 16384)]
+    assert peaks == sorted(set(peaks))
+    cut = question(4096, sequence=2)
+    assert longest_sequence(cut, CHOICE, cut.grid()) > 1.9 * longest_sequence(question(4096), CHOICE, grid_of(1))
+
+
+def test_blocks_that_keep_all_but_what_mlps_make():
+    work, plain = question(4096).work, question(None).work
+    kept = work.activations(1, "keep", grid_of(1)).kept_per_block
+    assert plain.activations(1, "keep", grid_of(1)).kept_per_block - kept == QWEN.seq * QWEN.mlp_numel * 2
+    longer = with_tiles(plain.activations(1, "checkpoint", grid_of(1)), QWEN, 1, "checkpoint", 2, 1 << 30)
+    assert longer.host_per_block == 0 and longer.block > work.activations(1, "checkpoint", grid_of(1)).block
+
+
+@pytest.mark.parametrize(
+    ("tile", "more", "said"),
+    [
+        (0, {"shape": QWEN}, "at least one token"),
+        (2.5, {"shape": QWEN}, "at least one token"),
+        (4096, {"numel": 10**9}, "needs a shape"),
+    ],
+)
+def test_what_is_no_tile_is_refused(tile, more, said):
+    with pytest.raises(ConfigError, match=said):
+        Work(widths=widths_of("bf16", "split"), tile=tile, **more)
+
+
+def test_a_tiled_loss_with_a_split_head_is_refused():
+    asked = dataclasses.replace(question(4096), tp=2, ranks=2)
+    with pytest.raises(ConfigError, match=r"tile=4096 with tp=2.*use tp=1"):
+        assert asked.price(CHOICE, asked.grid(), 1).peak_bytes
