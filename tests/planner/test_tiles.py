@@ -1,10 +1,12 @@
 """Plans of losses and MLPs by tiles: beside runs that were measured, and what is refused."""
 
 import dataclasses
+import json
 
 import pytest
 
 from benchmarks.predicted_cases import long_contexts
+from onefold.cli.main import main
 from onefold.cost.case import Choice
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import hardware
@@ -81,3 +83,21 @@ def test_a_tiled_loss_with_a_split_head_is_refused():
     asked = dataclasses.replace(question(4096), tp=2, ranks=2)
     with pytest.raises(ConfigError, match=r"tile=4096 with tp=2.*use tp=1"):
         assert asked.price(CHOICE, asked.grid(), 1).peak_bytes
+
+
+def test_tiles_are_offered_where_nothing_fits_and_not_twice(capsys):
+    asked = ["plan", "--model", "qwen2.5-1.5b", "--seq", "4000000", "--hardware", "h200"]
+    said = [" ".join(_printed(capsys, [*asked, *more]).split()) for more in ([], ["--tile", "4096"])]
+    assert "Nothing fits" in said[0] and "Nothing fits" in said[1]
+    assert ["--tile 4096" in one for one in said] == [True, False]
+    assert "longest sequence that fits" in said[1]
+
+
+def test_a_plan_that_may_choose_tensor_parallelism_does_not_split_a_tiled_loss(capsys):
+    asked = ["plan", "--model", "8b", "--ranks", "8", "--tp", "0", "--hardware", "h200", "--tile", "1024", "--json"]
+    assert {row["tp"] for row in json.loads(_printed(capsys, asked))["recommendations"]} == {1}
+
+
+def _printed(capsys, arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out

@@ -130,7 +130,7 @@ def _replicated_below(question: Question) -> int:
 
 def _grids(question: Question) -> list[Grid]:
     """The given grid; or tensor parallelism as far as it divides the model, never beyond a node."""
-    if question.tp is not None:
+    if question.tp is not None or question.work.tile is not None:  # a tiled loss needs a head that is not split
         return [question.grid()]
     degrees = [1]
     shape = question.work.shape

@@ -41,6 +41,7 @@ class Plan:
     hybrid: HybridMesh | None = None  # replicas of a sharded model, where that takes less time for messages
     pp: int = 1  # pipeline stages
     sums: str = ""  # how gradients are summed over ranks, by backend and ranks per node; empty for one rank
+    untiled: bool = False  # whether it is of a shape whose loss and MLPs run whole: tiles would take less memory
 
     @property
     def recommendation(self) -> Recommendation:
@@ -133,6 +134,7 @@ def answer(
         hybrid=propose(question, ranked[0].estimate) if ranked[0].fits and grid.sequence == 1 else None,
         pp=grid.pp,
         sums=priced[0].sums,
+        untiled=question.work.shape is not None and question.work.tile is None and ranked[0].estimate.grid.tp == 1,
     )
 
 

@@ -21,7 +21,7 @@ def summary(plan: Plan) -> tuple[str, str, str]:
     what = f"{choice.label}{tp}{batch}{offload}"
     memory = format_bytes(plan.hardware.memory_bytes)
     if not choice.fits:
-        tiles = " --tile 4096," if known and choice.tp == 1 else ""
+        tiles = " --tile 4096," * plan.untiled
         remedy = f"Try more ranks, --tp,{tiles} a shorter --seq, or devices with more memory."
         return f"Nothing fits. Closest: {what}.", f"Why: it {choice.reason}.", remedy
     peak = f"{format_bytes(choice.peak_bytes)} of {memory} at the peak"
