@@ -60,7 +60,7 @@ class StepTime:
             units = len(case.sizes.units) if grid.shard > 1 else 0
             return step_compute_s(found, hardware.rates, work.layers_here(grid), units) + self._gradients_s
         rate = hardware.flops * hardware.efficiency
-        return work.flops(case.batch, case.choice.activations, grid) / rate
+        return (work.flops(case.batch, case.choice.activations, grid) + work.tile_flops(case.batch, grid)) / rate
 
     @property
     def _forward_s(self) -> float:

@@ -268,10 +268,14 @@ class Work:
             return 0.0
         passes = 3 if policy == "keep" else 4  # of which a frozen model leaves out one: the gradients of its matrices
         trained = (passes - 1) / passes if self.lora else 1.0
-        flops = trained * flops_per_sample(self.shape, policy)
-        if self.tile is not None:
-            flops += 2 * self.shape.seq * sum(a * b * times for a, b, times in self.shape.mlp_products())
-        return flops * batch / (grid.tp * grid.pp * grid.sequence)
+        return trained * flops_per_sample(self.shape, policy) * batch / (grid.tp * grid.pp * grid.sequence)
+
+    def tile_flops(self, batch: int, grid: Grid) -> float:
+        """Flops of one rank for MLPs that backward computes once more, tile by tile, of one micro-batch."""
+        if self.shape is None or self.tile is None:
+            return 0.0
+        mlps = sum(inputs * outputs * times for inputs, outputs, times in self.shape.mlp_products())
+        return 2 * self.shape.seq * mlps * batch / (grid.pp * grid.sequence)
 
     def layers_here(self, grid: Grid) -> int:
         if self.module:
