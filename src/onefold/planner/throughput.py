@@ -81,7 +81,7 @@ def _policies(question: Question) -> tuple[str, ...]:
 
 
 def _point(e: Estimate) -> Point:
-    flops = e.work.flops(e.batch, e.choice.activations, e.grid) * e.micro_batches
+    flops = (e.work.flops(e.batch, e.choice.activations, e.grid) + e.work.tile_flops(e.batch, e.grid)) * e.micro_batches
     return Point(
         e.grid.ranks,
         e.batch,
