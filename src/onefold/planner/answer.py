@@ -149,7 +149,7 @@ def _of_long_sequences(question: Question, chosen: Estimate) -> list[str]:
         found.append(f"sequence={grid.sequence}: attention by {how}, causal, without documents and windows")
     if tile is not None:
         found.append(
-            f"tile={tile}: loss and MLPs by tiles of so many tokens; attention's memory as measured on an H200"
+            f"loss and MLPs by tiles of {tile:,} tokens; what else a block needs in backward is as measured on an H200"
         )
     longest = longest_sequence(question, chosen.choice, grid)
     return [*found, f"longest sequence that fits with {chosen.choice}, one at a time: {longest:,} tokens"]
