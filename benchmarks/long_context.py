@@ -20,7 +20,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,9 @@ STEPS, TILE = 3, 4096
 RING_HEADS, RING_WIDTH = 3, 64  # of attention that is timed alone
 
 
-def train(name: str, tokens: int, sequence: int, offload: str | None, state: Any) -> dict[str, Any]:
+def train(
+    name: str, tokens: int, sequence: int, offload: str | None, state: Literal["fp32", "bf16", "8bit"]
+) -> dict[str, Any]:
     """Three steps of one sequence, on a mesh that cuts it over `sequence` ranks."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     mesh, cuda, sizes = onefold.mesh(shard=-1, sequence=sequence), device.type == "cuda", SHAPES[name]
@@ -88,9 +90,11 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
             try:
                 found.append(train(options.model, tokens, sequence, options.offload, options.state))
             except torch.cuda.OutOfMemoryError as error:
+                if dist.get_world_size() > 1:
+                    raise  # the other ranks wait for this one
                 found.append({"model": options.model, "tokens": tokens, "ended": str(error).splitlines()[0]})
                 return found
-            write(found, options.model, options.sequence)  # of a run that is cut off these are left
+            write(found, options.model, options.sequence)  # finished rows stay if the run is killed
     return found
 
 
@@ -136,7 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768], help="lengths, the shortest first")
-    parser.add_argument("--offload", choices=("host", "auto"), help="keep the optimizer state on the host")
+    parser.add_argument(
+        "--offload", choices=("host", "auto"), help="optimizer state on the host: all, or what does not fit"
+    )
     parser.add_argument("--state", choices=("fp32", "bf16", "8bit"), default="fp32", help="form of the optimizer state")
     parser.add_argument("--sequence", type=int, default=1, help="ranks over which each sequence is cut")
     parser.add_argument("--ring", action="store_true", help="time attention by the ring alone")

@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 HEAD = """# Predicted and measured
 
 Step times and peaks of device memory as the planner gives them, beside those that were measured, case by case. Each
-case is planned with the settings it ran with. Nothing is fitted to the cases but two numbers: the memory of attention
-in blocks whose MLPs run by tiles (src/onefold/cost/tiles.py) is that of the long sequences. Seconds come from what
+case is planned with the settings it ran with. Nothing is fitted to the cases but two numbers
+of src/onefold/cost/tiles.py, which are fitted to the peaks of the long sequences. Seconds come from what
 `onefold measure` recorded of the device, by shape and dtype. Those of CPU ranks are multiplied by how much slower
 compute alone was in the same run, since other programs used the cores too. `python -m benchmarks.predicted` writes this
 page from the files that the last column names; `tests/bench/test_predicted.py` compares the two. Rows of

@@ -44,15 +44,16 @@ class Block(nn.Module):
 
 
 class Ticks:
-    """A thread that runs Python all the time: the longest time in which it could not."""
+    """The longest gap between two runs of a Python thread that wants to run every millisecond."""
 
     def __init__(self) -> None:
         self.longest, self._ended = 0.0, threading.Event()
         self._thread = threading.Thread(target=self._tick)
 
     def _tick(self) -> None:
-        last = time.perf_counter()
-        while not self._ended.wait(0.001):
+        last, ended = time.perf_counter(), False
+        while not ended:
+            ended = self._ended.wait(0.001)
             now = time.perf_counter()
             self.longest, last = max(self.longest, now - last), now
 

@@ -35,7 +35,7 @@ class ActivationBytes(NamedTuple):
     logits: int  # of that, the gradient of the logits, from which those of weights are made
     outside: int  # needed by a layer that is neither block nor head
     arena: bool = False  # whether kept inputs are in one buffer, whose length stays when backward empties it
-    first_backward: int = 0  # beside `block`, while the block computes whose backward comes first
+    first_backward: int = 0  # in addition to `block`, in the backward of the last block, which runs first
 
 
 NOTHING = ActivationBytes(0, 0, 0, 0, 0, 0, 0)

@@ -149,7 +149,7 @@ def shape_seconds(
 ) -> ComputeSeconds:
     """Of one micro-batch on one rank. `width` is the bytes per element of what computes; of a model that is not
     `trained` itself, no gradients of its matrices are computed. MLPs that run by tiles of `tile` tokens are computed
-    once more in backward."""
+    once more in backward, beside the recomputation of blocks."""
     dtype, words = DTYPES[width], -(-shape.vocab // tp)
     tokens = batch * cut_shape(shape, sequence).seq
     more = together(rates, dtype, tokens, shape.hidden)

@@ -11,7 +11,7 @@ WAITING = 3  # complete units that may wait for an earlier one in the reduce sch
 READ_AHEAD = 2  # units whose shards are read from disk before they are needed
 WAITING_SHARE = 0.25  # of the bytes of gradients: so many may wait on the device for host updates in backward
 LEAST_WAITING = 2  # of the largest gradients may wait in any case
-AHEAD = 8  # units whose backward the host may have enqueued before the device has run it, where threads run updates
+UNITS_AHEAD = 8  # units whose backward the host may launch before the device has run it, where threads run updates
 COPYING = 2  # gradients being copied to the host before compute may have to wait
 
 

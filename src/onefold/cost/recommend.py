@@ -134,7 +134,10 @@ def _grids(question: Question) -> list[Grid]:
         return [question.grid()]
     degrees = [1]
     shape = question.work.shape
-    while degrees[-1] * 2 <= question.hardware.node_ranks and question.ranks % (degrees[-1] * 2 * question.pp) == 0:
+    while (
+        degrees[-1] * 2 <= question.hardware.node_ranks
+        and question.ranks % (degrees[-1] * 2 * question.pp * question.replica * question.sequence) == 0
+    ):
         if shape is None or shape.heads % (degrees[-1] * 2) or shape.hidden % (degrees[-1] * 2):
             break
         degrees.append(degrees[-1] * 2)

@@ -76,7 +76,7 @@ class Shape:
 
     @property
     def mlp_numel(self) -> int:
-        """Of what a block keeps, the elements per token between the input and the output of its MLP."""
+        """Of what a block keeps, the elements per token that its MLP saves for backward."""
         return 8 * self.hidden
 
     @property
@@ -124,7 +124,7 @@ class Shape:
         return [(h, 3 * h // tp, self.layers), (h // tp, h, self.layers), *self.mlp_products(tp)]
 
     def mlp_products(self, tp: int = 1) -> list[tuple[int, int, float]]:
-        """Of those, the linear layers of MLPs."""
+        """The linear layers of all MLPs on one rank: inputs, outputs, and how many there are."""
         h = self.hidden
         return [(h, 4 * h // tp, self.layers), (4 * h // tp, h, self.layers)]
 

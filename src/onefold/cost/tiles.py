@@ -1,8 +1,8 @@
-"""Loss and MLPs computed by tiles of tokens (`tiled_cross_entropy`, `tiled`), in closed form: memory and work.
+"""Loss and MLPs computed tile by tile (`tiled_cross_entropy`, `tiled`), in closed form: activations, and flops.
 
-What an MLP makes of its input, and the logits, exist for one tile at a time. What is left of a block in backward is
-attention: queries, keys and values before and after their rotation, their gradients, what the kernel of attention's
-backward keeps beside them, and the block's input, norms and sums. That was measured: see ROWS.
+The intermediate activations of an MLP, and the logits, exist for one tile at a time. The rest of a block was measured:
+in backward it holds queries, keys and values before and after their rotation, their gradients, what the kernel of
+attention's backward keeps beside them, and the block's input, norms and sums.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from onefold.cost.activations import ActivationBytes
 from onefold.cost.shapes import Shape
 from onefold.errors import ConfigError
 
-# Vectors of the hidden size per token that a block holds at most in backward, without MLP and moved inputs; and those
-# that the block holds beside them whose backward comes first. Both follow from the peaks of two shapes on an H200, at
-# the end and at the start of backward (docs/results/long-context-*-h200.json). These decoders have rotary positions and
-# grouped queries, in plain torch; a GPT needs less.
-ROWS, FIRST = 31, 6
-MOVED = 3  # block inputs that are on their way: one restored, one prefetched, one copied out
+# In backward a block holds up to so many activations of tokens × hidden, and of tokens × the width of all queries,
+# without its MLP and without block inputs in transfer; the first block of backward holds FIRST_BLOCK_ROWS more. The sum
+# of the first two, and the third, are fitted to peaks of Qwen2.5's 1.5B and 7B shapes on an H200
+# (docs/results/long-context-*-h200.json). Their queries are as wide as the hidden size; how the sum divides is counted.
+HIDDEN_ROWS, QUERY_ROWS, FIRST_BLOCK_ROWS = 15, 16, 6
+IN_TRANSFER = 3  # block inputs on the device with "+host": one restored, one prefetched, one copied out
+FP32 = 4  # bytes of an element in which the gradient of the head is summed over tiles
 
 
 def check_tile(tile: int | None, shape: Shape | None, tp: int = 1) -> None:
@@ -26,7 +27,8 @@ def check_tile(tile: int | None, shape: Shape | None, tp: int = 1) -> None:
         raise ConfigError(f"tile={tile!r}: a tile has at least one token; give a whole number from 1 on, or none")
     if shape is None:
         raise ConfigError(
-            f"tile={tile} needs a shape, by --model or --layers: of a count neither MLPs nor logits are known"
+            f"tile={tile} needs a shape, by --model or --layers: a number of parameters does not give the sizes of MLPs "
+            f"and logits"
         )
     if tp > 1:
         raise ConfigError(
@@ -35,20 +37,25 @@ def check_tile(tile: int | None, shape: Shape | None, tp: int = 1) -> None:
 
 
 def with_tiles(
-    found: ActivationBytes, shape: Shape, batch: int, policy: str, itemsize: int, tile: int
+    found: ActivationBytes, shape: Shape, batch: int, policy: str, itemsize: int, tile: int, *, trained: bool = True
 ) -> ActivationBytes:
-    """The activations of a shape whose loss and MLPs run by tiles, from those without."""
+    """The activations of a shape whose loss and MLPs run by tiles, from those without. If the head is not `trained`, it
+    has no gradient."""
     tokens = batch * shape.seq
-    few, row = min(tile, tokens), tokens * shape.hidden * itemsize
-    mlp, table = shape.mlp_numel * itemsize, shape.vocab * shape.hidden * itemsize
-    kept = found.kept_per_block - tokens * mlp if policy == "keep" else found.kept_per_block
-    moved = MOVED if found.host_per_block else 0
-    working = max(row, ROWS * row - kept) if policy == "keep" else (ROWS + moved) * row
+    tile_tokens, hidden_bytes = min(tile, tokens), tokens * shape.hidden * itemsize
+    mlp_bytes, head_numel = shape.mlp_numel * itemsize, shape.vocab * shape.hidden * trained
+    kept = found.kept_per_block - tokens * mlp_bytes if policy == "keep" else found.kept_per_block
+    working = HIDDEN_ROWS * hidden_bytes + QUERY_ROWS * tokens * shape.attention_numel * itemsize
+    if policy == "keep":
+        working = max(hidden_bytes, working - kept)
+    elif found.host_per_block:
+        working += IN_TRANSFER * hidden_bytes
+    rounded = head_numel * itemsize if itemsize < FP32 else 0  # the sum of the head's gradient, in its dtype
     return found._replace(
         kept_per_block=kept,
-        block=working + few * mlp,
-        widest=few * shape.widest_numel * itemsize,
-        head=3 * row + few * shape.vocab * itemsize + 2 * table,  # the last: the head's gradient, and a tile's part
-        logits=2 * row + table,
-        first_backward=FIRST * row,
+        block=working + tile_tokens * mlp_bytes,
+        widest=tile_tokens * shape.widest_numel * itemsize,
+        head=3 * hidden_bytes + FP32 * head_numel + max(tile_tokens * shape.vocab * itemsize, rounded),
+        logits=2 * hidden_bytes + head_numel * itemsize,
+        first_backward=FIRST_BLOCK_ROWS * hidden_bytes,
     )

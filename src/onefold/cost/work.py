@@ -256,7 +256,7 @@ class Work:
         found = shape_activations(cut, batch, policy, grid.tp, itemsize)
         if self.tile is not None:
             check_tile(self.tile, self.shape, grid.tp)
-            found = with_tiles(found, cut, batch, policy, itemsize, self.tile)
+            found = with_tiles(found, cut, batch, policy, itemsize, self.tile, trained=not self.lora)
         return with_trades(found, self.shape, batch, policy, grid.tp, grid.sequence, itemsize)
 
     def flops(self, batch: int, policy: str, grid: Grid) -> float:
@@ -271,7 +271,7 @@ class Work:
         return trained * flops_per_sample(self.shape, policy) * batch / (grid.tp * grid.pp * grid.sequence)
 
     def tile_flops(self, batch: int, grid: Grid) -> float:
-        """Flops of one rank for MLPs that backward computes once more, tile by tile, of one micro-batch."""
+        """Flops of the extra forward of MLPs that tiles run in backward, for one micro-batch on one rank."""
         if self.shape is None or self.tile is None:
             return 0.0
         mlps = sum(inputs * outputs * times for inputs, outputs, times in self.shape.mlp_products())

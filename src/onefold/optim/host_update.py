@@ -24,7 +24,7 @@ from torch import Tensor
 from onefold.comm.endpoint import Pending
 from onefold.comm.spans import span
 from onefold.comm.streams import StreamEvent
-from onefold.cost.limits import AHEAD, COPYING, WORKERS, waiting_bytes
+from onefold.cost.limits import COPYING, UNITS_AHEAD, WORKERS, waiting_bytes
 from onefold.errors import OffloadError
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.kernels.threads import threads_here
@@ -88,7 +88,7 @@ class HostUpdates(HostGradients):
         self.budget = ByteBudget(waiting_bytes(self._device_bytes()))
         self._positions: dict[int, int] = {}
         self._reduced: dict[int, Reduced] = {}  # units of this backward, in the order of their gradients
-        self._enqueued: deque[StreamEvent] = deque()  # after the last units of backward that the host has enqueued
+        self._backward_events: deque[StreamEvent] = deque()  # after each of the last units whose gradients are complete
         self._reserved = False
         if self.host.cuda:  # the cores are idle while the device trains
             cores = threads_here()
@@ -195,15 +195,14 @@ class HostUpdates(HostGradients):
         self._reduced[index] = Reduced(self.host.record_event(), self._engine.units[index].flat_params.reads)
         if self._by_unit[index].slots:
             self.prepared.start(index, groups, self._forward_position(index))
-        self._stay_near(self._reduced[index].event)
 
-    def _stay_near(self, enqueued: StreamEvent) -> None:
-        """Waits until the device is at most AHEAD units of backward behind the host. Without a limit the host fills the
-        device's queue of launches. CUDA calls of all threads then wait for the device, some of them with the GIL, and
-        no update runs until backward ends."""
-        self._enqueued.append(enqueued)
-        if len(self._enqueued) > AHEAD:
-            self._enqueued.popleft().wait()
+    def limit_run_ahead(self) -> None:
+        """Called in backward when the gradients of a unit are complete: blocks the host until the device has run the
+        backward of all but the last UNITS_AHEAD units. Otherwise the CUDA launch queue fills up; launches then block,
+        some while holding the GIL, and no update thread runs."""
+        self._backward_events.append(self.host.record_event())
+        if len(self._backward_events) > UNITS_AHEAD:
+            self._backward_events.popleft().wait()
 
     def forget_prepared(self) -> None:
         """Parameters, optimizer state or settings may change before step(): updates begin from what is there then."""
@@ -298,6 +297,10 @@ class UpdateOnHost(UpdateAtStep):
     ) -> None:
         super().__init__(engine, by_unit)
         self.host, self._groups = host, groups
+
+    def reduction_starts(self, index: int) -> None:
+        super().reduction_starts(index)
+        self.host.limit_run_ahead()
 
     def reduced(self, index: int, *, final: bool) -> bool:
         mine = self.host.on_reduced(index, final=final)

@@ -16,6 +16,8 @@ from onefold.cost.search import Question, check_question, longest_sequence
 from onefold.cost.text import format_bytes
 from onefold.planner.rows import Recommendation, Row, recommendation_of, row_of
 
+TILE = 4096  # tokens: what a plan offers where tiles take less memory
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -41,7 +43,7 @@ class Plan:
     hybrid: HybridMesh | None = None  # replicas of a sharded model, where that takes less time for messages
     pp: int = 1  # pipeline stages
     sums: str = ""  # how gradients are summed over ranks, by backend and ranks per node; empty for one rank
-    untiled: bool = False  # whether it is of a shape whose loss and MLPs run whole: tiles would take less memory
+    remedies: tuple[str, ...] = ()  # what to try where nothing fits
 
     @property
     def recommendation(self) -> Recommendation:
@@ -134,12 +136,24 @@ def answer(
         hybrid=propose(question, ranked[0].estimate) if ranked[0].fits and grid.sequence == 1 else None,
         pp=grid.pp,
         sums=priced[0].sums,
-        untiled=question.work.shape is not None and question.work.tile is None and ranked[0].estimate.grid.tp == 1,
+        remedies=_remedies(question, ranked[0].estimate),
     )
 
 
+def _remedies(question: Question, closest: Estimate) -> tuple[str, ...]:
+    """What to try where nothing fits: tiles only where they take less memory, and no tensor parallelism beside them."""
+    work, found = question.work, ["more ranks"]
+    if work.tile is None:
+        found.append("--tp")
+    if work.shape is not None and work.tile is None and closest.grid.tp == 1:
+        tiled = dataclasses.replace(question, work=dataclasses.replace(work, tile=TILE, _cache={}))
+        if tiled.price(closest.choice, closest.grid, closest.batch).peak_bytes < closest.peak_bytes:
+            found.append(f"--tile {TILE}")
+    return (*found, "a shorter --seq", "devices with more memory")
+
+
 def _of_long_sequences(question: Question, chosen: Estimate) -> list[str]:
-    """What a plan with cut sequences or tiles leaves out, and how long sequences may be."""
+    """What a plan with cut sequences or tiles assumes, and how long sequences may be."""
     shape, grid, tile = question.work.shape, chosen.grid, question.work.tile
     if shape is None or (grid.sequence == 1 and tile is None):
         return []
@@ -152,4 +166,8 @@ def _of_long_sequences(question: Question, chosen: Estimate) -> list[str]:
             f"loss and MLPs by tiles of {tile:,} tokens; what else a block needs in backward is as measured on an H200"
         )
     longest = longest_sequence(question, chosen.choice, grid)
-    return [*found, f"longest sequence that fits with {chosen.choice}, one at a time: {longest:,} tokens"]
+    return [
+        *found,
+        f"longest sequence that fits with {chosen.choice}, activations {chosen.choice.activations}, one at a time: "
+        f"{longest:,} tokens",
+    ]

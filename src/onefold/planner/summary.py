@@ -21,8 +21,7 @@ def summary(plan: Plan) -> tuple[str, str, str]:
     what = f"{choice.label}{tp}{batch}{offload}"
     memory = format_bytes(plan.hardware.memory_bytes)
     if not choice.fits:
-        tiles = " --tile 4096," * plan.untiled
-        remedy = f"Try more ranks, --tp,{tiles} a shorter --seq, or devices with more memory."
+        remedy = f"Try {', '.join(plan.remedies[:-1])}, or {plan.remedies[-1]}."
         return f"Nothing fits. Closest: {what}.", f"Why: it {choice.reason}.", remedy
     peak = f"{format_bytes(choice.peak_bytes)} of {memory} at the peak"
     expected = [peak] if known else [f"{peak}, without activations"]

@@ -71,7 +71,7 @@ GROUPS: tuple[tuple[str, tuple[Field, ...]], ...] = (
         Field("lora", "LoRA rank", "whole", empty="none"),
         Field("activations", "Activations", "choice", (("", "recompute blocks"), ("auto", AUTO), *_same(
             "keep", "checkpoint", "checkpoint+host", "partition", "partition+host"))),
-        Field("tile", "Tile of loss and MLPs, tokens", "whole", empty="whole"),
+        Field("tile", "Tile of loss and MLPs, tokens", "whole", empty="no tiles"),
         Field("compile", "Compile blocks", "choice", (("", "no"), *_same("yes"))),
         Field("tokens", "Tokens to train on", "number", empty="20 × params"),
     )),
