@@ -54,11 +54,17 @@ def padded() -> dict[str, torch.Tensor]:
     return batch
 
 
+def masked() -> dict[str, torch.Tensor]:
+    """Positions that start again beside a mask, by which transformers takes all tokens for one document."""
+    return {**packed(), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
+
+
 CASES = {
     "grouped, odd length": (llama, tokens(11), {}),
     "window": (qwen, tokens(12), {}),
     "packed": (llama, packed(), {"activations": "checkpoint"}),
     "padded, tiled": (llama, padded(), {}),
+    "positions and a mask": (llama, masked(), {}),
     "window, packed": (qwen, packed(), {}),
     "ring, packed": (one_head, packed(), {}),
 }
@@ -95,6 +101,9 @@ def compare_cases() -> list[str]:
             evaluated = model(**batch).loss.item()
             if evaluated != pytest.approx(plain.eval()(**batch, use_cache=False).loss.item(), rel=1e-4):
                 wrong.append(f"{name}: evaluated as {evaluated}")
+        with torch.inference_mode():
+            if model(**batch).loss.item() != evaluated:
+                wrong.append(f"{name}: not as evaluated with no_grad()")
     return wrong + refused(mesh)
 
 
@@ -105,7 +114,24 @@ def refused(mesh: Any) -> list[str]:
     onefold.hf.cut_sequences(dropping, mesh)
     cut = onefold.hf.cut_sequences(llama(), mesh)
     cached = transformers.DynamicCache(config=cut.config)
+    tiny = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    bert, roberta = transformers.BertConfig(**tiny), transformers.RobertaConfig(**tiny, is_decoder=True)
+    routed = {**tiny, "num_key_value_heads": 2, "num_local_experts": 2, "output_router_logits": True}
+    mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**routed))
+    classes = transformers.LlamaForTokenClassification(llama().config)
     tries = {
+        "BertForMaskedLM has another loss": lambda: onefold.hf.cut_sequences(transformers.BertForMaskedLM(bert), mesh),
+        "LlamaForTokenClassification has another loss": lambda: onefold.hf.cut_sequences(classes, mesh),
+        "position_embeddings of RobertaForCausalLM": lambda: onefold.hf.cut_sequences(
+            transformers.RobertaForCausalLM(roberta), mesh
+        ),
+        "MixtralForCausalLM adds a loss of its router": lambda: onefold.hf.cut_sequences(mixtral, mesh),
         r"the attention of the model \(BloomForCausalLM\) cannot": lambda: onefold.hf.cut_sequences(bloom, mesh),
         "LlamaAttention of layer 0 drops attention weights out": lambda: dropping(**tokens(8)),
         r"model.layers.0.self_attn \(LlamaAttention\) calls torch's scaled_dot": lambda: uncut(**tokens(8)),

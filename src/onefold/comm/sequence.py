@@ -83,12 +83,12 @@ class SequenceGroup:
     def whole_documents(self, documents: Tensor) -> Tensor:
         """The documents (batch, tokens) of the whole sequence. Ranks send them once for each tensor, so once for a
         batch whose blocks are given the same tensor. Collective."""
-        known = self._gathered
-        if known is None or known[0]() is not documents or known[1] != documents._version:
+        known, version = self._gathered, 0 if documents.is_inference() else documents._version
+        if known is None or known[0]() is not documents or known[1] != version:
             flat = torch.empty(self.size, *documents.shape, dtype=torch.int32, device=documents.device)
             flat[self.rank].copy_(documents)
             self.comm.all_gather(flat.view(-1), DOCUMENTS).wait()
-            self._gathered = known = ref(documents), documents._version, flat.transpose(0, 1).flatten(1)
+            self._gathered = known = ref(documents), version, flat.transpose(0, 1).flatten(1)
         return known[2]
 
 

@@ -27,8 +27,8 @@ def check_tile(tile: int | None, shape: Shape | None, tp: int = 1) -> None:
         raise ConfigError(f"tile={tile!r}: a tile has at least one token; give a whole number from 1 on, or none")
     if shape is None:
         raise ConfigError(
-            f"tile={tile} needs a shape, by --model or --layers: a number of parameters does not give the sizes of MLPs "
-            f"and logits"
+            f"tile={tile} needs a shape, by --model or --layers: a number of parameters does not give the sizes of "
+            f"MLPs and logits"
         )
     if tp > 1:
         raise ConfigError(

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from onefold import ConfigError, ModelError, cut_sequence, sequence_attention, token_mean
 from onefold.comm.mesh import Mesh
@@ -29,6 +30,11 @@ STATE = "_onefold_sequences"  # attribute of modules
 LAYERS = {"full_attention", "sliding_attention"}
 UNSUPPORTED = ("softcap", "position_bias", "s_aux", "cache")  # of attention functions' arguments
 IGNORED = -100
+POSITIONS = "onefold_position_ids"  # of a batch that is cut: positions that say nothing of documents
+ROUTER = (
+    "adds a loss of its router (output_router_logits=True), which needs whole sequences; set output_router_logits to "
+    'False, or use a mesh without the axis "sequence"'
+)
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")  # of TRL's fused head
 
 
@@ -125,6 +131,7 @@ def _check(causal: Any) -> None:
                 f"the attention of {part_name or 'the model'} ({type(part).__name__}) cannot be replaced: it does not "
                 f'use transformers\' attention interface; use a mesh without the axis "sequence"'
             )
+    _check_head(causal)
     config = causal.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - LAYERS
     if kinds or causal.config.is_encoder_decoder or getattr(config, "is_causal", True) is False:
@@ -133,6 +140,35 @@ def _check(causal: Any) -> None:
             f"{name} has {what}, and cut_sequences() knows causal attention, with and without sliding windows; use a "
             f'mesh without the axis "sequence"'
         )
+
+
+def _check_head(causal: Any) -> None:
+    """Raises unless the model's loss, if it has one, is that of the next token and of nothing else."""
+    name, known = type(causal).__name__, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    classes = [base.__name__ for base in type(causal).__mro__]
+    next_token = any(base in known or base.endswith(("ForCausalLM", "ForConditionalGeneration")) for base in classes)
+    if "labels" in inspect.signature(causal.forward).parameters and not next_token:
+        raise ModelError(
+            f"{name} has another loss than that of the next token, and cut_sequences() shifts labels for that one; use "
+            f'a mesh without the axis "sequence"'
+        )
+    if getattr(causal.config.get_text_config(), "output_router_logits", False):
+        raise ModelError(f"{name} {ROUTER}")
+    for where, part in causal.named_modules():
+        if where.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+            raise ModelError(
+                f"{where} of {name} counts positions from padding_idx + 1 and leaves padding out, which "
+                f'cut_sequences() does not; use a mesh without the axis "sequence"'
+            )
+
+
+def _as_transformers(given: dict[str, Any]) -> dict[str, Any]:
+    """The batch; where it has a mask its positions say nothing of documents, as in transformers."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is None or positions is None or positions.dim() > 2:
+        return given
+    rest = {name: value for name, value in given.items() if name != "position_ids"}
+    return {**rest, POSITIONS: positions.view(-1, positions.shape[-1]).expand(mask.shape[0], -1)}
 
 
 def _cut_forward(causal: Any) -> Any:
@@ -151,7 +187,11 @@ def _cut_forward(causal: Any) -> Any:
                 "into a plain model"
             )
         items, settings = given.pop("num_items_in_batch", None), _settings(given)
-        cut = cut_sequence(given, state.mesh, balanced=state.balanced)
+        if settings.get("output_router_logits"):
+            raise ModelError(f"{type(self).__name__} {ROUTER}")
+        cut = cut_sequence(_as_transformers(given), state.mesh, balanced=state.balanced)
+        if POSITIONS in cut:
+            cut["position_ids"] = cut.pop(POSITIONS)
         targets: Tensor | None = cut.get("shift_labels")
         if targets is not None:
             cut |= {"labels": targets, "num_items_in_batch": 1}  # the sum of the losses
@@ -221,7 +261,7 @@ def _attention(
     if odd or attention_mask is not None:
         _refuse(module, f"asks for {odd[0] if odd else 'a mask'} in its attention")
     if dropout:
-        _refuse(module, f"drops attention weights out (attention_dropout={dropout:g}); set it to 0")
+        _refuse(module, f"drops attention weights out (p = {dropout:g}; set the model's dropout of attention to 0)")
     if state.documents and documents is None:
         _refuse(module, "was not passed the documents of packed or padded sequences by the model")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -107,12 +107,25 @@ def _compare(batch: Mapping[str, Any], mesh: Mesh, balanced: bool) -> None:
     given = next(batch[name] for name in TOKENS if name in batch)
     group, mine = sequence_group(mesh, torch.device(mesh.device_type)), f"a batch {tuple(given.shape)}"
     if not given.is_cuda or group.batches == 0:  # on a device the host would wait for it, in every step
-        mine += f" of digest {crc32(given.detach().cpu().contiguous().view(torch.uint8).numpy()):08x}"
+        mine += f" of digest {_digest(batch):08x}"
     group.batches, group.balanced = group.batches + 1, balanced
     group.compare(mine, SAME)
 
 
+def _digest(batch: Mapping[str, Any]) -> int:
+    """Of all tensors in a batch, and their names."""
+    found = 0
+    for name in sorted(name for name, one in batch.items() if isinstance(one, Tensor)):
+        flat = batch[name].detach().cpu().contiguous().view(-1)
+        found = crc32(flat.view(torch.uint8).numpy(), crc32(name.encode(), found))
+    return found
+
+
 def _tokens(batch: Mapping[str, Any]) -> tuple[int, int]:
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"cut_sequence() needs a batch by names, such as {{'input_ids': …}}, and was given {type(batch).__name__}"
+        )
     for name in TOKENS:
         if isinstance(batch.get(name), Tensor) and batch[name].dim() >= 2:
             return batch[name].shape[0], batch[name].shape[1]
@@ -150,6 +163,10 @@ def _documents(batch: Mapping[str, Any], rows: int, tokens: int, device: torch.d
     mask = batch.get("attention_mask")
     if mask is None:
         return found
+    if not isinstance(mask, Tensor):
+        raise ConfigError(
+            f"cut_sequence() got attention_mask as {type(mask).__name__}; it needs a tensor (batch, tokens)"
+        )
     if mask.shape != (rows, tokens):
         raise ConfigError(
             f"cut_sequence() got attention_mask {tuple(mask.shape)}; it needs (batch, tokens) = {(rows, tokens)}, 0 "
@@ -187,6 +204,11 @@ def _by_lengths(name: str, ends: Tensor, rows: int, tokens: int, device: torch.d
         raise ConfigError(
             f"cut_sequence() got {name} {tuple(ends.shape)} with a batch of {rows}; documents of a batch of one "
             f"sequence are numbered by it. For more, give documents (batch, tokens)"
+        )
+    if not ends.is_cuda and (not len(ends) or ends[0] != 0 or ends[-1] != tokens or bool((ends.diff() < 0).any())):
+        raise ConfigError(
+            f"cut_sequence() got {name} {ends.tolist()} for {tokens} tokens; it needs the first token of each document "
+            f"and the end of the last, in order: 0 first, {tokens} last"
         )
     at = torch.arange(tokens, device=device)
     return torch.bucketize(at, ends.to(device), right=True).to(torch.int32).sub_(1).view(1, tokens)

@@ -61,13 +61,14 @@ def sequence_attention(
     >>> whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     >>> torch.testing.assert_close(out, whole)
     """
-    _check(q, k, v, documents, window, method)
+    _check(q, k, v, documents, window, method, tile)
     group = group_of(mesh, q.device)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if group is None:
         return _attend(q, k, v, Visible(causal, window, documents), scale, tile)
     with _attending(group):
-        _compare_shapes(group, q, k, v)
+        asked = f"causal={causal}, window={window}, method={method!r}, balanced={balanced}"
+        _compare_shapes(group, q, k, v, f"{asked}, {'no ' if documents is None else ''}documents")
         group.check_balance(q.shape[2], balanced)
         if documents is not None:
             documents = group.whole_documents(documents)
@@ -132,13 +133,22 @@ def _attending(group: SequenceGroup) -> Iterator[None]:
         group.attending = False
 
 
-def _compare_shapes(group: SequenceGroup, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises on all ranks if their stretches are not equal."""
-    mine = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}"
-    group.compare_shapes(mine, "they need stretches of equal length, as onefold.cut_sequence makes them of one batch")
+def _compare_shapes(group: SequenceGroup, q: Tensor, k: Tensor, v: Tensor, asked: str) -> None:
+    """Raises on all ranks if their stretches are not equal, or what they ask for."""
+    mine = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} of {q.dtype}, {asked}"
+    group.compare_shapes(
+        mine,
+        "they need the same arguments, and stretches of equal length, as onefold.cut_sequence makes them of one batch",
+    )
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, method: str) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None, method: str, tile: int
+) -> None:
+    if type(tile) is not int or tile < 1:
+        raise ConfigError(
+            f"sequence_attention(tile={tile!r}): a tile has at least one token; give a whole number from 1 on"
+        )
     if method not in METHODS:
         raise ConfigError(f"sequence_attention(method={method!r}) is unsupported; use one of {', '.join(METHODS)}")
     if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or q.shape[-1] != k.shape[-1]:
