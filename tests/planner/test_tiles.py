@@ -112,6 +112,29 @@ def test_a_plan_that_may_choose_tensor_parallelism_does_not_split_a_tiled_loss(c
     assert {row["tp"] for row in json.loads(_printed(capsys, asked))["recommendations"]} == {1}
 
 
+def test_every_choice_says_how_long_a_sequence_fits(capsys):
+    asked = [
+        "plan",
+        "--model",
+        "qwen2.5-1.5b",
+        "--seq",
+        "65536",
+        "--ranks",
+        "2",
+        "--sequence",
+        "2",
+        "--hardware",
+        "h200",
+    ]
+    found = json.loads(_printed(capsys, [*asked, "--json"]))
+    rows = [*found["stages"], *found["variants"]]
+    assert len(rows) > 8 and all(row["longest_sequence"] > 65536 for row in rows if row["fits"])
+    tiled = json.loads(_printed(capsys, [*asked, "--tile", "4096", "--json"]))["stages"]
+    assert all(long["longest_sequence"] > 2 * row["longest_sequence"] for long, row in zip(tiled, found["stages"]))
+    plain = json.loads(_printed(capsys, ["plan", "--model", "8b", "--ranks", "8", "--json"]))["stages"]
+    assert {row["longest_sequence"] for row in plain} == {None}
+
+
 def _printed(capsys, arguments):
     assert main(arguments) == 0
     return capsys.readouterr().out

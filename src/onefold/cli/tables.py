@@ -90,8 +90,8 @@ def show_all(plan: Plan) -> None:
 
 def _memory(rows: Sequence[Row]) -> Cells:
     heads = ("on each rank", "params", "grads", "optimizer", "states", "grads then", "buffers",
-             "gathered", "activ.", "margin", "peak", "host", "pinned", "disk", "fits", "max batch", "min ranks",
-             "max model")  # fmt: skip
+             "gathered", "activ.", "margin", "peak", "host", "pinned", "disk", "fits", "max batch", "max seq",
+             "min ranks", "max model")  # fmt: skip
     body = []
     for row in rows:
         cells = (row.params_bytes, row.grads_bytes, row.optimizer_bytes, row.states_bytes, row.peak_grads_bytes,
@@ -99,6 +99,9 @@ def _memory(rows: Sequence[Row]) -> Cells:
                  row.peak_bytes)  # fmt: skip
         offloaded = [bytes_or_blank(nbytes) for nbytes in (row.host_bytes, row.pinned_bytes, row.disk_bytes)]
         most = "" if row.largest_batch is None else row.largest_batch or "none"
+        longest = (
+            "" if row.longest_sequence is None else f"{row.longest_sequence:,}" if row.longest_sequence else "none"
+        )
         fits = "[green]yes[/]" if row.fits else "[red]no[/]"
         body.append(
             [
@@ -107,6 +110,7 @@ def _memory(rows: Sequence[Row]) -> Cells:
                 *offloaded,
                 fits,
                 most,
+                longest,
                 row.fewest_ranks or "none",
                 format_numel(row.largest_model),
             ]
@@ -126,7 +130,7 @@ def _traffic(rows: Sequence[Row]) -> Cells:
 
 
 def _time(rows: Sequence[Row]) -> Cells:
-    heads = ("a step", "seconds", "compute", "waits for links", "tensor parallel", "update", "on the host",
+    heads = ("a step", "seconds", "compute", "waits for links", "tp, sequence", "update", "on the host",
              "transfers", "bubble", "prefetch", "break-even", "tokens/s", "days")  # fmt: skip
     body = []
     for row in rows:

@@ -13,7 +13,7 @@ from onefold.errors import ConfigError
 from onefold.planner.throughput import STATED, Point, expected, rank_counts, scaling
 
 STAGES = (1, 2, 3)
-HEADS = ("stage, ranks", "batch", "in all", "activations", "a step", "compute", "waits for links", "tensor parallel",
+HEADS = ("stage, ranks", "batch", "in all", "activations", "a step", "compute", "waits for links", "tp, sequence",
          "update", "TFLOP/s per rank", "samples/s", "to linear")  # fmt: skip
 
 

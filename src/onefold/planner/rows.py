@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import Hardware
 from onefold.cost.recommend import Ranked
-from onefold.cost.search import Question, days, fewest_ranks, fits, largest_batch, largest_model
+from onefold.cost.search import Question, days, fewest_ranks, fits, largest_batch, largest_model, longest_sequence
 from onefold.cost.seconds import break_even_batch
 from onefold.cost.traffic import Sent
 
@@ -61,7 +61,7 @@ class Row:
     step_s: float
     compute_s: float
     exposed_s: float  # messages that no computing hides
-    tensor_s: float  # messages of tensor parallelism
+    tensor_s: float  # messages of tensor parallelism, and of attention over cut sequences
     update_s: float
     host_update_s: float  # updates on the host, hidden or not
     transfer_s: float  # copies between the device and host or disk
@@ -71,6 +71,7 @@ class Row:
     look_ahead: int  # units to prefetch, so that computing hides their all-gathers
     bandwidth_bound: bool  # all-gathers take longer than computing: no prefetch hides them
     largest_batch: int | None  # None: unknown, or not searched for
+    longest_sequence: int | None  # tokens, one at a time; None: neither cut nor by tiles, or not searched for
     fewest_ranks: int | None  # None: no number of them, or not searched for
     largest_model: int  # parameters whose states would fill the devices: an upper bound
     break_even_batch: int | None  # stage 3: from this batch on messages take under 5% of the compute, hidden or not
@@ -136,10 +137,11 @@ def exact_row(row: Row, seen: Rehearsal, machine: Hardware) -> Row:
 
 
 def row_of(question: Question, e: Estimate, tokens: float | None, *, searched: bool = True) -> Row:
-    """A row by formula. The largest batch and the fewest ranks are searched for, which takes a tenth of a second."""
+    """A row by formula. The largest batch, the longest sequence and the fewest ranks are searched for."""
     states, step, ahead = e.memory.device_states, e.time.step, e.time.prefetch_needed
     messages = tuple(_message(purpose, sent, e) for purpose, sent in e.messages.traffic.items())
     known = question.work.knows_activations
+    long = question.work.shape is not None and (e.grid.sequence > 1 or question.work.tile is not None)
     return Row(
         label=str(e.choice),
         stage=e.choice.stage,
@@ -178,6 +180,7 @@ def row_of(question: Question, e: Estimate, tokens: float | None, *, searched: b
         look_ahead=ahead[0],
         bandwidth_bound=ahead[1],
         largest_batch=largest_batch(question, e.choice, e.grid) if known and searched else None,
+        longest_sequence=longest_sequence(question, e.choice, e.grid) if searched and long else None,
         fewest_ranks=fewest_ranks(question, e.choice) if searched else None,
         largest_model=largest_model(e),
         break_even_batch=_break_even(e),
