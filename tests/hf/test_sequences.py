@@ -132,7 +132,9 @@ def refused(mesh: Any) -> list[str]:
             transformers.RobertaForCausalLM(roberta), mesh
         ),
         "MixtralForCausalLM adds a loss of its router": lambda: onefold.hf.cut_sequences(mixtral, mesh),
-        r"the attention of the model \(BloomForCausalLM\) cannot": lambda: onefold.hf.cut_sequences(bloom, mesh),
+        r"the model \(BloomForCausalLM\) cannot be replaced: transformer.h.0.self_attention": lambda: (
+            onefold.hf.cut_sequences(bloom, mesh)
+        ),
         "LlamaAttention of layer 0 drops attention weights out": lambda: dropping(**tokens(8)),
         r"model.layers.0.self_attn \(LlamaAttention\) calls torch's scaled_dot": lambda: uncut(**tokens(8)),
         "keeps no cache of keys": lambda: cut(**tokens(8), past_key_values=cached),

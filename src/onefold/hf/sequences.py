@@ -127,9 +127,11 @@ def _check(causal: Any) -> None:
         raise ModelError(f"cut_sequences() is for causal models of transformers, and {name} {found}")
     for part_name, part in causal.named_modules():
         if isinstance(part, PreTrainedModel) and not part._can_set_attn_implementation():
+            own = (inner for inner, one in part.named_modules() if type(one).__name__.endswith("Attention"))
+            where = next(own, "its attention")
             raise ModelError(
-                f"the attention of {part_name or 'the model'} ({type(part).__name__}) cannot be replaced: it does not "
-                f'use transformers\' attention interface; use a mesh without the axis "sequence"'
+                f"the attention of {part_name or 'the model'} ({type(part).__name__}) cannot be replaced: {where} does "
+                f'not use transformers\' attention interface; use a mesh without the axis "sequence"'
             )
     _check_head(causal)
     config = causal.config.get_text_config()
