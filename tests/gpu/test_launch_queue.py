@@ -4,43 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
 from tests.harness import run_ranks
+from tests.models.many_kernels import ManyKernels
 
 pytestmark = pytest.mark.gpu
-BLOCKS, KERNELS, CYCLES = 48, 40, 20_000_000  # a backward of some 2,000 launches that runs for about half a second
-STILL = 0.15  # seconds: less than half of such a backward
-
-
-class SlowBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        torch.cuda._sleep(CYCLES)
-        return grad
-
-
-class Block(nn.Module):
-    """Many small kernels, and a backward that keeps the device busy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(512, 512)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = SlowBackward.apply(self.linear(x))
-        for _ in range(KERNELS):
-            y = y * 1.001
-        return x + y
+BLOCKS, WIDTH = 48, 512  # a backward of some 2,500 launches
+STILL = 0.1  # seconds: a part of such a backward
 
 
 class Ticks:
@@ -69,10 +44,10 @@ class Ticks:
 def longest_standstill() -> float:
     torch.cuda.set_device(0)
     onefold.init()
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS))).cuda()
-    onefold.shard(model, stage=3, precision="bf16", offload="host", units=Block, bucket_bytes=1 << 18)
+    model = nn.Sequential(*(ManyKernels(WIDTH) for _ in range(BLOCKS))).cuda()
+    onefold.shard(model, stage=3, precision="bf16", offload="host", units=ManyKernels, bucket_bytes=1 << 18)
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-4)
-    x = torch.randn(16, 512, device="cuda")
+    x = torch.randn(16, WIDTH, device="cuda")
     found = 0.0
     for step in range(5):
         with Ticks() as ticks:
