@@ -98,10 +98,7 @@ def _memory(rows: Sequence[Row]) -> Cells:
                  row.buffers_bytes, row.gathered_bytes, row.activations_bytes, row.margin_bytes,
                  row.peak_bytes)  # fmt: skip
         offloaded = [bytes_or_blank(nbytes) for nbytes in (row.host_bytes, row.pinned_bytes, row.disk_bytes)]
-        most = "" if row.largest_batch is None else row.largest_batch or "none"
-        longest = (
-            "" if row.longest_sequence is None else f"{row.longest_sequence:,}" if row.longest_sequence else "none"
-        )
+        most, longest = _found(row.largest_batch), _found(row.longest_sequence)
         fits = "[green]yes[/]" if row.fits else "[red]no[/]"
         body.append(
             [
@@ -117,6 +114,11 @@ def _memory(rows: Sequence[Row]) -> Cells:
         )
     batch = f", batch {rows[0].batch}, activations: {rows[0].activations}" if rows[0].activations != "unknown" else ""
     return f"memory{batch}", heads, body
+
+
+def _found(number: int | None) -> str:
+    """What a search found: nothing if it was not made."""
+    return "" if number is None else f"{number:,}" if number else "none"
 
 
 def _traffic(rows: Sequence[Row]) -> Cells:

@@ -30,7 +30,7 @@ STATE = "_onefold_sequences"  # attribute of modules
 LAYERS = {"full_attention", "sliding_attention"}
 UNSUPPORTED = ("softcap", "position_bias", "s_aux", "cache")  # of attention functions' arguments
 IGNORED = -100
-POSITIONS = "onefold_position_ids"  # of a batch that is cut: positions that say nothing of documents
+POSITIONS = "onefold_position_ids"  # in a batch for cut_sequence(): positions that do not number documents
 ROUTER = (
     "adds a loss of its router (output_router_logits=True), which needs whole sequences; set output_router_logits to "
     'False, or use a mesh without the axis "sequence"'
@@ -165,12 +165,13 @@ def _check_head(causal: Any) -> None:
 
 
 def _as_transformers(given: dict[str, Any]) -> dict[str, Any]:
-    """The batch; where it has a mask its positions say nothing of documents, as in transformers."""
+    """The batch for cut_sequence(). transformers packs documents by positions only where it is given no mask, so with a
+    mask the positions go under another name."""
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is None or positions is None or positions.dim() > 2:
         return given
     rest = {name: value for name, value in given.items() if name != "position_ids"}
-    return {**rest, POSITIONS: positions.view(-1, positions.shape[-1]).expand(mask.shape[0], -1)}
+    return {**rest, POSITIONS: positions.reshape(-1, positions.shape[-1]).expand(mask.shape[0], -1)}
 
 
 def _cut_forward(causal: Any) -> Any:

@@ -113,7 +113,7 @@ def _compare(batch: Mapping[str, Any], mesh: Mesh, balanced: bool) -> None:
 
 
 def _digest(batch: Mapping[str, Any]) -> int:
-    """Of all tensors in a batch, and their names."""
+    """A checksum of all tensors in a batch, and of their names."""
     found = 0
     for name in sorted(name for name, one in batch.items() if isinstance(one, Tensor)):
         flat = batch[name].detach().cpu().contiguous().view(-1)

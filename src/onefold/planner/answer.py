@@ -145,7 +145,7 @@ def _remedies(question: Question, closest: Estimate) -> tuple[str, ...]:
     work, found = question.work, ["more ranks"]
     if work.tile is None:
         found.append("--tp")
-    if work.shape is not None and work.tile is None and closest.grid.tp == 1:
+    if not closest.fits and work.shape is not None and work.tile is None and closest.grid.tp == 1:
         tiled = dataclasses.replace(question, work=dataclasses.replace(work, tile=TILE, _cache={}))
         if tiled.price(closest.choice, closest.grid, closest.batch).peak_bytes < closest.peak_bytes:
             found.append(f"--tile {TILE}")
