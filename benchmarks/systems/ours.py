@@ -55,7 +55,12 @@ def ours(
         if muon
         else onefold.Optimizer(model, torch.optim.AdamW, step_in_backward=inside, fused=True, state=state, **work.adamw)
     )  # fmt: skip
-    return Ready(_loop(model, optimizer, clip, work.micro_batches), count, lambda: str(onefold.memory(model)))
+    return Ready(_loop(model, optimizer, clip, work.micro_batches), count, lambda: _report(model))
+
+
+def _report(model: Any) -> str:
+    """What memory holds, and what the settings "auto" have decided."""
+    return "\n".join(line for line in (str(onefold.memory(model)), onefold.placement(model).why) if line)
 
 
 def _loop(

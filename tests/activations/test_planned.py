@@ -142,8 +142,12 @@ def decided(tp: bool, tight: float) -> Decided:
     torch.manual_seed(0)
     room = int(tight * INPUT_BYTES) + (1 << 30) * dist.get_rank()  # the smallest counts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(automatic, "room_left", lambda resolved, strategy: room)
-        model = onefold.shard(ManyInputsNet(8), stage=2, activations="auto", mesh=mesh_of("partition") if tp else None)
+        patch.setattr(automatic, "room_left", lambda *_, **__: room)
+        return trained(tp)
+
+
+def trained(tp: bool) -> Decided:
+    model = onefold.shard(ManyInputsNet(8), stage=2, activations="auto", mesh=mesh_of("partition") if tp else None)
     before = onefold.placement(model).why
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
     runs = Counter[int]()

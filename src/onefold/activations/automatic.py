@@ -99,7 +99,7 @@ class AutomaticActivations:
 
     def __init__(self, engine: Engine) -> None:
         resolved = engine.resolved
-        self._engine, self._tensor, self._room = engine, engine.comms.tp, room_left(resolved, engine.comm.strategy)
+        self._engine, self._tensor = engine, engine.comms.tp
         self._blocks = resolved.recomputed
         self._others = len(resolved.blocks) - len(self._blocks)  # that keep their activations in any case
         self._bytes: dict[int, int] = {}
@@ -143,10 +143,18 @@ class AutomaticActivations:
             LOG.info('activations="auto" chose %s', said)
         attach_policy(engine, policy, self._blocks[:recomputed])
 
+    def _room(self) -> int:
+        """Bytes that states leave, with the Optimizers that there are now."""
+        engine = self._engine
+        return room_left(
+            engine.resolved, engine.comm.strategy, cost=engine.optimizers.state_cost,
+            accumulates=not engine.accumulating.final, in_backward=engine.optimizers.in_backward,
+        )  # fmt: skip
+
     def _agreed(self, inputs: int) -> Decision:
         weights = {storage_key(p) for p in self._engine.params}  # views of whole units are not activations
         kept = sum(nbytes for key, nbytes in self._bytes.items() if key not in weights)
-        mine = [Seen(kept, inputs, self._room)]
+        mine = [Seen(kept, inputs, self._room())]
         for comm in (self._engine.everyone, self._tensor):
             blob = b"".join(number.to_bytes(8, "big") for number in mine[0])
             rows = comm.all_gather_bytes(blob, Label("agree", "activations")) if comm.size > 1 else [blob]

@@ -6,6 +6,7 @@ When a model is sharded its optimizer is not known yet: all bytes are for Adam, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -184,11 +185,16 @@ def room_for_activations(
     bucket_bytes: int,
     shared_bytes: int,
     machine: Hardware,
+    cost: StateCost = ADAM,
+    accumulates: bool = False,
+    in_backward: bool = False,
 ) -> int:
-    """Bytes of a device that states, buffers and unsharded units leave for activations; 0 if they do not fit."""
-    question = _question(infos, widths, frozen, strategy, replicas, bucket_bytes, shared_bytes, machine)
-    estimate = question.price(choice, question.grid(), 1)
-    return max(0, machine.usable_bytes - estimate.peak_bytes)
+    """Bytes of a device that states, buffers and unsharded units leave for activations; negative if they do not fit."""
+    question = dataclasses.replace(
+        _question(infos, widths, frozen, strategy, replicas, bucket_bytes, shared_bytes, machine),
+        cost=cost, micro_batches=2 if accumulates else 1, in_backward=in_backward and not accumulates,
+    )  # fmt: skip
+    return machine.usable_bytes - question.price(choice, question.grid(), 1).peak_bytes
 
 
 def _question(

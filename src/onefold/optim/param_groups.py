@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from onefold.comm.agreement import agree, on_all, together
 from onefold.cost.layout import ALIGN
-from onefold.cost.states import check_form
+from onefold.cost.states import StateCost, check_form
 from onefold.errors import OptimizerError
 from onefold.optim.arguments import as_optimizer_errors, check_finite, ids_of, listed
 from onefold.optim.elementwise import NotElementwise, examine
@@ -266,6 +266,16 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Bytes of a unit's optimizer state by formula: of its vectors, and of its step counts."""
         unit = self._by_unit[index]
         return unit.planned_state(self._costs[updated_dtype(unit.unit)])
+
+    @property
+    def state_cost(self) -> StateCost | None:
+        """What the optimizer state costs, at most; None if it updates nothing."""
+        return max(self._costs.values(), key=lambda cost: cost.per_element, default=None)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether units are updated in backward."""
+        return self._in_backward
 
     @property
     def state_bytes_per_element(self) -> int:

@@ -33,9 +33,8 @@ from onefold.cost.states import StateCost, parameter_bytes
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
 from onefold.model.storage import storage_bytes
-from onefold.offload.host_memory import HOST_SHARE, available_bytes
 from onefold.optim.preflight import updated_dtype
-from onefold.runtime.automatic import automatic_tiers
+from onefold.runtime.automatic import automatic_tiers, host_bytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
@@ -341,8 +340,7 @@ class Placing:
     def _host_room(self) -> int:
         """Bytes of host memory that each rank may have, with those that it has. Collective."""
         held = sum(storage_bytes(tensors) for tensors in host_tensors(self._engine).values())
-        asked = Offload.of(self._engine.resolved.settings.offload).host_bytes
-        return self._smallest(asked or int(HOST_SHARE * available_bytes()) // _local_ranks() + held)
+        return self._smallest(host_bytes_of(self._engine.resolved.settings, held))
 
 
 def on_tier(tiers: Sequence[Tier], tier: Tier) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from onefold.cost.states import StateCost
 from onefold.runtime.update_policy import NoUpdates, Policies, UpdatePolicy
 
 
@@ -67,6 +68,16 @@ class AttachedOptimizer(Protocol):
     @property
     def state_form(self) -> str:
         """The form of the optimizer state: fp32, bf16 or 8bit."""
+        ...
+
+    @property
+    def state_cost(self) -> StateCost | None:
+        """What the optimizer state costs, at most; None if it updates nothing."""
+        ...
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether units are updated in backward."""
         ...
 
     def planned_traffic(self) -> dict[str, int]:
@@ -207,6 +218,17 @@ class AttachedOptimizers:
     def clipped(self) -> bool:
         """True if some Optimizer clips gradients of this step when step() reads them."""
         return any(optimizer.clipped for optimizer in self)
+
+    @property
+    def state_cost(self) -> StateCost | None:
+        """What optimizer state costs, by the Optimizer whose state takes the most; None if there is none."""
+        costs = [cost for optimizer in self if (cost := optimizer.state_cost) is not None]
+        return max(costs, key=lambda cost: cost.per_element, default=None)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether units are updated in backward, by every Optimizer."""
+        return len(self) > 0 and all(optimizer.in_backward for optimizer in self)
 
     def planned_state(self, index: int) -> tuple[int, int]:
         """Bytes of one unit's optimizer state, of all Optimizers: of vectors, and of step counts."""

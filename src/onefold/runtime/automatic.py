@@ -262,10 +262,23 @@ def automatic_tiers(
     return dict(zip(names, chosen.tiers, strict=True)), chosen.why
 
 
-def room_left(resolved: Resolved, strategy: Strategy) -> int:
-    """Bytes that states leave on this device, where gradients are summed so."""
+def host_bytes_of(settings: Zero, held: int) -> int:
+    """Bytes of host memory that states of this rank may take, which has `held` bytes there now."""
+    return Offload.of(settings.offload).host_bytes or host_share() + held
+
+
+def room_left(
+    resolved: Resolved,
+    strategy: Strategy,
+    *,
+    cost: StateCost | None,
+    accumulates: bool = False,
+    in_backward: bool = False,
+) -> int:
+    """Bytes that states leave on this device, where gradients are summed so. Optimizer state costs `cost`; None: there
+    is no Optimizer yet, and Adam's is counted."""
     settings, units = resolved.settings, resolved.units
-    offload = Offload.of(settings.offload)
+    offload, cost = Offload.of(settings.offload), ADAM if cost is None else cost
     assert isinstance(settings.stage, int)
     device_units = sum(unit.trained and unit.placement.optimizer_tier is Tier.DEVICE for unit in units)
     choice = Choice(
@@ -274,8 +287,14 @@ def room_left(resolved: Resolved, strategy: Strategy) -> int:
         parameters=offload.parameters_tier.value,
         device_units=device_units if offload.optimizer == AUTO else 0,
     )
-    return room_for_activations(
+    machine = here(resolved.device)
+    room = room_for_activations(
         resolved.params, widths_by_kind(units, resolved.precision), frozen_kinds(units), choice,
         strategy=strategy, replicas=resolved.replicas, bucket_bytes=settings.bucket_bytes,
-        shared_bytes=settings.shared_bytes, machine=here(resolved.device),
+        shared_bytes=settings.shared_bytes, machine=machine, cost=cost, accumulates=accumulates,
+        in_backward=in_backward,
     )  # fmt: skip
+    moved = [unit for unit in units if unit.placement.parameters_tier is not offload.parameters_tier]
+    elsewhere = sum(unit.layout.shard_numel * unit.dtype.itemsize for unit in moved)
+    usable = machine.usable_bytes if offload.device_bytes is None else min(machine.usable_bytes, offload.device_bytes)
+    return max(0, room + elsewhere - (machine.usable_bytes - usable))
