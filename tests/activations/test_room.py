@@ -1,4 +1,4 @@
-"""activations="auto" counts the optimizer state there is, sums over micro-batches, and parameters that are elsewhere."""
+"""activations="auto" counts what else needs the device: optimizer state as it is, sums, and a budget."""
 
 from __future__ import annotations
 
