@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.cost.automatic import ADAM, host_need
-from onefold.cost.parameters import parameter_need
 from onefold.errors import PlacementWarning
 from onefold.runtime.engine import engine_of
 from onefold.settings.placement import Tier
@@ -133,13 +132,12 @@ def drawn(seed: int) -> tuple[Work, float, bool]:
 
 class Bounds(NamedTuple):
     """What a work takes on the fullest device without offload, and with all optimizer state on the host; if it was
-    looked at, with all parameters there too, and of that what no formula knows: activations and sums."""
+    looked at, with all parameters there too."""
 
     plain: Outcome
     most: int
     least: int
     lowest: int = 0
-    unknown: int = 0
 
     def budget(self, fill: float) -> int:
         if fill < 0:
@@ -149,23 +147,24 @@ class Bounds(NamedTuple):
 
 def bounds(work: Work, *, below: bool = False) -> Bounds:
     plain, least = train(work, None), train(work, onefold.Offload(optimizer="host"))
-    peaks, known = [plain.peak, least.peak], 0
+    peaks = [plain.peak, least.peak]
     if below:
-        away = onefold.Offload(optimizer="host", parameters="host")
-        engine = engine_of(build(work, away)[0])
-        specs, precision = engine.resolved.units, engine.resolved.precision
-        sizes, placements = [spec.size(0, precision) for spec in specs], [spec.placement for spec in specs]
-        known = parameter_need(sizes, placements, engine.comm.strategy, cuda=False).total
-        peaks.append(train(work, away).peak)
+        peaks.append(train(work, onefold.Offload(optimizer="host", parameters="host")).peak)
     largest = torch.tensor(peaks)
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
-    found = Bounds(plain, *largest.tolist())
-    return found._replace(unknown=found.lowest - known)
+    return Bounds(plain, *largest.tolist())
+
+
+def parameters_stay(work: Work, offload: Any) -> bool:
+    """Whether all parameters begin on the device."""
+    units = engine_of(build(work, offload)[0]).units
+    return all(unit.placement.parameters_tier is Tier.DEVICE for unit in units)
 
 
 def within_budget(seeds: list[int]) -> list[str]:
-    """What was wrong in trials with these seeds. A budget below what all parameters take is kept if 30% of it are
-    enough for activations, of which shard() knows nothing, and else with parameters="host"."""
+    """What was wrong in trials with these seeds. A budget below what a step takes with all parameters on the device is
+    kept if the first step decides where they are; where formulas leave them there (they take a small share of the
+    budget, and activations nearly all of it), the trial sets parameters="host"."""
     found = []
     for seed in seeds:
         work, fill, disk = drawn(seed)
@@ -173,7 +172,8 @@ def within_budget(seeds: list[int]) -> list[str]:
         plain, budget = known.plain, known.budget(fill)
         with tempfile.TemporaryDirectory() as folder:
             path: dict[str, Any] = {"path": folder, "host_bytes": 1 << 18} if disk else {}
-            given: dict[str, Any] = {"parameters": "host"} if known.unknown > 0.3 * budget else {}
+            stays = fill < 0 and parameters_stay(work, onefold.Offload(optimizer="auto", device_bytes=budget, **path))
+            given: dict[str, Any] = {"parameters": "host"} if stays else {}
             auto = train(work, onefold.Offload(optimizer="auto", device_bytes=budget, **path, **given))
         if auto.peak > budget:
             peaks = f"{known.lowest}, {known.least} and {known.most}"

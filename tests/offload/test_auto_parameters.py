@@ -1,11 +1,13 @@
 """Offload(optimizer="auto"): parameters that do not fit on the device are in host memory, or on disk, to the same bits.
 
-What fits is decided by formula, before anything is on the device. "It fits" is measured: bytes of tensors at the
+Where they are at first is decided by formula, before anything is on the device; the first step then brings those that
+fit. "It fits" is measured: bytes of tensors at the
 fullest instant of a run, beside those of Offload(optimizer="host", parameters="host"), the smallest there is.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from tests.harness import run_ranks
 from tests.models import Residual
 from tests.offload.test_auto import Outcome, Work, build, differing, step, tiers_of, train
 
+ACTIVATIONS = 8 * 6 * 32 * 4  # bytes that 8 blocks of width 32 keep for each row
+PLACEHOLDERS = 1024  # bytes at most: one element for each parameter that is sharded
 SMALLEST = onefold.Offload(optimizer="host", parameters="host")
 
 
@@ -65,10 +69,10 @@ def swept(work: Work, fills: list[float]) -> list[str]:
         if auto.peak > budget:
             wrong.append(f"{auto.peak} bytes of {budget}, of {least} to {most}: {auto.why}")
         wrong += [f"{name} differs with {budget} bytes" for name in differing(plain, auto)]
-        told = f"parameters of {there} of {units} units stay on the device ({units - there} in host memory): "
-        if (told in auto.why) != (there < units) or ("parameters of" in auto.why) != (there < units):
+        away = f" ({units - there} in host memory)" if there < units else ""
+        if f"parameters of {there} of {units} units stay on the device{away}: " not in auto.why and there < units:
             wrong.append(f"{there} units, but: {auto.why}")
-    if held != sorted(held):
+    if any(more < less - PLACEHOLDERS for less, more in pairwise(held)):
         wrong.append(f"a larger budget had fewer bytes of parameters on the device: {held}")
     if counts[0] != 0 or counts[-1] != units or not any(0 < count < units for count in counts):
         wrong.append(f"budgets were to reach from none to all: {counts}")
@@ -100,22 +104,24 @@ def said(folder: str) -> list[Any]:
     (budget,) = largest(low.peak + 16_000)
     spills = onefold.Offload(optimizer="auto", device_bytes=budget, host_bytes=60_000, path=folder)
     model, adam = build(work, spills)
+    begun = parameter_tiers(model)
     losses = [step(model, adam, work, number) for number in range(3)]
     found = Outcome(losses, onefold.full_state_dict(model), 0, [], [], "", [])
     kept = onefold.placement(model)
     first, again = (set(parameter_tiers(told)), set(tiers_of(told))), build(work._replace(state="bf16"), spills)[0]
     second = parameter_tiers(model), tiers_of(model), differing(plain, found)
-    return [*first, *second, kept.why, kept.parameter_tiers, parameter_tiers(again), tiers_of(again)]
+    return [*first, *second, kept.why, kept.parameter_tiers, parameter_tiers(again) == begun, tiers_of(again)]
 
 
 def test_a_tier_that_was_given_holds_and_parameters_spill_to_disk(tmp_path: Any) -> None:
     for host, optimizer, kept, states, differs, why, by_name, again, off_disk in run_ranks(2, said, str(tmp_path)):
         assert host == {Tier.HOST} and optimizer == {Tier.HOST}, "as was said, though the device has room for all"
         assert Tier.DISK in kept and not differs and "on disk" in why
-        assert kept == sorted(kept, key=list(Tier).index), "the last units of forward are on disk"
+        away = [tier for tier in kept if tier is not Tier.DEVICE]
+        assert away == sorted(away, key=list(Tier).index), "of those that left, the last units of forward are on disk"
         assert all(one is Tier.DEVICE or state is not Tier.DEVICE for one, state in zip(kept, states, strict=True))
         assert list(by_name.values()) == [tier.value for tier in kept]
-        assert again == kept and Tier.DISK in states and Tier.DISK not in off_disk, "only optimizer state has moved"
+        assert again and Tier.DISK in states and Tier.DISK not in off_disk, "only optimizer state has moved"
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -163,21 +169,21 @@ def test_an_automatic_stage_is_chosen_by_the_budget() -> None:
     assert large[:2] == (1, {Tier.DEVICE}) and "stage 1: " in large[2]
 
 
-def crowded() -> list[str]:
-    """What a step says that does not fit because of its activations."""
-    work = Work(depth=8, rows=64)
-    (budget,) = largest(train(work, SMALLEST).peak + 1000)
+def crowded(rows: int) -> tuple[float, list[str]]:
+    """The share of a budget that activations take, and what is wrong with a run within it."""
+    work = Work(depth=8, rows=rows)
+    (least,) = largest(train(work, SMALLEST).peak)
+    budget = int((least + 12_000) / 0.95)
     plain, auto = train(work, None), train(work, onefold.Offload(optimizer="auto", device_bytes=budget))
-    advised = train(work, onefold.Offload(optimizer="auto", parameters="host", device_bytes=budget))
-    return [*auto.said, *differing(plain, auto), *differing(plain, advised), *["above"] * (advised.peak > budget)]
+    above = [f"{auto.peak} of {budget}: {auto.why}"] * (auto.peak > budget)
+    moves = any("parameters of" in said for said in auto.said) or "a step takes" in auto.why
+    return rows * ACTIVATIONS / budget, [*differing(plain, auto), *above, *["no parameters moved"] * (not moves)]
 
 
-def test_a_step_that_does_not_fit_for_its_activations_says_that_parameters_may_leave_the_device() -> None:
-    heard = run_ranks(2, crowded)
-    (told,) = heard[0]
-    assert "with no optimizer state on the device: to fit, keep parameters, which take" in told
-    assert "(Offload(optimizer='auto', parameters='host')), or use shorter micro-batches" in told
-    assert heard[1] == [], "rank 0 says it, and what it says fits"
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 16), (2, 64)])
+def test_parameters_leave_room_for_activations_that_take_most_of_a_budget(ranks: int, rows: int) -> None:
+    for share, wrong in run_ranks(ranks, crowded, rows):
+        assert share > 0.6 and not wrong
 
 
 # -- building ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onefold.activations.policy import attach_policy
+from onefold.activations.policy import attach_policy, recompute
 from onefold.activations.recompute import other_hooks_save
 from onefold.comm.meter import Label
 from onefold.cost.activations import Option, choose_activations
@@ -25,6 +25,7 @@ from onefold.model.containers import tensors_in
 from onefold.model.storage import storage_key
 from onefold.runtime.attachments import Attachments
 from onefold.runtime.automatic import room_left
+from onefold.runtime.block_choice import BlockChoice
 from onefold.runtime.calls import replace_forward
 from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import in_backward
@@ -135,13 +136,24 @@ class AutomaticActivations:
 
     def _decide(self, inputs: int) -> None:
         self._attachments.remove()
-        policy, recomputed, why = self._agreed(inputs)
-        engine = self._engine
+        engine, seen = self._engine, self._agreed(inputs)
+        policy, recomputed, why = choose_policy(seen, len(self._blocks), self._tensor.size, self._others)
         said = f"activations={policy!r}: {why}"
+        if engine.watch.active and not engine.watch.decided and not policy.endswith("+host"):
+            said = self._leave_to_step("checkpoint" if policy == "keep" else policy, seen)
+        else:
+            attach_policy(engine, policy, self._blocks[:recomputed])
         engine.tell_activations(said)
         if engine.everyone.rank == 0 and self._tensor.rank == 0:
             LOG.info('activations="auto" chose %s', said)
-        attach_policy(engine, policy, self._blocks[:recomputed])
+
+    def _leave_to_step(self, policy: str, seen: Seen) -> str:
+        """Computes all blocks again until the first step has shown what is left beside them."""
+        attached = recompute(self._engine, policy, self._blocks)
+        inputs = seen.inputs // (self._tensor.size if policy == "partition" else 1)
+        choice = BlockChoice(self._blocks, max(seen.kept - inputs, 0), attached.keep)
+        self._engine.leave_blocks_to_step(choice)
+        return f"activations={policy!r} of all {len(self._blocks)} blocks until the first step has shown what is left"
 
     def _room(self) -> int:
         """Bytes that states leave, with the Optimizers that there are now."""
@@ -151,7 +163,8 @@ class AutomaticActivations:
             accumulates=not engine.accumulating.final, in_backward=engine.optimizers.in_backward,
         )  # fmt: skip
 
-    def _agreed(self, inputs: int) -> Decision:
+    def _agreed(self, inputs: int) -> Seen:
+        """What all ranks decide by: the largest needs and the smallest room of all."""
         weights = {storage_key(p) for p in self._engine.params}  # views of whole units are not activations
         kept = sum(nbytes for key, nbytes in self._bytes.items() if key not in weights)
         mine = [Seen(kept, inputs, self._room())]
@@ -160,4 +173,4 @@ class AutomaticActivations:
             rows = comm.all_gather_bytes(blob, Label("agree", "activations")) if comm.size > 1 else [blob]
             seen = [Seen(*(int.from_bytes(row[i : i + 8], "big") for i in (0, 8, 16))) for row in rows]
             mine = [Seen(max(s.kept for s in seen), max(s.inputs for s in seen), min(s.room for s in seen))]
-        return choose_policy(mine[0], len(self._blocks), self._tensor.size, self._others)
+        return mine[0]

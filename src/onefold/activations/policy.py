@@ -10,9 +10,16 @@ from onefold.runtime.engine import Engine
 
 
 def attach_policy(engine: Engine, policy: str, blocks: Sequence[str]) -> None:
-    """Let these blocks of the model be computed again, unless all is kept."""
+    """Lets these blocks of the model be computed again, unless all is kept."""
     if policy != "keep":
-        shared = engine.comms.tp if policy.startswith("partition") else None
-        store = Store(engine.device, shared, on_host=policy.endswith("+host"), blocks=len(blocks))
-        engine.keep_block_inputs(store)
-        Recompute(engine, store, policy).attach(engine.model, blocks)
+        recompute(engine, policy, blocks)
+
+
+def recompute(engine: Engine, policy: str, blocks: Sequence[str]) -> Recompute:
+    """Lets these blocks be computed again, with their inputs as the policy says."""
+    shared = engine.comms.tp if policy.startswith("partition") else None
+    store = Store(engine.device, shared, on_host=policy.endswith("+host"), blocks=len(blocks))
+    engine.keep_block_inputs(store)
+    found = Recompute(engine, store, policy)
+    found.attach(engine.model, blocks)
+    return found

@@ -84,6 +84,11 @@ class Recompute:
         self.store, self.policy = store, policy
         self._unsharding: Unsharding = engine.unsharding
         self._attachments = engine.attachments
+        self._keeping = frozenset[str]()  # blocks that keep their activations
+
+    def keep(self, blocks: frozenset[str]) -> None:
+        """These blocks keep their activations from the next forward on, and no others."""
+        self._keeping = blocks
 
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
         modules = dict(model.named_modules())
@@ -101,7 +106,7 @@ class Recompute:
     def _recomputed(self, name: str, forward: Callable[..., Any], written: ChangedBuffers) -> Callable[..., Any]:
         @wraps(forward)
         def recomputed(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or name in self._keeping:
                 return forward(*args, **kwargs)
             leaves, spec = tree_flatten((args, kwargs))
             given = [(args, kwargs)]  # the first run gets the caller's own containers, to which a block may write

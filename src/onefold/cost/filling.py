@@ -25,6 +25,21 @@ class UnitOnDevice(NamedTuple):
     may_stay: bool = True
 
 
+def with_blocks(parts: Sequence[Taken], blocks: Sequence[frozenset[int]], nbytes: int) -> list[Taken]:
+    """The parts of a step, if these blocks, each with the numbers of its trained units, kept `nbytes` more until their
+    gradients are complete.
+
+    >>> with_blocks([Taken(9), Taken(5, frozenset([1])), Taken(3, frozenset([0, 1]))], [frozenset([1])], 10)[1:]
+    [Taken(nbytes=15, reduced=frozenset({1})), Taken(nbytes=3, reduced=frozenset({0, 1}))]
+    """
+    found, before = [], frozenset[int]()
+    for part in parts:
+        there = sum(not units or not units <= before for units in blocks)
+        found.append(part._replace(nbytes=part.nbytes + there * nbytes))
+        before = part.reduced
+    return found
+
+
 class Room:
     """What a step took on the device, and what it would take if the device updated other units."""
 

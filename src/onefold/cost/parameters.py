@@ -1,10 +1,10 @@
 """Which units keep their parameters on the device when not all fit: Offload(optimizer="auto").
 
-Parameters are decided by formula, before anything is on the device: what a rank keeps of them, the units that are
-unsharded at once, the buffers of reductions, a gradient that autograd has just made and one on its way to the host.
-Activations are not known then, so `device_bytes` must be less than the device has. The first units of forward stay:
-nothing can prefetch them, and they are the ones that keep their optimizer state on the device. Of the others as many as
-fit are in host memory, and the last ones on disk.
+By formula, before anything is on the device: what a rank keeps of them, the units that are unsharded at once, the
+buffers of reductions, a gradient that autograd has just made and one on its way to the host. Activations are not known
+then, so `device_bytes` must be less than the device has. The first units of forward stay: nothing can prefetch them,
+and they are the ones that keep their optimizer state on the device. Of the others as many as fit are in host memory,
+and the last ones on disk. Where a step decides, it begins with as few on the device as the host allows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from onefold.cost.automatic import ADAM, host_need
 from onefold.cost.peak import segments
 from onefold.cost.sizes import UnitSize
 from onefold.cost.splits import filled, tiers_of
-from onefold.cost.states import parameter_bytes
+from onefold.cost.states import StateCost, parameter_bytes
 from onefold.settings.placement import Placement, Scope, Tier
 
 
@@ -94,3 +94,23 @@ def choose_parameters(
 
     on_host = rest if fits_host(rest) else filled(rest, fits_host, kind)
     return tiers_of(len(units), on_device, on_host)
+
+
+def first_parameters(
+    units: Sequence[UnitSize], rows: Mapping[Tier, Sequence[Placement]], most: Sequence[Tier], host_bytes: int
+) -> list[Tier]:
+    """The tiers of parameters in a first step that shows how many fit on the device: of the units that are there in
+    `most`, only as many as the host has no room for beside masters and gradients of all units."""
+    states = [Tier.HOST for unit in units if unit.trained]
+    movable = [at for at, row in enumerate(rows[Tier.HOST]) if row.parameters_tier is Tier.HOST]
+    front = [at for at in movable if most[at] is Tier.DEVICE]
+
+    def moved(staying: int) -> list[Tier]:
+        leaves = set(front[staying:])
+        return [Tier.HOST if at in leaves else tier for at, tier in enumerate(most)]
+
+    def fits_host(tiers: Sequence[Tier]) -> bool:
+        placements = [rows[tier][at] for at, tier in enumerate(tiers)]
+        return host_need(units, placements, states, cost=StateCost(0)) <= host_bytes
+
+    return next((tiers for staying in range(len(front)) if fits_host(tiers := moved(staying))), list(most))

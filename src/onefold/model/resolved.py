@@ -67,7 +67,10 @@ class Resolved:
     """What Offload(optimizer="auto") chose for optimizer state, and the reason; "" where nothing was left to it."""
 
     why_at_shard: str = ""
-    """The automatic choices that shard() makes and no step changes: stage and tiers of parameters, with the reasons."""
+    """The automatic choices that shard() makes and no step changes, the stage, with the reasons."""
+
+    why_parameters: str = ""
+    """Where Offload(optimizer="auto") keeps parameters if not all are on the device, and the reason."""
 
     device_ranks: int = 1
     """With Offload(optimizer="auto"): how many ranks share this rank's GPU."""

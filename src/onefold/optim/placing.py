@@ -2,10 +2,13 @@
 
 1 The first step runs with masters in host memory or on disk, and without any optimizer state. What it takes on the
   device is what parameters, activations and gradients on their way need.
-2 When its gradients are complete, as many units as fit into 95% of the device beside that get their state there, the
-  others in host memory, and those that do not fit there on disk: of all such splits the one with the fewest planned
-  seconds (cost/splits.py). Then the step updates them.
-3 If a later step takes more (longer sequences, accumulation), the state of some of these units leaves the device.
+2 When its gradients are complete, parameters that began in host memory come to the device, as many as fit, and blocks
+  that were computed again keep their activations (raising.py).
+3 As many units as fit into 95% of the device beside that get their state there, the others in host memory, and those
+  that do not fit there on disk: of all such splits the one with the fewest planned seconds (cost/splits.py). Then the
+  step updates them.
+4 If a later step takes more (longer sequences, accumulation), the state of some of these units leaves the device; if
+  that is not enough, blocks are computed again, and then parameters leave.
 
 All ranks decide alike, by the fullest of them. On one kind of device, results do not depend on where state
 is kept.
@@ -23,18 +26,25 @@ import torch
 
 from onefold.comm.meter import Label
 from onefold.cost.automatic import host_need, split_offloaded, told_of
-from onefold.cost.filling import FILLED, Room, Taken, UnitOnDevice
+from onefold.cost.filling import FILLED, Room, Taken, UnitOnDevice, with_blocks
 from onefold.cost.limits import waiting_bytes
 from onefold.cost.machine import here
 from onefold.cost.search import STATES_SHARE
 from onefold.cost.sizes import UnitSize
-from onefold.cost.splits import Overlap, UnitSeconds, fastest, seconds_of, tiers_of
+from onefold.cost.splits import Overlap, UnitSeconds, fastest, filled, seconds_of, split_s, tiers_of
 from onefold.cost.states import StateCost, parameter_bytes
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
 from onefold.model.storage import storage_bytes
 from onefold.optim.preflight import updated_dtype
-from onefold.runtime.automatic import automatic_tiers, host_bytes_of
+from onefold.optim.raising import (
+    blocks_of,
+    blocks_to_keep,
+    lower_parameters,
+    raise_parameters,
+    raise_parameters_by_formula,
+)
+from onefold.runtime.automatic import automatic_tiers, host_bytes_of, prefetch_units
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
@@ -52,6 +62,7 @@ class Planned(NamedTuple):
     units: list[UnitSeconds]
     overlap: Overlap
     host_bytes: int  # of host memory, that each rank may take
+    forward_s: float  # of a micro-batch
 
 
 class Placing:
@@ -101,6 +112,8 @@ class Placing:
         if not engine.watch.active or engine.watch.decided:
             return
         self._quiesce()
+        raise_parameters_by_formula(engine, int(STATES_SHARE * self._smallest(engine.watch.budget())), self._common)
+        resolved = engine.resolved
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
         tiers, why = automatic_tiers(*given, self._cost, share=STATES_SHARE)
         move_states(engine, tiers, why)
@@ -118,23 +131,24 @@ class Placing:
             self._engine.tiers.host.staging.trim()
         if not (first or self._looks(parts)):
             return
-        budget, units = watch.budget(), self._units(first=first)
-        room = Room(self._with_buffers(parts) if first else parts, units)
+        budget = watch.budget()
         if first:
             self._quiesce()
-            tiers = self._fastest(room, int(FILLED * budget) - watch.slack_bytes, self._may_stay())
-            self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
+            self._fill(self._with_buffers(parts), budget)
             watch.decide()
             return
-        there = self._there()
+        room, there = Room(parts, self._units(first=False)), self._there()
         took, short = room.needed_bytes(there), watch.was_short()
         fits = took <= FILLED * budget and not short
         if self._smallest(fits):  # on every rank
             return
         most_bytes = took if fits else int((SHORT if short else FILLED) * budget)
         stays = on_tier(self._fastest(room, most_bytes, there), Tier.DEVICE)
+        what = f"a step took {format_bytes(took)} of {format_bytes(budget)}"
         if stays != there:
-            self._leave_device(stays, f"a step took {format_bytes(took)} of {format_bytes(budget)}")
+            self._leave_device(stays, what)
+        excess = int(self._largest(room.needed_bytes(stays) - most_bytes))
+        if (excess > 0 and self._free_more(excess, what)) or stays != there:
             watch.made_room()
 
     def make_room(self) -> None:
@@ -171,16 +185,21 @@ class Placing:
 
     def _with_buffers(self, parts: Sequence[Taken]) -> list[Taken]:
         """The parts of the first step, with what later steps need beside it: gradients that wait on the device for host
-        updates, and vectors that a class of torch makes in updates."""
+        updates, vectors that a class of torch makes in updates, and units that backward prefetches once their order is
+        known."""
         units, pool = self._engine.units, self._engine.pool
         wide = [unit for unit in units if not (self._cost.small or (self._one_pass and unit.dtypes.narrow))]
         scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
         waiting = waiting_bytes([unit.gradients.held_bytes for unit in units]) if self._in_backward else 0
         waiting = 0 if pool.keeps else waiting  # else there from the start
         kept = storage_bytes([*pool.buffers(), *self._engine.tiers.host.waiting.buffers()]) if pool.keeps else 0
+        sizes, placements = self._rows()
+        sharded = [size for size, row in zip(sizes, placements, strict=True) if row.parameters is Scope.SHARDED]
+        ahead = prefetch_units(self._engine.resolved.settings) * max((s.unsharded_bytes for s in sharded), default=0)
         return [
             part._replace(
                 nbytes=part.nbytes
+                + ahead
                 + (waiting if part.reduced else kept)
                 + scratch * (number == len(parts) - 1 or self._in_backward)
             )
@@ -223,6 +242,70 @@ class Placing:
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
+    def _fill(self, parts: list[Taken], budget: int) -> None:
+        """Fills the device after the first step, of which these parts are known. Collective."""
+        engine, most_bytes = self._engine, int(FILLED * budget) - self._engine.watch.slack_bytes
+        most_bytes = self._smallest(most_bytes)
+        parts = raise_parameters(engine, parts, self._units(first=True), most_bytes, self._common)
+        took = int(self._largest(Room(parts, self._units(first=True)).needed_bytes(())))
+        if took > most_bytes:  # by formula all that there is was to fit
+            lower_parameters(engine, took - most_bytes, f"a step takes {format_bytes(took)}")
+        parts = self._keep_blocks(parts, most_bytes)
+        room = Room(parts, self._units(first=True))
+        tiers = self._fastest(room, most_bytes, self._may_stay())
+        self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
+
+    def _keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
+        """Lets as many blocks keep their activations as make the step fastest, if that is left to this step; the parts
+        of the step with what they keep. Collective."""
+        engine, choice = self._engine, self._engine.block_choice
+        if choice is None:
+            return parts
+        blocks, planned, micro_batches = blocks_of(engine, choice), self._planned_seconds(), engine.watch.forwards
+        again_s = planned.forward_s / max(1, len(engine.resolved.blocks))
+        may_stay, units, rows = self._may_stay(), self._units(first=True), self._rows()
+
+        def split(parts: list[Taken]) -> list[Tier]:
+            room = Room(parts, units)
+            return self._split(planned, may_stay, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
+
+        def fits(parts: list[Taken]) -> bool:
+            room = Room(parts, units)
+            if room.needed_bytes(()) > most_bytes:
+                return False
+            on_device = filled(
+                may_stay, lambda chosen: room.needed_bytes(chosen) <= most_bytes, lambda at: units[at].state
+            )
+            tiers = tiers_of(len(units), on_device, range(len(units)))
+            need = host_need(*rows, tiers, cost=self._cost, in_backward=self._in_backward)
+            return self._spills or need <= planned.host_bytes
+
+        def seconds(parts: list[Taken], count: int) -> float:
+            return split_s(planned.units, split(parts), planned.overlap) - micro_batches * count * again_s
+
+        count = self._smallest(blocks_to_keep(blocks, choice.more_bytes, parts, fits, seconds))
+        choice.keep_last(count)
+        engine.tell_activations(
+            f"{len(blocks) - count} of {len(blocks)} blocks are computed again; the others keep their activations, "
+            f"{format_bytes(count * choice.more_bytes)}"
+        )
+        return with_blocks(parts, blocks[len(blocks) - count :], choice.more_bytes)
+
+    def _free_more(self, excess_bytes: int, what: str) -> bool:
+        """Frees so many bytes of the device, from which all optimizer state is gone: blocks are computed again, or else
+        parameters leave. False if there is nothing to free. The same on all ranks."""
+        engine, choice = self._engine, self._engine.block_choice
+        if choice is not None and choice.kept:
+            said = f"{choice.kept} blocks that kept their activations are computed again"
+            choice.keep_last(0)
+            engine.tell_activations(f"all blocks are computed again: {what}")
+        else:
+            self._quiesce()
+            said = lower_parameters(engine, excess_bytes, what)
+        if said and engine.comms.world.rank == 0:
+            warnings.warn(f"{what}: {said}", PlacementWarning, stacklevel=4)
+        return bool(said)
+
     def _fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
         """The tier of each unit's state: of the splits with which a step takes no more than `most_bytes` on any device,
         the one with the fewest planned seconds. Collective; all ranks get the same."""
@@ -242,7 +325,8 @@ class Placing:
         )  # fmt: skip
         cuda = resolved.device.type == "cuda"  # on a CPU both are the same cores
         hidden = all(placement.parameters is Scope.SHARDED for placement in placements)
-        return Planned(seconds, Overlap(cuda and self._in_backward, cuda and hidden), self._host_room())
+        overlap = Overlap(cuda and self._in_backward, cuda and hidden)
+        return Planned(seconds, overlap, self._host_room(), passes_s / shares)
 
     def _split(
         self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]

@@ -17,7 +17,7 @@ from onefold.cost.automatic import ADAM, choose_stage, choose_tiers, room_for_ac
 from onefold.cost.case import Choice
 from onefold.cost.filling import FILLED
 from onefold.cost.machine import device_budget, here
-from onefold.cost.parameters import choose_parameters, least_need, parameter_need
+from onefold.cost.parameters import choose_parameters, first_parameters, least_need, parameter_need
 from onefold.cost.search import STATES_SHARE
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
@@ -37,6 +37,8 @@ UNDECIDED = (
     'Offload(optimizer="auto") decides in the first step, which shows what activations take: at most {} of {} units '
     "can keep their optimizer state on the device"
 )
+PARAMETERS_SHARE = 0.1  # of the device: if parameters take more, the first step decides how many stay there
+PARAMETERS_SHARE_ALONE = 0.3  # the same on one rank, which then keeps its shard beside the unsharded unit for good
 OFF_DEVICE = {Tier.HOST: "in host memory", Tier.DISK: "on disk"}
 
 
@@ -53,7 +55,7 @@ def resolve(
     precision = Precision.of(settings.precision).decided(
         own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
     )
-    reasons, why, candidates = list[str](), "", frozenset[int]()
+    reasons, why, why_parameters, candidates = list[str](), "", "", frozenset[int]()
     parameter_tiers, device_ranks = dict(given_tiers or {}), _device_ranks(settings, device, comms)
     if settings.stage == AUTO:
         stage, because = _automatic_stage(found, precision, device, comms)
@@ -61,8 +63,7 @@ def resolve(
         units = _placed(units, settings)
         reasons.append(f"stage {stage}: {because}")
     if given_tiers is None and parameters_are_automatic(settings, device, comms):
-        parameter_tiers, because = automatic_parameters(units, settings, precision, device, comms, device_ranks)
-        reasons += [because] if because else []
+        parameter_tiers, why_parameters = automatic_parameters(units, settings, precision, device, comms, device_ranks)
     if parameter_tiers:
         units = _placed(units, settings, parameter_tiers=parameter_tiers)
     if Offload.of(settings.offload).optimizer == AUTO:
@@ -71,12 +72,15 @@ def resolve(
         if waits:
             chosen = settings
             on_all(comms.world, lambda: _check_budget(units, chosen, precision, device, device_ranks))
-            candidates = frozenset(index for index, tier in enumerate(tiers.values()) if tier is Tier.DEVICE)
+            raised = automatic_tiers(
+                _placed(units, settings), settings, precision, device, comms, share=FILLED
+            )[0] if parameter_tiers else tiers  # fmt: skip
+            candidates = frozenset(index for index, tier in enumerate(raised.values()) if tier is Tier.DEVICE)
             tiers = {name: Tier.HOST if tier is Tier.DEVICE else tier for name, tier in tiers.items()}
             why = UNDECIDED.format(len(candidates), len(tiers))
         units = _placed(units, settings, tiers, parameter_tiers)
         if comms.world.rank == 0:
-            LOG.info("%s", "; ".join([*reasons, why]))
+            LOG.info("%s", "; ".join([*reasons, *[why_parameters] * bool(why_parameters), why]))
     return Resolved(
         settings=settings,
         precision=precision,
@@ -94,6 +98,7 @@ def resolve(
         digest=digest(found.lines),
         why=why,
         why_at_shard="; ".join(reasons),
+        why_parameters=why_parameters,
         device_ranks=device_ranks,
         candidates=candidates,
     )
@@ -132,35 +137,46 @@ def automatic_parameters(
     device_ranks: int,
 ) -> tuple[dict[str, Tier], str]:
     """The tier of each unit's parameters, by name, and the reason; empty if all stay on the device. Decided by the
-    smallest budget of any rank. Parameters, and what a step needs beside them, may take 70% of the device, the rest is
-    for activations; in a simulation they may take all of a budget. Collective."""
+    smallest budget of any rank. If parameters, and what a step needs beside them, take a large share of it, as many as
+    the host has room for begin there: the first step shows what activations take, and then those that fit come to the
+    device. In a simulation, which has no such step, they may take all of a budget. Collective."""
     offload, machine, simulated = Offload.of(settings.offload), here(device), comms.shard.simulated
     mine = offload.device_bytes if simulated else None  # the budget of a simulation is not of the device that is here
     budget, host_bytes = _smallest(
         comms, mine or device_budget(device, offload.device_bytes, device_ranks), offload.host_bytes or host_share()
     )
-    share = 1.0 if simulated else STATES_SHARE
+    share = 1.0 if simulated else PARAMETERS_SHARE if comms.shard.size > 1 else PARAMETERS_SHARE_ALONE
     sizes = [unit.size(0, precision) for unit in units]  # as rank 0 has them, which owns the most
     rows = {
         tier: [place(u.layout, settings, parameter_tiers={u.layout.name: tier}) for u in units]
         for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)
     }
     strategy, cuda, prefetch = comms.shard.strategy, machine.device == "cuda", prefetch_units(settings)
-    tiers = choose_parameters(
-        sizes, rows, strategy, cuda=cuda, prefetch=prefetch, device_bytes=int(share * budget),
-        host_bytes=None if offload.path is None else host_bytes,
-    )  # fmt: skip
-    if set(tiers) == {Tier.DEVICE}:
-        return {}, ""
     wanted = parameter_need(sizes, rows[Tier.DEVICE], strategy, cuda=cuda, prefetch=prefetch).total
-    there = [f"{tiers.count(tier)} {text}" for tier, text in OFF_DEVICE.items() if tier in tiers]
+    if wanted <= share * budget:
+        return {}, ""
+    spills = offload.path is not None
+    most_bytes = budget if simulated else 0 if spills else int(STATES_SHARE * budget)
+    tiers = choose_parameters(
+        sizes, rows, strategy, cuda=cuda, prefetch=prefetch, device_bytes=most_bytes,
+        host_bytes=host_bytes if spills else None,
+    )  # fmt: skip
+    if not (simulated or spills):
+        tiers = first_parameters(sizes, rows, tiers, host_bytes)
     found = "device_bytes" if offload.device_bytes is not None else "the device"
+    waits = "" if simulated else "; the first step shows how many fit"
     why = (
-        f"parameters of {tiers.count(Tier.DEVICE)} of {len(tiers)} units stay on the device ({', '.join(there)}): all "
-        f"of them, with unsharded units and buffers, would take {format_bytes(wanted)}, more than {share:.0%} of "
-        f"{found}, {format_bytes(int(share * budget))}"
+        f"{parameters_told(tiers)}: all of them, with unsharded units and buffers, would take {format_bytes(wanted)}, "
+        f"more than {share:.0%} of {found}, {format_bytes(int(share * budget))}{waits}"
     )
     return {unit.layout.name: tier for unit, tier in zip(units, tiers, strict=True)}, why
+
+
+def parameters_told(tiers: Sequence[Tier]) -> str:
+    """How many units keep their parameters on the device, and where the others do."""
+    there = [f"{tiers.count(tier)} {text}" for tier, text in OFF_DEVICE.items() if tier in tiers]
+    where = f" ({', '.join(there)})" if there else ""
+    return f"parameters of {tiers.count(Tier.DEVICE)} of {len(tiers)} units stay on the device{where}"
 
 
 def prefetch_units(settings: Zero) -> int:

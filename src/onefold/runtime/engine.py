@@ -33,6 +33,7 @@ from onefold.runtime.arriving_gradients import ArrivingGradients, Place
 from onefold.runtime.attached import AttachedOptimizer, AttachedOptimizers, Averages, BlockInputs
 from onefold.runtime.attachments import Attachments
 from onefold.runtime.backward import Backward
+from onefold.runtime.block_choice import BlockChoice
 from onefold.runtime.completing import CompletingGradients
 from onefold.runtime.done_alike import DoneAlike
 from onefold.runtime.dropping import DroppingGradients
@@ -109,6 +110,7 @@ class Engine:
         self.frozen = [(name, param) for name, param in model.named_parameters() if name in replicated]
         self.frozen_edits = Edits([param for _, param in self.frozen])
         self.checkpoints: BlockInputs | None = None  # where blocks are computed again
+        self.block_choice: BlockChoice | None = None  # how many of these may keep their activations, if a step decides
         self.names = [slot.name for unit in self.units for slot in unit.layout.slots]
         self.params = [param for unit in self.units for param in unit.params]
         self.places = [Place(u, s) for u, unit in enumerate(self.units) for s in range(len(unit.params))]
@@ -188,9 +190,13 @@ class Engine:
     @property
     def why(self) -> str:
         """Every automatic choice, and the reasons, as placement() tells them."""
-        return "; ".join(
-            told for told in (self.resolved.why_at_shard, self.resolved.why, self._activations_why) if told
-        )
+        resolved = self.resolved
+        every = (resolved.why_at_shard, resolved.why_parameters, resolved.why, self._activations_why)
+        return "; ".join(told for told in every if told)
+
+    def leave_blocks_to_step(self, choice: BlockChoice) -> None:
+        """The first step decides how many blocks keep their activations."""
+        self.block_choice = choice
 
     def keep_block_inputs(self, store: BlockInputs) -> None:
         """Blocks are computed again in backward, from what this store keeps."""

@@ -129,7 +129,7 @@ class MemoryWatch(NoWatch):
         self._counter: Counter | None = None
         self._reduced: set[int] = set()
         self.steps = 0
-        self._forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
+        self.forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
 
@@ -145,7 +145,7 @@ class MemoryWatch(NoWatch):
         engine = self._engine()
         if not self.steps:
             self._began_s = self._began_s or time.perf_counter()
-            self._forwards += 1
+            self.forwards += 1
         if self._counter is None and engine is not None and self.steps < (1 if self._cuda else WATCHED_STEPS):
             if self._cuda:
                 torch.cuda.empty_cache()  # what was needed to load and shard the model would count as slack
@@ -166,10 +166,10 @@ class MemoryWatch(NoWatch):
     def step_begins(self) -> list[Taken]:
         """The parts of the step whose gradients are complete now, if it was watched, the last of them what is there
         now; else, on CUDA, the most bytes since the peak was set back last."""
-        if not self.steps and self._forwards:
+        if not self.steps and self.forwards:
             if self._cuda:
                 torch.cuda.synchronize(self._device)
-            self.passes_s = (time.perf_counter() - self._began_s) / self._forwards
+            self.passes_s = (time.perf_counter() - self._began_s) / self.forwards
         self.steps += 1
         if self._counter is not None:
             self._end_part()

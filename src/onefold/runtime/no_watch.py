@@ -13,6 +13,7 @@ class NoWatch:
     steps = 0  # begun so far
 
     passes_s = 0.0  # seconds of forward and backward of a micro-batch in the first step
+    forwards = 0  # micro-batches of the first step
 
     def may_move_units(self, indices: frozenset[int]) -> None:
         """These trained units, by number, may be moved by the first step."""

@@ -269,6 +269,23 @@ class FlatParameters:
         image.store(changed=True)
         image.wait_stored()
 
+    def move_shard(self, tier: Tier) -> None:
+        """Keeps this rank's shard on the device or in host memory from now on. The unit is sharded, and nothing is in
+        flight."""
+        assert self._shard is not None and self.state is ParameterState.SHARDED and tier is not Tier.DISK
+        self.wait_for_update()
+        self.finish_posted()
+        self._last_copy.wait()
+        self.load_shard()
+        before, image = self._shard, self.image
+        if tier is Tier.DEVICE:
+            self._shard = torch.empty_like(before, device=self._views.device).copy_(before)
+        else:
+            self._shard = self._host.keep(before)
+        if image is not None:
+            image.store(changed=False)
+        self.image, self._tier = None, tier
+
     def start_load(self) -> None:
         """Starts to read this rank's shard from its file."""
         if self.image is not None:

@@ -302,6 +302,20 @@ class Unit:
         self.flat_params.hide_between_passes(placement.hidden_between_passes)
         self._make_image()
 
+    def move_parameters(self, placement: Placement) -> None:
+        """Keeps this rank's shard of the parameters on another tier from now on. They are sharded, and nothing is in
+        flight; the unit optimizers must follow."""
+        self._tiers.load_for_reading(None)
+        self.flat_params.wait_for_update()
+        self.wait_stored()
+        self.flat_params.move_shard(placement.parameters_tier)
+        image, stored = self.image, self.master.tensors()
+        self._take_placement(placement, self.master.owned)
+        self.image = image  # optimizer state stays where it is
+        self.master = make_master(
+            self.staging or self.flat_params, self.master.owned, stored[0] if stored else None, self.pool
+        )
+
     def _in_its_place(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor of the master or of the optimizer state, in host memory or on the device."""
         if self.updated_on_host:
