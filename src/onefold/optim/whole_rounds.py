@@ -99,6 +99,7 @@ class Gathered:
     def free_gradient(self) -> None:
         """The tensor is updated."""
         self._pool.give(self._taken.pop(0))
+        del self.gradient
 
     def finish(self) -> None:
         """Keeps this rank's own piece of the master, and frees the vectors. Nothing is in flight."""
