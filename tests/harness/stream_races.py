@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from onefold.comm.buffers import key_of
 from tests.harness.recorded_streams import Op, Recorder, recorded
 
 Clock = dict[str, int]  # of each stream, how many of its uses have passed
@@ -66,10 +67,10 @@ class RaceRecorder(Recorder):
 
     def allocate(self, tensors: Iterable[Tensor]) -> None:
         """Tensors were made on the current stream, without values."""
-        for storage in (tensor.untyped_storage() for tensor in tensors if tensor.numel()):
-            if storage._cdata not in self._allocated_on:
-                self._allocated_on[storage._cdata] = self.current.name
-                weakref.finalize(storage, self._free, storage._cdata).atexit = False
+        for tensor in tensors:
+            if tensor.numel() and (key := key_of(tensor)) not in self._allocated_on:
+                self._allocated_on[key] = self.current.name
+                weakref.finalize(tensor.untyped_storage(), self._free, key).atexit = False
 
     def _clock(self, stream: str) -> Clock:
         return self._clocks.setdefault(stream, {})
@@ -77,8 +78,8 @@ class RaceRecorder(Recorder):
     def _use(self, tensor: Tensor, what: str, *, writes: bool) -> None:
         if not tensor.numel():
             return
-        stream, storage = self.current.name, tensor.untyped_storage()
-        clock, key = self._clock(stream), storage._cdata
+        stream, key = self.current.name, key_of(tensor)
+        clock = self._clock(stream)
         self.allocate([tensor])
         if key not in self._uses:
             self._reuse(what, self._allocated_on[key], stream)
