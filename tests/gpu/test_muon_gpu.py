@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import onefold
+from onefold.optim.kernels import cuda_muon
 from onefold.optim.newton_schulz import Muon
 
 pytestmark = pytest.mark.gpu
@@ -17,19 +19,36 @@ SIDES = (512, 1600, 1024, 512, 1600, 640)
 LR, DECAY = 0.02, 0.1
 
 
-def trained(cls: type[torch.optim.Optimizer], shape: tuple[int, int]) -> Tensor:
+def trained(cls: type[torch.optim.Optimizer], shape: tuple[int, ...], **settings: Any) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(0)
     param = nn.Parameter(torch.randn(shape, device="cuda", generator=generator))
-    optimizer = cls([param], lr=0.02)  # type: ignore[call-arg]
+    optimizer = cls([param], lr=0.02, **settings)  # type: ignore[call-arg]
     for _ in range(3):
         param.grad = torch.randn(shape, device="cuda", generator=generator)
         optimizer.step()
-    return param.detach()
+    return torch.stack([param.detach(), optimizer.state[param]["momentum_buffer"]])
 
 
-@pytest.mark.parametrize("shape", [(512, 768), (768, 512), (100, 60)])
-def test_bits_are_those_of_torchs_class(shape: tuple[int, int]) -> None:
-    assert torch.equal(trained(Muon, shape), trained(torch.optim.Muon, shape))
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False, "weight_decay": 0.0}, {"momentum": 0.3}], ids=str)
+@pytest.mark.parametrize("shape", [(512, 768), (768, 512), (100, 60), (1, 7), (4096, 64)])
+def test_bits_are_those_of_torchs_class(shape: tuple[int, int], settings: dict[str, Any]) -> None:
+    assert torch.equal(trained(Muon, shape, **settings), trained(torch.optim.Muon, shape, **settings))
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrices"),
+    [
+        ((96, 32), (32, 32, 32)), ((96, 32), (64, 16, 16)), ((65, 33), (33, 31, 1)), ((4, 40, 24), "stack"),
+        ((4, 24, 40), "stack"), ((48, 3, 3, 3), "flat"), ((16, 32, 3, 3), "flat"), ((64, 5, 3), "flat"),
+    ],
+)  # fmt: skip
+def test_kernels_have_the_bits_of_torchs_operations(
+    shape: tuple[int, ...], matrices: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cuda_muon.triton is not None
+    found = trained(Muon, shape, matrices=matrices)
+    monkeypatch.setattr(cuda_muon, "triton", None)
+    assert torch.equal(found, trained(Muon, shape, matrices=matrices))
 
 
 def layers() -> nn.Module:
