@@ -131,6 +131,7 @@ def shared_gpu() -> dict[str, Work]:
     works = (
         Work(name="nccl-0.37b", layers=24, dim=1024, batch=8, **shape),
         Work(name="nccl-0.74b", layers=12, dim=2048, batch=16, **shape),
+        Work(name="nccl-1.64b", layers=48, dim=1600, batch=8, **shape),
     )
     return {work.name: work for work in works}
 

@@ -21,11 +21,12 @@ OFFLOADED_BYTES = 128 << 20  # as docs/offload.md advises for a GPU
 
 def ours(
     work: Work, *, stage: int = 3, inside: bool = False, clip: float | None = None, compiled: bool = False,
-    muon: bool = False, state: str = "fp32", accumulate: str = "fp32", tile: int | None = None, **fields: Any,
+    muon: bool = False, products: str | None = None, state: str = "fp32", accumulate: str = "fp32",
+    tile: int | None = None, **fields: Any,
 ) -> Ready:  # fmt: skip
-    """`inside` updates in backward, `clip` is the limit of the norm, `muon` updates matrices by Muon, `state` and
-    `accumulate` are the forms of optimizer state and of sums over micro-batches, `tile` has tokens of the loss computed
-    together; other fields are those of shard()."""
+    """`inside` updates in backward, `clip` is the limit of the norm, `muon` updates matrices by Muon with `products` in
+    this dtype (bf16 on a GPU, else fp32), `state` and `accumulate` are the forms of optimizer state and of sums over
+    micro-batches, `tile` has tokens of the loss computed together; other fields are those of shard()."""
     model: Any = work.blank()
     count = numel(model)
     precision = (
@@ -50,7 +51,7 @@ def ours(
     optimizer = (
         onefold.Muon(
             model, adjust_lr_fn="match_rms_adamw", lr=work.lr, weight_decay=0.1, adamw=work.adamw,
-            ns_dtype="bf16" if work.device == "cuda" else "fp32", step_in_backward=inside,
+            ns_dtype=products or ("bf16" if work.device == "cuda" else "fp32"), step_in_backward=inside,
         )
         if muon
         else onefold.Optimizer(model, torch.optim.AdamW, step_in_backward=inside, fused=True, state=state, **work.adamw)

@@ -75,6 +75,8 @@ SYSTEMS = {
     # Of Muon's matrices also gradients, masters and updated masters move once between shards and owners: 1/N each.
     "stage2+muon": ours("Onefold, stage 2, Muon", 3, "first step", stage=2, muon=True),
     "onefold+muon": ours("Onefold, Muon", 4.5, "first step", muon=True),
+    # torch's arithmetic: on CPUs with bf16 instructions faster than fp32, on others much slower.
+    "onefold+muon+bf16": ours("Onefold, Muon in bf16", 4.5, "first step", muon=True, products="bf16"),
     "onefold+inside+muon": ours("Onefold, Muon, updated in backward", 4.5, "first step", inside=True, muon=True),
     # What one fine-tunes giants with: blocks compiled, moments and sums over micro-batches in bf16, the loss by tiles.
     "onefold+lean": lean("Onefold, compiled, bf16 moments, tiled loss", "bf16", accumulate="bf16"),

@@ -19,6 +19,7 @@ from tests.harness import run_ranks, shutdown_pools
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=4, hidden=256, heads=4, seq=64, vocab=512)
 WAYS: list[dict[str, Any]] = [{}, {"clip": True}, {"inside": True}, {"activations": "checkpoint"}]
+MUON: list[dict[str, Any]] = [{"optimizer": "muon", **way} for way in WAYS]
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {}),
     "fused adamw": (torch.optim.AdamW, {"fused": True}),
@@ -50,8 +51,11 @@ def waits(
         onefold.shard(model, stage=stage, precision=precision, **fields)
     else:
         shard_over(simulated_axes(ranks, plays="nccl"), model, onefold.Zero(stage=stage, precision=precision), fields)
-    cls, settings = CLASSES[optimizer]
-    adam = onefold.Optimizer(model, cls, lr=1e-4, step_in_backward=inside, **settings)
+    if optimizer == "muon":
+        adam: onefold.Optimizer = onefold.Muon(model, lr=1e-4, step_in_backward=inside)
+    else:
+        cls, settings = CLASSES[optimizer]
+        adam = onefold.Optimizer(model, cls, lr=1e-4, step_in_backward=inside, **settings)
     tokens = torch.randint(0, SHAPE.vocab, (4, SHAPE.seq), device="cuda")
 
     def step() -> None:
@@ -81,7 +85,7 @@ def waits(
     return seen + [name for name in inner if "Synchronize" in name][past:]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", [*WAYS, *MUON], ids=str)
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (8, 1), (8, 2), (8, 3)])
 def test_the_host_never_waits_for_the_device_inside_a_step(ranks: int, stage: int, way: dict[str, Any]) -> None:
     assert run_ranks(1, waits, ranks, stage, timeout_s=120, **way) == [[]]

@@ -9,12 +9,13 @@ each other is real. `circle` runs what all ranks recorded, with as much at once 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 from onefold.comm import communicator, streams, wires
 from onefold.comm.endpoint import Endpoint, StreamPending
@@ -49,6 +50,13 @@ class Recorder:
         self.host_waits = 0
         self._made = 0
 
+    def note(self, stream: str, op: Op) -> None:
+        self.program[stream].append(op)
+
+    def group(self) -> Any:
+        """Stands for a communicator of NCCL."""
+        return SilentGroup()
+
     @property
     def recording(self) -> Recording:
         return Recording(dict(self.program), self.host_waits)
@@ -78,7 +86,7 @@ class RecordedStream:
         self._recorder, self.name = recorder, name
 
     def enqueue(self, op: Op) -> None:
-        self._recorder.program[self.name].append(op)
+        self._recorder.note(self.name, op)
 
     def wait_event(self, event: RecordedEvent) -> None:
         event.wait(self)
@@ -114,18 +122,18 @@ class RecordedLink(Link):
     """Notes each message, on the stream that it is issued on."""
 
     def __init__(self, recorder: Recorder, name: str, axis: Axis, device: torch.device) -> None:
-        super().__init__(name, axis, SilentGroup(), device)
+        super().__init__(name, axis, recorder.group(), device)
         self._recorder = recorder
 
-    def pending(self, endpoint: Endpoint, label: Label) -> StreamPending:
+    def pending(self, endpoint: Endpoint, label: Label, reads: Sequence[Tensor] = ()) -> StreamPending:
         self._recorder.current.enqueue(Op("message", f"{self.name}: {label}"))
-        return super().pending(endpoint, label)
+        return super().pending(endpoint, label, reads)
 
 
 @contextmanager
-def recorded() -> Iterator[Recorder]:
+def recorded(recorder: Recorder | None = None) -> Iterator[Recorder]:
     """On a rank: models that are sharded and trained inside enqueue their messages as over NCCL, on a recorder."""
-    recorder = Recorder()
+    recorder = recorder or Recorder()
 
     links: dict[str, RecordedLink] = {}
 

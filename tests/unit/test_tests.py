@@ -25,7 +25,7 @@ OF_PYTHON = {
     "_asdict", "_replace", "_fields", "_exit", "_getframe", "_run_exitfuncs", "_ncallbacks", "_register_atexit",
     "_registry",
 }  # fmt: skip
-OF_TORCH = {
+OF_TORCH = {"_schema", 
     "_C", "_current_graph_task_id", "_dynamo", "_is_profiler_enabled", "_forward_hooks", "_world", "_allgather_base",
     "_reduce_scatter_base", "_foreach_norm", "_foreach_add_", "_parameters", "_post_accumulate_grad_hooks", "_apply",
 }  # fmt: skip

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onefold.optim.update_lanes import Lanes
 from onefold.optim.whole_rounds import Rounds, RoundToSend
 from onefold.runtime.update_policy import StepInputs
 
@@ -22,14 +24,14 @@ class Logged:
     planned: RoundToSend
     log: list[tuple[str, int]]
 
-    def update(self, run: Any) -> None:
-        self.log.append(("update", int(self.planned.label)))
+    def update(self, run: Any, lanes: Lanes, *, beside: bool) -> None:
+        self.log.append(("update beside" if beside else "update", int(self.planned.label)))
 
     def end(self) -> None:
         self.log.append(("end", int(self.planned.label)))
 
 
-def logged(by_unit: list[list[int]], most_bytes: int) -> list[tuple[str, int]]:
+def logged(by_unit: list[list[int]], most_bytes: int, lanes: int = 1) -> list[tuple[str, int]]:
     """What happens to rounds of these sizes: in backward, where those of each unit are left to travel."""
     log: list[tuple[str, int]] = []
 
@@ -37,7 +39,7 @@ def logged(by_unit: list[list[int]], most_bytes: int) -> list[tuple[str, int]]:
         log.append(("send", int(planned.label)))
         return Logged(planned, log)
 
-    rounds, number = Rounds(send, print, print, most_bytes), 0
+    rounds, number = Rounds(send, print, print, most_bytes, Lanes(torch.device("cpu"), lanes)), 0
     for unit in by_unit:
         rounds.add([RoundToSend([], str(number + i), size, INPUTS) for i, size in enumerate(unit)])
         number += len(unit)
@@ -59,6 +61,26 @@ def test_tensors_under_way_fit_into_the_bound_or_are_one(by_unit: list[list[int]
             under_way.remove(size_of[number])
     for what in ("send", "update", "end"):  # each round once, in order
         assert [number for one, number in log if one == what] == list(range(len(size_of)))
+
+
+@given(st.lists(sizes, max_size=4), st.integers(0, 40))
+def test_rounds_are_updated_beside_each_other_where_two_are_under_way(
+    by_unit: list[list[int]], most_bytes: int
+) -> None:
+    under_way: set[int] = set()
+    updated: set[int] = set()
+    for what, number in (log := logged(by_unit, most_bytes, lanes=2)):
+        if what == "send":
+            under_way.add(number)
+        elif what == "end":
+            under_way.remove(number)
+            updated.remove(number)
+        else:
+            assert (what == "update beside") == (len(under_way) > 1)
+            updated.add(number)
+        assert len(updated) <= 2, "a lane has two updates"
+    order = [(what.split()[0], number) for what, number in log]
+    assert order == logged(by_unit, most_bytes), "messages have another order than without lanes"
 
 
 def test_a_round_travels_while_another_is_updated() -> None:

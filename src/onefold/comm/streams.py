@@ -136,6 +136,11 @@ class SideStream:
             event.event.record(self._make()[0])
         return event
 
+    def join(self) -> None:
+        """Makes the current stream wait for all that this stream holds now."""
+        if self._made is not None:
+            self.event().stream_wait()
+
     def _make(self) -> tuple[torch.Stream, torch.Event, int]:
         """The stream, an event that is recorded again and again in streams that it waits for, the device's index."""
         if self._made is None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onefold.errors import OptimizerError
+from onefold.optim.kernels import cuda_muon
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Keller Jordan's
 EPS = 1e-7
@@ -74,15 +75,23 @@ class Muon(torch.optim.Optimizer):
         state, momentum = self.state[param], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        average = state["momentum_buffer"]
-        average.lerp_(grad, 1 - momentum)
-        update = grad.lerp(average, momentum) if group["nesterov"] else average
-        lr = float(group["lr"])
-        for place in places_of(tuple(param.shape), group["matrices"]):
-            direction = orthogonal(place.of(update), group)
+        average, lr = state["momentum_buffer"], float(group["lr"])
+        shrink, kernels = 1 - lr * group["weight_decay"], cuda_muon.fits(group, param, grad, average)
+        if kernels:
+            update = cuda_muon.average(grad, average, group)
+        else:
+            average.lerp_(grad, 1 - momentum)
+            update = grad.lerp(average, momentum) if group["nesterov"] else average
+        places = places_of(tuple(param.shape), group["matrices"])
+        for place in places:
+            direction = orthogonal(place.of(update), group, overwrites=kernels and len(places) == 1)
+            alpha = -lr * lr_ratio(place.shape, group["adjust_lr_fn"])
             part = place.part(param)
-            part.mul_(1 - lr * group["weight_decay"])
-            part.add_(direction.reshape(part.shape), alpha=-lr * lr_ratio(place.shape, group["adjust_lr_fn"]))
+            if kernels and cuda_muon.adds(direction):
+                cuda_muon.add(part, direction, shrink, alpha)
+            else:
+                part.mul_(shrink)
+                part.add_(direction.reshape(part.shape), alpha=alpha)
 
 
 class Place(NamedTuple):
@@ -132,11 +141,12 @@ def work_of(size: tuple[int, ...], matrices: Matrices) -> int:
     return sum(math.prod(place.shape) * min(place.shape[-2:]) for place in places_of(size, matrices))
 
 
-def orthogonal(update: Tensor, settings: dict[str, Any]) -> Tensor:
-    """The matrix, or each of a stack, with singular values near 1, by Newton-Schulz."""
+def orthogonal(update: Tensor, settings: dict[str, Any], *, overwrites: bool = False) -> Tensor:
+    """The matrix, or each of a stack, with singular values near 1, by Newton-Schulz; with `overwrites`, `update` is
+    scratch."""
     a, b, c = settings["ns_coefficients"]
     wide = update.shape[-2] <= update.shape[-1]
-    x = update.to(NS_DTYPES[settings["ns_dtype"]], copy=True)
+    x = update.to(NS_DTYPES[settings["ns_dtype"]], copy=not overwrites)
     x = x if wide else x.mT
     single = x.ndim == 2
     norm = x.norm() if single else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)

@@ -15,25 +15,30 @@ matrices are too slow there. Pieces come from the host and go back to it, and an
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from onefold.comm.spans import span
+from onefold.comm.streams import StreamEvent
 from onefold.optim.host_update import HostGradients
 from onefold.optim.ownership import Ownership
 from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
+from onefold.optim.update_lanes import LANES, Lanes
 from onefold.optim.whole_rounds import Piece, Round, Rounds, RoundToSend, TensorToUpdate
 from onefold.optim.whole_unit_optimizer import WholeUnitOptimizer
 from onefold.runtime.engine import Engine
 from onefold.runtime.update_policy import StepInputs
 from onefold.state.unit import Unit
+
+BESIDE = 4  # times bucket_bytes: two tensors that are updated, one that arrives, one that goes back
 
 
 class WholeUpdates:
@@ -41,15 +46,24 @@ class WholeUpdates:
     the last of its tensors that were added to the rounds has been updated on all ranks."""
 
     def __init__(
-        self, engine: Engine, ownership: Ownership, on_end: Callable[[Unit], None], under_way: StepUnderWay
+        self,
+        engine: Engine,
+        ownership: Ownership,
+        on_end: Callable[[Unit], None],
+        under_way: StepUnderWay,
+        *,
+        beside: bool,
     ) -> None:
+        """With `beside` activations have been freed, so that a device with streams has room for more tensors."""
         self._comm, self._pool, self._device, self._ownership = ownership.comm, engine.pool, engine.device, ownership
         compute = max(unit.dtypes.compute.itemsize for unit in engine.units)
         split = any(unit.dtypes.master == "split" for unit in engine.units)
         self._element_bytes = compute + max(compute, 4) + 4 * split  # of a gradient, a master, and pieces of masters
         self._left: Counter[int] = Counter()  # tensors of each unit in rounds that have not ended, by the unit's id
         self._on_end, self._under_way = on_end, under_way
-        self.rounds = Rounds(self._send, self._run, self._tensor_ended, engine.resolved.settings.bucket_bytes)
+        self._lanes = Lanes(engine.device, 1 if self._pool.keeps else LANES)
+        self._most_bytes = engine.resolved.settings.bucket_bytes * (BESIDE if beside and self._lanes.number > 1 else 1)
+        self.rounds = Rounds(self._send, self._run, self._tensor_ended, self._most_bytes, self._lanes)
 
     def shared(self, optimizer: WholeUnitOptimizer, flags: bytes) -> list[TensorToUpdate]:
         """The flagged tensors of a unit of which several ranks hold pieces."""
@@ -71,11 +85,17 @@ class WholeUpdates:
         """Updates what this rank can update alone of the flagged parameters of a unit."""
         if optimizer.rest is not None:
             self._update_rest(optimizer.rest, flags, inputs)
+        under_way: deque[tuple[Piece, StreamEvent]] = deque()
         for slot in (slot for slot in _whole_slots(optimizer, flags) if not optimizer.is_shared(slot)):
             one = TensorToUpdate(optimizer, slot, self._comm.rank)
+            most = self._lanes.number if self._lanes.number * one.numel * self._element_bytes <= self._most_bytes else 1
+            while len(under_way) >= most:
+                _end(*under_way.popleft())
             piece = Piece(one, optimizer.held(slot), self._device)
-            self._run(one, piece.master, piece.gradient, inputs)
-            piece.end()
+            run = partial(self._run, one, piece.master, piece.gradient, inputs)
+            under_way.append((piece, self._lanes.run(run, beside=most > 1)))
+        while under_way:
+            _end(*under_way.popleft())
 
     def update_now(self, optimizer: WholeUnitOptimizer, flags: bytes, inputs: StepInputs) -> None:
         """Updates the flagged parameters of a unit. Collective."""
@@ -132,6 +152,11 @@ class WholeUpdates:
             pool.give(buffer)
 
 
+def _end(piece: Piece, updated: StreamEvent) -> None:
+    updated.stream_wait()
+    piece.end()
+
+
 def _whole_slots(optimizer: WholeUnitOptimizer, flags: bytes) -> list[int]:
     return [slot for slot, flag in enumerate(flags) if flag and optimizer.is_whole(slot)]
 
@@ -147,7 +172,7 @@ class UpdateWhole(UpdateAtStep):
         updates: type[WholeUpdates] = WholeUpdates,
     ) -> None:
         super().__init__(engine, by_unit)
-        self._whole, self._updates = by_unit, updates(engine, ownership, self._end_unit, self._under_way)
+        self._whole, self._updates = by_unit, updates(engine, ownership, self._end_unit, self._under_way, beside=True)
         self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
         on_host = engine.watch.active or any(unit.updated_on_host for unit in engine.units)
         self._host = HostGradients(engine) if on_host else None
@@ -223,7 +248,10 @@ class UpdateWholeInBackward(UpdateInBackward):
         self, engine: Engine, by_unit: Sequence[WholeUnitOptimizer], groups: list[dict[str, Any]], ownership: Ownership
     ) -> None:
         super().__init__(engine, by_unit, groups, None)
-        self._whole, self._updates = by_unit, WholeUpdates(engine, ownership, self._unit_ended, self._under_way)
+        self._whole, self._updates = (
+            by_unit,
+            WholeUpdates(engine, ownership, self._unit_ended, self._under_way, beside=False),
+        )
         self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
 
     def _on_host(self, index: int) -> bool:

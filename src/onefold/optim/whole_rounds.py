@@ -4,6 +4,8 @@ In a round each rank updates at most one tensor: 1 ranks send their pieces of gr
 2 owners update  3 owners send the updated pieces of the master back, and each rank rounds its own into its parameters.
 Replicated fp32 parameters that are not split are their own masters, and the owner has them already.
 
+On a CUDA device rounds that are under way together are updated on two streams beside compute (update_lanes.py).
+
 The next rounds start as long as the tensors of all rounds that have started and not ended fit into `most_bytes`; one
 round always may. A round ends after the next one has been updated. Both rules depend on sizes of tensors only, so all
 ranks issue the same messages in the same order.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,11 +24,15 @@ from torch import Tensor
 from onefold.comm.buffers import Pool
 from onefold.comm.endpoint import Pending
 from onefold.comm.meter import Label
+from onefold.comm.streams import StreamEvent
 from onefold.cost.layout import Span
 from onefold.optim.ownership import Ownership
+from onefold.optim.update_lanes import Lanes
 from onefold.optim.whole_unit_optimizer import GRADIENT, MASTER, UPDATED, WholeUnitOptimizer
 from onefold.runtime.update_policy import StepInputs
 from onefold.state.unit import Unit
+
+Run = Callable[["TensorToUpdate", Tensor, Tensor, StepInputs], None]  # with the master and the gradient
 
 
 class TensorToUpdate(NamedTuple):
@@ -92,12 +99,13 @@ class Gathered:
     def free_gradient(self) -> None:
         """The tensor is updated."""
         self._pool.give(self._taken.pop(0))
+        del self.gradient
 
     def finish(self) -> None:
-        """Keeps this rank's own piece of the master, and frees the vector. Nothing is in flight."""
-        if self._own:
-            if self._mine is not None:
-                self._mine.master.copy_(_at(self._here, self.master))
+        """Keeps this rank's own piece of the master, and frees the vectors. Nothing is in flight."""
+        if self._own and self._mine is not None:
+            self._mine.master.copy_(_at(self._here, self.master))
+        while self._taken:
             self._pool.give(self._taken.pop())
 
     def drop(self) -> None:
@@ -126,6 +134,7 @@ class Round:
         """Sends pieces to owners. Collective."""
         self.planned, comm = planned, ownership.comm
         self._comm, self._mine, self._back = comm, None, Pending(comm, Label(UPDATED, planned.label), ())
+        self._updated = StreamEvent()
         parts = {one: one.optimizer.held(one.slot) for one in planned.tensors}
         self._held = {one: Piece(one, part, device) for one, part in parts.items() if part.numel}
         for one in (one for one in planned.tensors if one.owner == comm.rank):  # there is one at most
@@ -139,25 +148,31 @@ class Round:
         wanted = mine.of_peers(mine.master) if mine and mine.of.sends_master else {}
         self._coming = [gradients, comm.swap(sent, wanted, Label(MASTER, planned.label))]
 
-    def update(self, run: Callable[[TensorToUpdate, Tensor, Tensor, StepInputs], None]) -> None:
-        """Updates the tensor that this rank owns, and sends the pieces of it back. Collective."""
+    def update(self, run: Run, lanes: Lanes, *, beside: bool) -> None:
+        """Updates the tensor that this rank owns, and sends the pieces of it back; `beside` other rounds, on a lane.
+        Collective."""
+        self._updated = lanes.run(partial(self._update, run), beside=beside)
+        if self._mine and not beside:
+            self._mine.free_gradient()
+
+    def _update(self, run: Run) -> None:
         for pending in self._coming:
             pending.wait()
         mine = self._mine
         if mine:
             run(mine.of, mine.master, mine.gradient, self.planned.inputs)
-            mine.free_gradient()
         updated = {piece.of.owner: piece.master for piece in self._away}
         label = Label(UPDATED, self.planned.label)
         self._back = self._comm.swap(mine.of_peers(mine.master) if mine else {}, updated, label)
 
     def drop(self) -> None:
-        """After an error: the round goes no further."""
+        """After an error: the round goes no further. Nothing is updated any more."""
         if self._mine:
             self._mine.drop()
 
     def end(self) -> None:
         """Keeps the updated pieces."""
+        self._updated.stream_wait()
         self._back.wait()
         if self._mine:
             self._mine.finish()
@@ -172,11 +187,12 @@ class Rounds:
     def __init__(
         self,
         send: Callable[[RoundToSend], Round],
-        run: Callable[[TensorToUpdate, Tensor, Tensor, StepInputs], None],
+        run: Run,
         on_end: Callable[[TensorToUpdate], None],
         most_bytes: int,
+        lanes: Lanes,
     ) -> None:
-        self._send, self._run, self._on_end, self._most_bytes = send, run, on_end, most_bytes
+        self._send, self._run, self._on_end, self._most_bytes, self._lanes = send, run, on_end, most_bytes, lanes
         self._waiting: deque[RoundToSend] = deque()
         self._sent: deque[Round] = deque()  # and not updated
         self._going_back: deque[Round] = deque()
@@ -198,7 +214,8 @@ class Rounds:
                 self._end_oldest()  # its memory is what the next one waits for
                 self._send_fitting()
                 continue
-            self._sent[0].update(self._run)
+            alone = len(self._sent) + len(self._going_back) == 1
+            self._sent[0].update(self._run, self._lanes, beside=not alone and self._lanes.number > 1)
             self._going_back.append(self._sent.popleft())
             while len(self._going_back) > 1:  # those had an update's time to travel
                 self._end_oldest()
@@ -212,6 +229,7 @@ class Rounds:
 
     def forget(self) -> None:
         """After an error: no round goes on. Messages under way are left to end by themselves."""
+        self._lanes.join()
         for begun in (*self._sent, *self._going_back):
             begun.drop()
         for rounds in (self._waiting, self._sent, self._going_back):

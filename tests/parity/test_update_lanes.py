@@ -1,0 +1,57 @@
+"""Tensors that are updated beside each other on two streams: no two uses of the same bytes run without an order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from tests.harness import run_ranks
+from tests.harness.stream_races import watched
+
+SPLIT = onefold.Precision(compute="bf16", master="split")
+UNITS = 2 << 10  # bytes of a bucket: each layer is a unit, and two or three tensors are under way
+RUNS: list[dict[str, Any]] = [
+    *({"stage": stage} for stage in range(4)),
+    {"stage": 2, "bucket_bytes": UNITS},
+    {"stage": 3, "bucket_bytes": UNITS, "precision": SPLIT, "clip": True},
+    {"stage": 1, "precision": SPLIT, "micro": 2, "clip": True},
+    {"stage": 0, "precision": SPLIT},
+    {"stage": 3, "inside": True, "bucket_bytes": 8 << 10},
+    {"stage": 2, "inside": True, "precision": SPLIT},
+    {"stage": 2, "offload": "host"},
+]
+
+
+def races(clip: bool = False, micro: int = 1, inside: bool = False, **fields: Any) -> tuple[int, list[str]]:
+    """On a rank: how many streams updates ran on, and the races of three steps."""
+    with watched() as recorder:
+        torch.manual_seed(0)
+        model = onefold.shard(nn.Sequential(*[nn.Linear(16, 16) for _ in range(5)]), **fields)
+        optimizer = onefold.Muon(model, place={"*weight": "muon"}, step_in_backward=inside)
+        for _ in range(3):
+            for _ in range(micro - 1):
+                with onefold.accumulate(model):
+                    model(torch.ones(4, 16)).square().mean().backward()
+            model(torch.ones(4, 16)).square().mean().backward()
+            if clip:
+                optimizer.clip_grad_norm(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    updated = {stream for what, stream in recorder.kernels if what == "aten.lerp_.Scalar" and stream != "compute"}
+    return len(updated), recorder.races
+
+
+def all_races() -> list[tuple[int, list[str]]]:
+    return [races(**run) for run in RUNS]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_two_streams_use_the_same_bytes_without_an_order(ranks: int) -> None:
+    for found in run_ranks(ranks, all_races):
+        for run, (streams, told) in zip(RUNS, found, strict=True):
+            assert told == [], f"{run}: {len(told)} races"
+            assert streams == 2, f"{run}: updated on {streams} streams"
