@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import Hardware, hardware, recorded
-from onefold.cost.rates import read_rates, shipped_rates
+from onefold.cost.rates import Rates, read_rates, shipped_rates
 from onefold.cost.shapes import Shape, named
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work, grid_of
@@ -28,6 +29,7 @@ STAGES = {"stage0": 0, "stage1": 1, "stage2": 2}  # of systems; others are stage
 PLANNED = ("stage0", "stage1", "stage2", "stage3", "onefold", "onefold+keep", "onefold+inside", "onefold+clip")
 PLANNED += ("onefold+clip-never",)
 LEAN = "onefold+lean"
+COMPUTING = ("products", "attention", "elementwise", "loss", "blocks", "sustained")  # what the device does
 FREE = 1e18  # bytes per second of a network that costs nothing
 
 
@@ -42,13 +44,24 @@ class Case(NamedTuple):
     apart: bool = False  # its time is shown, and does not count: it is not that of a rank
 
 
-def h200(ranks: int = 1) -> Hardware:
-    """The machine that the cases ran on, shared by so many ranks; as in the hardware table until it is recorded."""
+def h200() -> Hardware:
+    """The machine that the cases ran on; as in the hardware table until it is recorded."""
     rates = shipped_rates("h200")
-    if rates is None:
-        row = hardware("h200")
-        return dataclasses.replace(row, efficiency=row.efficiency / ranks, memory_rate=row.memory_rate / ranks)
-    return recorded(slower(rates, ranks) if ranks > 1 else rates)
+    return hardware("h200") if rates is None else recorded(rates)
+
+
+def half_of(rates: Rates, pair: Rates, hidden: int) -> Hardware:
+    """The GPU as one of two ranks has it that share it: it computes and updates so much slower as blocks and updates
+    were measured to be while the other rank does the same, and messages take what they took between the two."""
+    blocks = {row[1]: row[3] / row[2] for row in pair.record["shared"]["blocks"]}
+    updates = [row[2] / row[1] for row in pair.record["shared"]["updates"]]
+    nearest = min(blocks, key=lambda found: abs(math.log(found / hidden)))
+    link = pair.link_rate()
+    assert link is not None
+    return dataclasses.replace(
+        recorded(slower(slower(rates, blocks[nearest], COMPUTING), updates[0], ("updates",))),
+        node_ranks=1, nics=1, nic_rate=link.rate, node_link=link.rate, latency_s=link.latency_s,
+    )  # fmt: skip
 
 
 def machines() -> list[str]:
@@ -90,15 +103,11 @@ def of_systems(path: Path) -> Iterator[Case]:
         layers=work["layers"], hidden=work["dim"], heads=max(1, work["dim"] // 64), seq=work["seq"],
         vocab=work["vocab"], tied=False,
     )  # fmt: skip
-    machine = h200(work["ranks"])
+    machine, rates = h200(), shipped_rates("h200")
     if work["ranks"] > 1:
-        if not PAIR.exists():
+        if rates is None or not PAIR.exists():
             return
-        pair = read_rates(PAIR).link_rate()
-        assert pair is not None
-        machine = dataclasses.replace(
-            machine, node_ranks=1, nics=1, nic_rate=pair.rate, node_link=pair.rate, latency_s=pair.latency_s
-        )
+        machine = half_of(rates, read_rates(PAIR), work["dim"])
     elif work["rank_of"] > 1:
         machine = free(machine)
     away = work.get("away") or {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +42,8 @@ class Run(NamedTuple):
     step_s: float
 
 
-def slower(rates: Rates, times: float) -> Rates:
-    """A device that takes so many times as long for everything it computes."""
+def slower(rates: Rates, times: float, parts: Collection[str] = DEVICE_PARTS) -> Rates:
+    """A device that takes so many times as long for everything it computes, or for these parts."""
 
     def row(part: str, found: Any) -> Any:
         if isinstance(found, Mapping):
@@ -52,7 +52,7 @@ def slower(rates: Rates, times: float) -> Rates:
             return found * times
         return [[*one[: SECONDS_FROM[part]], *(s * times for s in one[SECONDS_FROM[part] :])] for one in found]
 
-    return Rates({**rates.record, **{part: row(part, rates.record.get(part, {})) for part in DEVICE_PARTS}})
+    return Rates({**rates.record, **{part: row(part, rates.record.get(part, {})) for part in parts}})
 
 
 def cpu_runs() -> Iterator[Run]:
