@@ -159,17 +159,18 @@ pauses. `onefold measure` now makes blocks on the device, and has it compute bef
 
 *Which cases the model was made with, and which only test it.* The factor of whole blocks is from the record, and was
 compared with all cases that this page had then; the bytes of the decoder's operators are counted, and were compared
-with the three Qwen runs without a compiler. The runs of `clipping-2.78b-h200.json` and the two lean ones (compiled,
-moments and sums in bf16, loss by tiles) were planned after that, and changed nothing. How reductions overlap was found
+with the three Qwen runs without a compiler. The runs of `clipping-2.78b-h200.json` and the lean ones (compiled,
+moments and sums in bf16) were planned after that. At 10% from two lean ones, the plan learnt that their loss is one
+kernel that reads logits twice and writes them once, and that their activations="auto" recomputes as many blocks as do
+not fit. How reductions overlap was found
 with two steps over a link of 50 Mbit/s that are not among the cases; that cores move messages, with stage 3 over
 loopback, 1x32.
 
 *Where it is wrong.* Stage 3 between CPU ranks was planned too fast in every case, by 6 to 30%, because the two
 directions of its all-gathers did not overlap. They do since then; the runs over loopback are older. Plans of H200 steps
 are mostly a few percent too fast. One guess is that a GPU that computes for seconds is held to its power limit:
-`onefold measure --only sustained` measures that, and the record has none. The lean runs compute their loss by tiles in
-one kernel, and the plan counts torch's cross entropy; their activations are "auto", which may compute some blocks
-again, and the plan counts all as kept. Where the norm of gradients is computed and below its limit (clip-never), host
+`onefold measure --only sustained` measures that, and the record has none.
+Where the norm of gradients is computed and below its limit (clip-never), host
 updates start in backward, and the plan counts them after it.
 
 *Not counted: APART.*

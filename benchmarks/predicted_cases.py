@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from benchmarks.long_context import TILE
 from benchmarks.predicted_cpu import RECORD, cpu_runs, slower
+from benchmarks.systems.table import SYSTEMS
+from onefold.activations.automatic import Seen, choose_policy
 from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
@@ -28,7 +30,8 @@ PAIR = RESULTS / "links-nccl-pair-nvidia-h200.json"
 STAGES = {"stage0": 0, "stage1": 1, "stage2": 2}  # of systems; others are stage 3
 PLANNED = ("stage0", "stage1", "stage2", "stage3", "onefold", "onefold+keep", "onefold+inside", "onefold+clip")
 PLANNED += ("onefold+clip-never",)
-LEAN = "onefold+lean"
+LEAN = {"onefold+lean": "bf16", "onefold+lean8": "8bit"}  # optimizer state by system
+LEAN_TILE = SYSTEMS["onefold+lean"].settings["tile"]
 COMPUTING = ("products", "attention", "elementwise", "loss", "blocks", "sustained")  # what the device does
 FREE = 1e18  # bytes per second of a network that costs nothing
 
@@ -127,16 +130,19 @@ def of_systems(path: Path) -> Iterator[Case]:
 def planned(
     shape: Shape, machine: Hardware, choice: Choice, ranks: int, batch: int, *, in_backward: bool = False,
     reshard_after_forward: bool = True, bucket_bytes: int = Zero.bucket_bytes, micro_batches: int = 1,
-    compiled: bool = False, state: str = "fp32", sums_width: int = 4, tile: int | None = None,
+    compiled: bool = False, state: str = "fp32", sums_width: int = 4, tile: int | None = None, tiled_mlps: bool = True,
 ) -> Estimate:  # fmt: skip
     """As `shard(precision="bf16")` runs on a GPU, with AdamW."""
     widths = widths_of("bf16", "split")
     if micro_batches > 1:
         widths = widths._replace(grad=sums_width)
     return Estimate(
-        work=Work(widths=widths, shape=shape, bucket_bytes=bucket_bytes, tile=tile, auto_wire=True), choice=choice,
-        grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch, in_backward=in_backward,
-        reshard_after_forward=reshard_after_forward, micro_batches=micro_batches, compiled=compiled,
+        work=Work(
+            widths=widths, shape=shape, bucket_bytes=bucket_bytes, tile=tile, tiled_mlps=tiled_mlps, auto_wire=True
+        ),
+        choice=choice, grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch,
+        in_backward=in_backward, reshard_after_forward=reshard_after_forward, micro_batches=micro_batches,
+        compiled=compiled,
     )  # fmt: skip
 
 
@@ -175,18 +181,38 @@ def of_transformers() -> Iterator[Case]:
 
 
 def lean() -> Iterator[Case]:
-    """Qwen2.5's shapes in plain PyTorch, compiled, with moments and sums in bf16. Their loss is computed by tiles,
-    and their MLPs are not, which the planner does not know: so peaks are not compared."""
-    for size in ("1.5b", "7b"):
-        path = DOCS / f"qwen2.5-{size}-h200.json"
+    """Fine-tuning of Qwen2.5's shapes in plain PyTorch, compiled, with moments and sums in few bits, the loss by tiles
+    and activations="auto"; of every file in docs/results but those of runs that chose where states lie. The compiler
+    decides what a compiled block keeps, which the planner does not know: so peaks are not compared."""
+    for path in sorted(DOCS.glob("qwen2.5-*-h200.json")):
         found = json.loads(path.read_text())
-        work, row = found["work"], found["systems"][LEAN]
-        shape = dataclasses.replace(FAMILIES[f"qwen2.5-{size}"], seq=work["seq"])
-        estimate = planned(
-            shape, h200(), Choice(3, activations="keep"), 1, work["batch"], micro_batches=work["micro_batches"],
-            compiled=True, state="bf16", sums_width=2,
-        )  # fmt: skip
-        yield Case(f"qwen2.5-{size}, lean", path.name, estimate, row["median_s"], None)
+        work, systems = found["work"], found["systems"]
+        for name, state in LEAN.items():
+            row = systems.get(name)
+            if row is None or row["error"] is not None or work.get("away"):
+                continue
+            shape = dataclasses.replace(FAMILIES[f"qwen2.5-{work['decoder']}"], seq=work["seq"])
+            kept = planned(
+                shape, h200(), Choice(3, activations="keep"), 1, work["batch"], compiled=True, state=state,
+                micro_batches=work["micro_batches"], sums_width=2, tile=LEAN_TILE, tiled_mlps=False,
+            )  # fmt: skip
+            tokens = work["batch"] * work["micro_batches"] * work["seq"]
+            label = f"qwen2.5-{work['decoder']}, {name.removeprefix('onefold+')}, {tokens:,} tokens a step"
+            yield Case(label, path.name, with_automatic_activations(kept), row["median_s"], None)
+
+
+def with_automatic_activations(estimate: Estimate) -> Estimate:
+    """As many blocks recomputed as activations="auto" decides by what the planner counts for one, on one rank."""
+    shape, choice, machine = estimate.work.shape, estimate.choice, estimate.hardware
+    assert shape is not None
+    states = Work(widths=estimate.work.widths, numel=shape.numel, bucket_bytes=estimate.work.bucket_bytes)
+    alone = Estimate(work=states, choice=choice, grid=estimate.grid, hardware=machine, cost=named_cost("adamw"))
+    kept = estimate.work.activations(estimate.batch, "keep", estimate.grid).kept_per_block
+    inputs = estimate.batch * shape.seq * shape.hidden * estimate.work.widths.compute
+    found = choose_policy(Seen(kept, inputs, max(0, machine.usable_bytes - alone.peak_bytes)), shape.layers, 1)
+    if found.policy == "keep":
+        return estimate
+    return dataclasses.replace(estimate, choice=choice._replace(activations=found.policy), recomputed=found.recomputed)
 
 
 def long_contexts() -> Iterator[Case]:

@@ -55,7 +55,7 @@ class StepTime:
             found = shape_seconds(
                 work.shape, hardware.rates, case.batch, case.choice.activations, width=work.widths.compute, tp=grid.tp,
                 pp=grid.pp, sequence=grid.sequence, trained=not work.lora, compiled=case.compiled,
-                tile=work.tile,
+                tile=work.tile, tiled_mlps=work.tiled_mlps, recomputed=case.recomputed_share,
             )  # fmt: skip
             units = len(case.sizes.units) if grid.shard > 1 else 0
             return step_compute_s(found, hardware.rates, work.layers_here(grid), units) + self._gradients_s
