@@ -55,15 +55,21 @@ def h200() -> Hardware:
 
 def half_of(rates: Rates, pair: Rates, hidden: int) -> Hardware:
     """The GPU as one of two ranks has it that share it: it computes and updates so much slower as blocks and updates
-    were measured to be while the other rank does the same, and messages take what they took between the two."""
+    were measured to be while the other rank does the same. Messages take what they took between the two: alone, while
+    both compute, and while one of the other kind is in flight."""
     blocks = {row[1]: row[3] / row[2] for row in pair.record["shared"]["blocks"]}
     updates = [row[2] / row[1] for row in pair.record["shared"]["updates"]]
     nearest = min(blocks, key=lambda found: abs(math.log(found / hidden)))
+    messages = pair.record["shared"]["messages"]
+    of_unit = min(messages, key=lambda row: abs(math.log(row[0] / (24 * hidden**2))))
+    gather_s, reduce_s, both_s, gather_busy_s, reduce_busy_s = of_unit[1:6]
     link = pair.link_rate()
     assert link is not None
     return dataclasses.replace(
         recorded(slower(slower(rates, blocks[nearest], COMPUTING), updates[0], ("updates",))),
         node_ranks=1, nics=1, nic_rate=link.rate, node_link=link.rate, latency_s=link.latency_s,
+        beside_compute=(gather_busy_s / gather_s, reduce_busy_s / gather_s),
+        both_at_once=max(1.0, both_s / max(gather_s, reduce_s)),
     )  # fmt: skip
 
 
@@ -88,6 +94,7 @@ def machines() -> list[str]:
 def cases() -> list[Case]:
     """Every measured run of ours on a machine that was recorded."""
     files = [*sorted(RESULTS.glob("gpu-*.json")), DOCS / "clipping-2.78b-h200.json"]
+    files += sorted(DOCS.glob("nccl-*-h200.json"))
     found = [case for path in files for case in of_systems(path)]
     on_cpus = [Case(*run, None) for run in cpu_runs()]
     return [*found, *simulated(), *recomputed(), *of_transformers(), *lean(), *long_contexts(), *on_cpus]
@@ -138,7 +145,8 @@ def planned(
         widths = widths._replace(grad=sums_width)
     return Estimate(
         work=Work(
-            widths=widths, shape=shape, bucket_bytes=bucket_bytes, tile=tile, tiled_mlps=tiled_mlps, auto_wire=True
+            widths=widths, shape=shape, bucket_bytes=bucket_bytes, shared_bytes=Zero().shared_bytes, tile=tile,
+            tiled_mlps=tiled_mlps, auto_wire=True,
         ),
         choice=choice, grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch,
         in_backward=in_backward, reshard_after_forward=reshard_after_forward, micro_batches=micro_batches,
