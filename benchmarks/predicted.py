@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.predicted_cases import Case, cases, machines
+from benchmarks.predicted_cases import PAIR, Case, cases, machines
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/results/predicted.md"
 
@@ -58,13 +58,18 @@ def page() -> Iterator[str]:
     yield "|" + "---|" * len(heads)
     for case in found:
         yield "| " + " | ".join(row(case)) + " |"
-    yield from FOOT.replace("APART", offs(found)).splitlines()
+    yield from FOOT.replace("APART", apart(found)).replace("PAIRS", pairs()).splitlines()
 
 
-def offs(found: Sequence[Case]) -> str:
-    """The errors of those cases that do not count."""
-    apart = [case for case in found if case.apart]
-    return "; ".join(f"{case.name} {case.estimate.step_s / case.step_s - 1:+.0%}" for case in apart) or "none"
+def apart(found: Sequence[Case]) -> str:
+    """What is said of the cases that do not count."""
+    offs = [f"{one.name} {one.estimate.step_s / one.step_s - 1:+.0%}" for one in found if one.apart]
+    return NOT_COUNTED.replace("OFFS", "; ".join(offs)) if offs else "All cases count."
+
+
+def pairs() -> str:
+    """What is said of two ranks on one GPU."""
+    return "" if PAIR.exists() else NO_PAIR
 
 
 def row(case: Case) -> list[str]:
@@ -121,6 +126,16 @@ page from the files that the last column names; `tests/bench/test_predicted.py` 
 
 What was measured of the machines:
 """
+NOT_COUNTED = """*Not counted: OFFS.*
+These are second steps of a version whose simulated all-gather was one copy for every peer, so a step had 100,000
+launches for 64 ranks and 1.3 million for 1024 that no rank has. Their peaks count. On an H200, these commands write the
+files anew, with what the copies took, and then the times count:
+
+    python benchmarks/simulate_rank.py 128b:64 --steps 4 --out docs/results/simulate-128b-64.json
+    python benchmarks/simulate_rank.py 1t:1024 --checkpoint --steps 2 --out docs/results/simulate-1t-1024.json
+"""
+NO_PAIR = """Two NCCL ranks on one GPU, until
+`python -m benchmarks.measure_pair` has recorded on an H200 what they reach."""
 FOOT = """
 *Waits* are messages that compute does not hide. *Update* is the optimizer, and transfers that nothing hides. A peak is
 what torch's allocator counted; the planner's has 3% of what a step allocates and frees on top, for fragments.
@@ -147,10 +162,15 @@ and in training the host runs ahead. So no kernel is counted as longer than a la
 largest one that was measured.
 
 *Messages.* All-gathers start `prefetch` units ahead of their use, reductions when their unit has computed. Both share
-the link, and the last reduction has nothing left to hide behind: with few units that is a large part.
+the link, and the last reduction has nothing left to hide behind: with few units that is a large part. Of two
+ranks on one GPU the record says how much longer messages take beside compute, and how long both kinds take at the same
+time. Before an all-gather a rank copies its own shard into the buffer.
 
-*CPU ranks* move messages with the cores that compute. So a step waits at least as long as the bytes that a rank sends
-take at the rate between two processes of one node, and what the host does for a unit's messages adds to compute.
+*CPU ranks* move messages with the cores that compute. So what compute hides of messages is added to it, as the CPU time
+that they take. A byte costs the cores more over an Ethernet link than over loopback, whose packets are larger: on an
+AMD EPYC, `python -m benchmarks.shaped_links --mbit 10000 --loopback 1x32` measured 0.75 ns of CPU time for each byte
+sent over the link, and 0.23 ns over loopback (its steps are not among the cases: a test suite used the cores too).
+`onefold measure` records it as `cores`. The runs below are older, and have the rate of their fastest link for it.
 
 *Why whole blocks never count as less than their kernels.* The record of the H200 has whole forwards that take up to 6%
 less than their four products alone, which cannot be at one clock. Each block was timed after a pause in which it was
@@ -159,40 +179,28 @@ pauses. `onefold measure` now makes blocks on the device, and has it compute bef
 
 *Which cases the model was made with, and which only test it.* The factor of whole blocks is from the record, and was
 compared with all cases that this page had then; the bytes of the decoder's operators are counted, and were compared
-with the three Qwen runs without a compiler. The runs of `clipping-2.78b-h200.json` and the two lean ones (compiled,
-moments and sums in bf16, loss by tiles) were planned after that, and changed nothing. How reductions overlap was found
-with two steps over a link of 50 Mbit/s that are not among the cases; that cores move messages, with stage 3 over
-loopback, 1x32.
+with the three Qwen runs without a compiler. The runs of `clipping-2.78b-h200.json` and the lean ones (compiled,
+moments and sums in bf16) were planned after that. Two lean ones were 10% off: since then
+the plan knows that their loss is one kernel, which reads logits twice and writes them once, and that their
+activations="auto" recomputes as many blocks as do not fit. How reductions overlap was found with two steps over a link
+of 50 Mbit/s that are not among the cases; that cores move messages, with stage 3 over loopback, 1x32; what that takes
+by kind of link, and the copies of own shards, with CPU times and profiles of the same work on an AMD EPYC.
 
-*Where it is wrong.* Stage 3 between CPU ranks was planned too fast in every case, by 6 to 30%, because the two
-directions of its all-gathers did not overlap. They do since then; the runs over loopback are older. Plans of H200 steps
-are mostly a few percent too fast. One guess is that a GPU that computes for seconds is held to its power limit:
-`onefold measure --only sustained` measures that, and the record has none. The lean runs compute their loss by tiles in
-one kernel, and the plan counts torch's cross entropy; their activations are "auto", which may compute some blocks
-again, and the plan counts all as kept. Where the norm of gradients is computed and below its limit (clip-never), host
-updates start in backward, and the plan counts them after it.
+*Where it is wrong.* Stage 3 between CPU ranks is planned too fast where messages are not the limit, by up to 16%. Why
+is not known; the runs over loopback are of a version whose all-gathers did not send and receive at the same time. Plans
+of H200 steps are mostly a few percent too fast. One guess is that a GPU that computes for seconds is held to its power
+limit: `onefold measure --only sustained` measures that, and the record has none. Where the norm of gradients is
+computed and below its limit (clip-never), host updates start in backward, and the plan counts them after it.
 
-*Not counted: APART.*
-These are second steps of a version whose simulated all-gather was one copy for every peer, so a step had 100,000
-launches for 64 ranks and 1.3 million for 1024 that no rank has. Their peaks count. On an H200, these commands write the
-files anew, with what the copies took, and then the times count:
-
-    python benchmarks/simulate_rank.py 128b:64 --steps 4 --out docs/results/simulate-128b-64.json
-    python benchmarks/simulate_rank.py 1t:1024 --checkpoint --steps 4 --out docs/results/simulate-1t-1024.json
-
+APART
 *How CPU ranks were measured.* Two ranks with one thread each, in network namespaces joined by a link that `tc` slows
 down (`python -m benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). Other
 programs used the cores too, so steps of compute alone took turns with the stages, and the record's seconds are
 multiplied by the measured over the planned time of compute alone. The link is as the ranks measured it before the
-steps; the rate inside the node is that of `sweep-cpu.json`. The cores were idle before the run over shaped links.
+steps; that of loopback is of `sweep-cpu.json`. The cores were idle before the run over shaped links.
 
 *What is left out.* The runs of 14B and 16.2B, whose placement was chosen automatically, and the two processes of
-`benchmarks/activations.py`, whose messages go through the host. Two NCCL ranks on one GPU, until their link has a
-record; on an H200, with CUDA MPS running:
-
-    for r in 0 1; do RANK=$r WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29511 NCCL_HOSTID=host$r \\
-      NCCL_NET=Socket NCCL_IB_DISABLE=1 NCCL_SOCKET_IFNAME=lo GLOO_SOCKET_IFNAME=lo onefold measure --device cuda \\
-      --only links --out benchmarks/results/links-nccl-pair-nvidia-h200.json & done; wait
+`benchmarks/activations.py`, whose messages go through the host. PAIRS
 """
 
 if __name__ == "__main__":

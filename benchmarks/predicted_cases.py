@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.long_context import TILE
 from benchmarks.predicted_cpu import RECORD, cpu_runs, slower
+from benchmarks.systems.table import SYSTEMS
+from onefold.activations.automatic import Seen, choose_policy
 from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import Hardware, hardware, recorded
-from onefold.cost.rates import read_rates, shipped_rates
+from onefold.cost.rates import Rates, read_rates, shipped_rates
 from onefold.cost.shapes import Shape, named
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work, grid_of
@@ -27,7 +30,9 @@ PAIR = RESULTS / "links-nccl-pair-nvidia-h200.json"
 STAGES = {"stage0": 0, "stage1": 1, "stage2": 2}  # of systems; others are stage 3
 PLANNED = ("stage0", "stage1", "stage2", "stage3", "onefold", "onefold+keep", "onefold+inside", "onefold+clip")
 PLANNED += ("onefold+clip-never",)
-LEAN = "onefold+lean"
+LEAN = {"onefold+lean": "bf16", "onefold+lean8": "8bit"}  # optimizer state by system
+LEAN_TILE = SYSTEMS["onefold+lean"].settings["tile"]
+COMPUTING = ("products", "attention", "elementwise", "loss", "blocks", "sustained")  # what the device does
 FREE = 1e18  # bytes per second of a network that costs nothing
 
 
@@ -42,13 +47,30 @@ class Case(NamedTuple):
     apart: bool = False  # its time is shown, and does not count: it is not that of a rank
 
 
-def h200(ranks: int = 1) -> Hardware:
-    """The machine that the cases ran on, shared by so many ranks; as in the hardware table until it is recorded."""
+def h200() -> Hardware:
+    """The machine that the cases ran on; as in the hardware table until it is recorded."""
     rates = shipped_rates("h200")
-    if rates is None:
-        row = hardware("h200")
-        return dataclasses.replace(row, efficiency=row.efficiency / ranks, memory_rate=row.memory_rate / ranks)
-    return recorded(slower(rates, ranks) if ranks > 1 else rates)
+    return hardware("h200") if rates is None else recorded(rates)
+
+
+def half_of(rates: Rates, pair: Rates, hidden: int) -> Hardware:
+    """The GPU as one of two ranks has it that share it: it computes and updates so much slower as blocks and updates
+    were measured to be while the other rank does the same. Messages take what they took between the two: alone, while
+    both compute, and while one of the other kind is in flight."""
+    blocks = {row[1]: row[3] / row[2] for row in pair.record["shared"]["blocks"]}
+    updates = [row[2] / row[1] for row in pair.record["shared"]["updates"]]
+    nearest = min(blocks, key=lambda found: abs(math.log(found / hidden)))
+    messages = pair.record["shared"]["messages"]
+    of_unit = min(messages, key=lambda row: abs(math.log(row[0] / (24 * hidden**2))))
+    gather_s, reduce_s, both_s, gather_busy_s, reduce_busy_s = of_unit[1:6]
+    link = pair.link_rate()
+    assert link is not None
+    return dataclasses.replace(
+        recorded(slower(slower(rates, blocks[nearest], COMPUTING), updates[0], ("updates",))),
+        node_ranks=1, nics=1, nic_rate=link.rate, node_link=link.rate, latency_s=link.latency_s,
+        beside_compute=(gather_busy_s / gather_s, reduce_busy_s / gather_s),
+        both_at_once=max(1.0, both_s / max(gather_s, reduce_s)),
+    )  # fmt: skip
 
 
 def machines() -> list[str]:
@@ -72,6 +94,7 @@ def machines() -> list[str]:
 def cases() -> list[Case]:
     """Every measured run of ours on a machine that was recorded."""
     files = [*sorted(RESULTS.glob("gpu-*.json")), DOCS / "clipping-2.78b-h200.json"]
+    files += sorted(DOCS.glob("nccl-*-h200.json"))
     found = [case for path in files for case in of_systems(path)]
     on_cpus = [Case(*run, None) for run in cpu_runs()]
     return [*found, *simulated(), *recomputed(), *of_transformers(), *lean(), *long_contexts(), *on_cpus]
@@ -90,15 +113,11 @@ def of_systems(path: Path) -> Iterator[Case]:
         layers=work["layers"], hidden=work["dim"], heads=max(1, work["dim"] // 64), seq=work["seq"],
         vocab=work["vocab"], tied=False,
     )  # fmt: skip
-    machine = h200(work["ranks"])
+    machine, rates = h200(), shipped_rates("h200")
     if work["ranks"] > 1:
-        if not PAIR.exists():
+        if rates is None or not PAIR.exists():
             return
-        pair = read_rates(PAIR).link_rate()
-        assert pair is not None
-        machine = dataclasses.replace(
-            machine, node_ranks=1, nics=1, nic_rate=pair.rate, node_link=pair.rate, latency_s=pair.latency_s
-        )
+        machine = half_of(rates, read_rates(PAIR), work["dim"])
     elif work["rank_of"] > 1:
         machine = free(machine)
     away = work.get("away") or {}
@@ -118,16 +137,20 @@ def of_systems(path: Path) -> Iterator[Case]:
 def planned(
     shape: Shape, machine: Hardware, choice: Choice, ranks: int, batch: int, *, in_backward: bool = False,
     reshard_after_forward: bool = True, bucket_bytes: int = Zero.bucket_bytes, micro_batches: int = 1,
-    compiled: bool = False, state: str = "fp32", sums_width: int = 4, tile: int | None = None,
+    compiled: bool = False, state: str = "fp32", sums_width: int = 4, tile: int | None = None, tiled_mlps: bool = True,
 ) -> Estimate:  # fmt: skip
     """As `shard(precision="bf16")` runs on a GPU, with AdamW."""
     widths = widths_of("bf16", "split")
     if micro_batches > 1:
         widths = widths._replace(grad=sums_width)
     return Estimate(
-        work=Work(widths=widths, shape=shape, bucket_bytes=bucket_bytes, tile=tile, auto_wire=True), choice=choice,
-        grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch, in_backward=in_backward,
-        reshard_after_forward=reshard_after_forward, micro_batches=micro_batches, compiled=compiled,
+        work=Work(
+            widths=widths, shape=shape, bucket_bytes=bucket_bytes, shared_bytes=Zero().shared_bytes, tile=tile,
+            tiled_mlps=tiled_mlps, auto_wire=True,
+        ),
+        choice=choice, grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch,
+        in_backward=in_backward, reshard_after_forward=reshard_after_forward, micro_batches=micro_batches,
+        compiled=compiled,
     )  # fmt: skip
 
 
@@ -166,18 +189,38 @@ def of_transformers() -> Iterator[Case]:
 
 
 def lean() -> Iterator[Case]:
-    """Qwen2.5's shapes in plain PyTorch, compiled, with moments and sums in bf16. Their loss is computed by tiles,
-    and their MLPs are not, which the planner does not know: so peaks are not compared."""
-    for size in ("1.5b", "7b"):
-        path = DOCS / f"qwen2.5-{size}-h200.json"
+    """Fine-tuning of Qwen2.5's shapes in plain PyTorch, compiled, with moments and sums in few bits, the loss by tiles
+    and activations="auto"; of every file in docs/results but those of runs that chose where states lie. The compiler
+    decides what a compiled block keeps, which the planner does not know: so peaks are not compared."""
+    for path in sorted(DOCS.glob("qwen2.5-*-h200.json")):
         found = json.loads(path.read_text())
-        work, row = found["work"], found["systems"][LEAN]
-        shape = dataclasses.replace(FAMILIES[f"qwen2.5-{size}"], seq=work["seq"])
-        estimate = planned(
-            shape, h200(), Choice(3, activations="keep"), 1, work["batch"], micro_batches=work["micro_batches"],
-            compiled=True, state="bf16", sums_width=2,
-        )  # fmt: skip
-        yield Case(f"qwen2.5-{size}, lean", path.name, estimate, row["median_s"], None)
+        work, systems = found["work"], found["systems"]
+        for name, state in LEAN.items():
+            row = systems.get(name)
+            if row is None or row["error"] is not None or work.get("away"):
+                continue
+            shape = dataclasses.replace(FAMILIES[f"qwen2.5-{work['decoder']}"], seq=work["seq"])
+            kept = planned(
+                shape, h200(), Choice(3, activations="keep"), 1, work["batch"], compiled=True, state=state,
+                micro_batches=work["micro_batches"], sums_width=2, tile=LEAN_TILE, tiled_mlps=False,
+            )  # fmt: skip
+            tokens = work["batch"] * work["micro_batches"] * work["seq"]
+            label = f"qwen2.5-{work['decoder']}, {name.removeprefix('onefold+')}, {tokens:,} tokens a step"
+            yield Case(label, path.name, with_automatic_activations(kept), row["median_s"], None)
+
+
+def with_automatic_activations(estimate: Estimate) -> Estimate:
+    """As many blocks recomputed as activations="auto" decides by what the planner counts for one, on one rank."""
+    shape, choice, machine = estimate.work.shape, estimate.choice, estimate.hardware
+    assert shape is not None
+    states = Work(widths=estimate.work.widths, numel=shape.numel, bucket_bytes=estimate.work.bucket_bytes)
+    alone = Estimate(work=states, choice=choice, grid=estimate.grid, hardware=machine, cost=named_cost("adamw"))
+    kept = estimate.work.activations(estimate.batch, "keep", estimate.grid).kept_per_block
+    inputs = estimate.batch * shape.seq * shape.hidden * estimate.work.widths.compute
+    found = choose_policy(Seen(kept, inputs, max(0, machine.usable_bytes - alone.peak_bytes)), shape.layers, 1)
+    if found.policy == "keep":
+        return estimate
+    return dataclasses.replace(estimate, choice=choice._replace(activations=found.policy), recomputed=found.recomputed)
 
 
 def long_contexts() -> Iterator[Case]:

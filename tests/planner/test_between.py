@@ -3,6 +3,7 @@ how long messages, kernels and blocks take beside each other."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from onefold.cost.compute import shape_seconds
 from onefold.cost.decoders import Decoder
 from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
-from onefold.cost.hardware import hardware
+from onefold.cost.hardware import hardware, recorded
 from onefold.cost.rates import Rates
 from onefold.cost.seconds import exposed_in_backward
 from onefold.cost.shapes import Shape
@@ -131,3 +132,46 @@ def test_the_last_reduction_of_backward_has_nothing_to_hide_behind():
     assert exposed_in_backward([1.0, 1.0], [0.0, 0.0], [2.0, 2.0], 1) == 1.0
     bound = exposed_in_backward([1.0] * 4, [1.0] * 4, [0.5] * 4, 1)
     assert bound == pytest.approx(8 - 2), "one link: what it carries less what computes"
+
+
+def test_messages_of_both_kinds_at_once_take_as_long_as_was_measured_and_not_the_sum():
+    both = [1.0] * 4, [1.0] * 4, [0.1] * 4, 1
+    one_link = exposed_in_backward(*both)
+    assert one_link == pytest.approx(8 - 0.4)
+    assert exposed_in_backward(*both, at_once=1.0) < 5, "each kind has its own link"
+    assert exposed_in_backward(*both, at_once=2.0) == one_link, "both share one"
+    alone = [0.0] * 4, [1.0] * 4, [0.1] * 4, 1
+    assert exposed_in_backward(*alone, at_once=1.3) == pytest.approx(exposed_in_backward(*alone)), (
+        "nothing of the other kind"
+    )
+
+
+def cpu_ranks(link_rate: float, core_rate: float) -> Estimate:
+    """Two CPU ranks whose products all have one rate."""
+    record = {**ideal(flops=1e11, bandwidth=1e10), "kind": "cpu", "updates": {"device": [[1 << 23, 28, 0.02]]}}
+    record |= {part: {"fp32": record[part]["bf16"]} for part in ("products", "attention", "elementwise", "loss")}
+    machine = dataclasses.replace(
+        recorded(Rates(record)), device="cpu", node_ranks=1, nics=1, nic_rate=link_rate, node_link=link_rate,
+        core_rate=core_rate,
+    )  # fmt: skip
+    work = Work(widths=widths_of("fp32", None), shape=Shape(layers=8, hidden=512, heads=8, seq=1024, vocab=512))
+    return Estimate(
+        work=work, choice=Choice(3, activations="keep"), grid=grid_of(2), hardware=machine, cost=named_cost("adamw"),
+    )  # fmt: skip
+
+
+def test_messages_that_compute_hides_still_take_the_cores_of_cpu_ranks():
+    free, costly = (cpu_ranks(1e10, rate) for rate in (1e15, 1e9))
+    on_cores = costly.messages.on_cpu_s
+    assert on_cores == pytest.approx(sum(sent.bytes for sent in costly.messages.traffic.values()) / 1e9)
+    waits = [found.time.step.exposed for found in (free, costly)]
+    assert waits[0] < 0.01 * free.time.step.compute
+    assert 0.6 * on_cores < waits[1] - waits[0] < on_cores, "the last reduction is not hidden"
+    slow = [cpu_ranks(1e6, rate).time.step.exposed for rate in (1e15, 1e9)]
+    assert slow[1] == pytest.approx(slow[0], rel=0.01), "over a slow link the cores wait anyway"
+
+
+def test_the_cores_of_a_record_have_a_rate_and_a_time_of_each_message():
+    rows = [[1000, 1e-3 + 500e-6], [5000, 1e-3 + 2500e-6]]
+    assert Rates({"links": {"ranks": 2, "cores": rows}}).cores == pytest.approx((1e-3, 1e6))
+    assert Rates({"links": {"ranks": 2, "all_gather": rows}}).cores is None

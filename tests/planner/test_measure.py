@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from onefold.cli.main import main
 from onefold.cost.rates import Rates, read_rates
 from onefold.errors import ConfigError
+from onefold.planner.device.clock import Clock
+from onefold.planner.device.links import links
 from onefold.planner.device.record import PARTS
+from tests.harness import run_ranks
 
 LEFT_OUT = ["links", "sustained", "copies"]
 
@@ -57,3 +62,16 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(ConfigError, match=r"onefold measure"):
         read_rates(tmp_path / "a.json")
+
+
+def measured_links() -> dict[str, Any]:
+    return links(Clock(torch.device("cpu"), 0.0, quick=True))
+
+
+def test_two_ranks_measure_their_link_and_what_it_takes_from_their_cores() -> None:
+    found = run_ranks(2, measured_links)
+    assert found[0]["cores"] == found[1]["cores"], "of the rank that takes more"
+    for part in ("all_gather", "reduce_scatter", "cores"):
+        assert all(seconds >= 0 for _, seconds in found[0][part]), part
+    assert [nbytes for nbytes, _ in found[0]["cores"]] == [1 << 18, 1 << 20]
+    assert max(seconds for _, seconds in found[0]["cores"]) < 0.1, "of CPU time: the wait for a peer is not in it"

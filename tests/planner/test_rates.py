@@ -113,8 +113,11 @@ def test_a_host_that_launches_too_slowly_is_what_counts():
     quick, slow = estimate(ideal(block_s=1e-4)), estimate(ideal(block_s=0.1))
     assert quick.time.compute_s == estimate(ideal(block_s=0.0)).time.compute_s
     assert slow.time.compute_s == pytest.approx(0.1 * SHAPE.layers)
-    moved = 6 * SHAPE.numel / BANDWIDTH  # with several ranks gradients are copied into flat buffers and summed
     several = estimate(ideal(block_s=0.1), ranks=8)
+    copied, summed = 4, 2 + 2 / 8  # bytes per gradient: into flat buffers; read, and 1/8 of the sum written
+    own = 2 * 2 * 2 * SHAPE.numel / 8  # copied at two all-gathers, the second without the unit that forward left
+    assert 0.9 * own < several.messages.copied_bytes < own
+    moved = ((copied + summed) * SHAPE.numel + several.messages.copied_bytes) / BANDWIDTH
     launched = 0.1 * (SHAPE.layers + len(several.sizes.units))  # a block's, and those of each unit's messages
     assert several.time.compute_s == pytest.approx(launched + moved, rel=1e-4)
 

@@ -138,3 +138,31 @@ def test_every_choice_says_how_long_a_sequence_fits(capsys):
 def _printed(capsys, arguments):
     assert main(arguments) == 0
     return capsys.readouterr().out
+
+
+def test_a_loss_by_tiles_takes_as_long_as_its_bytes_and_blocks_stay_whole():
+    whole, both = question(None), question(4096)
+    alone = dataclasses.replace(both, work=dataclasses.replace(both.work, tiled_mlps=False, _cache={}))
+    plain, by_tiles, loss = (one.price(CHOICE, one.grid(), 1) for one in (whole, both, alone))
+    rates = hardware("h200").rates
+    assert rates is not None
+    moved = 6 * QWEN.seq * QWEN.vocab  # bytes: logits are read twice and written once
+    saved = sum(rates.loss("bf16", QWEN.seq, QWEN.vocab)) - rates.moved("bf16", moved, 0)
+    assert plain.time.compute_s - loss.time.compute_s == pytest.approx(saved, rel=0.02)
+    assert loss.work.tile_flops(1, alone.grid()) == 0 and loss.time.compute_s < by_tiles.time.compute_s
+    assert by_tiles.peak_bytes < loss.peak_bytes < plain.peak_bytes, "MLPs are whole, logits are not"
+
+
+def test_blocks_that_are_recomputed_in_part_take_their_share_of_time_and_memory():
+    def priced(policy: str, recomputed: int | None = None) -> tuple[float, float]:
+        one = question(None)
+        shape = dataclasses.replace(QWEN, seq=1024)
+        asked = dataclasses.replace(one, work=dataclasses.replace(one.work, shape=shape, _cache={}))
+        found = asked.price(Choice(3, activations=policy), one.grid(), 16)
+        found = dataclasses.replace(found, recomputed=recomputed)
+        return found.time.compute_s, found.activations.kept_per_block
+
+    keep, every, half = priced("keep"), priced("checkpoint"), priced("checkpoint", QWEN.layers // 2)
+    assert priced("checkpoint", 0) == pytest.approx(keep)
+    assert priced("checkpoint", QWEN.layers) == pytest.approx(every)
+    assert half == pytest.approx([(a + b) / 2 for a, b in zip(keep, every, strict=True)])

@@ -84,6 +84,13 @@ def shape_activations(shape: Shape, batch: int, policy: str, tp: int = 1, itemsi
     return kept_all._replace(kept_per_block=part, block=kept + moved, arena=True)
 
 
+def partly_recomputed(kept: ActivationBytes, recomputed: ActivationBytes, share: float) -> ActivationBytes:
+    """The activations of a model that recomputes this share of its blocks, the first ones, from those of one that keeps
+    all and one that recomputes all. Backward comes to the kept blocks first, so it is fullest when it begins."""
+    per_block = [round((1 - share) * a + share * b) for a, b in ((kept[0], recomputed[0]), (kept[1], recomputed[1]))]
+    return kept._replace(kept_per_block=per_block[0], host_per_block=per_block[1])
+
+
 class Option(NamedTuple):
     """A policy with its cost."""
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from onefold.comm.strategy import Strategy, over_nccl, pairwise
-from onefold.cost.activations import ActivationBytes
+from onefold.cost.activations import ActivationBytes, partly_recomputed
 from onefold.cost.hardware import Hardware
 from onefold.cost.sizes import Sizes, UnitSize
 from onefold.cost.states import StateCost
@@ -58,6 +58,7 @@ class Case:
     reduce: str | None = None
     in_backward: bool = False  # updates run in backward; nothing is clipped or accumulated
     compiled: bool = False  # blocks are compiled: compile=True
+    recomputed: int | None = None  # of a shape's blocks, if activations are not kept; None: all are recomputed
     known_strategy: Strategy | None = None  # how gradients are summed; None: as on the hardware
 
     @property
@@ -79,9 +80,17 @@ class Case:
         return min(self.grid.ranks, self.hardware.node_ranks)
 
     @property
-    def passes_of_compute(self) -> int:
+    def recomputed_share(self) -> float:
+        """The share of blocks whose forward is computed again in backward."""
+        layers = self.work.shape.layers if self.work.shape else 0
+        return (
+            0.0 if self.choice.activations == "keep" else 1.0 if self.recomputed is None else self.recomputed / layers
+        )
+
+    @property
+    def passes_of_compute(self) -> float:
         """The compute of forward and backward as multiples of one forward; backward may compute forward again."""
-        return 4 if self.choice.activations != "keep" else 3
+        return 3 + self.recomputed_share
 
     @property
     def samples_per_step(self) -> int:
@@ -147,7 +156,11 @@ class Case:
 
     @cached_property
     def activations(self) -> ActivationBytes:
-        return self.work.activations(self.batch, self.choice.activations, self.grid)
+        found = self.work.activations(self.batch, self.choice.activations, self.grid)
+        if self.recomputed is None:
+            return found
+        kept = self.work.activations(self.batch, "keep", self.grid)
+        return partly_recomputed(kept, found, self.recomputed_share)
 
     @cached_property
     def transfers(self) -> TransferBytes:

@@ -16,6 +16,7 @@ from onefold.cost.cut_sequences import cut_shape
 from onefold.cost.decoders import Decoder
 from onefold.cost.rates import BYTES, Both, Rates, nearby
 from onefold.cost.shapes import Shape
+from onefold.cost.tiles import HALF, loss_moved
 
 DTYPES = {4: "fp32", 2: "bf16"}  # by bytes per element of what computes
 REFERENCE = Shape(layers=1, hidden=2048, heads=16)  # whose efficiency stands for a model of unknown shapes
@@ -146,27 +147,37 @@ def shape_seconds(
     trained: bool = True,
     compiled: bool = False,
     tile: int | None = None,
+    tiled_mlps: bool = True,
+    recomputed: float = 1.0,
 ) -> ComputeSeconds:
     """Of one micro-batch on one rank. `width` is the bytes per element of what computes; of a model that is not
-    `trained` itself, no gradients of its matrices are computed. MLPs that run by tiles of `tile` tokens are computed
-    once more in backward, beside the recomputation of blocks."""
+    `trained` itself, no gradients of its matrices are computed. With `tile`, the loss runs by tiles of so many tokens;
+    and MLPs too, which are then computed once more in backward, beside the recomputation of blocks. Where activations
+    are not kept, this share of blocks is `recomputed`."""
     dtype, words = DTYPES[width], -(-shape.vocab // tp)
     tokens = batch * cut_shape(shape, sequence).seq
     more = together(rates, dtype, tokens, shape.hidden)
     kernels = _blocks(shape, rates, dtype, batch / sequence, tokens, tp, trained=trained, compiled=compiled)
     blocks = Both(kernels.forward * more.forward / pp, kernels.backward * more.backward / pp)
-    head, loss = rates.product(dtype, tokens, shape.hidden, words), rates.loss(dtype, tokens, words)
+    head, loss = rates.product(dtype, tokens, shape.hidden, words), _loss(shape, rates, dtype, tokens, words, tile)
     norm = rates.elementwise(dtype, "norm", tokens * shape.hidden)
     embedding = rates.elementwise(dtype, "copy", tokens * shape.hidden).forward
     table = rates.elementwise(dtype, "copy", words * shape.hidden).backward * trained  # the gradient of the embedding
     forward = head.forward + loss.forward + norm.forward + embedding
     backward = head.input_grad + head.weight_grad * trained + loss.backward + norm.backward + embedding + table
-    again = 0.0 if policy == "keep" else blocks.forward
-    if tile is not None:
+    again = 0.0 if policy == "keep" else recomputed * blocks.forward
+    if tile is not None and tiled_mlps:
         few = min(tile, tokens)
         mlps = sum(n * rates.product(dtype, few, a, b).forward for a, b, n in shape.mlp_products(tp))
         again += mlps * more.forward * tokens / few / pp
     return ComputeSeconds(blocks.forward + forward / pp, blocks.backward + backward / pp, again)
+
+
+def _loss(shape: Shape, rates: Rates, dtype: str, tokens: float, words: int, tile: int | None) -> Both:
+    """The cross entropy: torch's of fp32 logits, or the one by tiles, which on a GPU has a kernel for 16-bit logits."""
+    if tile is None or not rates.cuda or BYTES[dtype] != HALF:
+        return rates.loss(dtype, tokens, words)
+    return Both(*(rates.moved(dtype, *part) for part in loss_moved(shape, tokens, tile, words)))
 
 
 def typical_rate(rates: Rates, width: int = 2) -> float:
@@ -176,15 +187,16 @@ def typical_rate(rates: Rates, width: int = 2) -> float:
     return 6 * tokens * (REFERENCE.matmul_numel + 2 * REFERENCE.seq * REFERENCE.hidden) / found.total
 
 
-def moved_per_gradient(width: int, *, accumulates: bool, flat: bool, summed: bool) -> int:
+def moved_per_gradient(width: int, *, accumulates: bool, flat: bool, ranks: int) -> float:
     """Bytes that the device reads and writes for one element of a gradient between autograd and the optimizer: to add
-    it in fp32 to those of other micro-batches, or else to copy it into a flat buffer; and to sum it over ranks.
+    it in fp32 to those of other micro-batches, or else to copy it into a flat buffer; and to sum it over ranks: a rank
+    reads its share of each rank's, and writes one.
 
-    >>> moved_per_gradient(2, accumulates=False, flat=True, summed=True)
-    6
+    >>> moved_per_gradient(2, accumulates=False, flat=True, ranks=2)
+    7.0
     """
     kept = width + 2 * 4 if accumulates else 2 * width if flat else 0
-    return kept + width * summed
+    return kept + (width * (1 + 1 / ranks) if ranks > 1 else 0.0)
 
 
 def step_compute_s(found: ComputeSeconds, rates: Rates, layers: int, sharded_units: int) -> float:

@@ -39,6 +39,14 @@ class Hardware:
     nic_rate: float
     """Bytes per second of one network interface of a node."""
     latency_s: float = 10e-6
+    core_rate: float = 0.0
+    """Of CPU ranks: bytes that one sends, and receives as many, per second of CPU time; 0: `node_link`."""
+    core_latency_s: float = 0.0
+    """CPU time of one message of CPU ranks beside that of its bytes."""
+    beside_compute: tuple[float, float] = (1.0, 1.0)
+    """How many times as long as an all-gather alone an all-gather and a reduce-scatter take while ranks compute."""
+    both_at_once: float | None = None
+    """How many times as long both take at the same time as the longer one alone; None: they follow each other."""
     host_bytes: int
     """Of a node."""
     pcie_rate: float
@@ -137,7 +145,7 @@ def recorded(rates: Rates) -> Hardware:
     row = TABLE[known or ("a100-80" if cuda else "laptop")]
     flops = row.flops if known else rates.best_flops("bf16" if cuda else "fp32") or row.flops
     on_host = rates.update_rate("host", 26)
-    link, disk = rates.link_rate(), record.get("disk")
+    link, cores, disk = rates.link_rate(), rates.cores, record.get("disk")
     return dataclasses.replace(
         row,
         name=rates.device,
@@ -148,6 +156,8 @@ def recorded(rates: Rates) -> Hardware:
         node_ranks=record["links"]["ranks"] if link else row.node_ranks if known else 1,
         node_link=link.rate if link else row.node_link,
         latency_s=link.latency_s if link else row.latency_s,
+        core_rate=cores.rate if cores else 0.0,
+        core_latency_s=cores.latency_s if cores else 0.0,
         host_bytes=record["machine"]["memory_bytes"],
         pcie_rate=rates.copy_rate or row.pcie_rate,
         host_rate=on_host or row.host_rate,

@@ -9,6 +9,9 @@ from onefold.cost.case import Case
 from onefold.cost.cut_sequences import attention_calls
 from onefold.cost.traffic import Sent, reduce_default, step_traffic, total
 
+WHOLE = ("whole-gradient", "whole-master", "whole-updated")  # purposes of messages for updates of whole tensors
+UNHIDDEN = ("tensor-parallel", "sequence", *WHOLE)  # of messages that no compute hides
+
 
 @dataclass(frozen=True)
 class Messages:
@@ -83,9 +86,21 @@ class Messages:
 
     @property
     def on_cpu_s(self) -> float:
-        """Seconds in which the cores of CPU ranks move messages themselves, at the rate inside a node, and so do not
-        compute; 0 for GPUs."""
-        return 0.0 if self.case.cuda else total(self.traffic)[1] / self.case.hardware.node_link
+        """CPU seconds in which a CPU rank moves messages that compute may hide, and so does not compute; 0 for GPUs."""
+        hardware = self.case.hardware
+        if self.case.cuda or self.case.grid.everyone == 1:
+            return 0.0
+        sent = [one for purpose, one in self.traffic.items() if one.bytes and purpose not in UNHIDDEN]
+        rate = hardware.core_rate or hardware.node_link
+        return sum(one.calls * hardware.core_latency_s + one.bytes / rate for one in sent)
+
+    @property
+    def copied_bytes(self) -> float:
+        """Bytes that a rank reads and writes in one micro-batch to copy its own shards into the buffers of all-gathers:
+        for a shard that it sends to each peer, one copy."""
+        forward = [name for name in ("gather-forward", "gather-backward") if name in self.traffic]
+        others = max(1, self.case.grid.shard - 1)
+        return 2 * sum(self.traffic[name].bytes for name in forward) / others / self.case.micro_batches
 
     @property
     def unit_numel(self) -> list[int]:

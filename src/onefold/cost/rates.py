@@ -168,6 +168,18 @@ class Rates:
         return Link(max(0.0, first_s - moving_s), rate)
 
     @property
+    def cores(self) -> Link | None:
+        """The CPU time that messages between CPU ranks take from compute: of each, and by the bytes that a rank sends.
+        None if not measured."""
+        found = self.record.get("links") or {}
+        if not found.get("cores"):
+            return None
+        shares = (found["ranks"] - 1) / found["ranks"]
+        (least, first_s), *_, (most, last_s) = sorted(found["cores"])
+        rate = (most - least) * shares / max(last_s - first_s, 1e-12)
+        return Link(max(0.0, first_s - least * shares / rate), rate)
+
+    @property
     def block_host_s(self) -> float:
         """Seconds of the host for one block in a step of one rank."""
         return float((self.record.get("host") or {}).get("block", 0.0))

@@ -109,12 +109,13 @@ def exposed_in_step(
     checkpointed: bool,
     micro_batches: int,
     rounds: int,
+    at_once: float | None = None,
 ) -> float:
     """Seconds a step waits for messages, over all micro-batches.
 
     `compute_s` is of one micro-batch, of which each unit has a share by its elements (`unit_numel`); `gather_s` of each
     unit that a pass gathers, empty if none is sharded; `reduce_s` of one reduction of all units, of which there are
-    `rounds` in a step; `updated_s` of what is gathered after the update.
+    `rounds` in a step; `updated_s` of what is gathered after the update. `at_once` as of `exposed_in_backward`.
     """
     shares = (1, 3) if checkpointed else (1, 2)
     forward, backward = (compute_s * share / sum(shares) for share in shares)
@@ -122,7 +123,7 @@ def exposed_in_step(
     units = [numel / elements for numel in unit_numel]
     computing = [backward * share for share in reversed(units)]
     again = gather_s[::-1] if gather_s and reshard_after_forward else [0.0] * len(units)
-    reducing = exposed_in_backward(again, [reduce_s * share for share in reversed(units)], computing, prefetch)
+    reducing = exposed_in_backward(again, [reduce_s * share for share in reversed(units)], computing, prefetch, at_once)
     waiting = rounds * reducing
     if gather_s:
         waiting += micro_batches * exposed_s(gather_s, [forward * share for share in units], prefetch)
@@ -131,24 +132,45 @@ def exposed_in_step(
 
 
 def exposed_in_backward(
-    gather_s: Sequence[float], reduce_s: Sequence[float], compute_s: Sequence[float], prefetch: int
+    gather_s: Sequence[float],
+    reduce_s: Sequence[float],
+    compute_s: Sequence[float],
+    prefetch: int,
+    at_once: float | None = None,
 ) -> float:
     """Seconds that a backward waits for messages, unit by unit in backward's order: all-gathers start `prefetch` units
-    ahead, reductions as soon as their unit has computed; both share one link, and the last reduction is waited for.
+    ahead, reductions as soon as their unit has computed, and the last one is waited for. Both follow each other over
+    one link. If both take `at_once` times as long at the same time as alone, their link is less of a limit: at 1 each
+    kind has a link of its own, at 2 they share one.
 
     >>> exposed_in_backward([0.0] * 4, [1.0] * 4, [2.0] * 4, 1)  # only the last is not hidden
     1.0
     >>> exposed_in_backward([0.0] * 4, [3.0] * 4, [2.0] * 4, 1)
     6.0
+    >>> both = [3.0] * 2, [3.0] * 2, [1.0] * 2, 1
+    >>> exposed_in_backward(*both), exposed_in_backward(*both, at_once=1.5), exposed_in_backward(*both, at_once=1.0)
+    (10.0, 9.0, 8.0)
     """
-    link_free = clock = 0.0
+    over_one = _exposed_over(gather_s, reduce_s, compute_s, prefetch, one_link=True)
+    if at_once is None:
+        return over_one
+    share = min(1.0, at_once - 1)
+    return share * over_one + (1 - share) * _exposed_over(gather_s, reduce_s, compute_s, prefetch, one_link=False)
+
+
+def _exposed_over(
+    gather_s: Sequence[float], reduce_s: Sequence[float], compute_s: Sequence[float], prefetch: int, *, one_link: bool
+) -> float:
+    gather_free = reduce_free = clock = 0.0
     arrives: list[float] = []
     for i, (reducing, compute) in enumerate(zip(reduce_s, compute_s, strict=True)):
         for ahead in gather_s[len(arrives) : i + 1 + prefetch]:
             if ahead:
-                link_free = max(link_free, clock) + ahead
-            arrives.append(link_free if ahead else clock)
+                gather_free = max(gather_free, clock) + ahead
+                reduce_free = gather_free if one_link else reduce_free
+            arrives.append(gather_free if ahead else clock)
         clock = max(clock, arrives[i]) + compute
         if reducing:
-            link_free = max(link_free, clock) + reducing
-    return max(clock, link_free) - sum(compute_s)
+            reduce_free = max(reduce_free, clock) + reducing
+            gather_free = reduce_free if one_link else gather_free
+    return max(clock, gather_free, reduce_free) - sum(compute_s)

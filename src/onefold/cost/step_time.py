@@ -7,12 +7,10 @@ from functools import cached_property
 
 from onefold.cost.case import Case
 from onefold.cost.compute import moved_per_gradient, shape_seconds, step_compute_s
-from onefold.cost.messages import Messages
+from onefold.cost.messages import UNHIDDEN, WHOLE, Messages
 from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_for_equal_units, prefetch_need
 from onefold.cost.transfers import exposed_update_s, host_update_s, overlapped_s, transfer_s, update_bytes
 from onefold.settings.placement import Scope
-
-WHOLE = ("whole-gradient", "whole-master", "whole-updated")  # purposes of messages for updates of whole tensors
 
 
 @dataclass(frozen=True)
@@ -26,19 +24,23 @@ class StepTime:
     def step(self) -> StepSeconds:
         case, messages = self.case, self.messages.seconds
         compute = self.compute_s * case.micro_batches
+        gathering, reducing = case.hardware.beside_compute
         exposed = exposed_in_step(
             self.compute_s,
             unit_numel=self.messages.unit_numel,
-            gather_s=self.messages.gather_s,
-            reduce_s=(messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.messages.reductions,
+            gather_s=[gathering * one for one in self.messages.gather_s],
+            reduce_s=reducing * (messages["reduce"] + messages.get("reduce-replica", 0.0)) / self.messages.reductions,
             updated_s=messages.get("gather-updated", 0.0) + messages.get("gather-gradient", 0.0),
             prefetch=case.prefetch,
             reshard_after_forward=case.reshard_after_forward,
             checkpointed=case.choice.activations != "keep",
             micro_batches=case.micro_batches,
             rounds=self.messages.reductions,
+            at_once=case.hardware.both_at_once,
         )
-        exposed = max(exposed, self.messages.on_cpu_s)
+        moving = sum(seconds for purpose, seconds in messages.items() if purpose not in UNHIDDEN)
+        if moving:  # what compute hides still takes the cores of CPU ranks
+            exposed += self.messages.on_cpu_s * max(0.0, 1 - exposed / moving)
         bubble = compute * (case.grid.pp - 1) / case.micro_batches
         update, transfer = self._update_s(compute)
         update += sum(messages.get(purpose, 0.0) for purpose in WHOLE) + self._matrices_s
@@ -55,10 +57,11 @@ class StepTime:
             found = shape_seconds(
                 work.shape, hardware.rates, case.batch, case.choice.activations, width=work.widths.compute, tp=grid.tp,
                 pp=grid.pp, sequence=grid.sequence, trained=not work.lora, compiled=case.compiled,
-                tile=work.tile,
+                tile=work.tile, tiled_mlps=work.tiled_mlps, recomputed=case.recomputed_share,
             )  # fmt: skip
             units = len(case.sizes.units) if grid.shard > 1 else 0
-            return step_compute_s(found, hardware.rates, work.layers_here(grid), units) + self._gradients_s
+            launched = step_compute_s(found, hardware.rates, work.layers_here(grid), units)
+            return launched + self._gradients_s + self.messages.copied_bytes / self._update_rate
         rate = hardware.flops * hardware.efficiency
         return (work.flops(case.batch, case.choice.activations, grid) + work.tile_flops(case.batch, grid)) / rate
 
@@ -70,9 +73,9 @@ class StepTime:
     @property
     def _gradients_s(self) -> float:
         """Seconds in which the device moves the gradients of a micro-batch between autograd and the optimizer."""
-        case, summed = self.case, self.case.grid.everyone > 1
-        flat = summed or any(placement.updated_on_host for placement in case.placements)
-        moved = moved_per_gradient(case.work.widths.compute, accumulates=case.accumulates, flat=flat, summed=summed)
+        case, ranks = self.case, self.case.grid.everyone
+        flat = ranks > 1 or any(placement.updated_on_host for placement in case.placements)
+        moved = moved_per_gradient(case.work.widths.compute, accumulates=case.accumulates, flat=flat, ranks=ranks)
         return moved * sum(unit.numel for unit in case.sizes.trained) / self._update_rate
 
     # -- updates and transfers ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from onefold.cost.layout import ParamInfo, UnitLayout, blocks_of, plan_units
 from onefold.cost.owners import newton_schulz_flops
 from onefold.cost.shapes import Shape, adapters
 from onefold.cost.sizes import Sizes, size_of_layout, sizes_of_count
-from onefold.cost.tiles import check_tile, with_tiles
+from onefold.cost.tiles import check_tile, with_tiled_loss, with_tiled_mlps
 from onefold.errors import ConfigError
 from onefold.settings.placement import Placement, Scope
 from onefold.settings.widths import Widths
@@ -118,6 +118,7 @@ class Work:
     shared_bytes: int | None = None  # neighbouring blocks share units up to so many bytes; None: `bucket_bytes`
     lora: int = 0  # of a shape: the rank of adapters on every linear layer of its blocks; all else is frozen
     tile: int | None = None  # of a shape: the tokens in a tile of the loss and of MLPs; None: they run whole
+    tiled_mlps: bool = True  # False: only the loss runs by tiles
     auto_wire: bool = False  # where NCCL sums, 16-bit gradients travel in fp32: Precision(wire=…) says nothing
     _cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -256,7 +257,10 @@ class Work:
         found = shape_activations(cut, batch, policy, grid.tp, itemsize)
         if self.tile is not None:
             check_tile(self.tile, self.shape, grid.tp)
-            found = with_tiles(found, cut, batch, policy, itemsize, self.tile, trained=not self.lora)
+            tokens, trained = self.tile, not self.lora
+            found = with_tiled_loss(found, cut, batch, itemsize, tokens, trained=trained)
+            if self.tiled_mlps:
+                found = with_tiled_mlps(found, cut, batch, policy, itemsize, tokens)
         return with_trades(found, self.shape, batch, policy, grid.tp, grid.sequence, itemsize)
 
     def flops(self, batch: int, policy: str, grid: Grid) -> float:
@@ -272,7 +276,7 @@ class Work:
 
     def tile_flops(self, batch: int, grid: Grid) -> float:
         """Flops of the extra forward of MLPs that tiles run in backward, for one micro-batch on one rank."""
-        if self.shape is None or self.tile is None:
+        if self.shape is None or self.tile is None or not self.tiled_mlps:
             return 0.0
         mlps = sum(inputs * outputs * times for inputs, outputs, times in self.shape.mlp_products())
         return 2 * self.shape.seq * mlps * batch / (grid.pp * grid.sequence)

@@ -18,7 +18,7 @@ LAUNCHES = 500  # fewer than a stream's queue takes
 
 def host(clock: Clock) -> dict[str, float]:
     """Seconds: `launch` of one operator, `block` of one more block in a step of a model on one rank, and
-    `sharded_block` of one whose states are sharded."""
+    `sharded_block` of one whose states are sharded, and which is a unit of its own."""
     tiny = torch.zeros(1, device=clock.device)
 
     def launches() -> None:
@@ -43,7 +43,9 @@ def _step_s(clock: Clock, layers: int, ranks: int) -> float:
     """Seconds of a step of so many blocks that hardly compute."""
     axes = simulated_axes(ranks, plays="nccl" if clock.cuda else "gloo", values=False)
     model = nn.Sequential(*(Block(HIDDEN, heads=1) for _ in range(layers))).to(clock.device)
-    shard_over(axes, model, None, {"stage": 3, "precision": "bf16" if clock.cuda else "fp32"})
+    each = sum(param.numel() for param in model[0].parameters()) * (2 if clock.cuda else 4)
+    precision = "bf16" if clock.cuda else "fp32"
+    shard_over(axes, model, None, {"stage": 3, "precision": precision, "bucket_bytes": each})
     optimizer = Optimizer(model, torch.optim.AdamW, lr=1e-3)
     x = torch.randn(1, TOKENS, HIDDEN, device=clock.device)
 
