@@ -55,11 +55,13 @@ def resumed(trainer: Trainer, extra: Any) -> Trainer:
     return trainer
 
 
-def train_until_lost(case: Case, disk: Path, nodes: list[Path], every: int, saves: dict[int, str]) -> None:
+def train_until_lost(
+    case: Case, disk: Path, nodes: list[Path], every: int, saves: dict[int, str], **fields: Any
+) -> None:
     """Trains to one step after the last that is saved; the ranks end before the next copy."""
     onefold.init()
     with memory_in(nodes[dist.get_rank()]), suppress(LostError):
-        trainer = Trainer(case)
+        trainer = Trainer(case, **fields)
         with onefold.resilient(disk / "run", trainer.model, trainer.optimizer, every=every) as run:
             if run.restored:
                 resumed(trainer, run.extra)
@@ -78,19 +80,19 @@ class Start(NamedTuple):
     reference: str
 
 
-def go_on(case: Case, disk: Path, starts: list[Start]) -> list[tuple[str | None, int, bool]]:
+def go_on(case: Case, disk: Path, starts: list[Start], **fields: Any) -> list[tuple[str | None, int, bool]]:
     """For each start: restores, trains two steps, and does the same from a checkpoint on disk. Returns where the state
     came from, at which step, and whether both runs are equal."""
     onefold.init()
     answers = []
     for nodes, reference in starts:
         with memory_in(nodes[dist.get_rank()]), suppress(LostError):
-            first = Trainer(case, seed=7)
+            first = Trainer(case, seed=7, **fields)
             with onefold.resilient(disk / "run", first.model, first.optimizer, every=100) as run:
                 found, step = run.restored, run.extra["tried"]
                 after = fingerprint(resumed(first, run.extra).train(2))
                 raise LostError
-        second = Trainer(case, seed=8).load(disk / reference)
+        second = Trainer(case, seed=8, **fields).load(disk / reference)
         answers.append((found, step, fingerprint(second.train(2)) == after))
     return answers
 
