@@ -42,9 +42,9 @@ from onefold.checkpoint.protocol.load import load, load_opened
 from onefold.checkpoint.protocol.optimizers import checked
 from onefold.checkpoint.protocol.save import Job, SaveRequest, describe_job, optimizer_note, staged
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, stage_contents
-from onefold.checkpoint.protocol.state import rank_contents
+from onefold.checkpoint.protocol.state import OwnedElements, rank_contents
 from onefold.checkpoint.protocol.together import attempt, check_same
-from onefold.comm.streams import StreamEvent, event_now
+from onefold.comm.streams import SideStream, StreamEvent
 from onefold.errors import CommError, ConfigError
 from onefold.offload.host_memory import bytes_of
 from onefold.optim.optimizer import Optimizer
@@ -105,6 +105,7 @@ class Resilient:
         self._run, self._every = place(folder), every
         self._optimizers: list[Optimizer] = []
         self._worker, self._storage = Worker(), Storage()
+        self._beside = SideStream(self._engine.device)  # where state leaves a GPU beside the next forward and backward
         self._copying: int | None = None  # the step whose copy is being made
         self._places, self._nodes = self._prepare(optimizer)
         self._extra, self._restored = self._restore()
@@ -124,7 +125,7 @@ class Resilient:
     def step(self, extra: Any = None, *, step: int | None = None) -> None:
         """Call after every step, on all ranks, with what must be restored with the state (see `save`). `step` is by
         default how many steps the optimizer has taken or skipped; every so many are copied."""
-        number = max(one.steps + one.skipped for one in self._optimizers) if step is None else step
+        number = max(one.tried for one in self._optimizers) if step is None else step
         if number % self._every == 0:
             self._finish()
             self._start(extra, number)
@@ -154,12 +155,14 @@ class Resilient:
             job = describe_job(engine, self._comm, self._storage, request)
             job = replace(job, optimizer=optimizer_note(self._optimizers, self._groups(), copy=True))
             with torch.no_grad():
-                job = replace(job, owned=staged(job.owned, job.device, self._worker), device=torch.device("cpu"))
-            event = event_now(engine.device)
+                copies = staged(job.owned, job.device, self._worker, self._beside)
+            self._beside.wait_for_current()
+            event = self._beside.event()
+            engine.tiers.snapshot_until(event)
         finally:
             engine.tiers.load_for_reading(None)
         self._copying = step
-        self._worker.start(lambda: _copy_after(event, job, self._places))
+        self._worker.start(lambda: _copy_after(event, job, copies, self._places))
 
     def _groups(self) -> list[list[str]]:
         """The names in each param group, of all stages of a pipeline."""
@@ -259,9 +262,10 @@ class Resilient:
         return bytes(bytes_of(text))
 
 
-def _copy_after(event: StreamEvent, job: Job, places: Places) -> None:
-    event.wait()  # until the snapshot of a GPU's state is in host memory
-    copy(job, places)
+def _copy_after(event: StreamEvent, job: Job, copies: Sequence[OwnedElements], places: Places) -> None:
+    """Copies a job from the snapshot of its state. The job keeps that state alive while the snapshot is taken."""
+    event.wait()
+    copy(replace(job, owned=copies, device=torch.device("cpu")), places)
 
 
 def state_bytes(engine: Engine, optimizers: Sequence[Optimizer]) -> int:
