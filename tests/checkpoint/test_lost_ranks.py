@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import onefold
+from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.memory.copying import SENT
+from onefold.checkpoint.memory.late import late
 from onefold.checkpoint.memory.neighbours import check_room, nodes_of
 from onefold.checkpoint.memory.places import MEMORY, owned_folder, remove_stale
 from onefold.comm.communicator import Comm
@@ -221,6 +223,40 @@ def test_a_copy_that_fails_on_one_rank_leaves_the_one_before_it_and_the_end_of_a
         assert all(f"{FIRST} came with a header" in line for line in told[:2])
         assert f"{FIRST}: tensor " in told[2] and "could not" in told[3]
     assert not any(path for node in nodes for path in node.iterdir())
+
+
+def test_training_that_waited_for_a_copy_is_told_how_many_steps_would_be_enough():
+    assert "copy every 40 steps (" in late(20, 30, took_s=4.0, waited_s=3.0)
+    assert "copy every 11 steps (" in late(20, 30, took_s=40.0, waited_s=1.1 + 2.0)
+    assert late(20, 30, took_s=40.0, waited_s=0.5) == late(0, 10, took_s=1.0, waited_s=0.9) == ""
+    assert late(20, 20, took_s=4.0, waited_s=4.0) == late(20, 0, took_s=9.0, waited_s=8.0) == ""  # no steps between
+
+
+class Slow(Storage):
+    """Files that take near a second longer each."""
+
+    def create(self, *args: Any) -> Any:
+        time.sleep(0.8)
+        return super().create(*args)
+
+
+def wait_for_copies(folder: Path) -> list[str]:
+    """Trains while copies are slow; what was logged."""
+    onefold.init()
+    with memory_in(folder / "memory"):
+        trainer, told = Trainer(CASES[0]), logged()
+        with patch("onefold.checkpoint.memory.resilient.Storage", Slow):
+            run = onefold.resilient(folder / "run", trainer.model, trainer.optimizer, every=1)
+        for _ in range(3):
+            trainer.train(1)
+            run.step(trainer.extra)
+        run.close()
+    return told
+
+
+def test_a_run_whose_copies_take_longer_than_its_steps_is_told_once(tmp_path):
+    (told,) = run_ranks(1, wait_for_copies, tmp_path)
+    assert len(told) == 1 and "waited" in told[0] and "for the copy of step 1" in told[0]
 
 
 def refused(folder: Path) -> list[str]:

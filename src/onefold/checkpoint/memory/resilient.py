@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,7 @@ from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.memory.copying import Places, copy
 from onefold.checkpoint.memory.found import Chosen, LocalCopy, choose, local_copies, readable_by, undamaged
+from onefold.checkpoint.memory.late import late
 from onefold.checkpoint.memory.neighbours import check_room, keepers, nodes_of
 from onefold.checkpoint.memory.peers import COPY, RANGES, CopyStorage, Peers
 from onefold.checkpoint.memory.places import (
@@ -107,6 +109,7 @@ class Resilient:
         self._worker, self._storage = Worker(), Storage()
         self._beside = SideStream(self._engine.device)  # where state leaves a GPU beside the next forward and backward
         self._copying: int | None = None  # the step whose copy is being made
+        self._began_s, self._told_late = 0.0, False
         self._places, self._nodes = self._prepare(optimizer)
         self._extra, self._restored = self._restore()
 
@@ -127,7 +130,7 @@ class Resilient:
         default how many steps the optimizer has taken or skipped; every so many are copied."""
         number = max(one.tried for one in self._optimizers) if step is None else step
         if number % self._every == 0:
-            self._finish()
+            self._finish(number)
             self._start(extra, number)
 
     def close(self) -> None:
@@ -161,7 +164,7 @@ class Resilient:
             engine.tiers.snapshot_until(event)
         finally:
             engine.tiers.load_for_reading(None)
-        self._copying = step
+        self._copying, self._began_s = step, time.monotonic()
         self._worker.start(lambda: _copy_after(event, job, copies, self._places))
 
     def _groups(self) -> list[list[str]]:
@@ -171,9 +174,11 @@ class Resilient:
             return joined_groups([mine])
         return joined_groups([StageContents(*row) for row in attempt(self._comm, lambda: mine)])
 
-    def _finish(self) -> None:
-        """Waits for the copy that is being made. If it has failed, the run goes on, and the last one stays."""
+    def _finish(self, now: int = 0) -> None:
+        """Waits for the copy that is being made; another is due after step `now`, if that is given. If it has failed,
+        the run goes on, and the last one stays."""
         step, self._copying = self._copying, None
+        waits_s = time.monotonic()
         try:
             self._worker.finish()
         except CommError:
@@ -181,6 +186,11 @@ class Resilient:
         except Exception as error:
             if self._comm.rank == self._places.node.ranks[0]:
                 LOG.warning("step %s was not copied to memory, the copy before it stays: %s", step, error)
+        ended_s = time.monotonic()
+        said = "" if step is None else late(step, now, ended_s - self._began_s, ended_s - waits_s)
+        if said and not self._told_late and self._comm.rank == 0:
+            self._told_late = True
+            LOG.warning("%s", said)
 
     # -- the start ---------------------------------------------------------------------------------------------------
 
