@@ -142,8 +142,9 @@ def measured_cost(ranks: int, work: Work) -> dict[str, float]:
     several = mps_daemon() if work.device == "cuda" else nullcontext()
     with tempfile.TemporaryDirectory(dir=base) as memory, several as mps:
         shared = mps.environ if mps else {}
-        command = [sys.executable, str(COMMAND), "run", "--ranks", str(ranks), "--module", "benchmarks.resilience"]
-        subprocess.run([*command, *work.words], env={**os.environ, **shared, RANK: memory}, check=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        words = ["--module", "benchmarks.resilience", *work.words]
+        subprocess.run([*command, *words], env={**os.environ, **shared, RANK: memory}, check=True)
         return json.loads((Path(memory) / "found.json").read_text())
 
 
