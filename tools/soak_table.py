@@ -83,9 +83,9 @@ KINDS = {
         "tests/faults/test_every_point.py",
     ),
     "faults over NCCL": Kind(
-        "A rank killed, stopped or ended at one of 22 points of a step over NCCL",
+        "A rank killed, stopped or ended at one of 24 points of a step over NCCL",
         "every survivor names the rank and ends in time; no process is left on the GPU",
-        22,
+        24,
         "tests/nccl/test_faults.py",
     ),
     "budgets": Kind(

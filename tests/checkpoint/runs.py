@@ -85,6 +85,7 @@ class Trainer:
             self.schedule.step()
             self.losses.append(loss.item())
             self.tried += 1
+            assert self.optimizer.tried == self.tried
             self.position = (self.position + 1) % EPOCH
             self.epoch += self.position == 0
         return self

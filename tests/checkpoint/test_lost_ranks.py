@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import onefold
+from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.memory.copying import SENT
+from onefold.checkpoint.memory.late import late
 from onefold.checkpoint.memory.neighbours import check_room, nodes_of
 from onefold.checkpoint.memory.places import MEMORY, owned_folder, remove_stale
 from onefold.comm.communicator import Comm
@@ -55,11 +57,13 @@ def resumed(trainer: Trainer, extra: Any) -> Trainer:
     return trainer
 
 
-def train_until_lost(case: Case, disk: Path, nodes: list[Path], every: int, saves: dict[int, str]) -> None:
+def train_until_lost(
+    case: Case, disk: Path, nodes: list[Path], every: int, saves: dict[int, str], **fields: Any
+) -> None:
     """Trains to one step after the last that is saved; the ranks end before the next copy."""
     onefold.init()
     with memory_in(nodes[dist.get_rank()]), suppress(LostError):
-        trainer = Trainer(case)
+        trainer = Trainer(case, **fields)
         with onefold.resilient(disk / "run", trainer.model, trainer.optimizer, every=every) as run:
             if run.restored:
                 resumed(trainer, run.extra)
@@ -78,19 +82,19 @@ class Start(NamedTuple):
     reference: str
 
 
-def go_on(case: Case, disk: Path, starts: list[Start]) -> list[tuple[str | None, int, bool]]:
+def go_on(case: Case, disk: Path, starts: list[Start], **fields: Any) -> list[tuple[str | None, int, bool]]:
     """For each start: restores, trains two steps, and does the same from a checkpoint on disk. Returns where the state
     came from, at which step, and whether both runs are equal."""
     onefold.init()
     answers = []
     for nodes, reference in starts:
         with memory_in(nodes[dist.get_rank()]), suppress(LostError):
-            first = Trainer(case, seed=7)
+            first = Trainer(case, seed=7, **fields)
             with onefold.resilient(disk / "run", first.model, first.optimizer, every=100) as run:
                 found, step = run.restored, run.extra["tried"]
                 after = fingerprint(resumed(first, run.extra).train(2))
                 raise LostError
-        second = Trainer(case, seed=8).load(disk / reference)
+        second = Trainer(case, seed=8, **fields).load(disk / reference)
         answers.append((found, step, fingerprint(second.train(2)) == after))
     return answers
 
@@ -219,6 +223,40 @@ def test_a_copy_that_fails_on_one_rank_leaves_the_one_before_it_and_the_end_of_a
         assert all(f"{FIRST} came with a header" in line for line in told[:2])
         assert f"{FIRST}: tensor " in told[2] and "could not" in told[3]
     assert not any(path for node in nodes for path in node.iterdir())
+
+
+def test_training_that_waited_for_a_copy_is_told_how_many_steps_would_be_enough():
+    assert "copy every 40 steps (" in late(20, 30, took_s=4.0, waited_s=3.0)
+    assert "copy every 11 steps (" in late(20, 30, took_s=40.0, waited_s=1.1 + 2.0)
+    assert late(20, 30, took_s=40.0, waited_s=0.5) == late(0, 10, took_s=1.0, waited_s=0.9) == ""
+    assert late(20, 20, took_s=4.0, waited_s=4.0) == late(20, 0, took_s=9.0, waited_s=8.0) == ""  # no steps between
+
+
+class Slow(Storage):
+    """Files that take near a second longer each."""
+
+    def create(self, *args: Any) -> Any:
+        time.sleep(0.8)
+        return super().create(*args)
+
+
+def wait_for_copies(folder: Path) -> list[str]:
+    """Trains while copies are slow; what was logged."""
+    onefold.init()
+    with memory_in(folder / "memory"):
+        trainer, told = Trainer(CASES[0]), logged()
+        with patch("onefold.checkpoint.memory.resilient.Storage", Slow):
+            run = onefold.resilient(folder / "run", trainer.model, trainer.optimizer, every=1)
+        for _ in range(3):
+            trainer.train(1)
+            run.step(trainer.extra)
+        run.close()
+    return told
+
+
+def test_a_run_whose_copies_take_longer_than_its_steps_is_told_once(tmp_path):
+    (told,) = run_ranks(1, wait_for_copies, tmp_path)
+    assert len(told) == 1 and "waited" in told[0] and "for the copy of step 1" in told[0]
 
 
 def refused(folder: Path) -> list[str]:

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.harness.patience import queued
 from tests.train.launched import Launch, launched
 
 INJECT = Path(__file__).with_name("inject")
 TIMEOUT_S = 3.0
-SLACK_S = 2.0  # where each process has a core; where processes queue for cores, as much longer as the queue is
+SLACK_S = 2.0
 GRACEFUL_S = 20.0  # for the step in hand, its checkpoint and the report on two busy cores
 SMALL = (
     "--no-plan",  # a rehearsal on rank 0 reduces gradients too, before the first step
@@ -118,7 +119,7 @@ def test_a_fault_is_named_and_everything_ends_in_time(tmp_path, text, point, fau
         else:
             code, _, err = launch.end()
             assert fired.exists(), f"the fault did not happen: {err}"
-            slack_s = SLACK_S * max(1.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
+            slack_s = queued(SLACK_S)
             assert launch.gone(within_s=slack_s), f"still running: {launch.pids()}"
             took_s = time.time() - float(fired.read_text())
             limit_s = check_words(code, err, out, where, fault, target)

@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness import device
+from tests.harness.device import VARIABLE
 from tests.harness.packed_calls import name_of, pack_call
 from tests.harness.pool import run_ranks_over
-from tests.harness.worlds import GLOO, SHARED_GPU
+from tests.harness.worlds import GLOO, SHARED_GPU, shared_gpu_environ
 
 ON_CPU = os.environ.get("ONEFOLD_TEST_NCCL_ON") == "cpu"
 MARKS = [] if ON_CPU else [pytest.mark.gpu]
 RANKS = (2, 4)
+# Of ranks that may be killed: start_ranks(n, fn, env=FRESH, init=False), where fn begins with be_a_host()
+FRESH = {"CUDA_VISIBLE_DEVICES": ""} if ON_CPU else {VARIABLE: "cuda"}
 
 
 def run_nccl(n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60, **kwargs: Any) -> list[Any]:
@@ -31,6 +35,12 @@ def prepared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """On a rank: convolutions must give the same bits twice before stages can be compared."""
     torch.backends.cudnn.deterministic = True
     return fn(*args, **kwargs)
+
+
+def be_a_host() -> None:
+    """On a rank of `start_ranks`, before onefold.init(): NCCL takes it for a host of its own."""
+    if device() == "cuda":
+        os.environ.update(shared_gpu_environ(int(os.environ["RANK"])))
 
 
 def assert_one_digest(found: list[dict[str, str]]) -> None:

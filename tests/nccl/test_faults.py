@@ -2,6 +2,10 @@
 
 Three ranks share one GPU, each as if on a host of its own, so that NCCL lets them. Points rotate over kinds of fault,
 ranks and stages.
+
+    pytest -n 0 --soak tests/nccl/test_faults.py                    # alone on the GPU: also compares its free memory
+    pytest -n 3 --dist load --soak tests/nccl/test_faults.py        # a third of the time, without that comparison
+    ONEFOLD_TEST_NCCL_ON=cpu pytest -n 0 tests/nccl/test_faults.py  # the same faults among gloo ranks
 """
 
 from __future__ import annotations
@@ -22,16 +26,18 @@ import onefold
 from onefold import CommError
 from tests.faults.test_harness_faults import is_gone
 from tests.faults.test_watcher import end_as_a_script
-from tests.harness import RankFailure, start_ranks, tell
+from tests.harness import RankFailure, device, start_ranks, tell
+from tests.harness.patience import queued
 from tests.harness.soak import Soak
+from tests.nccl.ranks import FRESH, MARKS, ON_CPU, be_a_host
 
-pytestmark = pytest.mark.gpu
+pytestmark = MARKS
 
 RANKS, BLOCKS = 3, 4
 TIMEOUT_S = 4.0
-ENDS_WITHIN_S = TIMEOUT_S + 2
+SLACK_S = 2.0
 AT_STEP = 2  # by then schedules are learnt and buffers are reused
-ENV = {"LOCAL_RANK": "0", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+ALONE = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"  # else ranks of other workers are on the GPU, too
 FREED_WITHIN_S, SLACK_BYTES = 20.0, 64 << 20  # of the driver, for the memory of a process that was killed
 
 FAULTS: dict[str, Callable[[], object]] = {
@@ -42,6 +48,7 @@ FAULTS: dict[str, Callable[[], object]] = {
 POINTS = [
     "forward", "loss", "backward", "clip", "step", "stepped",
     *(f"{when} {block}" for block in range(BLOCKS) for when in ("into", "out of", "back into", "back out of")),
+    "updated", "evaluation",
 ]  # fmt: skip
 
 
@@ -59,10 +66,10 @@ CASES = [
 
 def train(case: Case, folder: str) -> None:
     rank = int(os.environ["RANK"])
-    os.environ["NCCL_HOSTID"] = f"host{rank}"
+    be_a_host()
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     onefold.init(timeout_s=60)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(BLOCKS)), nn.Linear(256, 8)).cuda()
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(BLOCKS)), nn.Linear(256, 8)).to(device())
     model = onefold.shard(model, stage=case.stage, timeout_s=TIMEOUT_S, units=(nn.Linear,))
     optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
     step = 0
@@ -80,7 +87,7 @@ def train(case: Case, folder: str) -> None:
     try:
         for step in range(1_000_000):
             at("forward")
-            output = model(torch.randn(4, 256, device="cuda", requires_grad=True))
+            output = model(torch.randn(4, 256, device=device(), requires_grad=True))
             at("loss")
             loss = output.square().mean()
             at("backward")
@@ -89,9 +96,14 @@ def train(case: Case, folder: str) -> None:
             optimizer.clip_grad_norm(1.0)
             at("step")
             optimizer.step()
+            at("updated")
             optimizer.zero_grad()
             at("stepped")
-            if step % 8 == 7:
+            if case.point == "evaluation":
+                with torch.no_grad():
+                    output = model(torch.randn(4, 256, device=device()))
+                at("evaluation")
+            if step % 8 == 7 and device() == "cuda":
                 torch.cuda.synchronize()  # as a script that prints its loss
     except CommError as error:
         tell(str(error))
@@ -103,11 +115,11 @@ def train(case: Case, folder: str) -> None:
 def test_survivors_of_a_fault_in_a_step_over_nccl_name_the_rank_and_end_in_time(
     case: Case, tmp_path: Path, soak: Soak
 ) -> None:
-    free_before = torch.cuda.mem_get_info()[0]
+    free_before = free_bytes()
     survivors = [rank for rank in range(RANKS) if rank != case.lost]
     messages: dict[int, str] = {}
     how: dict[int, str] = {}
-    with start_ranks(RANKS, train, case, str(tmp_path), timeout_s=90, env=ENV, init=False) as group:
+    with start_ranks(RANKS, train, case, str(tmp_path), timeout_s=90, env=FRESH, init=False) as group:
         for rank in survivors:
             with suppress(RankFailure):  # a rank whose main thread was stuck ends without a word to the test
                 messages[rank] = group.message(rank)
@@ -118,15 +130,21 @@ def test_survivors_of_a_fault_in_a_step_over_nccl_name_the_rank_and_end_in_time(
         group.kill(case.lost)
         outcomes = group.join()
     took_s = ended_s - float((tmp_path / "began").read_text())
-    for rank in survivors:
-        words = messages.get(rank) or (tmp_path / str(rank)).read_text()
-        named = words.partition(f"rank {rank}: ")[2]
-        assert f"rank {case.lost} " in named, f"{words}\n{how[rank]}"
-        assert outcomes[rank].exitcode == 1
-    assert took_s < ENDS_WITHIN_S
+    named = {rank: messages.get(rank) or (tmp_path / str(rank)).read_text() for rank in survivors}
+    right = [f"rank {case.lost} " in words.partition(f"rank {rank}: ")[2] for rank, words in named.items()]
+    # Over gloo there is no watcher, and a survivor may name the other one, which waited for the lost rank.
+    assert any(right) if ON_CPU else all(right), f"{named}\n{how}"
+    assert [outcomes[rank].exitcode for rank in survivors] == [1, 1]
+    assert took_s < TIMEOUT_S + queued(SLACK_S)
     assert all(is_gone(pid) for pid in group.pids)
     deadline_s = time.monotonic() + FREED_WITHIN_S
-    while (free := torch.cuda.mem_get_info()[0]) < free_before - SLACK_BYTES and time.monotonic() < deadline_s:
+    while (free := free_bytes()) < free_before - SLACK_BYTES and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert free >= free_before - SLACK_BYTES, "a process is left on the GPU"
-    soak.tried()
+    if not ON_CPU:
+        soak.tried()
+
+
+def free_bytes() -> int:
+    """Of the GPU's memory, where nobody else uses the GPU; else 0."""
+    return torch.cuda.mem_get_info()[0] if ALONE and not ON_CPU else 0

@@ -196,6 +196,11 @@ def test_training_stays_within_any_budget_that_some_placement_fits(ranks: int, p
         soak.tried()
 
 
+def test_buffers_that_steps_keep_from_one_to_the_next_count_from_the_first_forward_on() -> None:
+    """Works whose fullest instant is before their first gradient is complete, beside buffers of the step before."""
+    assert run_ranks(2, within_budget, [2052, 2069]) == [[], []]
+
+
 def filled(work: Work, fills: list[float]) -> list[tuple[dict[int, list[Tier]], list[str], bool, str]]:
     """With each budget: where state is, by the size of units, what differs from the run without offload, whether it was
     within the budget, and what placement() tells."""

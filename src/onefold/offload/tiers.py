@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onefold.comm.buffers import Pool
+from onefold.comm.streams import StreamEvent
 from onefold.offload.disk import Scratch
 from onefold.offload.files import check_folder
 from onefold.offload.host import Host
@@ -30,6 +31,7 @@ class Tiers:
         self.host = Host(device, keeps=keeps)
         self._scratch: Scratch | None = None
         self._loaded: Loadable | None = None
+        self._snapshot = StreamEvent()  # after the last copy of state on the device that was queued beside training
 
     def reserve(self, what: str, *, host_bytes: int, disk_bytes: int, path: str | Path | None) -> None:
         """Raises unless so many bytes per rank fit into host memory and on disk, which the ranks of a machine share;
@@ -60,6 +62,21 @@ class Tiers:
             if unit is not None:
                 unit.set_loaded(True)
                 self._loaded = unit
+
+    # -- snapshots of state on the device -----------------------------------------------------------------------------
+
+    def snapshot_until(self, event: StreamEvent) -> None:
+        """A side stream copies master and optimizer state to the host until this event."""
+        self._snapshot = event
+
+    def wait_for_snapshot(self) -> None:
+        """Makes the current stream wait for that copy: what follows may write what it reads."""
+        self._snapshot.stream_wait()
+
+    def end_snapshot(self) -> None:
+        """The same, once for all later writes: they are on the current stream, too."""
+        event, self._snapshot = self._snapshot, StreamEvent()
+        event.stream_wait()
 
     def close(self) -> None:
         if self._scratch is not None:

@@ -175,6 +175,11 @@ class Optimizer(GroupedOptimizer):
         return self._steps.taken
 
     @property
+    def tried(self) -> int:
+        """The number of steps, taken or skipped, with those before the checkpoint that was loaded. Never waits."""
+        return self._steps.tried
+
+    @property
     def loss_scale(self) -> float:
         """The number by which `backward` multiplies the loss: 1 unless the precision is fp16. On a CUDA device it waits
         until the last step's gradients were checked, not for the update behind that."""

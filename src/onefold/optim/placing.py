@@ -184,9 +184,9 @@ class Placing:
         return found
 
     def _with_buffers(self, parts: Sequence[Taken]) -> list[Taken]:
-        """The parts of the first step, with what later steps need beside it: gradients that wait on the device for host
-        updates, vectors that a class of torch makes in updates, and units that backward prefetches once their order is
-        known."""
+        """The parts of the first step, with what later steps need beside it: from the first part on, buffers that are
+        kept from the step before; gradients that wait on the device for host updates; vectors that a class of torch
+        makes in updates; and units that backward prefetches once their order is known."""
         units, pool = self._engine.units, self._engine.pool
         wide = [unit for unit in units if not (self._cost.small or (self._one_pass and unit.dtypes.narrow))]
         scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
@@ -200,7 +200,8 @@ class Placing:
             part._replace(
                 nbytes=part.nbytes
                 + ahead
-                + (waiting if part.reduced else kept)
+                + waiting * bool(part.reduced)
+                + kept * (number == 0)
                 + scratch * (number == len(parts) - 1 or self._in_backward)
             )
             for number, part in enumerate(parts)

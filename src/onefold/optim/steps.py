@@ -72,6 +72,11 @@ class Steps:
         return self.check.skipped
 
     @property
+    def tried(self) -> int:
+        """The number of steps, taken or skipped: waits for nothing."""
+        return self._tried
+
+    @property
     def taken(self) -> int:
         """The number of steps that were not skipped."""
         return self._tried - self.skipped

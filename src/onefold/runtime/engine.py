@@ -354,6 +354,7 @@ class Engine:
         state can be read or replaced as one state. Collective. Reductions of gradients may still be in flight; without
         `host` so may host updates: forwards and steps wait for each unit where it is used. Inside
         full_parameters() users' writes are taken, or refused, at its end, and not here."""
+        self.tiers.end_snapshot()
         self.updates.finish()
         if host:
             self.updates.forget_prepared()

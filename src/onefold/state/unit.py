@@ -27,7 +27,7 @@ from onefold.state.digests import digests
 from onefold.state.edits import Edits
 from onefold.state.flat_parameters import FlatParameters
 from onefold.state.gradients import Gradients
-from onefold.state.master import Master, make_master, stored_master
+from onefold.state.master import Fp32Master, Master, make_master, stored_master
 from onefold.state.staging import StagingBuffer
 from onefold.state.views import FlatViews
 
@@ -97,6 +97,12 @@ class Unit:
             self.image.wait_stored()  # else the buffers of all units would be in memory at once
 
     @property
+    def settled(self) -> bool:
+        """Between updates nobody writes the master, but by calls that wait for a snapshot: users have no view of it."""
+        own = isinstance(self.master, Fp32Master) or self.placement.parameters is Scope.SHARDED
+        return own and not self._offloaded and not self.flat_params.on_host
+
+    @property
     def gathers_updated(self) -> bool:
         """Each rank updates its shard of parameters that are replicated, so an all-gather follows the update."""
         return self.placement.gathers_updated
@@ -154,6 +160,7 @@ class Unit:
         also what torch did not count (.data), which takes a pass over the unit. Updates find such edits themselves."""
         if not self.may_be_edited or self._averaged:
             return
+        self._tiers.wait_for_snapshot()
         if written := self.edits.written():
             with self.state_in_memory(write=True):
                 for slot in written:
@@ -169,6 +176,7 @@ class Unit:
     def update(self, to_update: Sequence[int] | None = None) -> Iterator[None]:
         """Surrounds an update of the unit, or the queueing of its host update: users' edits reach the master first, and
         the update's own writes are not taken for edits. `to_update` flags the parameters to update; None: all."""
+        self._tiers.wait_for_snapshot()
         self.take_edits()
         yield
         self.edits.record_own_write(to_update)
@@ -182,6 +190,7 @@ class Unit:
 
     def take_user_writes(self) -> None:
         """Keeps what users have written since `begin_user_writes`: in the shard, and in the master."""
+        self._tiers.wait_for_snapshot()
         if self._hidden_between_passes:
             self.flat_params.write_back()
         if self.trained and self.dtypes.narrow:
@@ -236,6 +245,8 @@ class Unit:
     @contextmanager
     def state_in_memory(self, *, write: bool = False) -> Iterator[None]:
         """Inside, master, optimizer state and parameters are in memory, to be read, and with `write` to be changed."""
+        if write:
+            self._tiers.wait_for_snapshot()
         self._will_change = self._will_change or (write and self._in_memory)
         if not self._offloaded or self._in_memory:
             yield
@@ -283,6 +294,7 @@ class Unit:
         """Keeps master and optimizer state on another tier from now on, where the unit is then updated; its unit
         optimizers must follow. Users' edits are in the master; no update and no reduction is in flight."""
         self._tiers.load_for_reading(None)
+        self._tiers.wait_for_snapshot()  # what is moved is freed
         self.flat_params.wait_for_update()
         self.wait_stored()
         if self.image is not None:

@@ -14,6 +14,7 @@ import sys
 import time
 
 FAULT = "ONEFOLD_TEST_FAULT"
+HEARD_S = 1.0
 
 
 class Injected(RuntimeError):
@@ -27,6 +28,8 @@ def strike(fault: dict) -> None:
         raise Injected("injected")
     number = signal.SIGUSR1 if fault["what"] == "exception" else signal.Signals[fault["what"]]
     os.kill(os.getppid() if fault["launcher"] else os.getpid(), number)
+    if fault["launcher"] and fault["what"] in ("SIGTERM", "SIGINT"):
+        time.sleep(HEARD_S)  # steps take milliseconds: the run may be done before the launcher passes it on
 
 
 def wrapped(call, fault: dict):

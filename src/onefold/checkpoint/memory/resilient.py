@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,7 @@ from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.memory.copying import Places, copy
 from onefold.checkpoint.memory.found import Chosen, LocalCopy, choose, local_copies, readable_by, undamaged
+from onefold.checkpoint.memory.late import late
 from onefold.checkpoint.memory.neighbours import check_room, keepers, nodes_of
 from onefold.checkpoint.memory.peers import COPY, RANGES, CopyStorage, Peers
 from onefold.checkpoint.memory.places import (
@@ -42,9 +44,9 @@ from onefold.checkpoint.protocol.load import load, load_opened
 from onefold.checkpoint.protocol.optimizers import checked
 from onefold.checkpoint.protocol.save import Job, SaveRequest, describe_job, optimizer_note, staged
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, stage_contents
-from onefold.checkpoint.protocol.state import rank_contents
+from onefold.checkpoint.protocol.state import OwnedElements, rank_contents
 from onefold.checkpoint.protocol.together import attempt, check_same
-from onefold.comm.streams import StreamEvent, event_now
+from onefold.comm.streams import SideStream, StreamEvent
 from onefold.errors import CommError, ConfigError
 from onefold.offload.host_memory import bytes_of
 from onefold.optim.optimizer import Optimizer
@@ -105,7 +107,9 @@ class Resilient:
         self._run, self._every = place(folder), every
         self._optimizers: list[Optimizer] = []
         self._worker, self._storage = Worker(), Storage()
+        self._beside = SideStream(self._engine.device)  # where state leaves a GPU beside the next forward and backward
         self._copying: int | None = None  # the step whose copy is being made
+        self._began_s, self._told_late = 0.0, False
         self._places, self._nodes = self._prepare(optimizer)
         self._extra, self._restored = self._restore()
 
@@ -124,9 +128,9 @@ class Resilient:
     def step(self, extra: Any = None, *, step: int | None = None) -> None:
         """Call after every step, on all ranks, with what must be restored with the state (see `save`). `step` is by
         default how many steps the optimizer has taken or skipped; every so many are copied."""
-        number = max(one.steps + one.skipped for one in self._optimizers) if step is None else step
+        number = max(one.tried for one in self._optimizers) if step is None else step
         if number % self._every == 0:
-            self._finish()
+            self._finish(number)
             self._start(extra, number)
 
     def close(self) -> None:
@@ -154,12 +158,14 @@ class Resilient:
             job = describe_job(engine, self._comm, self._storage, request)
             job = replace(job, optimizer=optimizer_note(self._optimizers, self._groups(), copy=True))
             with torch.no_grad():
-                job = replace(job, owned=staged(job.owned, job.device, self._worker), device=torch.device("cpu"))
-            event = event_now(engine.device)
+                copies = staged(job.owned, job.device, self._worker, self._beside)
+            self._beside.wait_for_current()
+            event = self._beside.event()
+            engine.tiers.snapshot_until(event)
         finally:
             engine.tiers.load_for_reading(None)
-        self._copying = step
-        self._worker.start(lambda: _copy_after(event, job, self._places))
+        self._copying, self._began_s = step, time.monotonic()
+        self._worker.start(lambda: _copy_after(event, job, copies, self._places))
 
     def _groups(self) -> list[list[str]]:
         """The names in each param group, of all stages of a pipeline."""
@@ -168,9 +174,11 @@ class Resilient:
             return joined_groups([mine])
         return joined_groups([StageContents(*row) for row in attempt(self._comm, lambda: mine)])
 
-    def _finish(self) -> None:
-        """Waits for the copy that is being made. If it has failed, the run goes on, and the last one stays."""
+    def _finish(self, now: int = 0) -> None:
+        """Waits for the copy that is being made; another is due after step `now`, if that is given. If it has failed,
+        the run goes on, and the last one stays."""
         step, self._copying = self._copying, None
+        waits_s = time.monotonic()
         try:
             self._worker.finish()
         except CommError:
@@ -178,6 +186,11 @@ class Resilient:
         except Exception as error:
             if self._comm.rank == self._places.node.ranks[0]:
                 LOG.warning("step %s was not copied to memory, the copy before it stays: %s", step, error)
+        ended_s = time.monotonic()
+        said = "" if step is None else late(step, now, ended_s - self._began_s, ended_s - waits_s)
+        if said and not self._told_late and self._comm.rank == 0:
+            self._told_late = True
+            LOG.warning("%s", said)
 
     # -- the start ---------------------------------------------------------------------------------------------------
 
@@ -259,9 +272,10 @@ class Resilient:
         return bytes(bytes_of(text))
 
 
-def _copy_after(event: StreamEvent, job: Job, places: Places) -> None:
-    event.wait()  # until the snapshot of a GPU's state is in host memory
-    copy(job, places)
+def _copy_after(event: StreamEvent, job: Job, copies: Sequence[OwnedElements], places: Places) -> None:
+    """Copies a job from the snapshot of its state. The job keeps that state alive while the snapshot is taken."""
+    event.wait()
+    copy(replace(job, owned=copies, device=torch.device("cpu")), places)
 
 
 def state_bytes(engine: Engine, optimizers: Sequence[Optimizer]) -> int:

@@ -12,14 +12,14 @@ import json
 import logging
 import platform
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.checkpoint.format.address import place
 from onefold.checkpoint.format.folder import step_name
@@ -45,6 +45,7 @@ from onefold.checkpoint.protocol.stages import StageContents, joined_groups, sta
 from onefold.checkpoint.protocol.state import OwnedElements, on_host, rank_contents, vector
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
 from onefold.comm.communicator import Comm
+from onefold.comm.streams import SideStream
 from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
 from onefold.offload.host_memory import host_share, size_text
 from onefold.optim.optimizer import Optimizer
@@ -241,7 +242,7 @@ def _check(request: SaveRequest) -> int:
     if step is None and not request.optimizers:
         raise ConfigError("nothing counts steps without an optimizer: give save(step=…)")
     if step is None:  # skipped ones too, else a save after a skipped step would be refused
-        step = max(one.steps + one.skipped for one in request.optimizers)
+        step = max(one.tried for one in request.optimizers)
     if type(step) is not int or not 0 <= step <= LAST_STEP:
         raise ConfigError(f"step={step!r} is not a whole number of at least 0")
     if type(request.overwrite) is not bool:
@@ -253,23 +254,36 @@ def _check(request: SaveRequest) -> int:
     return step
 
 
-def staged(owned: Sequence[OwnedElements], device: torch.device, worker: Worker) -> list[OwnedElements]:
+def staged(
+    owned: Sequence[OwnedElements], device: torch.device, worker: Worker, beside: SideStream | None = None
+) -> list[OwnedElements]:
     """What this rank owns, copied to host memory that the worker keeps between saves. From a GPU the copies are queued
-    on the current stream, and must be waited for before they are read."""
-    cuda = device.type == "cuda"
+    on the current stream, those of settled elements `beside` it, and must be waited for before they are read."""
     starts = list(accumulate((-(-one.bytes // ALIGN) * ALIGN for one in owned), initial=0))
-    memory = worker.memory(starts[-1], pinned=cuda)
-    copies = []
+    memory = worker.memory(starts[-1], pinned=device.type == "cuda")
+    copies, settled = [], []
     for one, start in zip(owned, starts):
         flat = memory[start : start + one.bytes].view(one.dtype)
         copies.append(vector(one.name, one.state, one.elements, flat))
-        for span in one.spans():
-            there = flat[span.start - one.elements.start : span.stop - one.elements.start]
-            elsewhere = cuda and not one.on_host
-            part = one.read(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
-            if part.data_ptr() != there.data_ptr():
-                there.copy_(part, non_blocking=cuda)
+        if beside is not None and one.settled:
+            settled.append((one, flat))
+        else:
+            _stage(one, flat, device)
+    with beside.after_current() if beside is not None else nullcontext():
+        for one, flat in settled:
+            _stage(one, flat, device)
     return copies
+
+
+def _stage(one: OwnedElements, flat: Tensor, device: torch.device) -> None:
+    """Copies elements to the host."""
+    cuda = device.type == "cuda"
+    for span in one.spans():
+        there = flat[span.start - one.elements.start : span.stop - one.elements.start]
+        elsewhere = cuda and not one.on_host
+        part = one.read(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
+        if part.data_ptr() != there.data_ptr():
+            there.copy_(part, non_blocking=cuda)
 
 
 def write(job: Job) -> Path:

@@ -52,6 +52,7 @@ class OwnedElements(NamedTuple):
     dtype: torch.dtype
     read: Reader
     on_host: bool = False  # the elements are on the host, and the scratch must be too
+    settled: bool = False  # on the device, and written by nobody who does not wait for a snapshot (offload/tiers.py)
 
     @property
     def bytes(self) -> int:
@@ -109,13 +110,15 @@ def rank_contents(engine: Engine, optimizers: Sequence[Optimizer], *, frozen: bo
                 scalars[name] = {key: encode_single(value, f"{name}: {key}") for key, value in state.singles.items()}
                 elements = state.elements.shift(base[name])
                 for key, flat in state.vectors.items():
-                    read = _state_reader(by_unit.unit, state, key, elements)
-                    owned.append(OwnedElements(name, key, elements, flat.dtype, read, by_unit.unit.updated_on_host))
+                    read, on_host = _state_reader(by_unit.unit, state, key, elements), by_unit.unit.updated_on_host
+                    owned.append(OwnedElements(name, key, elements, flat.dtype, read, on_host, not on_host))
                 for key, scales in state.scales.items():
                     blocks = -(-_numel(by_unit.unit, state.slot) // ALIGN)
                     found = Param(scales_of(name, key), (), "extra", contiguous_order((blocks,)))
                     span = Span(state.elements.start // ALIGN, -(-state.elements.stop // ALIGN))
-                    owned.append(vector(found.name, VALUE, span, scales)._replace(on_host=by_unit.unit.updated_on_host))
+                    on_host = by_unit.unit.updated_on_host
+                    one = vector(found.name, VALUE, span, scales)
+                    owned.append(one._replace(on_host=on_host, settled=not on_host))
                     every.append(found)
                 for key, tensor in state.others.items():
                     found = Param(f"{OTHERS}{name}/{key}", (), "extra", contiguous_order(tensor.shape))
@@ -234,7 +237,8 @@ def _in_unit(unit: Unit, mine: Sequence[Piece], base: Mapping[str, int]) -> Iter
             unit.keep_state_in_memory()
             return unit.master.view(elements.shift(start), scratch)
 
-        yield OwnedElements(piece.name, VALUE, elements, unit.master.dtype, read, unit.updated_on_host)
+        on_host, settled = unit.updated_on_host, unit.settled
+        yield OwnedElements(piece.name, VALUE, elements, unit.master.dtype, read, on_host, settled)
 
 
 def _whole(
