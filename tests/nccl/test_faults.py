@@ -4,7 +4,7 @@ Three ranks share one GPU, each as if on a host of its own, so that NCCL lets th
 ranks and stages.
 
     pytest -n 0 --soak tests/nccl/test_faults.py                    # alone on the GPU: also compares its free memory
-    pytest -n 3 --dist load --soak tests/nccl/test_faults.py        # a third of the time, without that comparison
+    pytest -n 3 --dist load --soak tests/nccl/test_faults.py        # ranks take turns on the GPU: limits may be missed
     ONEFOLD_TEST_NCCL_ON=cpu pytest -n 0 tests/nccl/test_faults.py  # the same faults among gloo ranks
 """
 
