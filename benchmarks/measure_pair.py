@@ -29,7 +29,6 @@ import torch
 from benchmarks import crew
 from benchmarks.results import RESULTS, shown_command
 from benchmarks.work import Work, shared_gpu
-from onefold.cli.measure import json_of
 from onefold.comm.communicator import Comm
 from onefold.comm.endpoint import Pending, Reduction
 from onefold.comm.mesh import axes_of
@@ -38,7 +37,7 @@ from onefold.comm.shutdown import shutdown
 from onefold.cost.rates import Rates
 from onefold.planner.device.block import HEAD, Block
 from onefold.planner.device.clock import Clock
-from onefold.planner.device.record import measure
+from onefold.planner.device.record import json_of, measure
 from tests.harness.mps import mps_daemon
 
 PAIR = "links-nccl-pair-nvidia-h200.json"

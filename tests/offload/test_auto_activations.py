@@ -53,7 +53,7 @@ def tried(work: Work, cases: list[tuple[int, float]], folder: str) -> list[Decid
 def test_blocks_keep_what_fits_beside_state_that_the_host_cannot_hold(ranks: int, micro: int, tmp_path: Path) -> None:
     """The larger the budget, the fewer blocks are computed again; with a smaller host, more of them are."""
     work = WORK._replace(micro=micro)
-    budgets = [650_000, 750_000, 900_000, 1_500_000] if ranks == 1 else [600_000, 700_000, 800_000, 1_500_000]
+    budgets = [650_000, 750_000, 900_000, 1_500_000] if ranks == 1 else [680_000, 760_000, 850_000, 1_500_000]
     cases = [(budget, share) for share in (2.0, 0.6) for budget in budgets]
     found = run_ranks(ranks, tried, work, cases, str(tmp_path))[0]
     for (budget, _), one in zip(cases, found, strict=True):

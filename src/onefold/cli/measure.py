@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -17,7 +16,7 @@ from onefold.comm.shutdown import shutdown
 from onefold.cost.rates import Rates
 from onefold.errors import ConfigError
 from onefold.planner.device.clock import Clock
-from onefold.planner.device.record import measure
+from onefold.planner.device.record import json_of, measure
 
 Part = Literal[
     "links", "products", "attention", "elementwise", "loss", "blocks", "sustained", "updates", "copies", "host"
@@ -94,17 +93,3 @@ class MeasureCommand:
         if "RANK" not in os.environ and not self.json:
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
-
-
-def json_of(found: dict[str, Any]) -> str:
-    """The record with one line for each row, and numbers of four digits: more are noise."""
-    text = json.dumps(_rounded(found), indent=1, ensure_ascii=False)
-    return re.sub(r"\[\s+([-\d.e+,\s]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {key: _rounded(one) for key, one in value.items()}
-    return [_rounded(one) for one in value] if isinstance(value, list) else value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -85,3 +87,17 @@ def measure(
 
 def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def json_of(found: dict[str, Any]) -> str:
+    """The record with one line for each row, and numbers of four digits: more are noise."""
+    text = json.dumps(_rounded(found), indent=1, ensure_ascii=False)
+    return re.sub(r"\[\s+([-\d.e+,\s]+?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(one) for key, one in value.items()}
+    return [_rounded(one) for one in value] if isinstance(value, list) else value
