@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import onefold
 from tests.harness import run_ranks
 from tests.harness.stream_races import watched
+from tests.parity.whole import LAMB
 
 SPLIT = onefold.Precision(compute="bf16", master="split")
 UNITS = 2 << 10  # bytes of a bucket: each layer is a unit, and two or three tensors are under way
@@ -55,3 +57,33 @@ def test_no_two_streams_use_the_same_bytes_without_an_order(ranks: int) -> None:
         for run, (streams, told) in zip(RUNS, found, strict=True):
             assert told == [], f"{run}: {len(told)} races"
             assert streams == 2, f"{run}: updated on {streams} streams"
+
+
+class FailsOnce(LAMB):
+    """Raises in its third update."""
+
+    updates = 0
+
+    def direction(self, *args: Any) -> Any:
+        FailsOnce.updates += 1
+        if FailsOnce.updates == 3:
+            raise ZeroDivisionError("this class fails")
+        return super().direction(*args)
+
+
+def races_after_an_error() -> list[str]:
+    with watched() as recorder:
+        model = onefold.shard(nn.Sequential(*[nn.Linear(16, 16) for _ in range(5)]), stage=2, precision=SPLIT)
+        optimizer = onefold.Optimizer(model, FailsOnce)
+        model(torch.ones(4, 16)).square().mean().backward()
+        FailsOnce.updates = 0
+        with suppress(ZeroDivisionError):
+            optimizer.step()
+        assert FailsOnce.updates == 3
+        torch.ones(1 << 20).add_(1)  # may lie where buffers of the failed update lay
+    return recorder.races
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_a_failed_update_its_memory_is_used_in_order(ranks: int) -> None:
+    assert run_ranks(ranks, races_after_an_error) == [[]] * ranks

@@ -82,13 +82,14 @@ class Fails(LAMB):
         return super().direction(*args)
 
 
-def after_an_error(folder: str) -> list[str]:
+def after_an_error(folder: str, master: str | None) -> list[str]:
     """On a rank: what differs from a run without an error, after one that every rank had and a load mended."""
     onefold.init()
     ended, held = [], []
     for fails in (False, True):
         torch.manual_seed(0)
-        model = onefold.shard(CASE.build(), stage=3)
+        precision = onefold.Precision(compute="bf16", master=master) if master else "fp32"
+        model = onefold.shard(CASE.build(), stage=3, precision=precision)
         optimizer = onefold.Optimizer(model, Fails)
         if fails:
             onefold.save(folder, model, optimizer)
@@ -103,14 +104,15 @@ def after_an_error(folder: str) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
         pool = engine_of(model).pool
-        held.append(sum(buffer.nbytes for buffer in pool.buffers()))
+        held.append(len(pool.buffers()))
         ended.append(onefold.full_state_dict(model))
     assert held[1] <= held[0], "what a failed update had borrowed is not lost"
     return [name for name, value in ended[0].items() if not same_bits(value, ended[1][name])]
 
 
-def test_after_a_failed_update_no_round_is_left(tmp_path) -> None:
-    assert run_ranks(2, after_an_error, str(tmp_path / "run")) == [[], []]
+@pytest.mark.parametrize("master", [None, "fp32", "split"])
+def test_after_a_failed_update_no_round_is_left(tmp_path, master: str | None) -> None:
+    assert run_ranks(2, after_an_error, str(tmp_path / "run"), master) == [[], []]
 
 
 def interrupted(stage: int) -> list[Tensor]:

@@ -93,7 +93,13 @@ class WholeUpdates:
                 _end(*under_way.popleft())
             piece = Piece(one, optimizer.held(slot), self._device)
             run = partial(self._run, one, piece.master, piece.gradient, inputs)
-            under_way.append((piece, self._lanes.run(run, beside=most > 1)))
+            try:
+                under_way.append((piece, self._lanes.run(run, beside=most > 1)))
+            except BaseException:
+                self._lanes.join()
+                for dropped in (piece, *(before for before, _ in under_way)):
+                    dropped.drop()
+                raise
         while under_way:
             _end(*under_way.popleft())
 
@@ -130,26 +136,28 @@ class WholeUpdates:
 
     def _run(self, one: TensorToUpdate, master: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
         """Runs the wrapped class on a tensor; `gradient` is as it was reduced. Both are in the order of parts."""
-        pool, order, vector = self._pool, one.optimizer.order(one.slot), master
+        order, vector = one.optimizer.order(one.slot), master
         factor = inputs.factor(narrow=one.unit.dtypes.narrow)
         scaled = not (isinstance(factor, float) and factor == 1.0)
-        taken: list[Tensor] = []
-        if scaled or one.unit.dtypes.narrow or order.interleaved:
-            taken.append(pool.take(gradient.numel(), master.dtype))  # a product in 16 bits would be rounded to them
-            order.to_memory_order(gradient, taken[0])
-            gradient = taken[0].mul_(factor) if scaled else taken[0]
-        if order.interleaved:
-            taken.append(pool.take(master.numel(), master.dtype))
-            order.to_memory_order(master, taken[1])
-            vector = taken[1]
-        with span("update", "step", one.optimizer.name(one.slot)):
-            group = inputs.groups[one.optimizer.group_of(one.slot)]
-            self._under_way.writes(one.unit)
-            one.optimizer.update_whole(one.slot, vector, gradient, group, inputs.bad)
-        if order.interleaved:
-            order.from_memory_order(vector, master)
-        for buffer in taken:
-            pool.give(buffer)
+        with ExitStack() as taken:
+            if scaled or one.unit.dtypes.narrow or order.interleaved:
+                wide = self._take(master, taken)  # a product in 16 bits would be rounded to them
+                order.to_memory_order(gradient, wide)
+                gradient = wide.mul_(factor) if scaled else wide
+            if order.interleaved:
+                vector = self._take(master, taken)
+                order.to_memory_order(master, vector)
+            with span("update", "step", one.optimizer.name(one.slot)):
+                group = inputs.groups[one.optimizer.group_of(one.slot)]
+                self._under_way.writes(one.unit)
+                one.optimizer.update_whole(one.slot, vector, gradient, group, inputs.bad)
+            if order.interleaved:
+                order.from_memory_order(vector, master)
+
+    def _take(self, like: Tensor, taken: ExitStack) -> Tensor:
+        buffer = self._pool.take(like.numel(), like.dtype)
+        taken.callback(self._pool.give, buffer)
+        return buffer
 
 
 def _end(piece: Piece, updated: StreamEvent) -> None:

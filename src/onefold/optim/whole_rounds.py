@@ -73,6 +73,10 @@ class Piece:
             self._kept.copy_(self.master)
         self.of.unit.master.end_update(self.part, self._kept)
 
+    def drop(self) -> None:
+        """After an error: the master is not updated."""
+        self.of.unit.master.drop_update(self._kept)
+
 
 class Gathered:
     """All of a tensor, on its owner: vectors into which the pieces of other ranks are received."""
@@ -169,6 +173,8 @@ class Round:
         """After an error: the round goes no further. Nothing is updated any more."""
         if self._mine:
             self._mine.drop()
+        for piece in self._held.values():
+            piece.drop()
 
     def end(self) -> None:
         """Keeps the updated pieces."""

@@ -42,6 +42,9 @@ class Master:
     def end_update(self, span: Span, wide: Tensor) -> None:
         """Stores a vector from `begin_update` after its update, and rounds it into the compute copy."""
 
+    def drop_update(self, wide: Tensor) -> None:
+        """After an error: a vector from `begin_update` is not stored."""
+
     @property
     def dtype(self) -> torch.dtype:
         return self._params.dtype
@@ -194,6 +197,9 @@ class SplitMaster(StoredMaster):
     def end_update(self, span: Span, wide: Tensor) -> None:
         self.write(span, wide)
         self._pool.give(wide)
+
+    def drop_update(self, wide: Tensor) -> None:
+        self._pool.drop(wide)
 
     def read(self, span: Span, out: Tensor) -> None:
         copy = self._params.part(span)
