@@ -14,7 +14,7 @@ from onefold.cost.automatic import host_need
 from onefold.runtime.engine import engine_of
 from onefold.settings.placement import Tier
 from tests.harness import run_ranks
-from tests.offload.test_auto import Outcome, Work, build, differing, train
+from tests.offload.test_auto import Outcome, Work, build, differing, step, train
 
 WORK = Work(depth=10, rows=64, state="bf16")  # state in a small form is not kept on disk
 
@@ -43,6 +43,22 @@ def decided(work: Work, budget: int, host_share: float, folder: str) -> Decided:
 def recomputed_in(why: str, blocks: int) -> int:
     """The number of blocks that are computed again, as placement() tells it."""
     return 0 if "activations='keep'" in why else int(re.search(rf"(\d+) of {blocks} blocks are computed", why)[1])  # type: ignore[index]
+
+
+def kept_inputs(work: Work, budget: int) -> tuple[int, int, int]:
+    """Bytes of the buffer for inputs of blocks after some steps, measured and planned, and the blocks computed again."""
+    offload = onefold.Offload(optimizer="auto", device_bytes=budget)
+    model, adam = build(work._replace(activations="auto"), offload)
+    for number in range(3):
+        step(model, adam, work, number)
+    held = onefold.memory(model).checkpoints
+    return held.measured, held.planned, recomputed_in(onefold.placement(model).why, work.depth)
+
+
+def test_the_buffer_of_inputs_is_as_long_as_the_blocks_that_are_computed_again_need() -> None:
+    """The first step computed all of them again. The first block's input needs no gradient, and no room in the buffer."""
+    ((measured, planned, again),) = run_ranks(1, kept_inputs, WORK, 650_000)
+    assert 2 < again < WORK.depth and measured == planned == (again - 1) * WORK.rows * WORK.width * 4
 
 
 def tried(work: Work, cases: list[tuple[int, float]], folder: str) -> list[Decided]:

@@ -48,6 +48,12 @@ class Arena:
         if not self._settled and not self._taken and not self._separate:
             self._expected = max(self._expected, nbytes)
 
+    def start_anew(self) -> None:
+        """Frees the buffer if no slot is taken; its next length is again what is expected, until a use shows what is
+        needed."""
+        if not self._taken and not self._separate:
+            self._buffer, self._needed, self._expected, self._settled = None, 0, 0, False
+
     def take(self, nbytes: int) -> Slot:
         self._fit()
         start = self._place(nbytes)

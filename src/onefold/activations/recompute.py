@@ -84,14 +84,16 @@ class Recompute:
         self.store, self.policy = store, policy
         self._unsharding: Unsharding = engine.unsharding
         self._attachments = engine.attachments
-        self._keeping = frozenset[str]()  # blocks that keep their activations
+        self._attached = 0  # blocks
+        self._keeping = frozenset[str]()  # of them, those that keep their activations
 
     def keep(self, blocks: frozenset[str]) -> None:
-        """These blocks keep their activations from the next forward on, and no others."""
+        """These blocks keep their activations from the next forward on, and no others. No graph is alive."""
         self._keeping = blocks
+        self.store.start_anew(self._attached - len(blocks))
 
     def attach(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        modules = dict(model.named_modules())
+        modules, self._attached = dict(model.named_modules()), len(blocks)
         for name in blocks:
             self._surround(name, modules[name])
         self._attachments.hook(model.register_forward_pre_hook(self._begin, prepend=True))

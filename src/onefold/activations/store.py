@@ -166,6 +166,11 @@ class Store:
         assert self._comm is not None
         return self._comm
 
+    def start_anew(self, blocks: int) -> None:
+        """So many blocks are computed again from the next forward on: the arena gets their length."""
+        self._blocks = blocks
+        self.arena.start_anew()
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
