@@ -214,7 +214,10 @@ def with_automatic_activations(estimate: Estimate) -> Estimate:
     shape, choice, machine = estimate.work.shape, estimate.choice, estimate.hardware
     assert shape is not None
     states = Work(widths=estimate.work.widths, numel=shape.numel, bucket_bytes=estimate.work.bucket_bytes)
-    alone = Estimate(work=states, choice=choice, grid=estimate.grid, hardware=machine, cost=named_cost("adamw"))
+    alone = Estimate(
+        work=states, choice=choice, grid=estimate.grid, hardware=machine, cost=estimate.cost,
+        micro_batches=estimate.micro_batches,
+    )  # fmt: skip
     kept = estimate.work.activations(estimate.batch, "keep", estimate.grid).kept_per_block
     inputs = estimate.batch * shape.seq * shape.hidden * estimate.work.widths.compute
     found = choose_policy(Seen(kept, inputs, max(0, machine.usable_bytes - alone.peak_bytes)), shape.layers, 1)
