@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 
@@ -89,7 +90,9 @@ def test_tensors_updated_beside_each_other_have_the_bits_of_torchs_class(inside:
         assert all(map(torch.equal, found, wanted)), f"stage {stage}"
 
 
-def test_tensors_are_updated_beside_each_other() -> None:
+def test_tensors_are_updated_on_two_streams() -> None:
+    """Whether kernels of both run at once is left to the device and to how fast the host is: other processes may have
+    either."""
     onefold.init()
     model = onefold.shard(layers(), stage=2)
     optimizer = onefold.Muon(model, place={"*": "muon"})
@@ -99,7 +102,6 @@ def test_tensors_are_updated_beside_each_other() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         optimizer.step()
         torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end) for event in trace.events() if event.device_type.name == "CUDA"
-    )
-    assert any(start < end for (_, end), (start, _) in pairwise(spans)), "no two kernels ran at once"
+    kernels = Counter(event.device_resource_id for event in trace.events() if event.device_type.name == "CUDA")
+    products = 3 * 5  # of one matrix, in five iterations
+    assert sum(count >= products for count in kernels.values()) >= 2, f"kernels by stream: {dict(kernels)}"

@@ -24,7 +24,7 @@ RUNS: list[dict[str, Any]] = [
     {"stage": 0, "precision": SPLIT},
     {"stage": 3, "inside": True, "bucket_bytes": 8 << 10},
     {"stage": 2, "inside": True, "precision": SPLIT},
-    {"stage": 2, "offload": "host"},
+    {"stage": 2, "offload": "host"},  # one by one: memory is short
 ]
 
 
@@ -56,7 +56,7 @@ def test_no_two_streams_use_the_same_bytes_without_an_order(ranks: int) -> None:
     for found in run_ranks(ranks, all_races):
         for run, (streams, told) in zip(RUNS, found, strict=True):
             assert told == [], f"{run}: {len(told)} races"
-            assert streams == 2, f"{run}: updated on {streams} streams"
+            assert streams == (0 if "offload" in run else 2), f"{run}: updated on {streams} streams"
 
 
 class FailsOnce(LAMB):

@@ -61,8 +61,9 @@ class WholeUpdates:
         self._element_bytes = compute + max(compute, 4) + 4 * split  # of a gradient, a master, and pieces of masters
         self._left: Counter[int] = Counter()  # tensors of each unit in rounds that have not ended, by the unit's id
         self._on_end, self._under_way = on_end, under_way
-        self._lanes = Lanes(engine.device, 1 if self._pool.keeps else LANES)
-        self._most_bytes = engine.resolved.settings.bucket_bytes * (BESIDE if beside and self._lanes.number > 1 else 1)
+        spares = not (self._pool.keeps or _offloads(engine))  # memory is no reason to update one by one
+        self._lanes = Lanes(engine.device, LANES if spares else 1)
+        self._most_bytes = engine.resolved.settings.bucket_bytes * (BESIDE if spares and beside else 1)
         self.rounds = Rounds(self._send, self._run, self._tensor_ended, self._most_bytes, self._lanes)
 
     def shared(self, optimizer: WholeUnitOptimizer, flags: bytes) -> list[TensorToUpdate]:
@@ -165,6 +166,11 @@ def _end(piece: Piece, updated: StreamEvent) -> None:
     piece.end()
 
 
+def _offloads(engine: Engine) -> bool:
+    """Whether the host keeps optimizer state, or may."""
+    return engine.watch.active or any(unit.updated_on_host for unit in engine.units)
+
+
 def _whole_slots(optimizer: WholeUnitOptimizer, flags: bytes) -> list[int]:
     return [slot for slot, flag in enumerate(flags) if flag and optimizer.is_whole(slot)]
 
@@ -182,8 +188,7 @@ class UpdateWhole(UpdateAtStep):
         super().__init__(engine, by_unit)
         self._whole, self._updates = by_unit, updates(engine, ownership, self._end_unit, self._under_way, beside=True)
         self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
-        on_host = engine.watch.active or any(unit.updated_on_host for unit in engine.units)
-        self._host = HostGradients(engine) if on_host else None
+        self._host = HostGradients(engine) if _offloads(engine) else None
 
     def reduced(self, index: int, *, final: bool) -> bool:
         return self._host.on_reduced(index, final=final) if self._host is not None else False
