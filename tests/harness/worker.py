@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.packed_calls import Call, Raised, Ready, Reset, Returned, Setup, Told
+from tests.harness.priorities import put_gloo_behind
 
 STACKS_SIGNAL = signal.SIGUSR1
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -205,6 +206,7 @@ def rank_main(setup: Setup, conn: Connection) -> None:
     stacks = os.open(setup.stacks_path, os.O_WRONLY | os.O_CREAT)
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=True)
     os.environ.update(torchrun_environ(setup))
+    put_gloo_behind()
     line = Line(conn)
     started_s = time.monotonic()
     if setup.once:
