@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 
 from tests.harness import shutdown_pools
+from tests.harness.priorities import take_turns
 from tests.harness.processes import preload_frameworks
 from tests.harness.soak import Soak
 
@@ -32,6 +33,8 @@ LONG = (
     "offload/test_memory.py", "planner/test_plan.py", "train/test_loop.py", "activations/test_bitwise.py",
     "checkpoint/test_any_to_any.py", "checkpoint/test_resume.py", "train/test_bad_input.py", "train/test_data.py",
 )  # fmt: skip
+take_turns()
+gc.disable()  # until all tests are imported: nothing of that is garbage
 settings.register_profile("onefold", deadline=None)  # a busy machine is no failure; what hangs meets other limits
 settings.load_profile("onefold")
 SOAK = pytest.StashKey[Soak]()
@@ -75,6 +78,11 @@ def pytest_collection_finish() -> None:
     """What was imported stays for good: the garbage collector need not walk through it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.enable()  # here, as the process that only starts workers collects no tests
 
 
 def needs_a_framework(nodeid: str) -> bool:

@@ -23,7 +23,7 @@ STACKS_TIMEOUT_S = 5.0
 # A fork of a process that has already imported torch takes milliseconds; importing it takes seconds, and as long
 # again for torch._dynamo, which the first optimizer of a process imports; onefold besides, for ranks that live shortly.
 _context = multiprocessing.get_context("forkserver")
-LIBRARIES = ["torch._dynamo", "pytest", "onefold.train.run.start", "tests.harness.worker"]
+LIBRARIES = ["tests.uncollected", "torch._dynamo", "pytest", "onefold.train.run.start", "tests.harness.worker"]
 FRAMEWORKS = [
     "transformers.trainer",
     "peft",

@@ -3,6 +3,7 @@
 import os
 import random
 import warnings
+from pathlib import Path
 
 import numpy
 import pytest
@@ -22,6 +23,25 @@ def rank_and_sum(offset, *, scale):
 def test_each_rank_returns_its_own_value_and_collectives_are_real(n):
     expected = 10 + 2 * sum(range(n))
     assert run_ranks(n, rank_and_sum, 10, scale=2) == [(rank, n, expected) for rank in range(n)]
+
+
+def turns(task):
+    return os.sched_getscheduler(int(task.name)), os.getpriority(os.PRIO_PROCESS, int(task.name))
+
+
+def turns_of_threads():
+    group = dist.new_group([0, 1])
+    tasks = list(Path("/proc/self/task").iterdir())
+    gloo = [turns(task) for task in tasks if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    dist.destroy_process_group(group)
+    return turns(Path(str(os.getpid()))), gloo
+
+
+def test_ranks_take_turns_and_gloos_threads_come_after_them():
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    for rank, gloo in run_ranks(2, turns_of_threads):
+        assert rank == (os.SCHED_BATCH, nice)
+        assert len(gloo) == 2 and set(gloo) == {(os.SCHED_BATCH, 19)}
 
 
 def negate(tensor):
