@@ -145,8 +145,7 @@ def planned(
         widths = widths._replace(grad=sums_width)
     return Estimate(
         work=Work(
-            widths=widths, shape=shape, bucket_bytes=bucket_bytes, shared_bytes=Zero().shared_bytes, tile=tile,
-            tiled_mlps=tiled_mlps, auto_wire=True,
+            widths=widths, shape=shape, bucket_bytes=bucket_bytes, tile=tile, tiled_mlps=tiled_mlps, auto_wire=True
         ),
         choice=choice, grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch,
         in_backward=in_backward, reshard_after_forward=reshard_after_forward, micro_batches=micro_batches,
