@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import crew
-from benchmarks.results import RESULTS, shown_command
+from benchmarks.results import RESULTS, shown_command, write
 from benchmarks.work import Work, shared_gpu
 from onefold.comm.communicator import Comm
 from onefold.comm.endpoint import Pending, Reduction
@@ -215,9 +215,9 @@ def rank_main(asked: argparse.Namespace, words: list[str]) -> None:
     record = measure(clock, shown_command("benchmarks.measure_pair", words), ["links"])
     record["shared"] = {"mps": asked.mps, **shared(clock, asked.quick)}
     if asked.rank == 0:
-        asked.out.parent.mkdir(parents=True, exist_ok=True)
-        asked.out.write_text(json_of(record))
-        sys.stdout.write("".join(f"{line}\n" for line in Rates(record).lines()) + json_of(record["shared"]))
+        write(asked.out, record)
+        sys.stdout.write("".join(f"{line}\n" for line in Rates(record).lines()))
+        sys.stdout.write("".join(f"{name}: {rows}\n" for name, rows in record["shared"].items()))
     shutdown()
 
 

@@ -167,10 +167,12 @@ ranks on one GPU the record says how much longer messages take beside compute, a
 time. Before an all-gather a rank copies its own shard into the buffer.
 
 *CPU ranks* move messages with the cores that compute. So what compute hides of messages is added to it, as the CPU time
-that they take. A byte costs the cores more over an Ethernet link than over loopback, whose packets are larger: on an
-AMD EPYC, `python -m benchmarks.shaped_links --mbit 10000 --loopback 1x32` measured 0.75 ns of CPU time for each byte
-sent over the link, and 0.23 ns over loopback (its steps are not among the cases: a test suite used the cores too).
-`onefold measure` records it as `cores`. The runs below are older, and have the rate of their fastest link for it.
+that they take, which `onefold measure` records as `cores`. A byte costs the cores more over an Ethernet link than over
+loopback, whose packets are larger: on an AMD EPYC with two cores,
+`python -m benchmarks.shaped_links --mbit 10000 1000 --loopback 1x32 --steps 8` measured 1.1, 3.7 and 0.28 ns of CPU
+time for each byte that a rank sends. (Other programs used these cores, and compute alone took two to three times its
+CPU time, so the steps of that run are not among the cases.) The runs above are older, and have for `cores` the rate of
+their fastest link.
 
 *Why whole blocks never count as less than their kernels.* The record of the H200 has whole forwards that take up to 6%
 less than their four products alone, which cannot be at one clock. Each block was timed after a pause in which it was

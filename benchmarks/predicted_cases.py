@@ -12,12 +12,12 @@ from typing import NamedTuple
 from benchmarks.long_context import TILE
 from benchmarks.predicted_cpu import RECORD, cpu_runs, slower
 from benchmarks.systems.table import SYSTEMS
-from onefold.activations.automatic import Seen, choose_policy
 from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import Hardware, hardware, recorded
 from onefold.cost.rates import Rates, read_rates, shipped_rates
+from onefold.cost.recomputed import Seen, choose_policy
 from onefold.cost.shapes import Shape, named
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work, grid_of
@@ -145,8 +145,7 @@ def planned(
         widths = widths._replace(grad=sums_width)
     return Estimate(
         work=Work(
-            widths=widths, shape=shape, bucket_bytes=bucket_bytes, shared_bytes=Zero().shared_bytes, tile=tile,
-            tiled_mlps=tiled_mlps, auto_wire=True,
+            widths=widths, shape=shape, bucket_bytes=bucket_bytes, tile=tile, tiled_mlps=tiled_mlps, auto_wire=True
         ),
         choice=choice, grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch,
         in_backward=in_backward, reshard_after_forward=reshard_after_forward, micro_batches=micro_batches,

@@ -115,10 +115,6 @@ def _stages(
 def _planned(shape: Shape, machine: Hardware, stage: int, ranks: int, batch: int) -> Estimate:
     """As `shard(precision="fp32")` runs on a CPU, with AdamW."""
     return Estimate(
-        work=Work(
-            widths=widths_of("fp32", None), shape=shape, bucket_bytes=Zero.bucket_bytes,
-            shared_bytes=Zero().shared_bytes,
-        ),
-        grid=grid_of(ranks), choice=Choice(stage, activations="keep"), hardware=machine, cost=named_cost("adamw"),
-        batch=batch,
+        work=Work(widths=widths_of("fp32", None), shape=shape, bucket_bytes=Zero.bucket_bytes), grid=grid_of(ranks),
+        choice=Choice(stage, activations="keep"), hardware=machine, cost=named_cost("adamw"), batch=batch,
     )  # fmt: skip

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import onefold
 from onefold.activations import automatic
-from onefold.activations.automatic import Decision, Seen, choose_policy
+from onefold.cost import recomputed as recomputed_blocks
 from onefold.cost.activations import Option, choose_activations
 from onefold.cost.case import Choice
 from onefold.cost.recommend import activations_for
+from onefold.cost.recomputed import Decision, Seen, choose_policy
 from onefold.cost.shapes import PAPER, Shape
 from onefold.observe.passes import Cut
 from onefold.observe.rehearsal import rehearse
@@ -115,11 +116,11 @@ def test_auto_keeps_all_that_fits_and_more_room_never_slows_it(kept, share, room
 
     def slowness(room: int) -> tuple[float, Decision]:
         found = choose_policy(Seen(kept, inputs, room), blocks, tp, others)
-        return blocks - found.recomputed + found.recomputed / automatic.SPEED[found.policy], found
+        return blocks - found.recomputed + found.recomputed / recomputed_blocks.SPEED[found.policy], found
 
     (before, found), (after, _) = slowness(room), slowness(room + more)
     assert after <= before * 1.05 + 1e-9  # policies whose speeds differ by less count as equally fast
-    budget = automatic.USED * room - others * kept
+    budget = recomputed_blocks.USED * room - others * kept
     assert (found.policy == "keep") == (blocks * kept <= budget)
     if found.policy == "checkpoint" and found.recomputed < blocks:
         assert found.recomputed * inputs + (blocks - found.recomputed) * kept <= budget

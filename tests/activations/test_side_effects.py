@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import onefold
-from onefold.activations.automatic import Seen, choose_policy
+from onefold.cost.recomputed import Seen, choose_policy
 from tests.harness import run_ranks
 from tests.models import ReportingNet
 

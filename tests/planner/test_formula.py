@@ -8,6 +8,8 @@ import itertools
 import pytest
 import torch
 
+import onefold
+from onefold.comm.mesh import simulated_axes
 from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import hardware
@@ -17,7 +19,9 @@ from onefold.observe.rehearsal import Rehearsal, rehearse
 from onefold.optim.elementwise import cost_of
 from onefold.settings.offload import Offload
 from onefold.settings.precision import Precision
+from onefold.settings.widths import widths_of
 from onefold.settings.zero import Zero
+from onefold.sharding import shard_over
 from onefold.train.run.model import GPT
 from tests.harness.grids import thinned
 
@@ -176,3 +180,13 @@ def test_5b_on_an_h200_has_the_peak_its_allocator_counted() -> None:
     found = Case(Shape(layers=24, hidden=4096, heads=32), 8, 0, 1, "bf16", "keep").estimate()
     assert (found.peak_bytes - found.memory.margin) / 2**30 == pytest.approx(85.2, rel=0.005)
     assert found.memory.persistent_states.total == pytest.approx(12 * found.work.parameters, rel=0.001)
+
+
+def test_small_blocks_of_a_shape_share_units_as_they_do_in_a_run() -> None:
+    shape = Shape(layers=6, hidden=512, heads=8, seq=32, vocab=512)
+    with torch.device("meta"):
+        model = GPT(shape)
+    shard_over(simulated_axes(2, plays="gloo", values=False), model, None, {"stage": 3, "device": "cpu"})
+    planned = Work(widths=widths_of("fp32", None), shape=shape).sizes(grid_of(2))
+    sharded = [row.elements for row in onefold.placement(model).rows]
+    assert [unit.used_numel for unit in planned.units] == sharded and 3 < len(sharded) < 9

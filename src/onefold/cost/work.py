@@ -24,6 +24,7 @@ from onefold.cost.sizes import Sizes, size_of_layout, sizes_of_count
 from onefold.cost.tiles import check_tile, with_tiled_loss, with_tiled_mlps
 from onefold.errors import ConfigError
 from onefold.settings.placement import Placement, Scope
+from onefold.settings.values import SHARED_BYTES
 from onefold.settings.widths import Widths
 
 T = TypeVar("T")
@@ -115,7 +116,7 @@ class Work:
     shape: Shape | None = None
     module: Module | None = None
     bucket_bytes: int = 128 << 20
-    shared_bytes: int | None = None  # neighbouring blocks share units up to so many bytes; None: `bucket_bytes`
+    shared_bytes: int | None = SHARED_BYTES  # neighbouring blocks share units up to so many bytes; None: `bucket_bytes`
     lora: int = 0  # of a shape: the rank of adapters on every linear layer of its blocks; all else is frozen
     tile: int | None = None  # of a shape: the tokens in a tile of the loss and of MLPs; None: they run whole
     tiled_mlps: bool = True  # False: only the loss runs by tiles
