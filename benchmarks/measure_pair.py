@@ -37,7 +37,7 @@ from onefold.comm.shutdown import shutdown
 from onefold.cost.rates import Rates
 from onefold.planner.device.block import HEAD, Block
 from onefold.planner.device.clock import Clock
-from onefold.planner.device.record import json_of, measure
+from onefold.planner.device.record import measure
 from tests.harness.mps import mps_daemon
 
 PAIR = "links-nccl-pair-nvidia-h200.json"

@@ -41,7 +41,7 @@ def test_ranks_take_turns_and_gloos_threads_come_after_them():
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     for rank, gloo in run_ranks(2, turns_of_threads):
         assert rank == (os.SCHED_BATCH, nice)
-        assert len(gloo) == 2 and set(gloo) == {(os.SCHED_BATCH, 19)}
+        assert len(gloo) >= 2 and set(gloo) == {(os.SCHED_BATCH, 19)}, "other groups may be alive, too"
 
 
 def negate(tensor):

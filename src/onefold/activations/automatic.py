@@ -19,7 +19,7 @@ from torch import Tensor
 from onefold.activations.policy import attach_policy, recompute
 from onefold.activations.recompute import other_hooks_save
 from onefold.comm.meter import Label
-from onefold.cost.recomputed import Decision, Seen, choose_policy
+from onefold.cost.recomputed import Seen, choose_policy
 from onefold.model.containers import tensors_in
 from onefold.model.storage import storage_key
 from onefold.runtime.attachments import Attachments
