@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.predicted_cases import PAIR, Case, cases, machines
+from benchmarks.predicted_cpu import core_costs
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/results/predicted.md"
 
@@ -58,7 +59,12 @@ def page() -> Iterator[str]:
     yield "|" + "---|" * len(heads)
     for case in found:
         yield "| " + " | ".join(row(case)) + " |"
-    yield from FOOT.replace("APART", apart(found)).replace("PAIRS", pairs()).splitlines()
+    yield from (
+        FOOT.replace("APART", apart(found))
+        .replace("PAIRS", pairs())
+        .replace("CORES", "\n".join(f"- {line}" for line in core_costs()))
+        .splitlines()
+    )
 
 
 def apart(found: Sequence[Case]) -> str:
@@ -168,11 +174,12 @@ time. Before an all-gather a rank copies its own shard into the buffer.
 
 *CPU ranks* move messages with the cores that compute. So what compute hides of messages is added to it, as the CPU time
 that they take, which `onefold measure` records as `cores`. A byte costs the cores more over an Ethernet link than over
-loopback, whose packets are larger: on an AMD EPYC with two cores,
-`python -m benchmarks.shaped_links --mbit 10000 1000 --loopback 1x32 --steps 8` measured 1.1, 3.7 and 0.28 ns of CPU
-time for each byte that a rank sends. (Other programs used these cores, and compute alone took two to three times its
-CPU time, so the steps of that run are not among the cases.) The runs above are older, and have for `cores` the rate of
-their fastest link.
+loopback, whose packets are larger, and more over a slow link than over a fast one. What each byte that a rank sends
+takes:
+
+CORES
+
+The runs on the Neoverse-N1 are older, and have for `cores` the rate of their fastest link.
 
 *Why whole blocks never count as less than their kernels.* The record of the H200 has whole forwards that take up to 6%
 less than their four products alone, which cannot be at one clock. Each block was timed after a pause in which it was
@@ -186,7 +193,8 @@ moments and sums in bf16) were planned after that. Two lean ones were 10% off: s
 the plan knows that their loss is one kernel, which reads logits twice and writes them once, and that their
 activations="auto" recomputes as many blocks as do not fit. How reductions overlap was found with two steps over a link
 of 50 Mbit/s that are not among the cases; that cores move messages, with stage 3 over loopback, 1x32; what that takes
-by kind of link, and the copies of own shards, with CPU times and profiles of the same work on an AMD EPYC.
+by kind of link, and the copies of own shards, with CPU times and profiles of the same work on an AMD EPYC, before the
+steps over shaped links there.
 
 *Where it is wrong.* Stage 3 between CPU ranks is planned too fast where messages are not the limit, by up to 16%. Why
 is not known; the runs over loopback are of a version whose all-gathers did not send and receive at the same time. Plans
@@ -199,7 +207,9 @@ APART
 down (`python -m benchmarks.shaped_links`, as root), or over the loopback device (`python -m benchmarks.cpu`). Other
 programs used the cores too, so steps of compute alone took turns with the stages, and the record's seconds are
 multiplied by the measured over the planned time of compute alone. The link is as the ranks measured it before the
-steps; that of loopback is of `sweep-cpu.json`. The cores were idle before the run over shaped links.
+steps; that of loopback is of `sweep-cpu.json`. The cores were idle before the Neoverse-N1's run
+over shaped links. During that of the EPYC other programs' tests used the cores: compute alone took two to three
+times its CPU time, steps are medians of six, and the run was ended before its part over loopback.
 
 *What is left out.* The runs of 14B and 16.2B, whose placement was chosen automatically, and the two processes of
 `benchmarks/activations.py`, whose messages go through the host. PAIRS

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.long_context import TILE
-from benchmarks.predicted_cpu import RECORD, cpu_runs, slower
+from benchmarks.predicted_cpu import cpu_runs, slower
 from benchmarks.systems.table import SYSTEMS
 from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
@@ -78,7 +78,9 @@ def machines() -> list[str]:
     rates = shipped_rates("h200")
     found = [(rates.record, "src/onefold/cost/devices/h200.json")] if rates else []
     found += [(read_rates(PAIR).record, PAIR.relative_to(ROOT).as_posix())] if PAIR.exists() else []
-    found += [(read_rates(RECORD).record, RECORD.relative_to(ROOT).as_posix())] if RECORD.exists() else []
+    found += [
+        (read_rates(path).record, path.relative_to(ROOT).as_posix()) for path in sorted(RESULTS.glob("rates-*.json"))
+    ]
     lines = [
         f"{r['device']}, torch {r['versions']['torch']}, {r['date']}: `{r['command']}` ({path})" for r, path in found
     ]

@@ -66,13 +66,28 @@ def cpu_runs() -> Iterator[Run]:
         fastest = max((Rates({"links": over["links"]}).link_rate() for over in found["over"]), key=_rate)
         for over in found["over"]:
             work, links = over.get("work") or found["work"], Rates({"links": over["links"]})
-            where = f"{over['mbit_per_s']:,} Mbit/s" if over["mbit_per_s"] else f"loopback, {work['name']}"
-            yield from _stages(f"2 CPU ranks, {where}", path.name, work, over["systems"], rates, links, fastest)
+            name = f"2 CPU ranks, {rates.device}, {_where(over)}"
+            yield from _stages(name, path.name, work, over["systems"], rates, links, fastest)
     rates, loopback = read_rates(RECORD), _loopback()
     for path in sorted(RESULTS.glob(f"cpu-*-{MACHINE}.json")):
         found = json.loads(path.read_text())
-        name = f"2 CPU ranks, loopback, {found['work']['name']}"
+        name = f"2 CPU ranks, {rates.device}, loopback, {found['work']['name']}"
         yield from _stages(name, path.name, found["work"], found["systems"], rates, loopback, loopback.link_rate())
+
+
+def _where(over: Mapping[str, Any]) -> str:
+    return f"{over['mbit_per_s']:,} Mbit/s" if over["mbit_per_s"] else f"loopback, {over['work']['name']}"
+
+
+def core_costs() -> list[str]:
+    """The CPU time of a byte that a rank sends, by link, where a run measured it."""
+    found = []
+    for path in sorted(RESULTS.glob("shaped-links-*.json")):
+        result = json.loads(path.read_text())
+        rows = [(_where(over), Rates({"links": over["links"]}).cores) for over in result["over"]]
+        costs = [f"{where} {1e9 / cores.rate:.2g} ns" for where, cores in rows if cores]
+        found += [f"{result['machine']['cpu']}: {'; '.join(costs)}"] if costs else []
+    return found
 
 
 def _rate(link: Link | None) -> float:
