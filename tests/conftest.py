@@ -23,15 +23,16 @@ FRAMEWORKS = (
     "tests/planner/test_exact.py", "tests/parity/stage3/test_huggingface.py", "tests/tensor/test_huggingface.py",
     "tests/checkpoint/test_import_export.py", "tests/gpu/test_trainer_gpu.py",
 )  # fmt: skip
-# Files of 20 to 100 s each, the longest first: they begin before all others, so that at the end, when workers take the
-# last files, none waits for another that has just begun a long one.
+# Files of 20 to 90 s each, the longest first: they begin before all others, so that at the end, when workers take the
+# last files, none waits for another that has just begun a long one. `pytest --durations=0` says which they are.
 LONG = (
-    "security/test_listeners.py", "planner/test_command_line.py",
-    "faults/test_every_point.py", "train/test_interrupted.py", "train/test_profile.py",
-    "parity/test_whole_tensor.py", "planner/test_cut.py", "tensor/test_whole_tensors.py",
-    "faults/test_run_command.py", "faults/test_watcher.py", "train/test_going_on.py",
-    "offload/test_memory.py", "planner/test_plan.py", "train/test_loop.py", "activations/test_bitwise.py",
-    "checkpoint/test_any_to_any.py", "checkpoint/test_resume.py", "train/test_bad_input.py", "train/test_data.py",
+    "checkpoint/test_remote.py", "integrations/test_import_checkpoint.py", "faults/test_watcher.py",
+    "train/test_forked.py", "train/test_report.py", "parity/test_jobset.py", "planner/test_command_line.py",
+    "parity/test_wire.py", "users/test_compile.py", "train/test_elastic_store.py", "parity/test_whole_tensor.py",
+    "tensor/test_parity.py", "train/test_tokenizer.py", "parity/stage3/test_loops.py", "tensor/test_checkpoints.py",
+    "train/test_profile.py", "parity/test_stages.py", "train/test_mesh.py", "train/test_interrupted.py",
+    "offload/test_auto.py", "parity/stage3/test_branches.py", "security/test_planted.py",
+    "parity/precision/test_stages_16bit.py", "train/test_everyday.py", "faults/test_harness_faults.py",
 )  # fmt: skip
 take_turns()
 gc.disable()  # until all tests are imported: nothing of that is garbage
