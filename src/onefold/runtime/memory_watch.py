@@ -149,6 +149,8 @@ class MemoryWatch(NoWatch):
         if self._counter is None and engine is not None and self.steps < (1 if self._cuda else WATCHED_STEPS):
             if self._cuda:
                 torch.cuda.empty_cache()  # what was needed to load and shard the model would count as slack
+            else:
+                engine.updates.wait()  # host updates of the first step make optimizer state, which it looks at
             self._counter = CudaCounter(self._device) if self._cuda else CpuCounter(engine)
             self._counter.restart()
 
