@@ -140,7 +140,7 @@ files anew, with what the copies took, and then the times count:
     python benchmarks/simulate_rank.py 128b:64 --steps 4 --out docs/results/simulate-128b-64.json
     python benchmarks/simulate_rank.py 1t:1024 --checkpoint --steps 2 --out docs/results/simulate-1t-1024.json
 
-They ran once, 2026-11-18, and their files were lost. By what they printed the steps took 2.55 to 2.68 s, of which 0.56 s
+They ran once, 2026-11-18, and their files were lost. By what they printed steps took 2.55 to 2.68 s, of which 0.56 s
 were copies (128b), and 21.0 s, of which 4.5 s were (1t): the plan is 26 and 17% too fast. The cause is not known.
 """
 NO_PAIR = """Two NCCL ranks on one GPU, until
