@@ -90,8 +90,9 @@ KINDS = {
     ),
     "budgets": Kind(
         'A random model, batch and `device_bytes` under `Offload(optimizer="auto")`, on 1 and 2 ranks of a CPU',
-        "no step takes more bytes than the budget (where a formula leaves parameters on the device that a budget has no "
-        'room for, the trial sets `parameters="host"`), and parameters are those of a run without offload, to the bit',
+        "no step takes more bytes than the budget (where a formula leaves parameters on the device for which a budget "
+        'has no room, the trial sets `parameters="host"`), and parameters are those of a run without offload, to the '
+        "bit",
         200,
         "tests/offload/test_auto.py -k any_budget",
     ),
