@@ -3,6 +3,7 @@ update waits for it. What is enqueued in which order is recorded on a CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ def marking(cls: type[torch.optim.Optimizer], recorder: Recorder) -> type[torch.
 def program(
     folder: Path, stage: int, cls: type[torch.optim.Optimizer] = torch.optim.Adagrad, in_backward: bool = False,
     precision: Any = "fp32",
-) -> tuple[list[Op], list[Op]]:  # fmt: skip
-    """What the step after a copy enqueues on the stream of compute, and the end of the copy on its own stream."""
+) -> tuple[list[Op], list[Op], list[list[Op]]]:  # fmt: skip
+    """What the step after a copy enqueues on the stream of compute, the end of the copy on its own, and what that
+    step enqueues on each other stream."""
     onefold.init()
     with recorded() as recorder, memory_in(folder / "node"), suppress(LostError):
         model = onefold.shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), stage=stage, precision=precision)
@@ -62,17 +64,31 @@ def program(
             grown = [name for name, ops in recorder.program.items() if len(ops) > before.get(name, 0)]
             copied = [recorder.program[name][-1] for name in grown if name != COMPUTE]
             at = len(recorder.program[COMPUTE])
+            lanes = {name: len(ops) for name, ops in recorder.program.items() if name != COMPUTE}
             train()
             after = recorder.program[COMPUTE][at:]
+            beside = [recorder.program[name][start:] for name, start in lanes.items()]
             raise LostError
-    return after, copied
+    return after, copied, beside
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_next_update_waits_for_a_snapshot_and_nothing_before_it_does(case: str, tmp_path: Path) -> None:
-    [(compute, copied)] = run_ranks(1, program, tmp_path, **CASES[case])
+    [(compute, copied, beside)] = run_ranks(1, program, tmp_path, **CASES[case])
     assert [op.kind for op in copied] == ["record"]
     waits = Op("wait", copied[0].what, copied[0].time)
-    order = [op for op in compute if op == waits or op.kind == "message"]
     forward, update = Op("message", "forward"), Op("message", "update")
-    assert order.index(forward) < order.index(waits) < order.index(update), order
+    updates = [place for place, op in enumerate(compute) if op == update]
+    updates += [begins for ops in beside for begins in begun(ops, update, compute)]
+    assert updates and compute.index(forward) < compute.index(waits) < min(updates), (compute, beside)
+
+
+def begun(ops: list[Op], work: Op, compute: list[Op]) -> Iterator[int]:
+    """For each time that another stream runs `work`: the place in the stream of compute after which it begins, which is
+    where the event was recorded for which that stream waited last."""
+    place = -1
+    for op in ops:
+        if op.kind == "wait" and (recorded_there := op._replace(kind="record")) in compute:
+            place = compute.index(recorded_there)
+        if op == work:
+            yield place

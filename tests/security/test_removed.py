@@ -65,8 +65,10 @@ def test_the_newest_is_read_whole_whatever_is_pruned_meanwhile(pruned):
 
 
 def test_a_checkpoint_that_is_removed_is_never_called_damaged(pruned):
-    storage, ends = Storage(), {"ok": 0, "removed": 0}
-    for _ in range(2000):
+    """How often a read meets a removal depends on what else the machine does."""
+    storage, ends, deadline_s = Storage(), {"ok": 0, "removed": 0}, time.monotonic() + 120
+    while min(ends.values()) < 5:
+        assert time.monotonic() < deadline_s, f"both ends should have been seen: {ends}"
         try:
             path = find(storage, pruned)[0]
             assert verify(storage, path) == []
@@ -74,9 +76,6 @@ def test_a_checkpoint_that_is_removed_is_never_called_damaged(pruned):
         except CheckpointRemoved as error:
             assert f"{path} was removed by its run while it was being read; newest is now step-" in str(error)
             ends["removed"] += 1
-        if min(ends.values()) >= 5:
-            return
-    raise AssertionError(f"both ends should have been seen: {ends}")
 
 
 def test_the_commands_exit_with_0_beside_a_run_that_prunes(pruned, tmp_path, capsys):
