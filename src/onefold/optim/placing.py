@@ -148,8 +148,12 @@ class Placing:
         if stays != there:
             self._leave_device(stays, what)
         excess = int(self._largest(room.needed_bytes(stays) - most_bytes))
-        if (excess > 0 and self._free_more(excess, what)) or stays != there:
+        freed = excess > 0 and self._free_more(excess, what)
+        if freed or stays != there:
             watch.made_room()
+        if excess > 0 and not freed and stays != there and self._engine.comms.world.rank == 0:
+            said = f"{what}, and {format_bytes(excess)} too many with no optimizer state on the device"
+            warnings.warn(f"{said}: {self._remedies()}", PlacementWarning, stacklevel=3)
 
     def make_room(self) -> None:
         """The device has run out of memory: state of half of the units that it updates leaves it."""
@@ -286,10 +290,8 @@ class Placing:
 
         count = self._smallest(blocks_to_keep(blocks, choice.more_bytes, parts, fits, seconds))
         choice.keep_last(count)
-        engine.tell_activations(
-            f"{len(blocks) - count} of {len(blocks)} blocks are computed again; the others keep their activations, "
-            f"{format_bytes(count * choice.more_bytes)}"
-        )
+        others = f"; the others keep their activations, {format_bytes(count * choice.more_bytes)}" if count else ""
+        engine.tell_activations(f"{len(blocks) - count} of {len(blocks)} blocks are computed again{others}")
         return with_blocks(parts, blocks[len(blocks) - count :], choice.more_bytes)
 
     def _free_more(self, excess_bytes: int, what: str) -> bool:
