@@ -107,11 +107,16 @@ class Placing:
 
     def by_formula(self, *, final: bool) -> None:
         """Decides before a step has shown what activations take, as state is about to be loaded, or must be made:
-        states may take 70% of the device. Unless it is `final`, the first step decides again. Collective."""
+        states may take 70% of the device. Unless it is `final`, the first step decides again, and state waits in host
+        memory if that holds all of it. Collective."""
         engine, resolved = self._engine, self._engine.resolved
         if not engine.watch.active or engine.watch.decided:
             return
         self._quiesce()
+        every = [Tier.HOST] * len(engine.units)
+        if not final and host_need(*self._rows(), every, cost=self._cost) <= self._host_room():
+            self._move(every, resolved.why)
+            return
         raise_parameters_by_formula(engine, int(STATES_SHARE * self._smallest(engine.watch.budget())), self._common)
         resolved = engine.resolved
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
