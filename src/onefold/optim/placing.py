@@ -258,7 +258,7 @@ class Placing:
         most_bytes = self._smallest(most_bytes)
         parts = raise_parameters(engine, parts, self._units(first=True), most_bytes, self._common)
         took = int(self._largest(Room(parts, self._units(first=True)).needed_bytes(())))
-        if took > most_bytes:  # by formula all that there is was to fit
+        if took > most_bytes:  # parameters that a formula put on the device, such as for loaded state
             lower_parameters(engine, took - most_bytes, f"a step takes {format_bytes(took)}")
         parts = self._keep_blocks(parts, most_bytes)
         room = Room(parts, self._units(first=True))
@@ -266,8 +266,8 @@ class Placing:
         self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
 
     def _keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
-        """Lets as many blocks keep their activations as make the step fastest, if that is left to this step; the parts
-        of the step with what they keep. Collective."""
+        """Where activations="auto" left blocks to this step: lets as many of them keep their activations as make the
+        step fastest. Returns the parts of the step with those bytes added. Collective."""
         engine, choice = self._engine, self._engine.block_choice
         if choice is None:
             return parts
@@ -300,8 +300,9 @@ class Placing:
         return with_blocks(parts, blocks[len(blocks) - count :], choice.more_bytes)
 
     def _free_more(self, excess_bytes: int, what: str) -> bool:
-        """Frees so many bytes of the device, from which all optimizer state is gone: blocks are computed again, or else
-        parameters leave. False if there is nothing to free. The same on all ranks."""
+        """Frees bytes of a device that has no optimizer state left: all blocks are computed again, or if they are
+        already, parameters leave until `excess_bytes` are free. False if there is nothing to free. The same on all
+        ranks."""
         engine, choice = self._engine, self._engine.block_choice
         if choice is not None and choice.kept:
             said = f"{choice.kept} blocks that kept their activations are computed again"
