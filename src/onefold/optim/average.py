@@ -185,8 +185,8 @@ def _written(unit: Unit, values: Tensor, *, whole: bool) -> None:
     """Replaces what compute reads of a unit: all of it, or with the elements of `owned_shard`."""
     flat = unit.flat_params
     flat.finish_posted()  # peers may still be reading the old shard
-    target = _shown(unit) if whole else flat.part(unit.owned_shard)
-    target.copy_(values)
+    shown = _shown(unit)  # loads the shard if it is kept in a file
+    (shown if whole else flat.part(unit.owned_shard)).copy_(values)
     flat.unload_shard(changed=True)
     flat.wait_stored()
     unit.edits.record_own_write()

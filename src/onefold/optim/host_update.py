@@ -153,7 +153,10 @@ class HostUpdates(HostGradients):
         """The optimizer state of these units is on other tiers now: buffers are those that host updates need now."""
         self.prepared.release(moved)
         self.budget.total_bytes = waiting_bytes(self._device_bytes())
-        for pool in (self.host.waiting, self.host.staging, self.host.scratch):
+        for index in moved:  # complete gradients leave first, so that their buffers are freed too
+            if self._engine.units[index].updated_on_host:
+                self.offload(index)
+        for pool in (self._engine.pool, self.host.waiting, self.host.staging, self.host.scratch):
             pool.trim()
         if in_backward:
             self.reserve_buffers(in_backward=True)

@@ -107,11 +107,16 @@ class Placing:
 
     def by_formula(self, *, final: bool) -> None:
         """Decides before a step has shown what activations take, as state is about to be loaded, or must be made:
-        states may take 70% of the device. Unless it is `final`, the first step decides again. Collective."""
+        states may take 70% of the device. Unless it is `final`, the first step decides again, and state waits in host
+        memory if that holds all of it. Collective."""
         engine, resolved = self._engine, self._engine.resolved
         if not engine.watch.active or engine.watch.decided:
             return
         self._quiesce()
+        every = [Tier.HOST] * len(engine.units)
+        if not final and host_need(*self._rows(), every, cost=self._cost) <= self._host_room():
+            self._move(every, resolved.why)
+            return
         raise_parameters_by_formula(engine, int(STATES_SHARE * self._smallest(engine.watch.budget())), self._common)
         resolved = engine.resolved
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
@@ -148,8 +153,12 @@ class Placing:
         if stays != there:
             self._leave_device(stays, what)
         excess = int(self._largest(room.needed_bytes(stays) - most_bytes))
-        if (excess > 0 and self._free_more(excess, what)) or stays != there:
+        freed = excess > 0 and self._free_more(excess, what)
+        if freed or stays != there:
             watch.made_room()
+        if excess > 0 and not freed and stays != there and self._engine.comms.world.rank == 0:
+            said = f"{what}, and {format_bytes(excess)} too many with no optimizer state on the device"
+            warnings.warn(f"{said}: {self._remedies()}", PlacementWarning, stacklevel=3)
 
     def make_room(self) -> None:
         """The device has run out of memory: state of half of the units that it updates leaves it."""
@@ -249,7 +258,7 @@ class Placing:
         most_bytes = self._smallest(most_bytes)
         parts = raise_parameters(engine, parts, self._units(first=True), most_bytes, self._common)
         took = int(self._largest(Room(parts, self._units(first=True)).needed_bytes(())))
-        if took > most_bytes:  # by formula all that there is was to fit
+        if took > most_bytes:  # parameters that a formula put on the device, such as for loaded state
             lower_parameters(engine, took - most_bytes, f"a step takes {format_bytes(took)}")
         parts = self._keep_blocks(parts, most_bytes)
         room = Room(parts, self._units(first=True))
@@ -257,8 +266,8 @@ class Placing:
         self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
 
     def _keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
-        """Lets as many blocks keep their activations as make the step fastest, if that is left to this step; the parts
-        of the step with what they keep. Collective."""
+        """Where activations="auto" left blocks to this step: lets as many of them keep their activations as make the
+        step fastest. Returns the parts of the step with those bytes added. Collective."""
         engine, choice = self._engine, self._engine.block_choice
         if choice is None:
             return parts
@@ -286,15 +295,14 @@ class Placing:
 
         count = self._smallest(blocks_to_keep(blocks, choice.more_bytes, parts, fits, seconds))
         choice.keep_last(count)
-        engine.tell_activations(
-            f"{len(blocks) - count} of {len(blocks)} blocks are computed again; the others keep their activations, "
-            f"{format_bytes(count * choice.more_bytes)}"
-        )
+        others = f"; the others keep their activations, {format_bytes(count * choice.more_bytes)}" if count else ""
+        engine.tell_activations(f"{len(blocks) - count} of {len(blocks)} blocks are computed again{others}")
         return with_blocks(parts, blocks[len(blocks) - count :], choice.more_bytes)
 
     def _free_more(self, excess_bytes: int, what: str) -> bool:
-        """Frees so many bytes of the device, from which all optimizer state is gone: blocks are computed again, or else
-        parameters leave. False if there is nothing to free. The same on all ranks."""
+        """Frees bytes of a device that has no optimizer state left: all blocks are computed again, or if they are
+        already, parameters leave until `excess_bytes` are free. False if there is nothing to free. The same on all
+        ranks."""
         engine, choice = self._engine, self._engine.block_choice
         if choice is not None and choice.kept:
             said = f"{choice.kept} blocks that kept their activations are computed again"

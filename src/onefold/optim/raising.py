@@ -29,8 +29,9 @@ def raise_parameters(
     most_bytes: int,
     common: Callable[[Collection[int]], frozenset[int]],
 ) -> list[Taken]:
-    """Brings the parameters of as many units to the device as fit in `most_bytes` beside what a step took, the first of
-    forward; the parts of the step with them. `common` gives what every rank has chosen. Collective."""
+    """Brings the parameters of as many units to the device as fit in `most_bytes` beside what a step took, those of the
+    first units of forward. Returns the parts of the step with these bytes added. `common` gives the units that every
+    rank has chosen. Collective."""
     if not _away(engine):
         return list(parts)
     took = Room(parts, units).needed_bytes(())
@@ -41,8 +42,8 @@ def raise_parameters(
 def raise_parameters_by_formula(
     engine: Engine, most_bytes: int, common: Callable[[Collection[int]], frozenset[int]]
 ) -> None:
-    """The same before a step has shown what it takes: parameters, unsharded units and buffers of reductions may take
-    `most_bytes`. Collective."""
+    """Brings parameters to the device before a step has shown what it takes: by formula parameters, unsharded units and
+    buffers of reductions may take `most_bytes`. Collective."""
     if not _away(engine):
         return
     resolved = engine.resolved
@@ -55,7 +56,7 @@ def raise_parameters_by_formula(
 
 
 def _away(engine: Engine) -> bool:
-    """Whether parameters are off the device that may come there."""
+    """Whether some parameters are off the device, and "auto" may bring them there."""
     resolved = engine.resolved
     away = any(spec.flat and spec.placement.parameters_tier is not Tier.DEVICE for spec in resolved.units)
     return away and parameters_are_automatic(resolved.settings, engine.device, engine.comms)
@@ -67,8 +68,8 @@ def _raise(
     common: Callable[[Collection[int]], frozenset[int]],
     takes: Callable[[int], str],
 ) -> int:
-    """Brings the parameters of units to the device, the first of forward, while so many bytes more fit; how many these
-    are. `takes` says what a step takes with them."""
+    """Brings the parameters of units to the device, from the first of forward on, while the bytes added pass `fits`.
+    Returns the bytes added. `takes` puts into words what a step takes with so many more."""
     flat = [spec for spec in engine.resolved.units if spec.flat]
     nbytes = [spec.layout.shard_numel * spec.dtype.itemsize for spec in flat]
     away = [at for at, spec in enumerate(flat) if spec.placement.parameters_tier is not Tier.DEVICE]

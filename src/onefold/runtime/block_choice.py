@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 
 class BlockChoice:
-    """The blocks of a model that may keep their activations, in the order of forward. Each then keeps `more_bytes` from
-    its forward to its backward, beyond the input that a block keeps which is computed again."""
+    """The blocks of a model that may keep their activations, in the order of forward. A block that does holds
+    `more_bytes` more from its forward to its backward than one that is computed again, which holds only its input."""
 
     def __init__(self, names: Sequence[str], more_bytes: int, keep: Callable[[frozenset[str]], None]) -> None:
         self.names, self.more_bytes, self._keep = tuple(names), more_bytes, keep

@@ -73,18 +73,20 @@ class DroppingGradients:
         mine = self._of(optimizer)
         self._schedule.drain()
         self._replicated.gather_all()
-        for index in mine:
-            place = self._places[index]
-            self._units[place.unit].gradients.forget(place.slot)
+        shared = {self._places[index].unit for index in self._optimizers.of_others(optimizer)}
+        for number, unit in enumerate(self._units):
+            if number not in shared:  # a host update may still read what is dropped
+                unit.gradients.zero() if keep_as_zeros else unit.gradients.drop()
+        for place in (self._places[index] for index in mine):
+            if place.unit in shared:
+                self._units[place.unit].flat_params.wait_for_update()  # it reads what is set to zero
+                self._units[place.unit].gradients.forget(place.slot)
         optimizer.forget_clipping()
         if not keep_as_zeros:
             self._visible.hide(mine)
             self._used.leave_out(mine)
             for index in mine:
                 self._used.forget(index)
-            kept = {self._places[index].unit for index in self._optimizers.of_others(optimizer)}
-            for unit in (unit for number, unit in enumerate(self._units) if number not in kept):
-                unit.gradients.drop()  # all of its memory
 
     def drop_hidden(self) -> None:
         """Drops the reduced gradients of parameters whose .grad a user has set to None, so that the next backward does
@@ -94,4 +96,5 @@ class DroppingGradients:
             self._schedule.drain()
             self._replicated.wait()
         for index in dropped:
+            self._units[self._places[index].unit].flat_params.wait_for_update()  # it reads what is set to zero
             self._arriving.forget(index)
