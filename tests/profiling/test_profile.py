@@ -19,7 +19,7 @@ from onefold.comm.spans import SpanName, read
 from onefold.errors import ConfigError, OnefoldError, StateError
 from onefold.observe.profiling.profile import FILE
 from onefold.runtime.engine import engine_of
-from tests.harness import run_ranks
+from tests.harness import fresh_ranks, run_ranks
 from tests.models import GPT, GPT_DIM, GPT_SEQ, GPT_VOCAB, AttentionBlock
 
 STEPS = 2
@@ -96,6 +96,14 @@ def nests(events: list[dict[str, Any]]) -> bool:
     return True
 
 
+def traced(ranks: int, fn: Any, folder: str) -> list[Any]:
+    """What `fn` returned on each of so many new ranks: in ranks that have run for minutes, and profiled before, events
+    of a trace were seen that did not nest."""
+    outcomes = fresh_ranks(ranks, fn, folder)
+    assert [outcome.exitcode for outcome in outcomes] == [0] * ranks, outcomes
+    return [outcome.value for outcome in outcomes]
+
+
 def every_stage(folder: str) -> list[Profiled]:
     onefold.init()
     return [profiled(f"{folder}/{stage}", stage=stage) for stage in range(4)]
@@ -115,7 +123,7 @@ def well(found: Profiled) -> None:
 
 def test_each_stage_shows_the_messages_of_its_placement_for_every_unit(tmp_path: Path) -> None:
     moved = [{"gather-gradient"}, {"gather-updated"}, {"gather-updated"}, {"gather-forward", "gather-backward"}]
-    for by_stage in run_ranks(2, every_stage, str(tmp_path)):
+    for by_stage in traced(2, every_stage, str(tmp_path)):
         for found, gathers in zip(by_stage, moved, strict=True):
             well(found)
             assert messages(found) == {"reduce", *gathers}
@@ -131,7 +139,7 @@ def test_each_stage_shows_the_messages_of_its_placement_for_every_unit(tmp_path:
 
 
 def test_alone_nothing_is_gathered_or_reduced(tmp_path: Path) -> None:
-    for found in run_ranks(1, every_stage, str(tmp_path))[0]:
+    for found in traced(1, every_stage, str(tmp_path))[0]:
         well(found)
         assert messages(found) == set() and found.sent == [(0, 0)] * STEPS
         assert found.of("update", "step") == set(found.units)
@@ -148,7 +156,7 @@ def offloaded(folder: str) -> dict[str, Profiled]:
 
 
 def test_updates_on_the_host_are_seen_in_their_thread_and_blocks_computed_again_in_theirs(tmp_path: Path) -> None:
-    for found in run_ranks(2, offloaded, str(tmp_path)):
+    for found in traced(2, offloaded, str(tmp_path)):
         for one in found.values():
             well(one)
         for name in ("beside forward", "inside backward"):
