@@ -75,9 +75,6 @@ def profiled(folder: str, optimizer: dict[str, Any] | None = None, **fields: Any
     )
 
 
-ROUNDED_NS = 1000  # a trace has a start and a length of each event, converted from the processor's clock and rounded
-
-
 def nests(events: list[dict[str, Any]]) -> bool:
     """Whether on each thread every event ends before the one around it does."""
     threads: dict[Any, list[tuple[int, int]]] = {}
@@ -90,7 +87,7 @@ def nests(events: list[dict[str, Any]]) -> bool:
         for start, stop in sorted(times, key=lambda time: (time[0], -time[1])):
             while around and around[-1] <= start:
                 around.pop()
-            if around and stop > around[-1] + ROUNDED_NS:
+            if around and stop > around[-1]:
                 return False
             around.append(stop)
     return True
