@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from onefold.errors import OffloadError
+from onefold.offload.numa import near
 
 ALIGN = 4096  # bytes: what O_DIRECT wants of addresses, offsets and lengths
 HOST_SHARE = 0.9  # of what is available
@@ -44,6 +45,8 @@ def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
     with suppress(OSError):  # a kernel without huge pages; with them the first use takes a sixth of the time
         pages.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
+    if torch.cuda.is_initialized() and (node := near(torch.cuda.current_device())):
+        node.place(buffer.data_ptr(), nbytes)
     if pinned and not pages.pin(buffer.data_ptr(), nbytes):
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return buffer

@@ -20,6 +20,7 @@ from torch import Tensor
 from onefold.comm.spans import NOTHING, span
 from onefold.comm.streams import StreamEvent
 from onefold.offload.host_memory import trim_heap
+from onefold.offload.numa import near
 from onefold.offload.transfer import GradientTransfer
 from onefold.optim.unit_optimizer import UnitOptimizer
 
@@ -172,6 +173,8 @@ def work(queue: UpdateQueue, budget: ByteBudget, device: torch.device) -> None:
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            if node := near(torch.cuda.current_device()):
+                node.run_here()
         _work(queue)
     except BaseException as error:
         queue.fail(error)
