@@ -49,9 +49,11 @@ class Estimate(Case):
 
     @property
     def mfu(self) -> float:
-        """The share of the device's peak flop rate that the model's own flops reach, without those computed again."""
+        """The share of the device's peak flop rate for this dtype that the model's own flops reach: 6 for each weight
+        and token, and 12 × layers × width of the queries × length for each token, as PaLM (appendix B) and nanoGPT
+        count. So attention counts in full, also where it is causal, and nothing that is computed again counts."""
         flops = self.work.flops(self.batch, "keep", self.grid) * self.micro_batches
-        return flops / self.step_s / self.hardware.flops if self.step_s else 0.0
+        return flops / self.step_s / self.hardware.peak_flops(self.work.widths.compute) if self.step_s else 0.0
 
 
 def refuse_unfit(found: Estimate, remedies: str) -> None:

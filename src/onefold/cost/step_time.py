@@ -79,7 +79,7 @@ class StepTime:
             units = len(case.sizes.units) if grid.shard > 1 else 0
             launched = step_compute_s(found, hardware.rates, work.layers_here(grid), units)
             return launched + self._gradients_s + self.messages.copied_bytes / self._update_rate
-        rate = hardware.flops * hardware.efficiency
+        rate = hardware.peak_flops(work.widths.compute) * hardware.efficiency
         return (work.flops(case.batch, case.choice.activations, grid) + work.tile_flops(case.batch, grid)) / rate
 
     @property
