@@ -91,8 +91,8 @@ class Hardware:
 TABLE: dict[str, Hardware] = {
     "v100-32": Hardware(  # DGX-2
         name="V100 32 GB, DGX-2", memory_bytes=32 * GB, flops=125e12, flops_fp32=15.7e12, efficiency=0.33,
-        memory_rate=900e9, node_ranks=16, node_link=150e9, nics=8, nic_rate=12.5e9, host_bytes=1500 * GB, pcie_rate=12e9,
-        host_rate=200e9, disk_bytes=30_000 * GB, disk_rate=20e9,
+        memory_rate=900e9, node_ranks=16, node_link=150e9, nics=8, nic_rate=12.5e9, host_bytes=1500 * GB,
+        pcie_rate=12e9, host_rate=200e9, disk_bytes=30_000 * GB, disk_rate=20e9,
     ),
     "a100-80": Hardware(  # DGX A100
         name="A100 80 GB, DGX", memory_bytes=80 * GB, flops=312e12, flops_fp32=19.5e12, efficiency=0.5,
