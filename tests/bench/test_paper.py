@@ -15,6 +15,16 @@ def test_the_pages_tables_are_those_of_the_planner_today():
         assert [line for line in lines if line not in page] == [], f"{part.__name__}: python -m benchmarks.paper"
 
 
+def test_the_guide_to_planning_quotes_the_page():
+    page, guide = PAGE.read_text(), " ".join((PAGE.parent.parent / "planning.md").read_text().split())
+    cells = {line.split("|")[1].strip(): line.split("|")[2:-1] for line in page.splitlines() if line.startswith("|")}
+    first, last = ([cell.strip() for cell in cells[ranks]] for ranks in ("64", "400"))
+    gains = [f"{100 * (float(last[at].rstrip('×')) - 1):.1f}%" for at in (5, 2)]
+    batches = f"{first[3]} sequences per replica, then {last[3]}"
+    assert f"gains {gains[0]} over linear at the largest batch that fits ({batches}), and {gains[1]} at" in guide
+    assert f"with data parallelism alone; {cells['13B (ZeRO)'][-1].strip()}." in guide
+
+
 @pytest.mark.soak
 def test_the_whole_page_is_current():
     assert main(["--check"]) == 0

@@ -151,10 +151,15 @@ def test_communication_buffers_keep_to_the_plan_under_accumulation(stage: int, r
 
 def test_the_report_prints_every_category_with_its_bytes() -> None:
     held = run_ranks(2, hold, Run(model="conv", stage=3))[0]
-    rows = {line.split()[0]: line.split()[1:] for line in str(held.report).splitlines()[1:]}
+    rows = {line[:26].strip(): line[26:].split() for line in str(held.report).splitlines()[1:]}
     wanted = {name: getattr(held.report, name) for name in CATEGORIES if name not in ("checkpoints", "activations")}
+    shown = {"buffers": "module buffers", "communication": "working buffers"}
+    limit = {"communication": ["≤"]}  # of working buffers a plan is a bound
     assert rows == {
-        **{name: [f"{found.measured:,}", f"{found.planned:,}"] for name, found in wanted.items()},
+        **{
+            shown.get(name, name): [f"{found.measured:,}", *limit.get(name, []), f"{found.planned:,}"]
+            for name, found in wanted.items()
+        },
         "total": [f"{sum(found.measured for found in wanted.values()):,}"],
     }
     assert min(found.measured for found in wanted.values()) > 0

@@ -40,9 +40,10 @@ def test_the_answer_comes_first_and_is_the_one_of_the_json(monkeypatch, capsys):
     assert (best["label"], best["batch"], best["peak_bytes"]) == (
         chosen["label"], chosen["batch"], chosen["peak_bytes"]
     )  # fmt: skip
-    assert lines[2] == f"Choose {best['label']}, batch {best['batch']}, activations checkpoint, no offload."
-    why = " ".join(lines[3:5])
-    assert why.startswith(f"Why: {best['reason']}."[: len(lines[3])])
+    assert lines[1].endswith("A100 80 GB, DGX (16 shard)") and not lines[2]
+    assert lines[3] == f"Choose {best['label']}, batch {best['batch']}, activations checkpoint, no offload."
+    why = " ".join(lines[4:6])
+    assert why.startswith(f"Why: {best['reason']}."[: len(lines[4])])
     expected = next(line for line in lines if line.startswith("Expect "))
     assert f"{chosen['tokens_per_s']:,.0f} tokens/s, MFU {chosen['mfu']:.0%}." in expected
     stages = [line.split("│")[1:-1] for line in lines if re.match(r"│ [→ ] [0-3]", line)]
@@ -73,6 +74,79 @@ def test_where_nothing_fits_the_answer_says_so_and_what_would(capsys):
     said = capsys.readouterr().out
     assert "Nothing fits. Closest: stage 3" in said and "too much" in said
     assert "Choose" not in said and "What would change the answer" in said
+
+
+def _said(capsys, *asked: str) -> str:
+    assert main(["plan", *asked]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_plan_that_chooses_tp_shows_its_own_tp_everywhere(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ["plan", "--model", "60b", "--ranks", "64", "--tp", "0"]
+    assert main([*asked, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    tp, chosen = plan["recommendation"]["tp"], plan["chosen"]
+    assert tp > 1 and f"{tp} tp" in plan["grid"]
+    of_the_stage = next(row for row in plan["stages"] if row["stage"] == chosen["stage"])
+    assert of_the_stage["states_bytes"] == chosen["states_bytes"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    stages = [[cell.strip("→ ") for cell in line.split("│")[1:-1]] for line in out.splitlines() if "│" in line]
+    for stage, _, states, peak, *_ in stages:
+        assert _bytes(states) <= _bytes(peak), f"stage {stage}"
+    assert "and cost 50% more traffic" in " ".join(out.split()), "stage 3 at another tp and batch is no comparison"
+
+
+def _bytes(said: str) -> float:
+    amount, unit = said.replace(",", "").split()
+    return float(amount) * {"GB": 1e9, "MB": 1e6}[unit]
+
+
+def test_where_nothing_fits_at_any_tp_the_answer_says_so(capsys):
+    said = _said(capsys, "--model", "llama-3-8b", "--ranks", "8", "--tp", "0", "--seq", "4000000")
+    assert "Nothing fits. Closest:" in said and "activations partition+host" in said
+
+
+def test_a_global_batch_that_is_too_small_is_no_question_of_memory(capsys):
+    said = _said(capsys, "--model", "llama-3-8b", "--ranks", "8", "--max-global-batch", "1")
+    assert "Closest: stage 1, batch 1," in said
+    assert "Why: it makes a global batch of 8 with 1 on each of 8 replicas, and 1 is allowed." in said
+    assert "Try --tp, --pp, fewer ranks, or a larger --max-global-batch." in said and "more memory" not in said
+
+
+def test_what_offload_and_pipelines_cost_is_among_what_would_change_the_answer(capsys):
+    alone = _said(capsys, "--model", "qwen2.5-14b", "--hardware", "h200")
+    assert "more ranks: without offload, stage 3 fits on 2 or more" in alone
+    assert "more memory: stage 0 needs devices of" in alone
+    assert (
+        main(["plan", "--model", "qwen2.5-14b", "--hardware", "h200", "--ranks", "2", "--offload", "none", "--json"])
+        == 0
+    )
+    chosen = json.loads(capsys.readouterr().out)["chosen"]
+    assert chosen["fits"] and chosen["host_bytes"] == 0
+    cut = ["--model", "llama-3-8b", "--ranks", "10", "--pp", "5"]
+    assert "stages of the pipeline wait for each other 12 s of 14 s" in _said(capsys, *cut)
+    assert "stages of the pipeline" not in _said(capsys, *cut, "--batch", "1", "--micro-batches", "128")
+
+
+def test_stages_with_other_activations_than_the_choice_are_named(capsys):
+    asked = ["--model", "llama-3-8b", "--ranks", "8"]
+    assert main(["plan", *asked, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    zero = next(one for one in plan["recommendations"] if one["label"] == "stage 0")
+    assert zero["activations"] == "checkpoint+host" != plan["chosen"]["activations"]
+    assert "Stage 0: activations checkpoint+host." in _said(capsys, *asked)
+
+
+def test_a_frozen_model_says_how_many_times_as_much_stage_3_sends(capsys):
+    said = _said(capsys, "--model", "mixtral-8x7b", "--lora", "16", "--ranks", "8", "--pp", "4", "--micro-batches", "8")
+    assert re.search(r"do not need and send [\d,]+ times as much\.", said)
+
+
+def test_the_first_line_says_how_long_a_sequence_is_and_small_models_have_a_size(capsys):
+    assert "sequences of 4,096 tokens" in _said(capsys, "--model", "llama-3-8b", "--ranks", "8")
+    assert "gpt-tiny: 842k parameters, sequences of" in _said(capsys, "--model", "gpt-tiny", "--hardware", "laptop")
 
 
 def test_a_link_that_is_the_bound_and_more_units_than_there_are_are_said_in_words(monkeypatch, capsys):

@@ -111,6 +111,7 @@ BAD = {
     "memory that is no number": ["--params", "1e9", "--ranks", "2", "--memory-gb", "nan"],
     "buckets that are no number": ["--params", "1e9", "--ranks", "2", "--bucket-mb", "inf"],
     "buckets of nothing": ["--params", "1e9", "--ranks", "2", "--bucket-mb", "1e-9"],
+    "more tokens than there are": ["--params", "1e9", "--ranks", "2", "--tokens", "1e300"],
     "tokens below zero": ["--params", "1e9", "--ranks", "2", "--tokens", "-5"],
     "a sequence of a bare count": ["--params", "1e9", "--ranks", "2", "--seq", "32"],
     "a setting that a config cannot have": ["--config", "config.json", "--ranks", "2", "--tp", "2"],
@@ -128,6 +129,27 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys):
     assert main(["plan", *arguments]) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith("onefold: ") and "\n" not in said and "Traceback" not in said
+
+
+WORDS = {
+    "a page where a folder is wanted": (["report", "run", "--out", "a.html"], "--out a.html is no folder: report.html"),
+    "a number in words": (["plan", "--params", "7b"], "--params '7b' is not a number"),
+    "half a rank": (["plan", "--ranks", "1.5"], "--ranks '1.5' is not a whole number"),
+    "an unknown precision": (["plan", "--precision", "int8"], "--precision 'int8' is unknown; use one of bf16"),
+    "a setting that is none": (["verify", "--rank", "2"], "unrecognized options: --rank, 2; perhaps --ranks is meant"),
+    "a setting without its value": (["train", "--lr"], "--lr needs a value"),
+    "no checkpoint": (["inspect"], "PATH is missing: The --out of `onefold train`"),
+    "a path longer than the screen": (["inspect", "one", "/very/" * 30], f"unrecognized options: {'/very/' * 30};"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "said"), WORDS.values(), ids=WORDS.keys())
+def test_words_that_are_no_settings_are_one_line(words, said, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"onefold: {said}") and err.count("\n") == 1 and not out
+    assert err.endswith(f"see onefold {words[0]} --help\n") or words[0] == "report"
 
 
 @pytest.mark.parametrize(
@@ -217,6 +239,27 @@ def test_verify_ends_with_1_where_the_plan_is_wrong():
 def test_verify_hands_its_settings_to_the_ranks():
     command = VerifyCommand(model="gpt-tiny", ranks=3, stage=1, bucket_mb=0.5, json=True)
     assert tyro.cli(VerifyCommand, args=command.arguments(), config=(tyro.conf.FlagCreatePairsOff,)) == command
+
+
+@pytest.mark.parametrize(
+    "command", [["verify", "--ranks", "2"], ["simulate", "--ranks", "4", "--device", "cpu", "--json"]]
+)
+def test_a_trial_that_cannot_fit_is_refused_before_it_takes_memory(command, capsys):
+    assert main([*command, "--model", "1t"]) == 2
+    out, err = capsys.readouterr()
+    assert "stage 3 does not fit: the plan for 1,0" in err and err.count("\n") == 1 and not out
+
+
+def test_the_verdict_of_verify_is_one_table_for_each_pipeline_stage(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = {"planned": 1_234_567, "measured": 1_234_567, "tolerance": 0.02, "good": True}
+    names = ("gather-backward (all-gather)", "gather-backward (all-gather) calls", "tensor-parallel (all-reduce)")
+    asked = VerifyCommand(model="gpt-tiny", ranks=4, pp=2)
+    asked.show([{**row, "what": f"{name}, stage {stage}"} for stage in (0, 1) for name in names])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("┏") for line in lines) == 2 and sum("│   calls" in line for line in lines) == 2
+    assert all(line.rstrip("│ ").endswith("yes") for line in lines if line.startswith("│"))
 
 
 def test_a_trial_says_first_in_three_lines_what_is_planned_for_it(monkeypatch, capsys):

@@ -13,6 +13,7 @@ from onefold.comm.mesh import simulated_axes
 from onefold.cost.case import Choice
 from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import hardware
+from onefold.cost.limits import COPYING
 from onefold.cost.shapes import Shape
 from onefold.cost.work import Work, grid_of
 from onefold.observe.rehearsal import Rehearsal, rehearse
@@ -98,6 +99,15 @@ class Case:
 )
 def test_the_peak_on_a_gpu_is_that_of_the_rehearsal(case: Case) -> None:
     case.check()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_between_steps_one_gpu_has_but_the_last_gradients_that_went_to_the_host(micro_batches: int) -> None:
+    unit = 1 << 18
+    case = Case(DEEP, 2, 3, 1, "bf16", "keep", tiers=("host",), micro_batches=micro_batches, bucket_bytes=unit)
+    seen, widest = case.rehearsed(), 4 if micro_batches > 1 else 2
+    assert 0 < seen.communication <= COPYING * unit * widest // 2 < widest * DEEP.numel
+    assert not any(flow.sent_bytes for flow in seen.sent.values()), "one rank sends nothing"
 
 
 def test_the_buffers_of_accumulating_reductions_are_those_of_the_rehearsal() -> None:

@@ -103,6 +103,11 @@ def test_memory_over_a_step_never_exceeds_the_peak_and_reaches_it_for_every_choi
         assert found.seconds == pytest.approx(e.step_s)
 
 
+def test_the_command_to_copy_has_numbers_as_people_write_them():
+    found = PlanCommand(model="gpt2", tokens=3e11, node_link_gb=12.5, params=None).view().command
+    assert found == "onefold plan --model gpt2 --node-link-gb 12.5 --tokens 300000000000"
+
+
 def test_the_python_to_copy_is_made_of_settings_that_shard_takes():
     question = dataclasses.replace(ASKED, batch=1).question()
     for ranked in recommend(question):
@@ -184,7 +189,7 @@ def test_a_browser_is_told_to_load_and_send_nothing_elsewhere(server):
         ({"activations": "partition"}, "activations", "tp=1 has none"),
         ({"precision": "fp16", "master": "split"}, "master", "needs compute='bf16'"),
         ({"tokens": "nan"}, "tokens", "is not a positive number"),
-        ({"memory_gb": "-4"}, "memory_gb", "is not a positive size"),
+        ({"memory_gb": "-4"}, "memory_gb", "is not a positive number"),
         ({"precision": "fp8"}, "precision", "'fp8' is unknown"),
         ({"by": "shape"}, "params", "which model?"),
         ({"nonsense": "1"}, "", "is no field"),

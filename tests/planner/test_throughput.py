@@ -142,3 +142,15 @@ def test_the_command_line_gives_a_table_and_json_and_says_what_they_are(capsys):
 def test_what_has_no_curve_is_refused_in_one_line(arguments, capsys):
     code, said = scaled(capsys, *arguments)
     assert code == 2 and said.startswith("onefold: --scaling ") and said.count("\n") == 1
+
+
+def test_fp32_on_a_gpu_runs_at_the_rate_of_fp32(capsys):
+    def chosen(precision: str, machine: str) -> dict:
+        asked = ["plan", "--model", "gpt2-1.5b", "--ranks", "8", "--stage", "3", "--batch", "2", "--hardware", machine]
+        assert main([*asked, "--precision", precision, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["chosen"]
+
+    half, whole = chosen("bf16", "a100-80"), chosen("fp32", "a100-80")
+    assert whole["compute_s"] == pytest.approx(16 * half["compute_s"]) and 0.3 < whole["mfu"] < 0.5
+    assert chosen("fp32", "h200")["mfu"] < 1  # measured seconds over the peak of fp32
+    assert chosen("fp32", "laptop")["compute_s"] == pytest.approx(chosen("bf16", "laptop")["compute_s"])

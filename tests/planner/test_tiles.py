@@ -4,7 +4,9 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
+import onefold
 from benchmarks.predicted_cases import DOCS, long_contexts
 from onefold.cli.main import main
 from onefold.cost.case import Choice
@@ -12,6 +14,7 @@ from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import hardware
 from onefold.cost.search import Question, longest_sequence
 from onefold.cost.states import named_cost
+from onefold.cost.tiles import MLP_KERNELS
 from onefold.cost.work import Work, grid_of
 from onefold.errors import ConfigError
 from onefold.settings.widths import widths_of
@@ -49,6 +52,36 @@ def test_tiles_make_room_for_longer_sequences_and_cost_another_forward_of_mlps()
     assert tiled.work.tile_flops(1, grid) == mlps and whole.work.tile_flops(1, grid) == 0
     assert by_tiles.mfu < plain.mfu  # which does not count them
     assert by_tiles.time.compute_s > plain.time.compute_s and by_tiles.peak_bytes < plain.peak_bytes / 4
+
+
+@pytest.mark.parametrize("machine", ["h200", "a100-80"])
+def test_tiles_of_one_token_take_the_time_to_launch_their_kernels(machine):
+    def seconds(tile: int | None) -> float:
+        asked = dataclasses.replace(question(tile), hardware=hardware(machine))
+        return asked.price(CHOICE, asked.grid(), 1).time.compute_s
+
+    one, two, usual = seconds(1), seconds(2), seconds(4096)
+    assert one == pytest.approx(2 * two, rel=0.01) and two > 2 * usual
+    assert seconds(8192) == pytest.approx(usual, rel=0.02), "the device takes longer than the host"
+
+
+def test_a_tile_has_as_many_kernels_as_are_counted():
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+
+    def kernels(tokens: int) -> int:
+        mlp = onefold.tiled(Gated(), tokens=16)
+        with torch.profiler.profile() as trace:
+            mlp(torch.ones(1, tokens, 8, requires_grad=True)).sum().backward()
+        names = {"aten::mm", "aten::silu", "aten::mul", "aten::silu_backward", "aten::add", "aten::add_"}
+        return sum(event.name in names for event in trace.events())
+
+    assert (kernels(16 * 32) - kernels(16 * 16)) / 16 == pytest.approx(MLP_KERNELS, abs=1)
 
 
 def test_a_larger_tile_takes_more_memory_and_cut_sequences_less():

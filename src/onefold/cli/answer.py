@@ -13,7 +13,7 @@ from rich.text import Text
 from onefold.cli.tables import console, format_numel, print_table
 from onefold.cost.text import format_bytes
 from onefold.planner.answer import Plan
-from onefold.planner.summary import changes, summary
+from onefold.planner.summary import changes, other_activations, summary
 
 PARTS = (  # name, whose first letter is in the bar; field of a Row; colour
     ("Parameters", "params_bytes", "blue"), ("Optimizer state", "optimizer_bytes", "green"),
@@ -21,13 +21,15 @@ PARTS = (  # name, whose first letter is in the bar; field of a Row; colour
     ("Buffers", "buffers_bytes", "cyan"), ("Activations", "activations_bytes", "red"),
     ("Margin", "margin_bytes", "white"),
 )  # fmt: skip
+SEEN = 2000  # parts of the peak: what is less is not named
 
 
 def show_answer(plan: Plan) -> None:
     """Prints the answer, no wider than the terminal."""
     screen = console()
     size = format_numel(plan.parameters) or f"{plan.parameters:,}"
-    _print(screen, f"[bold]{escape(plan.model)}[/]: {size} parameters, {plan.precision}, on {plan.ranks} × "
+    seq = f"sequences of {plan.seq:,} tokens, " if plan.seq else ""
+    _print(screen, f"[bold]{escape(plan.model)}[/]: {size} parameters, {seq}{plan.precision}, on {plan.ranks} × "
                    f"{escape(plan.hardware.name)} ({plan.grid})")  # fmt: skip
     screen.print()
     choice, *rest = map(escape, summary(plan))
@@ -35,6 +37,8 @@ def show_answer(plan: Plan) -> None:
         _print(screen, sentence)
     screen.print()
     print_table(screen, "", *_stages(plan))
+    if others := other_activations(plan):
+        _print(screen, others)
     _bar(screen, plan)
     if found := changes(plan):
         screen.print("\n[bold]What would change the answer[/]")
@@ -57,7 +61,7 @@ def _print(screen: Console, markup: str, hang: int = 0) -> None:
 def _stages(plan: Plan) -> tuple[list[str], list[list[Any]]]:
     """Stages 0 to 3 and what was chosen, each at the batch that is best for it."""
     known = plan.chosen.activations != "unknown"
-    ranked = {one.label: one for one in reversed(plan.recommendations)}
+    ranked = {one.label: one for one in reversed(plan.recommendations) if one.tp == plan.recommendation.tp}
     rows = [row for row in plan.stages if row.label != plan.chosen.label] + [plan.chosen]
     body: list[list[Any]] = []
     for row in sorted(rows, key=lambda row: (row.stage, row.label)):
@@ -76,7 +80,8 @@ def _stages(plan: Plan) -> tuple[list[str], list[list[Any]]]:
 def _bar(screen: Console, plan: Plan) -> None:
     """What fills a device at the fullest instant, as a bar with a letter for each part."""
     row, memory = plan.chosen, plan.hardware.memory_bytes
-    parts = [(name, nbytes, colour) for name, field, colour in PARTS if (nbytes := getattr(row, field))]
+    parts = [(name, nbytes, colour) for name, field, colour in PARTS
+             if (nbytes := getattr(row, field)) * SEEN > row.peak_bytes]  # fmt: skip
     whole, width = max(memory, row.peak_bytes), screen.width - 2
     bar, filled, total = Text("["), 0, 0
     for name, nbytes, colour in parts:

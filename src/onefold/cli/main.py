@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import NamedTuple
 
+from onefold.cli.mistakes import said_in_one_line
 from onefold.errors import OnefoldError, visible
 from onefold.train.run.diagnose import is_out_of_memory
 from onefold.version import VERSION
@@ -72,13 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         kind = getattr(importlib.import_module(command.module), command.name)
         with _terminable(asked):  # not around the import: what is half imported swallows an exception
-            settings = tyro.cli(
-                kind,
-                prog=f"onefold {given[0]}",
-                args=kind.arrange(given[1:]) if hasattr(kind, "arrange") else given[1:],
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
-                **({"default": kind.defaults(given[1:])} if hasattr(kind, "defaults") else {}),
-            )
+            asks_help = bool({"-h", "--help"} & set(given))
+            with nullcontext() if asks_help else said_in_one_line(given[0]):
+                settings = tyro.cli(
+                    kind,
+                    prog=f"onefold {given[0]}",
+                    args=kind.arrange(given[1:]) if hasattr(kind, "arrange") else given[1:],
+                    config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+                    **({"default": kind.defaults(given[1:])} if hasattr(kind, "defaults") else {}),
+                )
             return int(settings.run())
     except OnefoldError as error:
         return _refuse(str(error))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from onefold.planner.page.script import Settings
 from onefold.planner.page.view import View, view, view_of
 from onefold.settings.widths import widths_of
 
+MOST_TOKENS = 1e18  # what is beyond is a mistake
 OnTier = Literal["none", "host", "disk"]
 
 
@@ -194,8 +194,8 @@ class PlanCommand(ModelOptions):
         return 0
 
     def _check_tokens(self) -> None:
-        if self.tokens is not None and not 0 < self.tokens < math.inf:
-            raise ConfigError(f"--tokens {self.tokens:g} is not a positive number")
+        if self.tokens is not None and not 0 < self.tokens <= MOST_TOKENS:
+            raise ConfigError(f"--tokens {self.tokens:g} is not a positive number up to {MOST_TOKENS:g}")
 
     def answer(self) -> Plan:
         if self.config is not None:
@@ -261,10 +261,10 @@ class PlanCommand(ModelOptions):
 
     def machine(self) -> Hardware:
         if self.memory_gb is not None and not 0 < self.memory_gb < 1e9:
-            raise ConfigError(f"--memory-gb {self.memory_gb:g} is not a positive size")
+            raise ConfigError(f"--memory-gb {self.memory_gb:g} is not a positive number below 1e9")
         for flag, rate in (("--node-link-gb", self.node_link_gb), ("--network-gb", self.network_gb)):
             if rate is not None and not 1e-6 <= rate < 1e6:
-                raise ConfigError(f"{flag} {rate:g} is not a rate in GB/s")
+                raise ConfigError(f"{flag} {rate:g} is not a rate from 1e-6 to 1e6 GB/s")
         memory = None if self.memory_gb is None else int(self.memory_gb * 1e9)
         if self.hardware != "measure":
             found = hardware(self.hardware, memory)

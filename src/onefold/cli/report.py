@@ -38,6 +38,8 @@ class ReportCommand:
     def run(self) -> int:
         if not self.folders:
             raise ConfigError("which run? give the --out of onefold train, or several to compare")
+        if self.out is not None and self.out.suffix == ".html":
+            raise ConfigError(f"--out {self.out} is no folder: report.html and its charts are written into one")
         if self.sample is not None:
             from onefold.train.run.sample import add_sample  # which takes torch seconds to load
 

@@ -52,6 +52,8 @@ class SimulateCommand(TrialOptions):
         trial, shape = Trial.of(self, self.ranks, zero), self.shape()
         if not 0 <= self.pp_stage < self.pp:
             raise ConfigError(f"--pp-stage {self.pp_stage} is not one of the {self.pp} stages 0 to {self.pp - 1}")
+        with torch.device("meta"):
+            trial.build(self.pp_stage)  # raises for a mistake in the model before anything is planned for it
         machine = here(torch.device("cuda")) if self.device != "cpu" and torch.cuda.is_available() else on_host(1)
         self.tell_plan(self.precision, self.ranks, self.batch, machine)
         found = simulate(

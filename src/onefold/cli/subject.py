@@ -11,6 +11,7 @@ from onefold.cli.tables import console
 from onefold.cost.activations import check_policy
 from onefold.cost.case import Choice
 from onefold.cost.decoders import Decoder
+from onefold.cost.estimate import refuse_unfit
 from onefold.cost.families import model_shape
 from onefold.cost.hardware import Hardware
 from onefold.cost.search import Question
@@ -90,7 +91,7 @@ class ModelOptions:
             if value != field.default:
                 name = field.name.replace("_", "-")
                 flag = f"--no-{name}" if value is False else f"--{name}"
-                given += [flag] if isinstance(value, bool) else [flag, str(value)]
+                given += [flag] if isinstance(value, bool) else [flag, _word(value)]
         return given
 
     def build(self) -> nn.Module:
@@ -173,9 +174,9 @@ class TrialOptions(ModelOptions):
     """Print the figures as JSON."""
 
     def tell_plan(self, precision: Compute, ranks: int, batch: int, machine: Hardware) -> None:
-        """Prints what is planned, in three lines, where the model is known by its shape."""
+        """Prints what is planned, in three lines, where the model is known by its shape; raises where it cannot fit."""
         shape = self.shape()
-        if self.json or shape is None or self.offload == "auto":
+        if shape is None or self.offload == "auto":
             return
         widths = widths_of(precision, self.master or usual_master(precision, machine))
         if self.micro_batches > 1 and widths.narrow:
@@ -190,7 +191,9 @@ class TrialOptions(ModelOptions):
             self.stage, optimizer=self.offload or "device", parameters=self.offload_parameters or "device",
             activations=self.activations,
         )  # fmt: skip
-        for sentence in run_summary(question.price(choice, question.grid(), batch)):
+        found = question.price(choice, question.grid(), batch)
+        refuse_unfit(found, "a smaller model or batch, more ranks, --stage 3, --activations checkpoint or --offload")
+        for sentence in () if self.json else run_summary(found):
             console().print(sentence, markup=False, soft_wrap=False)
 
     def zero(self, precision: Compute, *counts: str) -> Zero:
@@ -234,6 +237,12 @@ def bucket_bytes(mebibytes: float) -> int:
     if not 1e-4 <= mebibytes < 1e9:
         raise ConfigError(f"--bucket-mb {mebibytes:g} is not a size in MiB; try 32")
     return int(mebibytes * (1 << 20))
+
+
+def _word(value: object) -> str:
+    """A setting as a user would write it: 3e+11 for 300000000000.0, if that is the same number."""
+    short = f"{value:.12g}" if isinstance(value, float) else ""
+    return short if short and float(short) == value else str(value)
 
 
 def usual_master(precision: Compute, machine: Hardware) -> Master:

@@ -54,7 +54,15 @@ def seconds(value: float) -> str:
 
 
 def format_numel(numel: int) -> str:
-    return "" if not numel else f"{numel / 1e12:.3g}T" if numel >= 1e12 else f"{numel / 1e9:.3g}B"
+    """A number of parameters with three digits; nothing for none.
+
+    >>> [format_numel(n) for n in (842_496, 124_439_808, 8_030_261_248, 1_007_000_000_000, 0)]
+    ['842k', '124M', '8.03B', '1.01T', '']
+    """
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if numel >= size:
+            return f"{numel / size:.3g}{letter}"
+    return str(numel or "")
 
 
 def bytes_or_blank(nbytes: int) -> str:

@@ -76,7 +76,7 @@ class VerifyCommand(TrialOptions):
         if not torch.cuda.device_count():  # else ranks use GPUs, of which this process is to load no driver
             self.tell_plan(self.precision, self.ranks, self.batch, on_host(self.ranks))
         rows = run_ranks(self.ranks, ["verify", *self.arguments()])
-        self._show(rows)
+        self.show(rows)
         return verdict(rows)
 
     def _as_rank(self, zero: Zero) -> int:
@@ -111,21 +111,26 @@ class VerifyCommand(TrialOptions):
         result = try_steps(work, device)
         return compare(result.planned, result.model, result.peak_bytes, result.messages)
 
-    def _show(self, rows: list[dict[str, Any]]) -> None:
+    def show(self, rows: list[dict[str, Any]]) -> None:
         if self.json:
             sys.stdout.write(json.dumps({"checks": rows, "good": all(row["good"] for row in rows)}, indent=1) + "\n")
             return
-        body = []
+        tables: dict[str, list[list[Any]]] = {}  # of a pipeline one for each stage
         for row in rows:
+            what, _, stage = row["what"].partition(", stage ")
             nbytes = "calls" not in row["what"]
             planned, measured = (format_bytes(row[k]) if nbytes else row[k] for k in ("planned", "measured"))
             off = abs(row["measured"] - row["planned"]) / max(row["planned"], 1)
             verdict = "[green]yes[/]" if row["good"] else "[red]no[/]"
-            body.append([row["what"], planned, measured, f"{off:.2%}", f"{row['tolerance']:.0%}", verdict])
+            name = "  calls" if what.endswith(" calls") else what  # of the line above
+            tables.setdefault(stage, []).append(
+                [name, planned, measured, f"{off:.2%}", f"{row['tolerance']:.0%}", verdict]
+            )
         cut = f", tp={self.tp}" * (self.tp > 1) + f", pp={self.pp}" * (self.pp > 1)
-        rank = "the first rank of each pipeline stage" if self.pp > 1 else "rank 0"
-        title = f"{self.name} at stage {self.stage} on {self.ranks} ranks{cut}: {rank} in a steady step"
-        print_table(console(), title, ("", "planned", "measured", "off by", "allowed", "good"), body)
+        for stage, body in tables.items():
+            rank = f"the first rank of pipeline stage {stage}" if stage else "rank 0"
+            title = f"{self.name} at stage {self.stage} on {self.ranks} ranks{cut}: {rank} in a steady step"
+            print_table(console(), title, ("", "planned", "measured", "off by", "allowed", "ok"), body)
 
 
 def compare(

@@ -23,8 +23,6 @@ class Pool:
 
     def __init__(self, device: torch.device, *, keeps: bool = True) -> None:
         self.device, self.keeps = device, keeps
-        self._out_bytes = 0
-        self.most_bytes = 0  # that were ever taken at once
         self._free: list[Tensor] = []
         self._out: dict[int, Tensor] = {}
         self._lock = threading.RLock()  # `give` may run inside `take`: in another thread, or in a destructor
@@ -48,8 +46,6 @@ class Pool:
 
     def _hand_out(self, buffer: Tensor) -> Tensor:
         self._out[key_of(buffer)] = buffer
-        self._out_bytes += buffer.nbytes
-        self.most_bytes = max(self.most_bytes, self._out_bytes)
         return buffer
 
     def _make(self, nbytes: int) -> Tensor:
@@ -58,14 +54,13 @@ class Pool:
     def give(self, taken: Tensor) -> None:
         with self._lock:
             buffer = self._out.pop(key_of(taken))
-            self._out_bytes -= buffer.nbytes
             if self.keeps:
                 self._free.append(buffer)
 
     def drop(self, taken: Tensor) -> None:
         """Forgets a buffer that a message may still use: it is freed with the message, and not used again."""
         with self._lock:
-            self._out_bytes -= self._out.pop(key_of(taken)).nbytes
+            del self._out[key_of(taken)]
 
     def reserve(self, nbytes: int) -> None:
         """Adds a free buffer of this size, so that a later `take` allocates nothing."""

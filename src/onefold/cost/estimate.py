@@ -8,6 +8,10 @@ from onefold.cost.case import Case
 from onefold.cost.memory import Memory
 from onefold.cost.messages import Messages
 from onefold.cost.step_time import StepTime
+from onefold.cost.text import format_bytes
+from onefold.errors import ConfigError
+
+SURE = 0.9  # of the planned peak: the formula may be above what a run takes, by less than this
 
 
 class Estimate(Case):
@@ -45,6 +49,20 @@ class Estimate(Case):
 
     @property
     def mfu(self) -> float:
-        """The share of the device's peak flop rate that the model's own flops reach, without those computed again."""
+        """The share of the device's peak flop rate for this dtype that the model's own flops reach: 6 for each weight
+        and token, and 12 × layers × width of the queries × length for each token, as PaLM (appendix B) and nanoGPT
+        count. So attention counts in full, also where it is causal, and nothing that is computed again counts."""
         flops = self.work.flops(self.batch, "keep", self.grid) * self.micro_batches
-        return flops / self.step_s / self.hardware.flops if self.step_s else 0.0
+        return flops / self.step_s / self.hardware.peak_flops(self.work.widths.compute) if self.step_s else 0.0
+
+
+def refuse_unfit(found: Estimate, remedies: str) -> None:
+    """Raises where a run that is about to start cannot fit."""
+    peak, there = found.peak_bytes, found.hardware.memory_bytes
+    if SURE * peak > there:
+        states = format_bytes(found.memory.persistent_states.total)
+        raise ConfigError(
+            f"{found.choice} does not fit: the plan for {found.work.parameters:,} parameters on {found.grid.ranks} "
+            f"ranks is {format_bytes(peak)} on each at the peak ({states} of states), and {format_bytes(there)} are "
+            f"there; use {remedies}"
+        )

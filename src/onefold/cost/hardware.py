@@ -29,6 +29,8 @@ class Hardware:
     memory_bytes: int
     flops: float
     """Per second, dense, in 16 bits (fp32 on a CPU)."""
+    flops_fp32: float | None = None
+    """Of fp32 without TF32, as torch computes unless told otherwise; None: `flops`."""
     efficiency: float
     memory_rate: float
     """Bytes per second between a device and its own memory."""
@@ -63,6 +65,14 @@ class Hardware:
         """Bytes of a device that a run may take."""
         return int(USABLE * self.memory_bytes) if self.device == "cuda" else self.memory_bytes
 
+    def peak_flops(self, width: int) -> float:
+        """The peak flop rate of a dtype with so many bytes.
+
+        >>> TABLE["a100-80"].peak_flops(2) / TABLE["a100-80"].peak_flops(4)
+        16.0
+        """
+        return self.flops_fp32 or self.flops if width == 4 else self.flops
+
     def link(self, ranks: int, per_node: int) -> float:
         """Bytes per second each rank sends in a ring over `ranks`, of which a node holds `per_node`.
 
@@ -80,27 +90,28 @@ class Hardware:
 
 TABLE: dict[str, Hardware] = {
     "v100-32": Hardware(  # DGX-2
-        name="V100 32 GB, DGX-2", memory_bytes=32 * GB, flops=125e12, efficiency=0.33, memory_rate=900e9,
-        node_ranks=16, node_link=150e9, nics=8, nic_rate=12.5e9, host_bytes=1500 * GB, pcie_rate=12e9,
-        host_rate=200e9, disk_bytes=30_000 * GB, disk_rate=20e9,
+        name="V100 32 GB, DGX-2", memory_bytes=32 * GB, flops=125e12, flops_fp32=15.7e12, efficiency=0.33,
+        memory_rate=900e9, node_ranks=16, node_link=150e9, nics=8, nic_rate=12.5e9, host_bytes=1500 * GB,
+        pcie_rate=12e9, host_rate=200e9, disk_bytes=30_000 * GB, disk_rate=20e9,
     ),
     "a100-80": Hardware(  # DGX A100
-        name="A100 80 GB, DGX", memory_bytes=80 * GB, flops=312e12, efficiency=0.5, memory_rate=2000e9,
-        node_ranks=8, node_link=300e9, nics=8, nic_rate=25e9, host_bytes=2000 * GB, pcie_rate=25e9,
+        name="A100 80 GB, DGX", memory_bytes=80 * GB, flops=312e12, flops_fp32=19.5e12, efficiency=0.5,
+        memory_rate=2000e9, node_ranks=8, node_link=300e9, nics=8, nic_rate=25e9, host_bytes=2000 * GB, pcie_rate=25e9,
         host_rate=350e9, disk_bytes=28_000 * GB, disk_rate=25e9,
     ),
     "h100-80": Hardware(  # DGX H100
-        name="H100 80 GB, DGX", memory_bytes=80 * GB, flops=989e12, efficiency=0.45, memory_rate=3350e9,
-        node_ranks=8, node_link=450e9, nics=8, nic_rate=50e9, host_bytes=2000 * GB, pcie_rate=50e9,
+        name="H100 80 GB, DGX", memory_bytes=80 * GB, flops=989e12, flops_fp32=67e12, efficiency=0.45,
+        memory_rate=3350e9, node_ranks=8, node_link=450e9, nics=8, nic_rate=50e9, host_bytes=2000 * GB, pcie_rate=50e9,
         host_rate=500e9, disk_bytes=28_000 * GB, disk_rate=40e9,
     ),
     "h200": Hardware(
-        name="H200 141 GB, HGX", memory_bytes=141 * GB, flops=989e12, efficiency=0.45, memory_rate=4800e9,
-        node_ranks=8, node_link=450e9, nics=8, nic_rate=50e9, host_bytes=2000 * GB, pcie_rate=50e9,
+        name="H200 141 GB, HGX", memory_bytes=141 * GB, flops=989e12, flops_fp32=67e12, efficiency=0.45,
+        memory_rate=4800e9, node_ranks=8, node_link=450e9, nics=8, nic_rate=50e9, host_bytes=2000 * GB, pcie_rate=50e9,
         host_rate=500e9, disk_bytes=28_000 * GB, disk_rate=40e9,
     ),
     "ethernet": Hardware(
-        name="workstations, one 24 GB GPU each, 1 Gbit/s Ethernet", memory_bytes=24 * GB, flops=71e12, efficiency=0.4,
+        name="workstations, one 24 GB GPU each, 1 Gbit/s Ethernet", memory_bytes=24 * GB, flops=71e12,
+        flops_fp32=35.6e12, efficiency=0.4,
         memory_rate=936e9, node_ranks=1, node_link=12e9, nics=1, nic_rate=0.125e9, latency_s=100e-6,
         host_bytes=64 * GB, pcie_rate=12e9, host_rate=40e9, disk_bytes=1000 * GB, disk_rate=3e9,
     ),
@@ -151,6 +162,7 @@ def recorded(rates: Rates) -> Hardware:
         name=rates.device,
         memory_bytes=record["memory_bytes"],
         flops=flops,
+        flops_fp32=row.flops_fp32 if known else rates.best_flops("fp32") or None,
         efficiency=typical_rate(rates, 2 if cuda else 4) / flops if rates.computes else row.efficiency,
         memory_rate=rates.update_rate("device", 26 if cuda else 28) or row.memory_rate,
         node_ranks=record["links"]["ranks"] if link else row.node_ranks if known else 1,

@@ -7,6 +7,7 @@ taken where nothing less fits, or where they are clearly faster at the same batc
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from onefold.cost.text import format_bytes, format_seconds
 from onefold.cost.work import Grid
 from onefold.errors import ConfigError
 
+MANIFOLD = 4  # times: from here on a percentage says little
 MIN_SPEEDUP = 1.25  # of sharded parameters or offload, to be chosen where stages 0 to 2 fit
 
 # From the simplest on. Sharding optimizer state costs nothing, so stage 0 comes after it.
@@ -65,6 +67,9 @@ def _ranked(question: Question) -> list[Ranked]:
     good = [e for e in found if e.batch and fits(e) and within_global_batch(question, e)]
     if not good:
         closest = sorted(found, key=lambda e: (e.peak_bytes, e.memory.host_bytes))
+        if in_memory := [e for e in found if e.batch and fits(e)]:  # only the global batch is too large
+            first = _choose(question, in_memory)
+            closest = [first, *(e for e in closest if e is not first)]
         return [Ranked(e, False, _why_unfit(question, e)) for e in closest]
     chosen = _choose(question, good)
     rest = sorted((e for e in good if e is not chosen), key=lambda e: -_speed(e))
@@ -97,7 +102,8 @@ def _why_unfit(question: Question, e: Estimate) -> str:
     if not within_global_batch(question, e):
         most = question.max_global_batch
         return (
-            f"{e.grid.data} replicas make a global batch of {e.samples_per_step}, and {most} is allowed; use tp or pp"
+            f"makes a global batch of {e.samples_per_step} with {e.batch * e.micro_batches} on each of {e.grid.data} "
+            f"replicas, and {most} is allowed"
         )
     return _too_large(e)
 
@@ -222,12 +228,13 @@ def _why_chosen(chosen: Estimate, others: list[Estimate], found: list[Estimate])
             parts.append(f"{last.choice} {_too_large(last)}")
         else:
             parts.append(f"{last.choice} would be {_percent(_speed(chosen) / _speed(last) - 1)} slower")
-    if (three := next((e for e in others if e.choice[:4] == Choice(3)[:4]), None)) and chosen.choice.stage < 3:
+    three = next((e for e in others if e.grid == chosen.grid and e.choice[:4] == Choice(3)[:4]), None)
+    if three is not None and chosen.choice.stage < 3:
+        three = dataclasses.replace(three, batch=chosen.batch)
         saved = chosen.memory.device_states.total - three.memory.device_states.total
-        traffic = three.messages.traffic_elements / max(chosen.messages.traffic_elements, 1) - 1
-        parts.append(
-            f"stage 3 would save {format_bytes(saved)} you do not need and cost {_percent(traffic)} more traffic"
-        )
+        traffic = three.messages.traffic_elements / max(chosen.messages.traffic_elements, 1)
+        more = f"cost {traffic - 1:.0%} more traffic" if traffic < MANIFOLD else f"send {traffic:,.0f} times as much"
+        parts.append(f"stage 3 would save {format_bytes(saved)} you do not need and {more}")
     elif chosen.choice.stage < 3 and chosen.grid.shard > 1:
         parts.append("it sends no more than plain data parallelism")
     if chosen.choice.activations.startswith("partition"):

@@ -9,6 +9,7 @@ from onefold.cost.case import Case
 from onefold.cost.compute import moved_per_gradient, shape_seconds, step_compute_s
 from onefold.cost.messages import UNHIDDEN, WHOLE, Messages
 from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_for_equal_units, prefetch_need
+from onefold.cost.tiles import LAUNCH_S, launch_s
 from onefold.cost.transfers import exposed_update_s, host_update_s, overlapped_s, transfer_s, update_bytes
 from onefold.settings.placement import Scope
 
@@ -52,6 +53,22 @@ class StepTime:
     @cached_property
     def compute_s(self) -> float:
         """Seconds of forward and backward of one micro-batch."""
+        return max(self._computed_s, self._tiles_launched_s)
+
+    @property
+    def _tiles_launched_s(self) -> float:
+        """Seconds of a GPU's host to launch the kernels of all tiles; 0 without tiles."""
+        case, work = self.case, self.case.work
+        if work.tile is None or work.shape is None or case.hardware.device != "cuda":
+            return 0.0
+        rates = case.hardware.rates
+        tokens = case.batch * work.shape.seq / case.grid.sequence
+        mlps = work.layers_here(case.grid) * work.tiled_mlps
+        return launch_s(tokens, work.tile, mlps, (rates and rates.launch_s) or LAUNCH_S)
+
+    @property
+    def _computed_s(self) -> float:
+        """Seconds of forward and backward of one micro-batch, where the host launches no tiles."""
         case, hardware, work, grid = self.case, self.case.hardware, self.case.work, self.case.grid
         if hardware.rates is not None and work.shape is not None:
             found = shape_seconds(
@@ -62,7 +79,7 @@ class StepTime:
             units = len(case.sizes.units) if grid.shard > 1 else 0
             launched = step_compute_s(found, hardware.rates, work.layers_here(grid), units)
             return launched + self._gradients_s + self.messages.copied_bytes / self._update_rate
-        rate = hardware.flops * hardware.efficiency
+        rate = hardware.peak_flops(work.widths.compute) * hardware.efficiency
         return (work.flops(case.batch, case.choice.activations, grid) + work.tile_flops(case.batch, grid)) / rate
 
     @property

@@ -20,6 +20,8 @@ from onefold.errors import ConfigError
 # (docs/results/long-context-*-h200.json). Their queries are as wide as the hidden size; how the sum divides is counted.
 HIDDEN_ROWS, QUERY_ROWS, FIRST_BLOCK_ROWS = 15, 16, 6
 IN_TRANSFER = 3  # block inputs on the device with "+host": one restored, one prefetched, one copied out
+MLP_KERNELS, LOSS_KERNELS = 22, 5  # that the host launches for one tile, in forward and backward
+LAUNCH_S = 6e-6  # of the host, for one kernel, where it was not measured: about that of the H200's record
 FP32, HALF = 4, 2  # bytes of an element in which the gradient of the head is summed over tiles, and of logits
 
 
@@ -84,3 +86,12 @@ def loss_moved(shape: Shape, tokens: float, tile: int, words: int) -> tuple[Move
     rounded, and multiplied by the gradient that arrives."""
     tiles, head = math.ceil(tokens / tile), words * shape.hidden
     return Moved(3 * HALF * tokens * words, tiles), Moved(head * (2 * FP32 + 3 * HALF), 3)
+
+
+def launch_s(tokens: float, tile: int, mlps: float, launch: float) -> float:
+    """Seconds of the host to launch a loss and this many MLPs by tiles: with small tiles more than the device takes.
+
+    >>> round(launch_s(tokens=1000, tile=1, mlps=2, launch=6e-6), 3)
+    0.294
+    """
+    return math.ceil(tokens / tile) * (MLP_KERNELS * mlps + LOSS_KERNELS) * launch

@@ -74,7 +74,7 @@ class Rehearsal(NamedTuple):
 
     states: StateBytes
     module_buffers: int
-    communication: int
+    communication: int  # bytes of working buffers between steps; on a GPU the allocator has most of them meanwhile
     peak: dict[str, int]  # bytes by category at the peak
     sent: dict[tuple[str, str], Flow]
     flops: int  # of one forward and backward
@@ -216,10 +216,10 @@ def _some_steps(
         master = state_bytes(units, placements, StateCost(0), Tier.HOST).optimizer
         host = host._replace(optimizer=master + update.state_bytes(on_host=True))
     padding = sum(unit.layout.numel - unit.layout.used_numel for unit in engine.all_units)
-    store, used = engine.checkpoints, engine.pool.most_bytes + engine.tiers.host.waiting.most_bytes
+    store = engine.checkpoints
     slowest = max((one.parameters_tier for one in placements), key=FASTEST_FIRST.index, default=Tier.DEVICE)
     return Rehearsal(
-        states, now.buffers.measured, max(now.communication.measured, used), peak, sent, flops, padding,
+        states, now.buffers.measured, now.communication.measured, peak, sent, flops, padding,
         tuple(part * store.ranks for part in store.parts) if store else (), now.checkpoints.measured,
         now.checkpoints_host.measured, host, disk,
         parameter_tier=slowest.value,

@@ -24,13 +24,16 @@ from onefold.runtime.held_tensors import PAGEABLE, PINNED, NotOnDevice, on_devic
 from onefold.runtime.live_bytes import watching_sizes
 from onefold.settings.placement import Scope, Tier
 
+Shown = tuple[str, int, int | str | None]  # a row of a table: name, measured, planned
+NAMES = {"buffers": "module buffers", "communication": "working buffers", HOST: "checkpoints on the host"}
+
 
 @dataclass(frozen=True)
 class Bytes:
     """A number of bytes as it was measured, and as the layout predicts it."""
 
     measured: int
-    planned: int | None  # for communication buffers: at most; None where nothing is predicted
+    planned: int | None  # for working buffers: at most, at any time; None where nothing is predicted
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class MemoryReport:
     buffers: Bytes
     """Module buffers."""
     communication: Bytes
-    """Buffers in which units are reduced and gathered."""
+    """Working buffers: units that are reduced or gathered, gradients on their way to host updates, and, for units that
+    the host updates, gradients that add up over micro-batches. One rank has them without any communication."""
     checkpoints: Bytes
     """Activation checkpoints on the device: block inputs that wait for backward."""
     checkpoints_host: Bytes
@@ -92,13 +96,15 @@ class MemoryReport:
     def __str__(self) -> str:
         found = [(name, getattr(self, name)) for name in (*CATEGORIES[:-1], HOST)]
         shown = [(name, b) for name, b in found if name not in ("checkpoints", HOST) or b.measured or b.planned]
-        rows = [(name, b.measured, b.planned) for name, b in shown if name != HOST] + [("total", self.total, None)]
-        rows += [("checkpoints on the host", b.measured, b.planned) for name, b in shown if name == HOST]
+        rows: list[Shown] = [(NAMES.get(name, name), b.measured, b.planned) for name, b in shown if name != HOST]
+        limit = f"≤ {self.communication.planned:,}"
+        rows = [(name, measured, limit if name == "working buffers" else plan) for name, measured, plan in rows]
+        rows += [("total", self.total, None)]
+        rows += [(NAMES[HOST], b.measured, b.planned) for name, b in shown if name == HOST]
         rows += [("fragmented", self.fragmented, None)] if self.fragmented is not None else []
         table = _table("memory", rows)
         if self.elsewhere:
-            away: list[tuple[str, int, int | None]]
-            away = [(f"{row.state}, {row.place}", row.measured, row.planned) for row in self.elsewhere]
+            away: list[Shown] = [(f"{row.state}, {row.place}", row.measured, row.planned) for row in self.elsewhere]
             sums = [(f"total, {place}", self._at(place)) for place in (PINNED, PAGEABLE, DISK)]
             away += [(name, measured, None) for name, measured in sums if measured]
             table += "\n" + _table("not on the device", away)
@@ -353,8 +359,11 @@ def _planned_traffic(engine: Engine) -> dict[str, int]:
     return planned
 
 
-def _table(title: str, rows: list[tuple[str, int, int | None]]) -> str:
-    shown = [(name, f"{measured:,}", "" if planned is None else f"{planned:,}") for name, measured, planned in rows]
+def _table(title: str, rows: Sequence[Shown]) -> str:
+    shown = [
+        (name, f"{measured:,}", planned if isinstance(planned, str) else "" if planned is None else f"{planned:,}")
+        for name, measured, planned in rows
+    ]
     width = max([12, *(len(text) for row in shown for text in row[1:])]) + 2
     lines = [f"{title:<26}{'measured':>{width}}{'planned':>{width}}"]
     lines += [f"  {name:<24}{measured:>{width}}{planned:>{width}}" for name, measured, planned in shown]

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from onefold.cost.case import Choice
 from onefold.cost.cut_sequences import by_ulysses
 from onefold.cost.estimate import Estimate
 from onefold.cost.hardware import Hardware
 from onefold.cost.hybrid import HybridMesh, propose
 from onefold.cost.recommend import CHOICES, Ranked, recommend
-from onefold.cost.search import Question, check_question, longest_sequence
+from onefold.cost.search import Question, check_question, fewest_ranks, fits, longest_sequence
 from onefold.cost.text import format_bytes
 from onefold.planner.rows import Recommendation, Row, recommendation_of, row_of
 
@@ -42,8 +43,10 @@ class Plan:
     notes: tuple[str, ...] = ()  # what the figures leave out
     hybrid: HybridMesh | None = None  # replicas of a sharded model, where that takes less time for messages
     pp: int = 1  # pipeline stages
+    seq: int | None = None  # tokens of a sequence; None where the model has none, or it is not known
     sums: str = ""  # how gradients are summed over ranks, by backend and ranks per node; empty for one rank
     remedies: tuple[str, ...] = ()  # what to try where nothing fits
+    ranks_without_offload: int | None = None  # the fewest on which stage 3 fits, where the choice is offload
 
     @property
     def recommendation(self) -> Recommendation:
@@ -97,16 +100,16 @@ def answer(
         notes.append("compute is not known either: seconds count messages and updates alone, and days are not given")
     if question.micro_batches > 1 and question.work.widths.narrow:
         notes.append("gradients that add up over micro-batches are kept in fp32")
+    ranked = ranked or recommend(question)
+    if question.tp is None:  # from here on it is what was chosen
+        question = dataclasses.replace(question, tp=ranked[0].estimate.grid.tp)
     grid = question.grid()
     if grid.tp > question.hardware.node_ranks:
         notes.append(
             f"tp={grid.tp} is larger than a node of {question.hardware.node_ranks}: its all-reduces cross the network"
         )
-    ranked = ranked or recommend(question)
     notes += _of_long_sequences(question, ranked[0].estimate)
     policy = ranked[0].estimate.choice.activations
-    if policy.startswith("partition") and grid.tp == 1:
-        policy = "checkpoint"
     batch = question.batch or 1
     choices = sorted(CHOICES, key=lambda c: (CHOICES.index(c) > 3, c.stage))
     priced = [
@@ -135,13 +138,23 @@ def answer(
         notes=tuple(notes),
         hybrid=propose(question, ranked[0].estimate) if ranked[0].fits and grid.sequence == 1 else None,
         pp=grid.pp,
+        seq=question.work.shape.seq if question.work.shape is not None else None,
         sums=priced[0].sums,
         remedies=_remedies(question, ranked[0].estimate),
+        ranks_without_offload=_ranks_without_offload(question, ranked[0].estimate),
     )
+
+
+def _ranks_without_offload(question: Question, chosen: Estimate) -> int | None:
+    if chosen.choice.optimizer == "device":
+        return None
+    return fewest_ranks(question, Choice(3, activations=chosen.choice.activations))
 
 
 def _remedies(question: Question, closest: Estimate) -> tuple[str, ...]:
     """What to try where nothing fits: tiles only where they take less memory, and no tensor parallelism beside them."""
+    if fits(closest):
+        return ("--tp", "--pp", "fewer ranks", "a larger --max-global-batch")
     work, found = question.work, ["more ranks"]
     if work.tile is None:
         found.append("--tp")

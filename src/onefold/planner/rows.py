@@ -194,7 +194,7 @@ def _break_even(e: Estimate) -> int | None:
     shape = e.work.shape
     if shape is None or e.choice.stage != 3 or e.grid.shard == 1:
         return None
-    rate = e.hardware.flops * e.hardware.efficiency
+    rate = e.hardware.peak_flops(e.work.widths.compute) * e.hardware.efficiency
     return break_even_batch(shape.numel, shape.layers, shape.seq, rate, e.hardware.latency_s, e.messages.link("shard"))
 
 

@@ -11,6 +11,7 @@ from onefold.planner.page.svg import HALF, both, short
 from onefold.planner.page.svg import text as escaped
 from onefold.planner.page.timeline import Moment, Timeline
 from onefold.planner.page.view import PARTS, TOKENS_PER_PARAMETER, Bar, View
+from onefold.planner.summary import other_activations
 
 STATED = "Seconds are a model of the hardware table, not a measurement."
 
@@ -45,7 +46,8 @@ def _answer(view: View) -> str:
         f'<div><dt>{text(name)}</dt><dd class="value">{text(value)}</dd><dd class="more">{text(more)}</dd></div>'
         for name, value, more in cards
     )
-    size = f"{plan.parameters:,} parameters, {plan.precision}, {plan.grid}"
+    seq = f"sequences of {plan.seq:,} tokens, " if plan.seq else ""
+    size = f"{plan.parameters:,} parameters, {seq}{plan.precision}, {plan.grid}"
     kind = "answer" if plan.recommendation.fits else "answer unfit"
     found = "".join(f"<li>{text(sentence)}</li>" for sentence in view.changes)
     elsewhere = [("host memory", row.host_bytes), ("disk", row.disk_bytes)]
@@ -88,6 +90,8 @@ def _memory(view: View) -> str:
     heads = ["choice", "batch", *(name for name, _ in used), "peak", "fits", *["tokens/s"] * known]
     table = _table("What fills a device, by stage", heads, (_bar_cells(bar, used, known=known) for bar in rows))
     lead = "Each stage at the largest batch that fits it, or at the batch that is given, when most is in memory."
+    if others := other_activations(view.plan):
+        lead = f"{lead} {others}"
     drawn = both(lambda width: bars(rows, memory, width))
     return _section("Memory by stage", lead, _figure(drawn, _legend(used), "The figures as a table", table))
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from onefold.errors import OnefoldError
-from onefold.train.report.figures import LASTING, Run, formula_memory, once_bytes, smooth, states_of, thin
+from onefold.train.report.figures import LASTING, NAMES, Run, formula_memory, once_bytes, smooth, states_of, thin
 from onefold.train.report.words import nbytes
 
 # By day; page.py has each by night. Every colour is its own key in an SVG, so no two may be the same.
@@ -174,7 +174,7 @@ def against(name: str, found: dict[str, float], planned: dict[str, float], what:
                 ends.append(at)
             axes.annotate(nbytes(size), (max(ends), place), (5, 0), textcoords="offset points", va="center")
         axes.plot([], [], color=COLOURS["ink"], linewidth=1.6, marker="", label=plan)
-        axes.set_yticks(range(len(keys)), keys)
+        axes.set_yticks(range(len(keys)), [NAMES.get(key, key) for key in keys])
         axes.tick_params(axis="y", length=0, labelcolor=COLOURS["ink"])
         axes.grid(axis="y", visible=False)
         axes.margins(x=0.25)
@@ -183,7 +183,7 @@ def against(name: str, found: dict[str, float], planned: dict[str, float], what:
         axes.set_xlabel(unit)
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2)
 
-    said = [f"{key} {nbytes(found.get(key, 0))}" for key in keys]
+    said = [f"{NAMES.get(key, key)} {nbytes(found.get(key, 0))}" for key in keys]
     marks = [f"{key} {nbytes(planned[key])}" for key in keys if key in planned]
     alt = f"{what}: {', '.join(said)}. {plan.capitalize()}: {', '.join(marks) or 'unknown'}."
     return chart(name, alt, draw, (NARROW[0], max(1.6, 0.75 + 0.34 * len(keys))))
@@ -219,7 +219,15 @@ def stacks(runs: Sequence[Run]) -> Chart:
         tops = [0.0] * len(runs)
         for category in [c for c in LASTING if any(_parts(run).get(c) for run in runs)]:
             heights = [_parts(run).get(category, 0) / scale for run in runs]
-            axes.bar(range(len(runs)), heights, 0.62, bottom=tops, color=COLOURS[category], label=category, linewidth=0)
+            axes.bar(
+                range(len(runs)),
+                heights,
+                0.62,
+                bottom=tops,
+                color=COLOURS[category],
+                label=NAMES.get(category, category),
+                linewidth=0,
+            )
             tops = [top + height for top, height in zip(tops, heights, strict=True)]
         for place, run in enumerate(runs):
             if formula := sum(formula_memory(run).values()):

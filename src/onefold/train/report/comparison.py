@@ -13,6 +13,7 @@ from onefold.train.report.charts import NARROW, WIDE, Chart
 from onefold.train.report.figures import (
     FULLEST,
     LASTING,
+    NAMES,
     STATES,
     Agreement,
     Run,
@@ -149,7 +150,7 @@ def _memory(runs: Sequence[Run]) -> Rows:
     for key in [key for key in (*LASTING, *FULLEST) if any(key in sizes for sizes in held)]:
         if key in FULLEST and rows[-1][1][0] != dot(FULLEST[0]) + FULLEST[0]:
             rows.append(("group", ["at the fullest instant of a step"]))
-        rows.append(("", [dot(key) + key, *(nbytes(sizes.get(key)) for sizes in held)]))
+        rows.append(("", [dot(key) + NAMES.get(key, key), *(nbytes(sizes.get(key)) for sizes in held)]))
         if key in STATES and any(formulas):
             rows.append(("formula", ["by formula", *(_formula(run, key) for run in runs)]))
         if key == STATES[-1]:

@@ -17,6 +17,7 @@ Number = TypeVar("Number", int, float)
 STATES = ("parameters", "gradients", "optimizer")  # what ZeRO shards
 LASTING = (*STATES, "buffers", "communication")  # held between steps
 ELSEWHERE = ("host", "disk")  # where states are offloaded
+NAMES = {"buffers": "module buffers", "communication": "working buffers"}  # of categories, where people read them
 FULLEST = ("activations", "peak")  # at the fullest instant of a step
 SHARDED_FROM = {"optimizer": 1, "gradients": 2, "parameters": 3}  # the first stage that does
 WARM_UP = 2  # steps that still fill buffers and learn orders

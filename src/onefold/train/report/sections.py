@@ -11,6 +11,7 @@ from onefold.train.report.figures import (
     ELSEWHERE,
     FULLEST,
     LASTING,
+    NAMES,
     STATES,
     Headline,
     Run,
@@ -146,7 +147,14 @@ def memory(run: Run, chart: Chart | None) -> Section:
             rows.append(["at the fullest instant of a step"])
             marks.append("group")
         if key in held or key in planned:
-            rows.append([dot(key) + key, nbytes(held.get(key)), nbytes(planned.get(key)), _off(key, held, planned)])
+            rows.append(
+                [
+                    dot(key) + NAMES.get(key, key),
+                    nbytes(held.get(key)),
+                    nbytes(planned.get(key)),
+                    _off(key, held, planned),
+                ]
+            )
             marks.append("")
         if key == STATES[-1]:
             whole, wanted = states_of(held), states_of(planned)

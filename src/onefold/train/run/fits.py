@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from onefold.cost.case import Choice
-from onefold.cost.estimate import Estimate
+from onefold.cost.estimate import Estimate, refuse_unfit
 from onefold.cost.hardware import TABLE, Hardware
 from onefold.cost.search import Question
 from onefold.cost.shapes import Shape
 from onefold.cost.states import named_cost
-from onefold.cost.text import format_bytes
 from onefold.cost.work import Work
-from onefold.errors import ConfigError
 from onefold.offload.host_memory import available_bytes
 from onefold.settings.widths import widths_of
 from onefold.train.run.settings import Settings
-
-SURE = 0.9  # of the planned peak: the formula may be above what a run takes, by less than this
 
 
 def on_host(ranks: int) -> Hardware:
@@ -57,12 +53,7 @@ def check_fits(settings: Settings, shape: Shape, ranks: int, machine: Hardware) 
     found = planned(settings, shape, ranks, machine)
     if found is None:
         return None
-    peak, there = found.peak_bytes, machine.memory_bytes
-    if SURE * peak > there:
-        states = format_bytes(found.memory.persistent_states.total)
-        raise ConfigError(
-            f"{found.choice} does not fit: the plan for {shape.numel:,} parameters on {ranks} ranks is "
-            f"{format_bytes(peak)} on each at the peak ({states} of states), and {format_bytes(there)} are there; use "
-            f"more ranks, a smaller model or batch, --stage 3 or --offload, or --no-plan to try it all the same"
-        )
+    refuse_unfit(
+        found, "more ranks, a smaller model or batch, --stage 3 or --offload, or --no-plan to try it all the same"
+    )
     return found
