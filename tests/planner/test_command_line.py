@@ -268,7 +268,8 @@ def test_a_trial_says_first_in_three_lines_what_is_planned_for_it(monkeypatch, c
     asked.tell_plan("fp32", 2, 4, on_host(2))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Planned: stage 2, optimizer on host, batch 4, activations keep."
-    assert lines[1].startswith("States take ") and " on each of 2 ranks: parameters " in lines[1]
+    assert lines[1].startswith("On each rank: parameters ")
+    assert all(len(f"onefold: {line}") <= 80 for line in lines[:3])
     assert lines[2].startswith("Expect ") and lines[2].endswith(" at the peak.") and len(lines) == 3
     dataclasses.replace(asked, json=True).tell_plan("fp32", 2, 4, on_host(2))
     assert capsys.readouterr().out == ""

@@ -41,7 +41,7 @@ def run_summary(e: Estimate) -> tuple[str, str, str]:
     tp = f", tp {e.grid.tp}" * (e.grid.tp > 1)
     what = f"Planned: {choice}{tp}, batch {e.batch}, activations {choice.activations}{offload}."
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in states._asdict().items())
-    held = f"States take {format_bytes(states.total)} on each of {e.grid.ranks} ranks: {parts}."
+    held = f"On each rank: {parts}."
     expected = [f"{format_bytes(e.peak_bytes)} of {format_bytes(e.hardware.memory_bytes)} at the peak"]
     if e.hardware.device == "cuda" and e.tokens_per_s:
         expected += [f"{e.tokens_per_s:,.0f} tokens/s", f"MFU {e.mfu:.0%}"]
