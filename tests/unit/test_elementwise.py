@@ -275,7 +275,7 @@ class OfGroups(optim.Optimizer):
 
 
 def test_a_class_that_takes_no_list_of_parameters_is_refused_by_name():
-    with pytest.raises(OptimizerError, match=r"OfGroups refused its settings.*made for a list of parameters"):
+    with pytest.raises(OptimizerError, match=r"OfGroups cannot be made for a list of parameters"):
         examine(OfGroups, {}, CPU)
 
 

@@ -65,10 +65,12 @@ def _try(
     halves = [nn.Parameter(row.to(device, copy=True)) for row in values.view(2, -1)]
     try:
         optimizer = cls([whole], **kwargs)
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(f"{cls.__name__} refused its settings {kwargs}: {error}") from error
     except Exception as error:
         raise OptimizerError(
-            f"{cls.__name__} refused its settings {kwargs}: {error or type(error).__name__}; it is made for a list of "
-            f"parameters, as {cls.__name__}(params, **settings)"
+            f"{cls.__name__} cannot be made for a list of parameters and the settings {kwargs}: {error!r}; a class "
+            f"that wants param groups with keys of its own does not work: give its settings as keywords"
         ) from error
     try:
         before = group_settings(optimizer)

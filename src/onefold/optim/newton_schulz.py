@@ -46,23 +46,13 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: str = "bf16",
         matrices: Matrices = "whole",
     ) -> None:
-        given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
-        for name, value in given.items():
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name}={value} is out of range; use a number of at least 0")
-        if not 1 <= ns_steps < 100:
-            raise ValueError(f"ns_steps={ns_steps} is out of range; use 1 to 99")
-        if len(ns_coefficients) != 3:
-            raise ValueError(f"ns_coefficients={ns_coefficients} has {len(ns_coefficients)} numbers; give three")
-        if adjust_lr_fn not in LR_RULES:
-            raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use 'original' or 'match_rms_adamw'")
-        if ns_dtype not in NS_DTYPES:
-            raise ValueError(f"ns_dtype={ns_dtype!r} is unknown; use 'bf16' or 'fp32'")
-        more = {
+        settings = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps,
             "nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "matrices": matrices,
         }  # fmt: skip
-        super().__init__(params, {**given, **more})
+        check_settings(settings)
+        super().__init__(params, settings)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -92,6 +82,23 @@ class Muon(torch.optim.Optimizer):
             else:
                 part.mul_(shrink)
                 part.add_(direction.reshape(part.shape), alpha=alpha)
+
+
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raises for settings of a param group that Muon cannot use."""
+    for name in ("lr", "weight_decay", "momentum", "eps"):
+        value = settings[name]
+        if not isinstance(value, Tensor) and not (isinstance(value, int | float) and 0.0 <= value < math.inf):
+            raise ValueError(f"{name}={value!r} is out of range; use a number of at least 0")
+    coefficients, steps, rule = (settings[name] for name in ("ns_coefficients", "ns_steps", "adjust_lr_fn"))
+    if not (isinstance(steps, int) and 1 <= steps < 100):
+        raise ValueError(f"ns_steps={steps!r} is out of range; use 1 to 99")
+    if len(coefficients) != 3:
+        raise ValueError(f"ns_coefficients={coefficients} has {len(coefficients)} numbers; give three")
+    if rule not in LR_RULES:
+        raise ValueError(f"adjust_lr_fn={rule!r} is unknown; use 'original' or 'match_rms_adamw'")
+    if settings["ns_dtype"] not in NS_DTYPES:
+        raise ValueError(f"ns_dtype={settings['ns_dtype']!r} is unknown; use 'bf16' or 'fp32'")
 
 
 class Place(NamedTuple):
