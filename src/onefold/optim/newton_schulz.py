@@ -30,7 +30,7 @@ whose rows are the filters of a convolution; or the number of rows of each (head
 
 
 class Muon(torch.optim.Optimizer):
-    """`matrices` may differ between param groups."""
+    """torch.optim.Muon, whose param groups also say by `matrices` of which matrices each of their tensors consists."""
 
     def __init__(
         self,
@@ -101,8 +101,8 @@ def check_settings(settings: dict[str, Any]) -> None:
         raise ValueError(f"ns_dtype={settings['ns_dtype']!r} is unknown; use 'bf16' or 'fp32'")
 
 
-class Place(NamedTuple):
-    """Where equal matrices are in a tensor."""
+class EqualMatrices(NamedTuple):
+    """Neighbouring rows of a tensor that are one matrix, or several of one shape."""
 
     start: int  # rows of the tensor
     stop: int
@@ -115,7 +115,7 @@ class Place(NamedTuple):
         return self.part(tensor).reshape(self.shape)
 
 
-def places_of(size: tuple[int, ...], matrices: Matrices) -> list[Place]:
+def places_of(size: tuple[int, ...], matrices: Matrices) -> list[EqualMatrices]:
     """The matrices of a tensor, neighbours of one shape together; raises if the tensor has no such matrices.
 
     >>> [place.shape for place in places_of((8, 5), (2, 2, 4))]
@@ -129,17 +129,17 @@ def places_of(size: tuple[int, ...], matrices: Matrices) -> list[Place]:
                 f"a tensor of shape {size} is no matrix, and Muon cannot take it as {matrices!r}; Muon takes matrices, "
                 f"stacks of matrices and filters of convolutions, and AdamW the rest"
             )
-        return [Place(0, rows, (rows, math.prod(size[1:])) if matrices == "flat" else size)]
+        return [EqualMatrices(0, rows, (rows, math.prod(size[1:])) if matrices == "flat" else size)]
     if len(size) != 2 or sum(matrices) != rows or not all(count > 0 for count in matrices):
         raise OptimizerError(f"rows of {tuple(matrices)} are {sum(matrices)}, but the tensor's shape is {size}")
     return list(_row_places(matrices, size[1]))
 
 
-def _row_places(counts: Sequence[int], columns: int) -> Iterator[Place]:
+def _row_places(counts: Sequence[int], columns: int) -> Iterator[EqualMatrices]:
     start = 0
     for count, equal in groupby(counts):
         number = sum(1 for _ in equal)
-        yield Place(start, start + number * count, (number, count, columns) if number > 1 else (count, columns))
+        yield EqualMatrices(start, start + number * count, (number, count, columns) if number > 1 else (count, columns))
         start += number * count
 
 
