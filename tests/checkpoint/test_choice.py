@@ -216,13 +216,16 @@ def other_optimizers(folder: str) -> list[str | None]:
     two = onefold.Optimizer(parted, torch.optim.AdamW, groups=groups, lr=0.1)
     step(parted, two)
     onefold.save(folder + "/two", parted, two)
+    two.param_groups[1]["lr"] = 0.2
+    onefold.save(folder + "/differ", parted, two)
     return [
         said(onefold.load, folder, sgd, its),
         said(onefold.load, folder, sgd),
         said(onefold.load, folder + "/weights", model, optimizer),
         said(onefold.load, folder + "/weights", model),
         said(onefold.load, folder, parted, two),  # one group's settings serve both
-        said(onefold.load, folder + "/two", model, optimizer),
+        said(onefold.load, folder + "/two", model, optimizer),  # nor do two groups of the same settings contradict
+        said(onefold.load, folder + "/differ", model, optimizer),
         said(onefold.load, folder, parted, optimizer),
         said(onefold.save, folder, model),
     ]
@@ -231,10 +234,10 @@ def other_optimizers(folder: str) -> list[str | None]:
 def test_an_optimizer_takes_the_state_of_its_own_class_and_groups(tmp_path):
     answers = run_ranks(2, other_optimizers, str(tmp_path))
     assert answers[0] == answers[1]
-    other, weights, none, only, same_groups, merged, foreign, uncounted = answers[0]
+    other, weights, none, only, same_groups, equal, merged, foreign, uncounted = answers[0]
     assert "holds the state of AdamW, this optimizer is SGD" in other and weights is None
     assert "was saved without an optimizer" in none and only is None
-    assert same_groups is None
+    assert same_groups is None and equal is None
     assert "param group 0 has parameters of 2 saved groups" in merged
     assert foreign.startswith("ConfigError") and uncounted.startswith("ConfigError")
 

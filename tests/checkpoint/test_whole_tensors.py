@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import onefold
 from tests.checkpoint.runs import Case, Trainer, differing, digests, read, truth, write
 from tests.harness import run_ranks
+from tests.models import MODELS
+from tests.parity.training import batch_for
 
 WRITERS = {
     1: [(0, "fp32"), (3, "split")],
@@ -36,6 +40,47 @@ def test_any_number_of_ranks_and_stage_reads_any_other_bitwise(optimizer: str, t
             for (case, folder), (found, stale) in zip(asked, answer, strict=True):
                 assert differing(found, dict(written)[folder]) == [], (ranks, case, folder)
                 assert stale == []
+
+
+def muon_of(fields: dict[str, Any], seed: int = 0) -> tuple[torch.nn.Module, onefold.Muon]:
+    """After a step."""
+    onefold.init()
+    torch.manual_seed(seed)
+    model = onefold.shard(MODELS["mlp"].build(), stage=2)
+    optimizer = onefold.Muon(model, **fields)
+    MODELS["mlp"].loss(model, batch_for(seed, 0, dist.get_rank()), 0).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def momenta(optimizer: onefold.Muon) -> list[float]:
+    """Of the matrices that this rank owns."""
+    return [tensor.double().abs().sum().item() for tensor in optimizer.state_tensors() if tensor.ndim == 2]
+
+
+def otherwise(folder: str) -> tuple[list[Any], list[Any], list[float], list[float], str]:
+    """On every rank: the matrices of an Optimizer before and after it loads the state of one with others, the momenta
+    of both, and what is said where another class is to have them."""
+    first = next(name for name, param in MODELS["mlp"].build().named_parameters() if param.ndim == 2)
+    model, optimizer = muon_of({"place": {"*.weight": "muon"}, "lr": 0.5})
+    onefold.save(folder, model, optimizer)
+    other, again = muon_of({"place": {"*.weight": "muon"}, "split": {first: 3}}, seed=1)
+    before = [group.get("matrices") for group in again.param_groups]
+    onefold.load(folder, other, again)
+    after = [group.get("matrices") for group in again.param_groups]
+    third, moved = muon_of({"place": {first: "adamw", "*.weight": "muon"}}, seed=2)
+    with pytest.raises(onefold.CheckpointError) as caught:
+        onefold.load(folder, third, moved)
+    return before, after, momenta(optimizer), momenta(again), str(caught.value)
+
+
+def test_matrices_are_those_of_the_program_and_classes_those_of_the_checkpoint(tmp_path: Path) -> None:
+    answers = run_ranks(2, otherwise, str(tmp_path))
+    saved, loaded = (sorted(value for answer in answers for value in answer[which]) for which in (2, 3))
+    assert saved == loaded and saved
+    for before, after, _, _, said in answers:
+        assert before == after and len({one for one in before if one}) == 2
+        assert "AdamW updates parameters of param group" in said and "Muon updated some of them" in said
 
 
 def resumed(folder: str, stage: int, optimizer: str) -> list[str]:

@@ -49,6 +49,16 @@ def beside_muon(*classes: Any, **settings: Any) -> onefold.Optimizer:
     return onefold.Optimizer(model, optim.Muon, groups=groups)
 
 
+def resettled_muon(**settings: Any) -> None:
+    """One matrix, so that one rank alone reads its settings."""
+    model = onefold.shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    optimizer = onefold.Muon(model)
+    [group] = [group for group in optimizer.param_groups if "matrices" in group]
+    group.update(settings)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
 def with_gradients() -> onefold.Optimizer:
     model = sharded()
     optimizer = onefold.Optimizer(model, optim.SGD, lr=0.1)
@@ -92,6 +102,27 @@ CASES = {
     ),
     "Muon beside Muon": Case(
         lambda: beside_muon(optim.Muon), "OptimizerError", "cls=Muon, which is not element-wise", "such as AdamW"
+    ),
+    "Muon with another class beside": Case(
+        lambda: onefold.Muon(sharded(), adamw={"cls": optim.SGD}), "OptimizerError", "adamw= names 'cls'", "a second"
+    ),
+    "Muon with parameters of AdamW": Case(
+        lambda: onefold.Muon(sharded(), adamw={"params": []}), "OptimizerError", "adamw= names 'params'", "place="
+    ),
+    "Muon for parameters": Case(
+        lambda: onefold.Muon(sharded().parameters()), "ModelError", "found generator", "give the model itself"
+    ),
+    "Muon half a step": Case(
+        lambda: onefold.Muon(sharded(), ns_steps=2.5), "OptimizerError", "ns_steps=2.5", "use 1 to 99"
+    ),
+    "Muon later without decay": Case(
+        lambda: resettled_muon(weight_decay=None), "OptimizerError", "weight_decay=None is out of range", "at least 0"
+    ),
+    "Muon later in fp16": Case(
+        lambda: resettled_muon(ns_dtype="fp16"), "OptimizerError", "ns_dtype='fp16' is unknown", "use 'bf16'"
+    ),
+    "Muon later with other matrices": Case(
+        lambda: resettled_muon(matrices="stack"), "OptimizerError", "'stack' now, but was made with 'whole'", "split="
     ),
     "misspelt setting beside Muon": Case(
         lambda: beside_muon(optim.AdamW, rl=0.1), "OptimizerError", "{'rl': 0.1}", "AdamW refused"

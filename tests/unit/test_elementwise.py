@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, optim
 
 from onefold import OptimizerError
 from onefold.optim.elementwise import StateCost, examine
+from onefold.optim.whole_trial import examine_whole
 
 CPU = torch.device("cpu")
 
@@ -68,6 +70,44 @@ class LateNormSGD(Written):
     def update(self, param, grad, state):
         state["steps"] = state.get("steps", 0) + 1
         return grad if state["steps"] < 3 else grad / grad.norm()
+
+
+class LateShampoo(Written):
+    """Looks at its matrices of rows after ten steps only, but keeps them from the start."""
+
+    def update(self, param, grad, state):
+        rows = grad.reshape(grad.shape[0], -1)
+        state["steps"] = state.get("steps", 0) + 1
+        state["rows"] = state.get("rows", 0) + rows @ rows.T
+        return grad if state["steps"] < 10 else (torch.linalg.inv(state["rows"]) @ rows).view_as(grad)
+
+
+class LARC(Written):
+    """Scales only gradients that are large beside the parameter."""
+
+    def update(self, param, grad, state):
+        return grad * (100 * param.norm() / grad.norm()).clamp(max=1.0)
+
+
+class StableAdam(Written):
+    """Scales only steps in which gradients are larger than they were."""
+
+    def update(self, param, grad, state):
+        steps = state["steps"] = state.get("steps", 0) + 1
+        square = state.setdefault("square", torch.zeros_like(param))
+        square.lerp_(grad.square(), 0.01 / (1 - 0.99**steps))
+        ratios = grad.square() / square.clamp(min=1e-16)
+        return grad / square.sqrt() / ratios.mean().sqrt().clamp(min=1.0)
+
+
+class FactoredIfLarge(Written):
+    """Keeps means of rows and columns of matrices without a short side, and single elements of others."""
+
+    def update(self, param, grad, state):
+        if grad.ndim < 2 or min(grad.shape) < 128:
+            return grad.sign()
+        square = grad.square()
+        return grad / (square.mean(0) * square.mean(1, keepdim=True) / square.mean()).sqrt()
 
 
 class EightBits(Written):
@@ -141,6 +181,10 @@ REFUSED = [
     (GlobalNormSGD, "not element-wise"),
     (LateNormSGD, "not element-wise"),
     (EightBits, "not element-wise"),
+    (LateShampoo, "keeps state \\(rows\\)"),
+    (LARC, "not element-wise"),
+    (StableAdam, "not element-wise"),
+    (FactoredIfLarge, "not element-wise"),
 ]
 
 
@@ -190,6 +234,57 @@ def test_a_setting_that_is_not_finite_does_not_make_sgd_look_as_if_it_were_not_e
 
 def test_an_optimizer_error_is_a_value_error():
     assert issubclass(OptimizerError, ValueError)
+
+
+class GlobalClip(Written):
+    """Clips the norm over all its parameters, as FusedLAMB does, but only if that is large."""
+
+    def update(self, param, grad, state):
+        grads = [p.grad.norm() for group in self.param_groups for p in group["params"]]
+        return grad / (torch.stack(grads).norm() / 1e3).clamp(min=1.0)
+
+
+def test_a_class_that_clips_all_its_tensors_together_is_refused_though_it_clips_seldom():
+    with pytest.raises(OptimizerError, match="needs several tensors at once"):
+        examine_whole(GlobalClip, {}, CPU)
+
+
+class Talking(Written):
+    """Has other ranks update some of its parameters, as Muon's first implementation does."""
+
+    def update(self, param, grad, state):
+        dist.all_reduce(grad)
+        return grad
+
+
+def test_a_class_that_sends_messages_is_refused_with_what_to_give_instead(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(OptimizerError, match=r"sends messages to other ranks itself.*form for one process"):
+            examine(Talking, {}, CPU)
+    finally:
+        dist.destroy_process_group()
+
+
+class OfGroups(optim.Optimizer):
+    """Takes param groups with a key of its own, and nothing else."""
+
+    def __init__(self, param_groups):
+        assert all("use_muon" in group for group in param_groups)
+        super().__init__(param_groups, {})
+
+
+def test_a_class_that_takes_no_list_of_parameters_is_refused_by_name():
+    with pytest.raises(OptimizerError, match=r"OfGroups cannot be made for a list of parameters"):
+        examine(OfGroups, {}, CPU)
+
+
+class Compiled(Written):
+    update = torch.compile(Lion.update, fullgraph=True)
+
+
+def test_a_compiled_update_is_tried_without_compiling():
+    assert examine(Compiled, {}, CPU)[1] == StateCost(4, 0)
 
 
 # -- no trace ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from onefold.model.blocks import find_blocks
 from onefold.optim.muon_placement import ADAMW, MUON, decide
 from onefold.optim.newton_schulz import Muon, lr_ratio, places_of, work_of
 from onefold.optim.whole_tensors import check_room
-from tests.models import MODELS
+from tests.models import GPT_VOCAB, MODELS
 
 
 def placed(model: nn.Module, **said: Any) -> dict[str, tuple[str, object]]:
@@ -37,7 +37,18 @@ def test_modules_and_shapes_decide() -> None:
     assert tied["tokens.weight"] == (ADAMW, "embedding") and tied["layers.2.down.weight"] == (MUON, "whole")
     conv = placed(MODELS["conv"].build())
     assert conv["body.3.weight"] == (MUON, "flat") and conv["head.weight"] == (ADAMW, "head")
+    assert placed(nn.Sequential(nn.Conv1d(1, 4, 1), nn.Conv2d(2, 1, 3), nn.Linear(4, 4), nn.Linear(4, 4))) == {
+        "0.weight": (ADAMW, "no matrix"), "0.bias": (ADAMW, "vector"), "1.weight": (ADAMW, "no matrix"),
+        "1.bias": (ADAMW, "vector"), "2.weight": (MUON, "whole"), "2.bias": (ADAMW, "vector"),
+        "3.weight": (ADAMW, "head"), "3.bias": (ADAMW, "vector"),
+    }  # fmt: skip
     assert placed(nn.Linear(3, 3)) == {"weight": (MUON, "whole"), "bias": (ADAMW, "vector")}
+
+
+def test_a_parameter_that_modules_share_has_the_names_of_all() -> None:
+    for name in ("head.weight", "head.*", "tokens.weight"):
+        tied = placed(MODELS["gpt-tied"].build(), place={name: MUON}, split={name: (1, GPT_VOCAB - 1)})
+        assert tied["tokens.weight"] == (MUON, (1, GPT_VOCAB - 1))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +59,10 @@ def test_modules_and_shapes_decide() -> None:
         ({"place": {"*.up.bias": MUON}}, "cannot update layers.0.up.bias: a tensor of shape \\(48,\\) is no matrix"),
         ({"place": {"*": "lion"}}, "says 'lion' of tokens.weight; say 'muon' or 'adamw'"),
         ({"place": {"*": ADAMW}}, "finds no matrix of a hidden layer"),
+        ({"place": ["head.weight"]}, "place=\\['head.weight'\\] is no dict of names"),
+        ({"split": {"head.weight": 2}}, "split= names 'head.weight', but AdamW updates head.weight \\(head\\)"),
+        ({"split": {"*.up.weight": 2.0}}, "says 2.0 of layers.0.up.weight; say the number of equal parts"),
+        ({"split": {"*.up.weight": "qkv"}}, "says 'qkv' of layers.0.up.weight; say the number of equal parts"),
         ({"split": {"*.up.weight": 5}}, "into 5 equal parts, but it has 48 rows"),
         ({"split": {"*.up.weight": (40, 7)}}, "rows of \\(40, 7\\) are 47, but the tensor's shape is \\(48, 24\\)"),
     ],

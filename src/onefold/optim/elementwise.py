@@ -1,11 +1,11 @@
 """Whether an optimizer class is element-wise, found by running it on some numbers instead of from a list of names.
 
 Shards cut parameters anywhere, so an optimizer can run on a shard only if every element's update depends on that
-element's own history. (Classes that need one whole tensor at a time: whole_trial.py.) The class updates one small
-matrix, and the same numbers cut into two vectors, each with an optimizer of its own; the results must agree. LAMB, LARS
-and Adafactor scale by norms of whole tensors and differ; Muon needs matrices; LBFGS needs a closure; state in 8 bits is
-scaled by blocks of elements, which the two vectors cut. The same run shows how many bytes of optimizer state the class
-keeps.
+element's own history. (Classes that need one whole tensor at a time: whole_trial.py.) The class updates small matrices,
+and the same numbers cut into two vectors, each with an optimizer of its own; the results must agree after every step.
+LAMB, LARS and Adafactor scale by norms of whole tensors and differ; Muon needs matrices; LBFGS needs a closure; state
+in 8 bits is scaled by blocks of elements, which the two vectors cut; Shampoo keeps matrices of other shapes. The same
+run shows how many bytes of optimizer state the class keeps.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from onefold.cost.layout import ALIGN
 from onefold.cost.states import StateCost, check_form
 from onefold.errors import ConfigError, OptimizerError
 from onefold.optim.kernels.rule import knows
-from onefold.optim.trials import REMEDY, STEPS, bare_step, group_settings, on_numbers
+from onefold.optim.trials import GRADIENTS, REMEDY, SendsMessages, alike, group_settings, on_numbers, trained
 from onefold.optim.whole_trial import examine_whole
 
-# Elements of each vector. First few: a class that makes matrices of its vectors is found out in little time. Then many:
-# smaller ones keep 32 bits in 8-bit optimizers, and blocks of 256 must not fit.
-SIZES = (ALIGN, 65 * ALIGN)
+# Matrices that are cut into two vectors. First a small one: a class that makes matrices of its vectors is found out in
+# little time. Then longer vectors: smaller ones keep 32 bits in 8-bit optimizers, and blocks of 256 must not fit. Then
+# one with long sides: Adafactor and others factor no matrix that has a shorter side than 128.
+SHAPES = ((2, ALIGN), (2, 65 * ALIGN), (260, 2 * ALIGN))
 
 
 class NotElementwise(OptimizerError):
@@ -42,8 +43,8 @@ def examine(
             f"{cls!r} is not an optimizer class; pass a subclass of torch.optim.Optimizer, such as torch.optim.AdamW, "
             f"and its settings as keywords"
         )
-    for numel in SIZES:
-        optimizer, part, half, changed = _try(cls, kwargs, device, dtype, numel)
+    for shape in SHAPES:
+        optimizer, part, half, changed = _try(cls, kwargs, device, dtype, shape)
     if changed:
         raise OptimizerError(
             f"{cls.__name__} keeps state in its param group ({', '.join(changed)}), but every unit has a param group "
@@ -53,37 +54,54 @@ def examine(
 
 
 def _try(
-    cls: Any, kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype, numel: int
+    cls: Any, kwargs: dict[str, Any], device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer, nn.Parameter, list[str]]:
-    """Updates two rows of `numel` elements whole and apart; raises unless the results agree. The optimizer of both, of
-    the last row and the row itself, and settings that the first has changed."""
+    """Updates a matrix whole and in two halves; raises unless the results agree. The optimizer of both, of the last
+    half and the half itself, and settings that the first has changed."""
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(2, numel, generator=generator, dtype=dtype)
-    grads = [torch.randn(2, numel, generator=generator, dtype=dtype) * 10.0**-step for step in range(STEPS)]
+    values = torch.randn(shape, generator=generator, dtype=dtype)
+    grads = [torch.randn(shape, generator=generator, dtype=dtype) * size for size in GRADIENTS]
     whole = nn.Parameter(values.to(device, copy=True))
-    halves = [nn.Parameter(row.to(device, copy=True)) for row in values]
+    halves = [nn.Parameter(row.to(device, copy=True)) for row in values.view(2, -1)]
     try:
         optimizer = cls([whole], **kwargs)
     except (TypeError, ValueError) as error:
         raise OptimizerError(f"{cls.__name__} refused its settings {kwargs}: {error}") from error
+    except Exception as error:
+        raise OptimizerError(
+            f"{cls.__name__} cannot be made for a list of parameters and the settings {kwargs}: {error!r}; a class "
+            f"that wants param groups with keys of its own does not work: give its settings as keywords"
+        ) from error
     try:
         before = group_settings(optimizer)
-        train_on(optimizer, whole, grads)
+        seen, apart = trained(optimizer, [whole], [[grad] for grad in grads]), []
         for i, half in enumerate(halves):  # one optimizer each, as units have
             part = cls([half], **kwargs)
-            train_on(part, half, [grad[i] for grad in grads])
+            apart.append(trained(part, [half], [[grad.view(2, -1)[i]] for grad in grads]))
+    except SendsMessages:
+        raise
     except Exception as error:
         raise NotElementwise(
             f"{cls.__name__} cannot update 1-D vectors, which is what a sharded unit is made of: {error}. {REMEDY}"
         ) from error
-    if not torch.allclose(
-        whole.detach(), torch.stack([h.detach() for h in halves]), rtol=1e-5, atol=1e-7, equal_nan=True
-    ):
+    if not alike(seen, [torch.cat(rows) for rows in zip(*apart, strict=True)]):
         raise NotElementwise(
             f"{cls.__name__} is not element-wise: a tensor updated whole and the same tensor updated in two halves got "
             f"different values, and a shard is a part of a tensor. {REMEDY}"
         )
+    if odd := _odd_state(optimizer, whole):
+        raise NotElementwise(
+            f"{cls.__name__} keeps state ({odd}) that is neither one number for each element nor one for the tensor, "
+            f"and which a shard, a part of a tensor, cannot have. {REMEDY}"
+        )
     return optimizer, part, half, [key for key, value in group_settings(optimizer).items() if before.get(key) != value]
+
+
+def _odd_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> str:
+    """The names of state of other shapes: a class may keep it from the start and use it in later steps only."""
+    state = optimizer.state[param].items()
+    leaves = [(key, leaf) for key, value in state for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return ", ".join(dict.fromkeys(str(key) for key, leaf in leaves if leaf.numel() not in (0, 1, param.numel())))
 
 
 @on_numbers()
@@ -94,14 +112,8 @@ def first_state(
     param = nn.Parameter(torch.zeros(ALIGN, dtype=dtype, device=device))
     optimizer = cls([param], **kwargs)
     optimizer.param_groups[0].update(settings)
-    train_on(optimizer, param, [torch.ones(ALIGN, dtype=dtype)])
+    trained(optimizer, [param], [[torch.ones(ALIGN, dtype=dtype)]])
     return dict(optimizer.state[param])
-
-
-def train_on(optimizer: torch.optim.Optimizer, param: nn.Parameter, grads: list[Tensor]) -> None:
-    for grad in grads:
-        param.grad = grad.to(param.device, copy=True)
-        bare_step(optimizer)
 
 
 def _cost(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> StateCost:

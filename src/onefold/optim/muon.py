@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onefold.comm.agreement import on_all
+from onefold.errors import OptimizerError
 from onefold.optim import newton_schulz
 from onefold.optim.loss_scale import LossScale
 from onefold.optim.muon_placement import ADAMW, MUON, Place, Split, Stage, decide
@@ -69,6 +70,7 @@ class Muon(Optimizer):
         blocks, comms = engine.resolved.blocks, engine.comms
         stage = Stage(comms.pp.rank == comms.pp.size - 1, engine.tied.names) if comms.pp.size > 1 else None
         sizes = {name: part.shape for name, part in engine.resolved.tensor_shards.items() if part is not None}
+        on_all(comms.world, lambda: _check_settings_of_adamw(adamw or {}), "Muon()")
         self._decided = on_all(
             comms.world, lambda: decide(model, blocks, place or {}, split or {}, stage, sizes), "Muon()"
         )
@@ -83,6 +85,22 @@ class Muon(Optimizer):
             lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, ns_coefficients=ns_coefficients,
             eps=eps, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn, ns_dtype=ns_dtype,
         )  # fmt: skip
+
+    def _check_hyperparameters(self) -> None:
+        """On every rank, before a message is sent: only the owner of a matrix reads these."""
+        super()._check_hyperparameters()
+        for number, (group, (by, matrices)) in enumerate(zip(self.param_groups, self._keys, strict=True)):
+            if by != MUON:
+                continue
+            try:
+                newton_schulz.check_settings(group)
+            except (TypeError, ValueError) as error:
+                raise OptimizerError(f"param group {number} cannot be used: {error}") from error
+            if group["matrices"] != matrices:
+                raise OptimizerError(
+                    f"param group {number} has 'matrices' {group['matrices']!r} now, but was made with {matrices!r}; "
+                    f"make a new onefold.Muon with other split="
+                )
 
     def _group(self, params: Sequence[nn.Parameter], key: Key, adamw: dict[str, Any]) -> dict[str, Any]:
         mine = [param for param in params if self._key_of(param) == key]
@@ -101,3 +119,12 @@ class Muon(Optimizer):
 
     def _reason(self, param: nn.Parameter) -> str:
         return self._decided[id(param)].why
+
+
+def _check_settings_of_adamw(adamw: Mapping[str, Any]) -> None:
+    for name in ("params", "cls"):
+        if name in adamw:
+            raise OptimizerError(
+                f"adamw= names {name!r}, and is for settings of AdamW only; say with place= which parameters AdamW "
+                f"updates, and make another class a second onefold.Optimizer"
+            )

@@ -30,7 +30,7 @@ whose rows are the filters of a convolution; or the number of rows of each (head
 
 
 class Muon(torch.optim.Optimizer):
-    """`matrices` may differ between param groups."""
+    """torch.optim.Muon, whose param groups also say by `matrices` of which matrices each of their tensors consists."""
 
     def __init__(
         self,
@@ -46,23 +46,13 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: str = "bf16",
         matrices: Matrices = "whole",
     ) -> None:
-        given = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps}
-        for name, value in given.items():
-            if not 0.0 <= value < math.inf:
-                raise ValueError(f"{name}={value} is out of range; use a number of at least 0")
-        if not 1 <= ns_steps < 100:
-            raise ValueError(f"ns_steps={ns_steps} is out of range; use 1 to 99")
-        if len(ns_coefficients) != 3:
-            raise ValueError(f"ns_coefficients={ns_coefficients} has {len(ns_coefficients)} numbers; give three")
-        if adjust_lr_fn not in LR_RULES:
-            raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; use 'original' or 'match_rms_adamw'")
-        if ns_dtype not in NS_DTYPES:
-            raise ValueError(f"ns_dtype={ns_dtype!r} is unknown; use 'bf16' or 'fp32'")
-        more = {
+        settings = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eps": eps,
             "nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn, "ns_dtype": ns_dtype, "matrices": matrices,
         }  # fmt: skip
-        super().__init__(params, {**given, **more})
+        check_settings(settings)
+        super().__init__(params, settings)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -94,8 +84,25 @@ class Muon(torch.optim.Optimizer):
                 part.add_(direction.reshape(part.shape), alpha=alpha)
 
 
-class Place(NamedTuple):
-    """Where equal matrices are in a tensor."""
+def check_settings(settings: dict[str, Any]) -> None:
+    """Raises for settings of a param group that Muon cannot use."""
+    for name in ("lr", "weight_decay", "momentum", "eps"):
+        value = settings[name]
+        if not isinstance(value, Tensor) and not (isinstance(value, int | float) and 0.0 <= value < math.inf):
+            raise ValueError(f"{name}={value!r} is out of range; use a number of at least 0")
+    coefficients, steps, rule = (settings[name] for name in ("ns_coefficients", "ns_steps", "adjust_lr_fn"))
+    if not (isinstance(steps, int) and 1 <= steps < 100):
+        raise ValueError(f"ns_steps={steps!r} is out of range; use 1 to 99")
+    if len(coefficients) != 3:
+        raise ValueError(f"ns_coefficients={coefficients} has {len(coefficients)} numbers; give three")
+    if rule not in LR_RULES:
+        raise ValueError(f"adjust_lr_fn={rule!r} is unknown; use 'original' or 'match_rms_adamw'")
+    if settings["ns_dtype"] not in NS_DTYPES:
+        raise ValueError(f"ns_dtype={settings['ns_dtype']!r} is unknown; use 'bf16' or 'fp32'")
+
+
+class EqualMatrices(NamedTuple):
+    """Neighbouring rows of a tensor that are one matrix, or several of one shape."""
 
     start: int  # rows of the tensor
     stop: int
@@ -108,7 +115,7 @@ class Place(NamedTuple):
         return self.part(tensor).reshape(self.shape)
 
 
-def places_of(size: tuple[int, ...], matrices: Matrices) -> list[Place]:
+def places_of(size: tuple[int, ...], matrices: Matrices) -> list[EqualMatrices]:
     """The matrices of a tensor, neighbours of one shape together; raises if the tensor has no such matrices.
 
     >>> [place.shape for place in places_of((8, 5), (2, 2, 4))]
@@ -122,17 +129,17 @@ def places_of(size: tuple[int, ...], matrices: Matrices) -> list[Place]:
                 f"a tensor of shape {size} is no matrix, and Muon cannot take it as {matrices!r}; Muon takes matrices, "
                 f"stacks of matrices and filters of convolutions, and AdamW the rest"
             )
-        return [Place(0, rows, (rows, math.prod(size[1:])) if matrices == "flat" else size)]
+        return [EqualMatrices(0, rows, (rows, math.prod(size[1:])) if matrices == "flat" else size)]
     if len(size) != 2 or sum(matrices) != rows or not all(count > 0 for count in matrices):
         raise OptimizerError(f"rows of {tuple(matrices)} are {sum(matrices)}, but the tensor's shape is {size}")
     return list(_row_places(matrices, size[1]))
 
 
-def _row_places(counts: Sequence[int], columns: int) -> Iterator[Place]:
+def _row_places(counts: Sequence[int], columns: int) -> Iterator[EqualMatrices]:
     start = 0
     for count, equal in groupby(counts):
         number = sum(1 for _ in equal)
-        yield Place(start, start + number * count, (number, count, columns) if number > 1 else (count, columns))
+        yield EqualMatrices(start, start + number * count, (number, count, columns) if number > 1 else (count, columns))
         start += number * count
 
 

@@ -32,7 +32,7 @@ from onefold.optim.reduced_gradients import pieces
 from onefold.optim.small_state import form_of
 from onefold.optim.spikes import SpikeCheck, Spikes
 from onefold.optim.steps import Steps
-from onefold.optim.unit_optimizer import NOT_SETTINGS
+from onefold.optim.unit_optimizer import NOT_LOADED
 from onefold.optim.whole_tensors import whole
 from onefold.runtime.engine import engine_of
 from onefold.runtime.refusals import Call
@@ -409,7 +409,7 @@ class Optimizer(GroupedOptimizer):
             raise StateError("the saved param groups hold other parameters; build the optimizer with the same groups")
         self.before_load()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(saved)  # the same objects: schedulers hold them
+            _update(group, saved)
         self._steps.load(state_dict, state_dict["tried"])
         for unit in self._by_unit:
             unit.load([row for row in state_dict["slices"] if row["unit"] == unit.unit.name])
@@ -422,8 +422,12 @@ class Optimizer(GroupedOptimizer):
     def notes(self) -> dict[str, Any]:
         """What a checkpoint records of the optimizer beside the state of parameters; equal on all ranks."""
         rows = [
-            {"names": names, "settings": {key: value for key, value in group.items() if key not in NOT_SETTINGS}}
-            for names, group in zip(self._names(), self.param_groups, strict=True)
+            {
+                "names": names,
+                "settings": {key: value for key, value in group.items() if key not in NOT_LOADED},
+                "class": self.class_of(number),
+            }
+            for number, (names, group) in enumerate(zip(self._names(), self.param_groups, strict=True))
         ]
         return {"class": self._name, "steps": self.steps, "groups": rows, **self._steps.outcome()}
 
@@ -431,7 +435,7 @@ class Optimizer(GroupedOptimizer):
         """Loads the `notes` of the optimizer that wrote a checkpoint. `settings` has the settings of each of this
         optimizer's param groups; None keeps what a group has."""
         for group, saved in zip(self.param_groups, settings, strict=True):
-            group.update(saved or {})  # the same objects: schedulers hold them
+            _update(group, saved or {})
         self._steps.load(notes, notes["steps"] + notes["skipped"])
 
     def __getstate__(self) -> NoReturn:
@@ -447,3 +451,8 @@ class Optimizer(GroupedOptimizer):
             "torch.amp.GradScaler sees the gradients of one rank only; with precision='fp16' call "
             "optimizer.backward(loss), which scales by itself"
         )
+
+
+def _update(group: dict[str, Any], saved: dict[str, Any]) -> None:
+    """In place: schedulers hold the group."""
+    group.update((key, value) for key, value in saved.items() if key not in NOT_LOADED)

@@ -249,6 +249,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             check_finite(group, f"param group {index}")
 
+    def class_of(self, number: int) -> str:
+        """The name of the class that updates a param group."""
+        if self._whole is not None and self._rest is not None and number in self._whole.rest_groups:
+            return self._rest.cls.__name__
+        return self._cls.__name__
+
     @property
     def indices(self) -> frozenset[int]:
         """The model's trained parameters, by number, that are in a param group."""

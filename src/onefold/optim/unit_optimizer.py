@@ -35,6 +35,7 @@ from onefold.state.random_rounding import keys_of
 from onefold.state.unit import Unit
 
 NOT_SETTINGS = ("params", "param_names")  # of a param group
+NOT_LOADED = (*NOT_SETTINGS, "matrices")  # the program says what matrices Muon makes of a tensor, not a checkpoint
 
 
 class OptimizerParam(NamedTuple):

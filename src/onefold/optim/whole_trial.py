@@ -20,7 +20,7 @@ from onefold.cost.layout import padded
 from onefold.cost.states import LEAF, StateCost
 from onefold.errors import OptimizerError
 from onefold.offload.image import LEAST_NUMEL
-from onefold.optim.trials import REMEDY, STEPS, bare_step, group_settings, on_numbers
+from onefold.optim.trials import GRADIENTS, REMEDY, SendsMessages, alike, bare_step, group_settings, on_numbers, trained
 
 SHAPE = (24, 40)  # of the trial's matrices: not square, so that state of rows, columns and elements differ in size
 FAKE_FROM = 1 << 18  # elements: larger tensors are tried without memory
@@ -34,39 +34,33 @@ def examine_whole(
     that tensor alone."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, *SHAPE, generator=generator, dtype=dtype)
-    grads = [torch.randn(2, *SHAPE, generator=generator, dtype=dtype) * 10.0**-step for step in range(STEPS)]
+    grads = [torch.randn(2, *SHAPE, generator=generator, dtype=dtype) * size for size in GRADIENTS]
     together, apart = ([nn.Parameter(value.to(device, copy=True)) for value in values] for _ in range(2))
     try:
         joint = cls(together, **kwargs)
         before = group_settings(joint)
-        _train(joint, together, grads)
+        seen, alone = trained(joint, together, [list(rows) for rows in grads]), []
         for index, param in enumerate(apart):
-            alone = cls([param], **kwargs)
-            _train(alone, [param], [grad[index : index + 1] for grad in grads])
+            one = cls([param], **kwargs)
+            alone.append(trained(one, [param], [[rows[index]] for rows in grads]))
+    except SendsMessages:
+        raise
     except Exception as error:
         raise OptimizerError(
             f"{cls.__name__} can update neither shards nor whole tensors one by one: {error}. {REMEDY}"
         ) from error
-    for one, other in zip(together, apart, strict=True):
-        if not torch.allclose(one.detach(), other.detach(), rtol=1e-5, atol=1e-7, equal_nan=True):
-            raise OptimizerError(
-                f"{cls.__name__} is not element-wise, and needs several tensors at once: two tensors updated by one "
-                f"optimizer and by an optimizer each got different values, and no rank has all tensors. {REMEDY}"
-            )
+    if not alike(seen, [torch.cat(rows) for rows in zip(*alone, strict=True)]):
+        raise OptimizerError(
+            f"{cls.__name__} is not element-wise, and needs several tensors at once: two tensors updated by one "
+            f"optimizer and by an optimizer each got different values, and no rank has all tensors. {REMEDY}"
+        )
     if changed := [key for key, value in group_settings(joint).items() if before.get(key) != value]:
         raise OptimizerError(
             f"{cls.__name__} keeps state in its param group ({', '.join(changed)}), but every tensor has a param group "
             f"of its own, so that state would differ between tensors. {REMEDY}"
         )
-    form = StateForm.of(dict(alone.state[param]), SHAPE)
+    form = StateForm.of(dict(one.state[param]), SHAPE)
     return dict(joint.defaults), StateCost(form.vector_bytes // param.numel(), form.other_bytes)
-
-
-def _train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: list[Tensor]) -> None:
-    for rows in grads:
-        for param, grad in zip(params, rows, strict=True):
-            param.grad = grad.to(param.device, copy=True)
-        bare_step(optimizer)
 
 
 class StateForm(NamedTuple):

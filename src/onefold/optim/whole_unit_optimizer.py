@@ -181,10 +181,11 @@ class WholeUnitOptimizer(UnitOptimizer):
             try:
                 self._form(slot, group, settings)
             except Exception as error:
+                ours = "; onefold.Muon does both" if self.cls is torch.optim.Muon else ""
                 raise OptimizerError(
                     f"{self.cls.__name__} cannot update {self.name(slot)} of shape {tuple(self.size(slot))}: {error}. "
                     f"Name the parameters it takes with groups=, and give the others to a second Optimizer, such as "
-                    f"AdamW"
+                    f"AdamW{ours}"
                 ) from error
 
     def _form(self, slot: int, group: int | None = None, settings: dict[str, Any] | None = None) -> StateForm:

@@ -440,7 +440,12 @@ class Engine:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    engine = model.__dict__.get(ATTRIBUTE) if isinstance(model, nn.Module) else None
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"expected the model that onefold.shard(model, ...) was called on, found {type(model).__name__}; give the "
+            f"model itself, not its parameters"
+        )
+    engine = model.__dict__.get(ATTRIBUTE)
     if engine is None:
         raise ModelError(f"{type(model).__name__} has not been sharded; call onefold.shard(model, ...) first")
     return engine

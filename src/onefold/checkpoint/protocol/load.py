@@ -256,7 +256,10 @@ def _plan(engine: Engine, optimizers: Sequence[Optimizer], choice: Choice, sourc
     loaded = [
         SavedOptimizer(
             one, notes,
-            [_settings(group["params"], found, notes, engine, i) for i, group in enumerate(one.param_groups)],
+            [
+                _settings(group["params"], found, notes, engine, i, one.class_of(i))
+                for i, group in enumerate(one.param_groups)
+            ],
         )
         for one, notes in zip(optimizers, saved, strict=True)
     ]  # fmt: skip
@@ -285,13 +288,19 @@ def _optimizer_notes(source: Checkpoint, own: OwnNotes, optimizers: Sequence[Opt
 
 
 def _settings(
-    params: list[nn.Parameter], found: Mapping[str, str], notes: dict[str, Any], engine: Engine, number: int
+    params: list[nn.Parameter], found: Mapping[str, str], notes: dict[str, Any], engine: Engine, number: int, cls: str
 ) -> dict[str, Any] | None:
-    """The settings of the saved param group that has these parameters; None if none has."""
+    """The settings of the saved param groups that have these parameters; None if none has."""
     names = {id(param): name for name, param in zip(engine.names, engine.params, strict=True)}
     saved = {found[names[id(param)]] for param in params if names[id(param)] in found}
     groups = [group for group in notes["groups"] if saved & set(group["names"])]
-    if len(groups) > 1:
+    other = next((group["class"] for group in groups if group.get("class", cls) != cls), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{cls} updates parameters of param group {number}, and {other} updated some of them in the checkpoint, so "
+            f"their state does not fit; give each parameter to the same class, or load weights only: load(path, model)"
+        )
+    if any(group["settings"] != groups[0]["settings"] for group in groups):
         raise CheckpointError(
             f"param group {number} has parameters of {len(groups)} saved groups, so their settings (lr …) contradict; "
             f"build the optimizer with the saved groups, or load weights only: load(path, model)"

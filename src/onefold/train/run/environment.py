@@ -19,10 +19,11 @@ from onefold.observe.passes import Cut
 from onefold.observe.rehearsal import rehearse
 from onefold.observe.reports import placement
 from onefold.optim.named import choose
+from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine, engine_of
 from onefold.train.run.data import Data, Prepared, bigram_loss
 from onefold.train.run.model import GPT
-from onefold.train.run.optimizers import newton_schulz_dtype
+from onefold.train.run.optimizers import newton_schulz_of
 from onefold.train.run.run_model import RunModel
 from onefold.train.run.settings import Settings
 from onefold.version import VERSION
@@ -31,7 +32,14 @@ PLANNED = 3 * 10**9  # parameters: beyond it the rehearsal takes longer than it 
 
 
 def facts_of(
-    settings: Settings, made: RunModel, data: Data, prepared: Prepared, *, earlier: dict[str, Any], step: int
+    settings: Settings,
+    made: RunModel,
+    optimizer: Optimizer,
+    data: Data,
+    prepared: Prepared,
+    *,
+    earlier: dict[str, Any],
+    step: int,
 ) -> dict[str, Any]:
     """`earlier` are those of the same run before it was interrupted, at `step`: what takes long is not done again."""
     model, shape = made.module, made.shape
@@ -54,7 +62,7 @@ def facts_of(
         "tokens_per_step": batch * shape.seq,
         "eval_windows": settings.steps.eval_windows,
         "seed": settings.steps.seed,
-        "environment": environment(engine.device),
+        "environment": {**environment(engine.device), "newton_schulz": newton_schulz_of(optimizer)},
         "placement": [dataclasses.asdict(row) for row in rows.rows],
         "data": {
             "source": data.source,
@@ -73,7 +81,7 @@ def facts_of(
     evaluated = data.windows.evaluated(settings.steps.eval_windows)
     return {
         **facts,
-        **({"plan": planned(engine, settings, made, accumulation)} if settings.plan else {}),
+        **({"plan": planned(engine, settings, made, optimizer, accumulation)} if settings.plan else {}),
         "baseline": earlier["baseline"] if known else {"bigram_val_loss": bigram_loss(data, evaluated)},
     }
 
@@ -109,7 +117,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def planned(engine: Engine, settings: Settings, made: RunModel, accumulation: int) -> dict[str, Any] | None:
+def planned(
+    engine: Engine, settings: Settings, made: RunModel, optimizer: Optimizer, accumulation: int
+) -> dict[str, Any] | None:
     """Bytes at the fullest instant and bytes sent, rehearsed on tensors without memory; None if it is too large, or a
     model of others that cannot be rehearsed."""
     shape = made.shape
@@ -118,7 +128,7 @@ def planned(engine: Engine, settings: Settings, made: RunModel, accumulation: in
     tokens = torch.zeros(settings.steps.micro_batch, shape.seq, dtype=torch.long)
     plays = "nccl" if engine.device.type == "cuda" else "gloo"
     zero = dataclasses.replace(engine.resolved.settings, mesh=None, init=None, compile=False)
-    muon = {"ns_dtype": newton_schulz_dtype(engine.device)} if settings.adam.optimizer == "muon" else None
+    muon = {"ns_dtype": newton_schulz_of(optimizer)} if settings.adam.optimizer == "muon" else None
     chosen = choose(settings.adam.optimizer, muon, state=settings.adam.optimizer_state)
     refusals = OnefoldError if isinstance(made.module, GPT) else Exception
     log = logging.getLogger("torch._subclasses.fake_tensor")

@@ -240,7 +240,7 @@ def _write_facts(loop: Loop, place: Place, prepared: Prepared) -> dict[str, Any]
     batch = dataclasses.replace(settings.steps, global_batch=loop.batch, accumulation=None)  # the same on any ranks
     replace(folder.config, to_toml(dataclasses.replace(settings, steps=batch), leave_out=NOT_SAVED))
     earlier = read_facts(folder.path) if folder.facts.exists() else {}
-    facts = facts_of(settings, loop.made, loop.data, prepared, earlier=earlier, step=place.step)
+    facts = facts_of(settings, loop.made, loop.optimizer, loop.data, prepared, earlier=earlier, step=place.step)
     if settings.model.weights is not None:
         keep_beside(settings.model.weights, folder.pretrained)
     replace(folder.data, prepared.digests.to_json())
