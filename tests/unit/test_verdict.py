@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.cli.lifeline import Level
 from onefold.cli.verdict import Exit, ReportedError, verdict
+from onefold.comm.last_words import Level
 
 TIMEOUT_S = 8.0
 
