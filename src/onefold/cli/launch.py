@@ -180,12 +180,13 @@ class Start:
     def _forward_signal(self, ranks: Ranks) -> Outcome | None:
         """Called after a signal: ranks that train finish their step and save.
 
-        While a rank has not come to its first step all are ended at once: there is nothing to save.
+        While a rank has not come to its first step all are ended at once: there is nothing to save, except where ranks
+        go on after others were lost. Those restore what may be in memory alone, take a step and save.
         """
         if self._launch.forwards_signals:
             for rank in ranks:
                 rank.signal(self._stop.number)
-        elif PREPARING in self._phases:
+        elif PREPARING in self._phases and not (self._restart and self._launch.elastic):
             early = ", before the first step of this start: nothing is lost" if self._launch.shutdown_s else ""
             return Outcome(128 + self._stop.number, f"ended by {self._signal_name()}{early}")
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -82,9 +83,12 @@ def error_report(rank: int, error: BaseException) -> dict[str, Any]:
 def _tell_launcher(error: BaseException) -> None:
     """Writes the error to the launcher of `onefold run`, if one has started this script."""
     if LINE in os.environ and "RANK" in os.environ:
+        said = json.dumps(error_report(int(os.environ["RANK"]), error)).encode() + b"\n"
         with suppress(OSError, ValueError):
-            sys.stderr.flush()
-            os.write(int(os.environ[LINE]), json.dumps(error_report(int(os.environ["RANK"]), error)).encode() + b"\n")
+            line = int(os.environ[LINE])
+            if stat.S_ISSOCK(os.fstat(line).st_mode):  # else the script has closed it
+                sys.stderr.flush()
+                os.write(line, said)
 
 
 def first_words() -> str:
