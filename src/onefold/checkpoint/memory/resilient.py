@@ -22,7 +22,7 @@ from torch import nn
 from onefold.checkpoint.format.address import Address, place
 from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.manifest import VALUE, Manifest
-from onefold.checkpoint.format.opening import storage_of
+from onefold.checkpoint.format.opening import check_shared, storage_of
 from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.memory.copying import Places, copy
@@ -223,6 +223,7 @@ class Resilient:
             self._optimizers.extend(checked(self._engine, optimizer))
             if not self._optimizers:
                 raise ConfigError("resilient() needs the model's Optimizer: without its state no run can go on")
+            check_shared(self._run, self._comm.size)
             remove_stale()
             folders.append(copies_folder(self._run.absolute()))
             size = state_bytes(self._engine, self._optimizers)

@@ -31,7 +31,7 @@ from onefold.checkpoint.format.manifest import (
     rank_part_from_json,
     rank_part_to_json,
 )
-from onefold.checkpoint.format.opening import storage_of
+from onefold.checkpoint.format.opening import check_shared, storage_of
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import write_tensors
 from onefold.checkpoint.protocol.background import WORKER
@@ -155,6 +155,7 @@ def save_on(
         optimizers.extend(checked(engine, optimizer))
         run = place(folder).absolute()
         chosen = storage or storage_of(run)
+        check_shared(run, comm.size)
         chosen.check_access(run)
         job = describe_job(engine, comm, chosen, SaveRequest(run, optimizers, extra, step, keep, wait, overwrite, only))
         jobs.append(job)
