@@ -12,7 +12,7 @@ from tests.security.reached import CAN_ENTER, ENTER, attack, listeners, outside_
 from tests.train.launched import launched
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 where, what = Path(sys.argv[1]), sys.argv[2]
 rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -25,7 +25,8 @@ if what != "late and not handled":  # of which nothing but its end is asked
 if what == "kill, then raise" and rank == "1" and start == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "kill, then raise" and start == "1":
-    os.system("setsid sleep 60 &")  # a daemon, which its script wants to live on
+    subprocess.Popen(["sleep", "60"], start_new_session=True)  # a daemon, which its script wants to live on
+    torch.distributed.barrier()  # both have one
     if rank == "1":
         raise KeyError("mine")
 def ends(code, after_s=0.0):

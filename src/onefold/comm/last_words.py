@@ -26,6 +26,7 @@ from onefold.comm.watching import current_watcher
 from onefold.errors import CommError, MismatchError, OnefoldError
 
 WORDS = "onefold-last-words"
+GLOO = "gloo/transport"  # in what gloo's errors say, which have no class of their own
 PATIENCE_S = 1.5
 LINE = "ONEFOLD_LIFELINE"  # where Onefold's launcher has started this rank: its line to it, as a file descriptor
 
@@ -39,7 +40,9 @@ class Level(IntEnum):
 
     @classmethod
     def of(cls, error: BaseException) -> Level:
-        found_by = {CommError: cls.PEER, MismatchError: cls.AGREED}
+        found_by = {CommError: cls.PEER, dist.DistError: cls.PEER, MismatchError: cls.AGREED}
+        if type(error) is RuntimeError and GLOO in str(error):  # of a script's own call of torch.distributed
+            return cls.PEER
         return next((level for kind, level in found_by.items() if isinstance(error, kind)), cls.OWN)
 
 
