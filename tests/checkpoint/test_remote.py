@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -68,6 +69,24 @@ def test_what_cannot_be_opened_is_refused_in_one_line_that_names_the_remedy():
         with pytest.raises(ConfigError, match=r"s3://bucket/out is the address of a store"):
             onefold.export("memory://run", "s3://bucket/out", format=format)
     assert main(["train", "--out", "s3://bucket/out"]) == 2
+
+
+def in_memory_of_each() -> list[str]:
+    """What two ranks are told that would each have a store of their own."""
+    onefold.init()
+    model = onefold.shard(nn.Linear(8, 8), stage=2)
+    optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
+    found = []
+    for call in (onefold.resilient, partial(onefold.save, step=1)):
+        with pytest.raises(ConfigError) as error:
+            call("memory://each/run", model, optimizer)
+        found.append(str(error.value))
+    return found
+
+
+def test_a_store_in_the_memory_of_one_process_is_refused_to_several_ranks_before_the_first_step():
+    first, second = run_ranks(2, in_memory_of_each)
+    assert first == second and all("memory://each/run is in the memory of one process" in line for line in first)
 
 
 def saved_again_and_again(address: str) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from onefold.checkpoint.format.folder import step_name
+from onefold.checkpoint.format.folder import committed, step_name
+from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.memory.places import MEMORY
 from onefold.errors import ConfigError
 from onefold.train.run.metrics import Listener
@@ -79,6 +80,20 @@ def test_a_killed_rank_costs_the_steps_since_the_last_copy_and_then_losses_are_t
     run_ranks(3, train_until, settings_of(disk, **PLAIN, **data), step, timeout_s=120)
     run_ranks(2, train_until, settings_of(disk, **PLAIN, **data), len(found), timeout_s=120)
     assert curve(disk) == found
+
+
+def test_a_signal_while_the_ranks_that_are_left_start_again_saves_what_is_in_memory_alone(tmp_path):
+    out, memory = tmp_path / "run", tmp_path / "memory"
+    with launched(out, "--config", str(config_file(out, **SETTINGS)), env={MEMORY: str(memory)}) as launch:
+        launch.wait_for(lambda: copied(memory, 2 * EVERY, 3), "two copies")
+        before = set(launch.rank_pids().values())
+        kill(launch, 1)
+        launch.wait_for(lambda: len(set(launch.rank_pids().values()) - before) == 2, "ranks that start again")
+        os.kill(launch.process.pid, signal.SIGTERM)
+        code, _, err = launch.end()
+    assert code == 0 and "stopped and saved (SIGTERM)" in err, err
+    (step,) = committed(Storage(), out / "checkpoints")
+    assert step > 2 * EVERY and list(curve(out)) == list(range(1, step + 1))
 
 
 def elastic_notes(out: Path) -> list[str]:

@@ -71,4 +71,4 @@ def test_a_run_goes_on_from_memory_or_else_from_the_store_and_saves_there_when_t
         assert newest(port) == max(after), "the step in hand was not saved"
         assert not (out / "checkpoints").exists() and not any(memory.iterdir()), "copies are left in memory"
         with store(port), pytest.raises(ConfigError, match="--resume-or-start"):  # nobody asked for that run
-            check_store(settings_of(tmp_path / "new", checkpoints=about))
+            check_store(settings_of(tmp_path / "new", checkpoints=about), 2)

@@ -1,10 +1,12 @@
 """Whoever ended first is named, whatever the others say about it."""
 
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.cli.lifeline import Level
 from onefold.cli.verdict import Exit, ReportedError, verdict
+from onefold.comm.last_words import Level
+from onefold.errors import CommError
 
 TIMEOUT_S = 8.0
 
@@ -49,3 +51,9 @@ def test_a_rank_that_left_early_is_named_though_it_left_well():
 def test_ranks_that_disagree_say_so_once():
     words = [ReportedError(r, "the model differs", Level.AGREED, "MismatchError", 1.0) for r in (1, 0)]
     assert verdict(words, [], {}, TIMEOUT_S) == (1, "the model differs", "MismatchError", False, ())
+
+
+def test_what_a_backend_says_of_a_peer_is_no_error_of_the_rank_that_heard_it():
+    said = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    assert Level.of(said) is Level.of(dist.DistNetworkError("reset")) is Level.of(CommError("gone")) is Level.PEER
+    assert Level.of(RuntimeError("mine")) is Level.of(ValueError("gloo/transport")) is Level.OWN

@@ -17,12 +17,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from onefold.cli.lifeline import PREPARING, Level, Lifeline
+from onefold.cli.lifeline import PREPARING, Lifeline
 from onefold.cli.ranks import Ranks, Said, started
 from onefold.cli.verdict import Exit, Outcome, ReportedError, cause_known, lost_ranks, signal_name, verdict
-from onefold.comm.last_words import tell_last_words
+from onefold.comm.last_words import Level, tell_last_words
 from onefold.comm.watching import current_watcher
-from onefold.errors import CommError, MismatchError, OnefoldError, visible
+from onefold.errors import OnefoldError, visible
 from onefold.train.run.stop import Stop
 
 COMMAND = Path(__file__).parents[2] / "onefold_command.py"  # beside the package, wherever that is installed
@@ -74,13 +74,11 @@ def report_and_exit(line: Lifeline, error: Exception) -> NoReturn:
         watcher.announce(error)
     tell_last_words(error)
     known = isinstance(error, OnefoldError)
-    found_by = {CommError: Level.PEER, MismatchError: Level.AGREED}
-    level = next((level for kind, level in found_by.items() if isinstance(error, kind)), Level.OWN)
     if not known:
         traceback.print_exc()
     message = str(error) if known else f"rank {rank}: {type(error).__name__}: {error}"
     if line.launched:
-        line.say({"error": message, "level": level, "kind": type(error).__name__})
+        line.say({"error": message, "level": Level.of(error), "kind": type(error).__name__})
     else:
         say(message if message.startswith("rank ") else f"rank {rank}: {message}")
     sys.stdout.flush()
@@ -101,15 +99,17 @@ class Launcher:
                 start = Start(launch, restart, stop)
                 outcome = start.run()
                 self.result = start.result
-                if outcome.good or not outcome.lost or stop.asked:
+                passing = launch.forwards_signals and again < most  # a script's error may not come again
+                if outcome.good or stop.asked or not (outcome.lost or passing):
                     return outcome
-                left = max((n for n in launch.elastic if n <= launch.ranks - start.lost), default=None)
+                left = max((n for n in launch.elastic if outcome.lost and n <= launch.ranks - start.lost), default=None)
                 if left is not None:
                     say(f"a rank was lost ({outcome.message}); going on with {left} of {launch.ranks} ranks")
                     launch = replace(launch, ranks=left)
                 elif again < most:
                     again += 1
-                    say(f"a rank was lost ({outcome.message}); restart {again} of {most}")
+                    what = "a rank was lost" if outcome.lost else "a rank failed"
+                    say(f"{what} ({outcome.message}); restart {again} of {most}")
                 else:
                     return outcome
         raise AssertionError("unreachable")
@@ -180,12 +180,13 @@ class Start:
     def _forward_signal(self, ranks: Ranks) -> Outcome | None:
         """Called after a signal: ranks that train finish their step and save.
 
-        While a rank has not come to its first step all are ended at once: there is nothing to save.
+        While a rank has not come to its first step all are ended at once: there is nothing to save, except where ranks
+        go on after others were lost. Those restore what may be in memory alone, take a step and save.
         """
         if self._launch.forwards_signals:
             for rank in ranks:
                 rank.signal(self._stop.number)
-        elif PREPARING in self._phases:
+        elif PREPARING in self._phases and not (self._restart and self._launch.elastic):
             early = ", before the first step of this start: nothing is lost" if self._launch.shutdown_s else ""
             return Outcome(128 + self._stop.number, f"ended by {self._signal_name()}{early}")
         else:

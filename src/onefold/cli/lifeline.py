@@ -22,21 +22,13 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from enum import IntEnum
 from typing import Any
 
-LINE = "ONEFOLD_LIFELINE"  # the rank's end, as a file descriptor
+from onefold.comm.last_words import LINE
+
 STOP = b"stop\n"
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 PREPARING, TRAINING, FINISHED = "preparing", "training", "finished"
-
-
-class Level(IntEnum):
-    """How much an error says about the first cause."""
-
-    PEER = 0  # a peer was gone, or did not answer
-    AGREED = 1  # all ranks raise it together: they do not agree
-    OWN = 2  # this rank's own
 
 
 class Lifeline:

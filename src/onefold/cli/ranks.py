@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from onefold.cli.environment import QUIET
 from onefold.cli.forked import Forked, fork, forks
-from onefold.cli.lifeline import LINE, STOP, die_with
+from onefold.cli.lifeline import STOP, die_with
+from onefold.comm.last_words import LINE
 from onefold.comm.rendezvous import GLOO, LOOPBACK, NCCL, NCCL_LOOPBACK, STORE
 
 REAP_S = 0.5

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from onefold.cli.lifeline import Level
+from onefold.comm.last_words import Level
 
 
 class ReportedError(NamedTuple):

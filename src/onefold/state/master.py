@@ -32,6 +32,8 @@ class ComputeCopy(Protocol):
 class Master:
     """The master of fp32 or fp64 parameters: the parameters themselves. All spans are elements of the unit."""
 
+    dense = True  # its elements are stored as such, and `view` needs no scratch
+
     def __init__(self, params: ComputeCopy, owned: Span) -> None:
         self._params, self.owned = params, owned
 
@@ -184,6 +186,8 @@ class Fp32Master(StoredMaster):
 
 class SplitMaster(StoredMaster):
     """A master whose upper halves are the bf16 parameters; the 16-bit remainders are stored beside them."""
+
+    dense = False
 
     def __init__(self, params: ComputeCopy, owned: Span, remainder: Tensor, pool: Pool) -> None:
         super().__init__(params, owned, remainder)

@@ -24,6 +24,15 @@ def storage_of(path: Path) -> Storage:
     return kind(path, _deadline_s())
 
 
+def check_shared(path: Path, ranks: int) -> None:
+    """Raises if a store is one of which each rank would have its own."""
+    if isinstance(path, Address) and path.scheme == "memory" and ranks > 1:
+        raise ConfigError(
+            f"{path} is in the memory of one process, and there are {ranks} ranks; give the address of a store, or a "
+            f"folder, that all of them see"
+        )
+
+
 def _deadline_s() -> float:
     text = os.environ.get(DEADLINE, str(DEADLINE_S))
     try:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from torch import nn
 from onefold.checkpoint.format.address import Address, place
 from onefold.checkpoint.format.folder import committed
 from onefold.checkpoint.format.manifest import VALUE, Manifest
-from onefold.checkpoint.format.opening import storage_of
+from onefold.checkpoint.format.opening import check_shared, storage_of
 from onefold.checkpoint.format.reading import Checkpoint
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.memory.copying import Places, copy
@@ -40,14 +40,14 @@ from onefold.checkpoint.memory.places import (
     room_bytes,
 )
 from onefold.checkpoint.protocol.background import Worker, finish_saves
-from onefold.checkpoint.protocol.load import load, load_opened
+from onefold.checkpoint.protocol.load import load, load_opened, pass_over
 from onefold.checkpoint.protocol.optimizers import checked
 from onefold.checkpoint.protocol.save import Job, SaveRequest, describe_job, optimizer_note, staged
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, stage_contents
 from onefold.checkpoint.protocol.state import OwnedElements, rank_contents
 from onefold.checkpoint.protocol.together import attempt, check_same
 from onefold.comm.streams import SideStream, StreamEvent
-from onefold.errors import CommError, ConfigError
+from onefold.errors import CheckpointDamaged, CheckpointError, CommError, ConfigError, OffloadError
 from onefold.offload.host_memory import bytes_of
 from onefold.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine, engine_of
@@ -80,6 +80,13 @@ def resilient(
     ...         run.step({"step": step + 1})
     """
     return Resilient(folder, model, optimizer, every=every)
+
+
+class Snapshot(NamedTuple):
+    """What a rank owns, in host memory once the event has passed."""
+
+    owned: Sequence[OwnedElements]
+    complete: StreamEvent
 
 
 class Resilient:
@@ -134,7 +141,9 @@ class Resilient:
             self._start(extra, number)
 
     def close(self) -> None:
-        """Waits for the last copy, and removes all copies: the run is done, and its result saved. Collective."""
+        """Waits for the last copy, and for a checkpoint that is still being saved, and removes all copies: the run is
+        done, and its result saved. Collective."""
+        finish_saves()  # what is not committed yet is in the copies alone
         self._finish()
         attempt(self._comm, lambda: None)  # nobody reads or writes there any more
         if self._comm.rank == self._places.node.ranks[0]:
@@ -157,15 +166,25 @@ class Resilient:
         try:
             job = describe_job(engine, self._comm, self._storage, request)
             job = replace(job, optimizer=optimizer_note(self._optimizers, self._groups(), copy=True))
-            with torch.no_grad():
-                copies = staged(job.owned, job.device, self._worker, self._beside)
-            self._beside.wait_for_current()
-            event = self._beside.event()
-            engine.tiers.snapshot_until(event)
+            snapshot = self._snapshot(job)
         finally:
             engine.tiers.load_for_reading(None)
         self._copying, self._began_s = step, time.monotonic()
-        self._worker.start(lambda: _copy_after(event, job, copies, self._places))
+        self._worker.start(lambda: _copy_after(snapshot, job, self._places))
+
+    @torch.no_grad()
+    def _snapshot(self, job: Job) -> Snapshot | Exception:
+        """The state in host memory; the error if there is no room for it, which then all ranks are told."""
+        try:
+            copies = staged(job.owned, job.device, self._worker, self._beside)
+        except (OffloadError, MemoryError, RuntimeError) as error:
+            if isinstance(error, CommError):
+                raise
+            return error
+        self._beside.wait_for_current()
+        event = self._beside.event()
+        self._engine.tiers.snapshot_until(event)
+        return Snapshot(copies, event)
 
     def _groups(self) -> list[list[str]]:
         """The names in each param group, of all stages of a pipeline."""
@@ -204,6 +223,7 @@ class Resilient:
             self._optimizers.extend(checked(self._engine, optimizer))
             if not self._optimizers:
                 raise ConfigError("resilient() needs the model's Optimizer: without its state no run can go on")
+            check_shared(self._run, self._comm.size)
             remove_stale()
             folders.append(copies_folder(self._run.absolute()))
             size = state_bytes(self._engine, self._optimizers)
@@ -233,12 +253,19 @@ class Resilient:
 
         answers = attempt(self._comm, look)
         chosen, saved = choose([row[1] for row in answers]), answers[0][0]
-        if chosen is not None and chosen.step >= saved:
-            return self._from_memory(chosen, copies.get(chosen.digest)), MEMORY
-        if saved < 0:
-            return None, None
         source = STORE if isinstance(self._run, Address) else DISK
-        return load(str(self._run), self._model, self._optimizers, fallback=True), source
+        if chosen is None:
+            newest_of_all = load(str(self._run), self._model, self._optimizers, fallback=True) if saved >= 0 else None
+            return newest_of_all, source if saved >= 0 else None
+        while saved > chosen.step:
+            try:
+                return load(str(self._run), self._model, self._optimizers), source
+            except CheckpointDamaged as error:  # the copy may be newer than the checkpoint before it
+                pass_over(self._comm, self._run, saved, error)
+            before, saved = saved, attempt(self._comm, lambda: self._newest_saved() if rank == 0 else -1)[0]
+            if saved >= before:  # it could not be set aside
+                break
+        return self._from_memory(chosen, copies.get(chosen.digest)), MEMORY
 
     def _newest_saved(self) -> int:
         finish_saves()
@@ -272,10 +299,22 @@ class Resilient:
         return bytes(bytes_of(text))
 
 
-def _copy_after(event: StreamEvent, job: Job, copies: Sequence[OwnedElements], places: Places) -> None:
+def _copy_after(snapshot: Snapshot | Exception, job: Job, places: Places) -> None:
     """Copies a job from the snapshot of its state. The job keeps that state alive while the snapshot is taken."""
-    event.wait()
-    copy(replace(job, owned=copies, device=torch.device("cpu")), places)
+    if isinstance(snapshot, Exception):
+        _tell(job, snapshot)
+    else:
+        snapshot.complete.wait()
+        copy(replace(job, owned=snapshot.owned, device=torch.device("cpu")), places)
+
+
+def _tell(job: Job, error: Exception) -> None:
+    """Tells the other ranks, which begin to copy, why this one does not."""
+
+    def fail() -> None:
+        raise CheckpointError(f"no snapshot of the state could be taken: {error}") from error
+
+    attempt(job.comm, fail)
 
 
 def state_bytes(engine: Engine, optimizers: Sequence[Optimizer]) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.format.address import place
-from onefold.checkpoint.format.folder import find, step_of
+from onefold.checkpoint.format.folder import find, step_name, step_of
 from onefold.checkpoint.format.opening import storage_of
 from onefold.checkpoint.format.reading import Checkpoint, Source, retry_if_removed
 from onefold.checkpoint.format.storage import Storage
@@ -197,6 +197,13 @@ def _warn(comm: Comm, message: str) -> None:
     LOG.error(message)
     if comm.rank == 0:
         warnings.warn(message, stacklevel=3)
+
+
+def pass_over(comm: Comm, folder: Path, step: int, error: CheckpointDamaged) -> None:
+    """Warns that a checkpoint is damaged and that older state is loaded instead, and renames it."""
+    path = folder / step_name(step)
+    _warn(comm, f"{path} is damaged and passed over, older state is loaded instead: {error}")
+    _set_aside(comm, storage_of(folder), [path])
 
 
 def _set_aside(comm: Comm, storage: Storage, damaged: list[Path]) -> None:

@@ -12,14 +12,13 @@ import json
 import logging
 import platform
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from onefold.checkpoint.format.address import place
 from onefold.checkpoint.format.folder import step_name
@@ -32,20 +31,20 @@ from onefold.checkpoint.format.manifest import (
     rank_part_from_json,
     rank_part_to_json,
 )
-from onefold.checkpoint.format.opening import storage_of
+from onefold.checkpoint.format.opening import check_shared, storage_of
 from onefold.checkpoint.format.storage import Storage
 from onefold.checkpoint.format.tensorfile import write_tensors
-from onefold.checkpoint.protocol.background import WORKER, Worker
+from onefold.checkpoint.protocol.background import WORKER
 from onefold.checkpoint.protocol.commit import begin, clean, commit, retain
 from onefold.checkpoint.protocol.draft import Draft
 from onefold.checkpoint.protocol.optimizers import Given, checked
 from onefold.checkpoint.protocol.own import EXTRA_NOTE, Note, differing, note, notes_of
 from onefold.checkpoint.protocol.quiesce import background_comm, check_and_quiesce
+from onefold.checkpoint.protocol.snapshot import staged
 from onefold.checkpoint.protocol.stages import StageContents, joined_groups, stage_contents
-from onefold.checkpoint.protocol.state import OwnedElements, on_host, rank_contents, vector
+from onefold.checkpoint.protocol.state import OwnedElements, on_host, rank_contents
 from onefold.checkpoint.protocol.together import CHECKPOINT, attempt, check_same
 from onefold.comm.communicator import Comm
-from onefold.comm.streams import SideStream
 from onefold.errors import CheckpointDamaged, CheckpointError, ConfigError
 from onefold.offload.host_memory import host_share, size_text
 from onefold.optim.optimizer import Optimizer
@@ -55,7 +54,6 @@ from onefold.runtime.refusals import Call
 from onefold.version import VERSION
 
 LOG = logging.getLogger("onefold")
-ALIGN = 64  # bytes: a multiple of every dtype's itemsize
 LAST_STEP = 10**18 - 1  # that fits into a folder's name
 
 
@@ -157,6 +155,7 @@ def save_on(
         optimizers.extend(checked(engine, optimizer))
         run = place(folder).absolute()
         chosen = storage or storage_of(run)
+        check_shared(run, comm.size)
         chosen.check_access(run)
         job = describe_job(engine, comm, chosen, SaveRequest(run, optimizers, extra, step, keep, wait, overwrite, only))
         jobs.append(job)
@@ -252,38 +251,6 @@ def _check(request: SaveRequest) -> int:
     if keep is not None and (type(keep) is not int or keep < 1):
         raise ConfigError(f"keep={keep!r} is not a number of checkpoints of at least 1, or None for all")
     return step
-
-
-def staged(
-    owned: Sequence[OwnedElements], device: torch.device, worker: Worker, beside: SideStream | None = None
-) -> list[OwnedElements]:
-    """What this rank owns, copied to host memory that the worker keeps between saves. From a GPU the copies are queued
-    on the current stream, those of settled elements `beside` it, and must be waited for before they are read."""
-    starts = list(accumulate((-(-one.bytes // ALIGN) * ALIGN for one in owned), initial=0))
-    memory = worker.memory(starts[-1], pinned=device.type == "cuda")
-    copies, settled = [], []
-    for one, start in zip(owned, starts):
-        flat = memory[start : start + one.bytes].view(one.dtype)
-        copies.append(vector(one.name, one.state, one.elements, flat))
-        if beside is not None and one.settled:
-            settled.append((one, flat))
-        else:
-            _stage(one, flat, device)
-    with beside.after_current() if beside is not None else nullcontext():
-        for one, flat in settled:
-            _stage(one, flat, device)
-    return copies
-
-
-def _stage(one: OwnedElements, flat: Tensor, device: torch.device) -> None:
-    """Copies elements to the host."""
-    cuda = device.type == "cuda"
-    for span in one.spans():
-        there = flat[span.start - one.elements.start : span.stop - one.elements.start]
-        elsewhere = cuda and not one.on_host
-        part = one.read(span, torch.empty(span.numel, dtype=one.dtype, device=device) if elsewhere else there)
-        if part.data_ptr() != there.data_ptr():
-            there.copy_(part, non_blocking=cuda)
 
 
 def write(job: Job) -> Path:

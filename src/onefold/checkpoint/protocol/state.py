@@ -53,6 +53,7 @@ class OwnedElements(NamedTuple):
     read: Reader
     on_host: bool = False  # the elements are on the host, and the scratch must be too
     settled: bool = False  # on the device, and written by nobody who does not wait for a snapshot (offload/tiers.py)
+    direct: bool = False  # they are a dense vector on the device, of which `read` gives a view: it needs no scratch
 
     @property
     def bytes(self) -> int:
@@ -111,14 +112,16 @@ def rank_contents(engine: Engine, optimizers: Sequence[Optimizer], *, frozen: bo
                 elements = state.elements.shift(base[name])
                 for key, flat in state.vectors.items():
                     read, on_host = _state_reader(by_unit.unit, state, key, elements), by_unit.unit.updated_on_host
-                    owned.append(OwnedElements(name, key, elements, flat.dtype, read, on_host, not on_host))
+                    there = not on_host
+                    direct = there and state.read(key).data_ptr() == flat.data_ptr()  # else it is copied to be a vector
+                    owned.append(OwnedElements(name, key, elements, flat.dtype, read, on_host, there, direct))
                 for key, scales in state.scales.items():
                     blocks = -(-_numel(by_unit.unit, state.slot) // ALIGN)
                     found = Param(scales_of(name, key), (), "extra", contiguous_order((blocks,)))
                     span = Span(state.elements.start // ALIGN, -(-state.elements.stop // ALIGN))
                     on_host = by_unit.unit.updated_on_host
                     one = vector(found.name, VALUE, span, scales)
-                    owned.append(one._replace(on_host=on_host, settled=not on_host))
+                    owned.append(one._replace(on_host=on_host, settled=not on_host, direct=not on_host))
                     every.append(found)
                 for key, tensor in state.others.items():
                     found = Param(f"{OTHERS}{name}/{key}", (), "extra", contiguous_order(tensor.shape))
@@ -237,8 +240,8 @@ def _in_unit(unit: Unit, mine: Sequence[Piece], base: Mapping[str, int]) -> Iter
             unit.keep_state_in_memory()
             return unit.master.view(elements.shift(start), scratch)
 
-        on_host, settled = unit.updated_on_host, unit.settled
-        yield OwnedElements(piece.name, VALUE, elements, unit.master.dtype, read, on_host, settled)
+        on_host, settled, dtype = unit.updated_on_host, unit.settled, unit.master.dtype
+        yield OwnedElements(piece.name, VALUE, elements, dtype, read, on_host, settled, settled and unit.master.dense)
 
 
 def _whole(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onefold.checkpoint.format.address import Address, place
 from onefold.checkpoint.format.folder import committed, step_name
-from onefold.checkpoint.format.opening import storage_of
+from onefold.checkpoint.format.opening import check_shared, storage_of
 from onefold.errors import ConfigError
 from onefold.train.run.folder import RunFolder
 from onefold.train.run.settings import Settings
@@ -24,12 +24,13 @@ def saved_steps(settings: Settings) -> list[int]:
     return committed(storage_of(path), path) if isinstance(path, Address) or path.exists() else []
 
 
-def check_store(settings: Settings) -> None:
-    """Raises if --store cannot be reached; if it, and --out, have nothing that --resume could resume; and if a run that
-    is not resumed would find the checkpoints of another one there."""
+def check_store(settings: Settings, ranks: int) -> None:
+    """Raises if --store cannot be reached, or not by all ranks; if it, and --out, have nothing that --resume could
+    resume; and if a run that is not resumed would find the checkpoints of another one there."""
     path = checkpoints_of(settings)
     if not isinstance(path, Address):
         return
+    check_shared(path, ranks)
     storage_of(path).check_access(path)
     saved = saved_steps(settings)
     if settings.checkpoints.resume and not RunFolder(settings.output.out).facts.exists() and not saved:

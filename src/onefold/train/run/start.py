@@ -111,7 +111,7 @@ def _train(settings: Settings, comm: Comm, stop: Stop, listener: Listener, maker
 
 
 def _prepare(settings: Settings, comm: Comm, maker: Maker | None) -> tuple[Loop, Place, Prepared | None]:
-    on_all(comm, lambda: check_store(settings) if comm.rank == 0 else None, "--store")
+    on_all(comm, lambda: check_store(settings, comm.size) if comm.rank == 0 else None, "--store")
     data, prepared = _data(settings, comm)
     shape = on_all(comm, lambda: settings.model.shape(data.vocab), "the model")
     on_all(comm, lambda: _check_same(settings, prepared, shape) if comm.rank == 0 else None, "the run that is resumed")
