@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --work 1.64b
     python -m benchmarks.gpu --work rank8-5.25b                          # one rank of eight that are not there
+    python -m benchmarks.gpu --work rank64-129b --systems onefold --rounds 1   # one rank of 64, on 8 nodes
     python -m benchmarks.gpu --work offload-6.86b --systems onefold+inside onefold+clip fsdp2 --rounds 2
     python -m benchmarks.gpu --work offload-6.86b --systems onefold+inside --layers 48 --dim 5120 --optimizer auto
     python -m benchmarks.gpu --work qwen2.5-7b --systems fsdp2+compile onefold+lean   # full fine-tuning, 524,288 tokens

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.long_context import TILE
 from benchmarks.predicted_cpu import cpu_runs, slower
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     estimate: Estimate
     step_s: float
     peak_bytes: int | None
-    apart: bool = False  # its time is shown, and does not count: it is not that of a rank
+    apart: str = ""  # why its time does not count, and is only shown
 
 
 def h200() -> Hardware:
@@ -55,21 +55,23 @@ def h200() -> Hardware:
 
 def half_of(rates: Rates, pair: Rates, hidden: int) -> Hardware:
     """The GPU as one of two ranks has it that share it: it computes and updates so much slower as blocks and updates
-    were measured to be while the other rank does the same. Messages take what they took between the two: alone, while
-    both compute, and while one of the other kind is in flight."""
+    were measured to be while the other rank does the same, and slower again while messages are in flight. Messages
+    take what those of a block's unit took between the two: alone, while both compute, and while one of the other kind
+    is in flight."""
     blocks = {row[1]: row[3] / row[2] for row in pair.record["shared"]["blocks"]}
     updates = [row[2] / row[1] for row in pair.record["shared"]["updates"]]
     nearest = min(blocks, key=lambda found: abs(math.log(found / hidden)))
     messages = pair.record["shared"]["messages"]
     of_unit = min(messages, key=lambda row: abs(math.log(row[0] / (24 * hidden**2))))
-    gather_s, reduce_s, both_s, gather_busy_s, reduce_busy_s = of_unit[1:6]
+    nbytes, gather_s, reduce_s, both_s, gather_busy_s, reduce_busy_s, block_s, slowed_s = of_unit
     link = pair.link_rate()
     assert link is not None
+    rate = nbytes / 2 / (gather_s - link.latency_s)  # of messages of this size: much larger ones may be slower
     return dataclasses.replace(
         recorded(slower(slower(rates, blocks[nearest], COMPUTING), updates[0], ("updates",))),
-        node_ranks=1, nics=1, nic_rate=link.rate, node_link=link.rate, latency_s=link.latency_s,
+        node_ranks=1, nics=1, nic_rate=rate, node_link=rate, latency_s=link.latency_s,
         beside_compute=(gather_busy_s / gather_s, reduce_busy_s / gather_s),
-        both_at_once=max(1.0, both_s / max(gather_s, reduce_s)),
+        both_at_once=max(1.0, both_s / max(gather_s, reduce_s)), slowed_by_messages=max(1.0, slowed_s / block_s),
     )  # fmt: skip
 
 
@@ -96,7 +98,7 @@ def machines() -> list[str]:
 def cases() -> list[Case]:
     """Every measured run of ours on a machine that was recorded."""
     files = [*sorted(RESULTS.glob("gpu-*.json")), DOCS / "clipping-2.78b-h200.json"]
-    files += sorted(DOCS.glob("nccl-*-h200.json"))
+    files += [*sorted(DOCS.glob("nccl-*-h200.json")), *sorted(DOCS.glob("rank*-h200.json"))]
     found = [case for path in files for case in of_systems(path)]
     on_cpus = [Case(*run, None) for run in cpu_runs()]
     return [*found, *simulated(), *recomputed(), *of_transformers(), *lean(), *long_contexts(), *on_cpus]
@@ -115,11 +117,12 @@ def of_systems(path: Path) -> Iterator[Case]:
         layers=work["layers"], hidden=work["dim"], heads=max(1, work["dim"] // 64), seq=work["seq"],
         vocab=work["vocab"], tied=False,
     )  # fmt: skip
-    machine, rates = h200(), shipped_rates("h200")
+    machine, rates, apart = h200(), shipped_rates("h200"), ""
     if work["ranks"] > 1:
         if rates is None or not PAIR.exists():
             return
-        machine = half_of(rates, read_rates(PAIR), work["dim"])
+        pair = read_rates(PAIR)
+        machine, apart = half_of(rates, pair, work["dim"]), on_another_day(result, pair)
     elif work["rank_of"] > 1:
         machine = free(machine)
     away = work.get("away") or {}
@@ -133,7 +136,16 @@ def of_systems(path: Path) -> Iterator[Case]:
                 shape, machine, choice, work["ranks"] * work["rank_of"], work["batch"], in_backward="inside" in name,
                 reshard_after_forward=name != "onefold+keep",
             )  # fmt: skip
-            yield Case(f"{work['name']}, {name}", path.name, estimate, row["median_s"], row["peak_device_bytes"])
+            yield Case(f"{work['name']}, {name}", path.name, estimate, row["median_s"], row["peak_device_bytes"], apart)
+
+
+def on_another_day(result: dict[str, Any], pair: Rates) -> str:
+    """Why a run of two ranks does not count beside this record of their links: messages over loopback depend on the
+    host of the day. Empty if both are of one day and one kind of machine."""
+    ran, recorded_on = result["date"][:10], pair.record["date"][:10]
+    hosts = [(one["machine"]["cpu"], one["machine"]["cores"]) for one in (result, pair.record)]
+    alike = hosts[0] == hosts[1] and result["machine"]["gpu"] == pair.device
+    return "" if alike and ran == recorded_on else f"{ran}, links recorded {recorded_on}"
 
 
 def planned(
@@ -156,16 +168,13 @@ def planned(
 
 
 def simulated() -> Iterator[Case]:
-    """One rank of many by `benchmarks/simulate_rank.py`, without the copies that stand for messages. Files that do not
-    say what these took are of a version in which an all-gather was one copy for every peer: 100,000 and 1.3 million
-    launches in a step of 64 and of 1024 ranks, which no rank has. Their times are shown apart."""
+    """One rank of many by `benchmarks/simulate_rank.py`, without the seconds of the copies that stand for messages."""
     machine = free(h200())
     for path, policy in ((DOCS / "simulate-128b-64.json", "keep"), (DOCS / "simulate-1t-1024.json", "checkpoint")):
         for row in json.loads(path.read_text()):
             estimate = planned(named(row["model"]), machine, Choice(row["stage"], activations=policy), row["ranks"], 1)
-            name, stand_ins = f"{row['model']}, one rank of {row['ranks']}", row.get("stand_ins_s")
-            step_s = row["steps_s"][-1] - (stand_ins or 0.0)
-            yield Case(name, path.name, estimate, step_s, row["measured"]["peak"], stand_ins is None)
+            name, step_s = f"{row['model']}, one rank of {row['ranks']}", row["steps_s"][-1] - row["stand_ins_s"]
+            yield Case(name, path.name, estimate, step_s, row["measured"]["peak"])
 
 
 # Runs of transformers' Qwen2 by Onefold 0.1 on one H200, torch 2.11, of which no file was kept: sequences of 1024

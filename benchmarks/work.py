@@ -108,6 +108,7 @@ def one_gpu() -> dict[str, Work]:
         Work(name="5.25b", **large),
         Work(name="rank8-1.64b", rank_of=8, **small),
         Work(name="rank8-5.25b", rank_of=8, **large),
+        Work(name="rank64-129b", rank_of=64, layers=159, dim=8192, batch=1),
         Work(name="offload-2.78b", dim=2560, **away),
         Work(name="offload-6.86b", dim=4096, **away),
         *(qwen(name) for name in ("1.5b", "7b")),

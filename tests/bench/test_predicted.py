@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import measure_pair, predicted_cases
 from benchmarks.predicted import PAGE, cases, error, main, peaks, times
-from benchmarks.predicted_cases import DOCS, PAIR, PLANNED, RESULTS, Case
+from benchmarks.predicted_cases import DOCS, PAIR, PLANNED, RESULTS, Case, on_another_day
 from benchmarks.predicted_cpu import RECORD, slower
 from onefold.cost.compute import shape_seconds
 from onefold.cost.hardware import recorded
@@ -26,9 +26,11 @@ def test_the_page_is_current():
 
 def test_no_measured_case_is_left_out():
     files = [path for path in RESULTS.glob("gpu-*.json") if PAIR.exists() or "nccl" not in path.name]
+    files += [*DOCS.glob("nccl-*.json"), *DOCS.glob("rank*.json")]
     runs = [json.loads(path.read_text())["systems"] for path in files]
     ours = [name for systems in runs for name in systems if name.startswith(("onefold", "stage"))]
-    assert set(ours) <= set(PLANNED) and len([case for case in cases() if case.source.startswith("gpu-")]) == len(ours)
+    starts = ("gpu-", "nccl-", "rank")
+    assert set(ours) <= set(PLANNED) and len([case for case in cases() if case.source.startswith(starts)]) == len(ours)
 
 
 def test_errors_are_of_predicted_over_measured():
@@ -45,9 +47,18 @@ def apart(found: list[Case]) -> list[Case]:
     return [case for case in found if case.apart]
 
 
-def test_only_steps_that_do_not_say_what_copies_for_messages_took_do_not_count():
-    files = [path for path in DOCS.glob("simulate-*.json") if not json.loads(path.read_text())[0].get("stand_ins_s")]
-    assert sorted(case.source for case in apart(cases())) == sorted(path.name for path in files)
+def test_only_runs_of_pairs_do_not_count_whose_links_were_recorded_on_another_day():
+    """The two dates are what the page says of them; a kind of machine is its GPU, its processor and their number."""
+    recorded_on = json.loads(PAIR.read_text())["date"][:10]
+    days = {path.name: json.loads(path.read_text())["date"][:10] for path in RESULTS.glob("gpu-nccl-*.json")}
+    days |= {path.name: json.loads(path.read_text())["date"][:10] for path in DOCS.glob("nccl-*.json")}
+    assert {case.source for case in apart(cases())} == {name for name, day in days.items() if day != recorded_on}
+    assert len(days) > len({case.source for case in apart(cases())}), "no run of two NCCL ranks counts"
+    record = json.loads(PAIR.read_text())
+    result = {"date": record["date"], "machine": {**record["machine"], "gpu": record["device"]}}
+    assert on_another_day(result, Rates(record)) == ""
+    assert on_another_day({**result, "date": "2026-11-01 08:00 UTC"}, Rates(record)).startswith("2026-11-01, links")
+    assert on_another_day({**result, "machine": {**result["machine"], "cores": 2}}, Rates(record))
 
 
 def test_a_slower_device_takes_longer_for_all_that_it_computes_and_the_link_stays():
@@ -82,7 +93,8 @@ def test_two_ranks_record_their_link_and_the_cases_of_pairs_are_planned_with_it(
     shape = Shape(layers=2, hidden=1024, heads=16, vocab=512)
     seconds = [shape_seconds(shape, rates, 8, "keep").total for rates in (alone, twice.rates) if rates]
     assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.01) and twice.beside_compute == (1.5, 2.0)
-    assert twice.both_at_once == 1.25
+    assert twice.both_at_once == 1.25 and twice.slowed_by_messages == pytest.approx(1.1)
+    assert twice.latency_s + (24 << 20) / 2 / twice.node_link == pytest.approx(1.0), "a gather of a block's unit"
 
 
 def known(record: dict[str, Any], *, blocks_s: float) -> dict[str, Any]:

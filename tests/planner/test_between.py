@@ -20,8 +20,9 @@ from onefold.cost.decoders import Decoder
 from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import hardware, recorded
+from onefold.cost.prefetch import exposed_s
 from onefold.cost.rates import Rates
-from onefold.cost.seconds import exposed_in_backward
+from onefold.cost.seconds import exposed_in_backward, exposed_in_step
 from onefold.cost.shapes import Shape
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work, grid_of
@@ -144,6 +145,34 @@ def test_messages_of_both_kinds_at_once_take_as_long_as_was_measured_and_not_the
     assert exposed_in_backward(*alone, at_once=1.3) == pytest.approx(exposed_in_backward(*alone)), (
         "nothing of the other kind"
     )
+
+
+def test_a_unit_is_gathered_after_its_update_while_later_ones_are_still_reduced():
+    reducing, computing = [1.0] * 4, [1.0] * 4
+    alone = exposed_in_backward([0.0] * 4, reducing, computing, 1, at_once=1.0)
+    found = exposed_in_backward([0.0] * 4, reducing, computing, 1, at_once=1.0, updated_s=[1.0] * 4)
+    assert alone == 1.0 and found == 4.0, "backward, then four gathers, of which the first hides the last reduction"
+    slow = exposed_in_backward([0.0] * 4, [3.0] * 4, computing, 1, at_once=1.0, updated_s=[3.0] * 4)
+    assert slow == 1 + 4 * 3 + 3 - 4, "only the last gather has no reduction beside it"
+    over_one = exposed_in_backward([0.0] * 4, [3.0] * 4, computing, 1, updated_s=[3.0] * 4)
+    assert over_one == 1 + 4 * 3 + 4 * 3 - 4, "one link carries all"
+    several = {"unit_numel": [1] * 4, "gather_s": [], "reduce_s": 12.0, "prefetch": 1, "checkpointed": False}
+    twice = exposed_in_step(6.0, **several, updated_s=12.0, micro_batches=2, rounds=2, at_once=1.0)
+    first = exposed_in_step(6.0, **several, updated_s=0.0, micro_batches=1, rounds=1, at_once=1.0)
+    last = exposed_in_step(6.0, **several, updated_s=12.0, micro_batches=1, rounds=1, at_once=1.0)
+    assert twice == pytest.approx(first + last), "only the last backward of a step is followed by an update"
+
+
+def test_messages_in_flight_slow_compute_and_no_other():
+    quiet = [0.0] * 4, [0.0] * 4, [1.0] * 4, 1
+    assert exposed_in_backward(*quiet, slowed=1.5) == 0.0
+    hidden = [0.0] * 4, [0.5] * 4, [1.0] * 4, 1
+    assert exposed_in_backward(*hidden) == 0.5
+    busy_s = 3 * 0.5  # beside the compute of the last three units, which meanwhile does 1/1.5 of it
+    assert exposed_in_backward(*hidden, slowed=1.5) == pytest.approx(0.5 + busy_s * (1 - 1 / 1.5))
+    bound = exposed_s([2.0] * 4, [1.0] * 4, 1, slowed=1.5)
+    assert bound == pytest.approx(exposed_s([2.0] * 4, [1.0] * 4, 1)), "a link that is the limit hides it"
+    assert exposed_s([0.5] * 4, [1.0] * 4, 1, slowed=1.5) > exposed_s([0.5] * 4, [1.0] * 4, 1)
 
 
 def cpu_ranks(link_rate: float, core_rate: float) -> Estimate:

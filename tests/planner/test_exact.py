@@ -206,3 +206,15 @@ def test_states_on_every_tier_are_planned_to_the_byte(tiers, stage, tmp_path):
     decided = set((found["tiers"] or {}).values())
     assert decided == DECIDED.get(tiers, set())
     assert (planned.states.optimizer > 0) == ("device" in decided) and planned.host.optimizer > 0
+
+
+def test_a_rank_on_a_gpu_is_rehearsed_on_the_cpu_with_the_split_master_that_it_has() -> None:
+    model, sample = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros(8, 64)
+    numel = sum(param.numel() for param in model.parameters())
+
+    def bytes_per_parameter(hardware: str) -> list[float]:
+        found = onefold.plan(model, sample, ranks=4, hardware=hardware, precision="bf16")
+        return [round(row.states_bytes / numel, 1) for row in found.stages]
+
+    assert bytes_per_parameter("h200") == [14.0, 6.5, 5.0, 3.5]  # bf16 and 16 more bits, gradients, two moments
+    assert bytes_per_parameter("laptop") == [16.0, 7.0, 5.5, 4.0]  # bf16, fp32, gradients, two moments

@@ -187,18 +187,6 @@ def typical_rate(rates: Rates, width: int = 2) -> float:
     return 6 * tokens * (REFERENCE.matmul_numel + 2 * REFERENCE.seq * REFERENCE.hidden) / found.total
 
 
-def moved_per_gradient(width: int, *, accumulates: bool, flat: bool, ranks: int) -> float:
-    """Bytes that the device reads and writes for one element of a gradient between autograd and the optimizer: to add
-    it in fp32 to those of other micro-batches, or else to copy it into a flat buffer; and to sum it over ranks: a rank
-    reads its share of each rank's, and writes one.
-
-    >>> moved_per_gradient(2, accumulates=False, flat=True, ranks=2)
-    7.0
-    """
-    kept = width + 2 * 4 if accumulates else 2 * width if flat else 0
-    return kept + (width * (1 + 1 / ranks) if ranks > 1 else 0.0)
-
-
 def step_compute_s(found: ComputeSeconds, rates: Rates, layers: int, sharded_units: int) -> float:
     """Seconds of a micro-batch: what the device computes, or the host's time to launch that, if it is more: of every
     block, and of the messages of every unit that is sharded. A CPU is its own host: messages add to its compute."""

@@ -49,6 +49,8 @@ class Hardware:
     """How many times as long as an all-gather alone an all-gather and a reduce-scatter take while ranks compute."""
     both_at_once: float | None = None
     """How many times as long both take at the same time as the longer one alone; None: they follow each other."""
+    slowed_by_messages: float = 1.0
+    """How many times as long compute takes while messages are in flight."""
     host_bytes: int
     """Of a node."""
     pcie_rate: float

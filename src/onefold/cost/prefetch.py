@@ -57,17 +57,26 @@ def _most_live(unit_bytes: Sequence[int], units: int) -> int:
     return max(sum(unit_bytes[i : i + 1 + units]) for i in range(len(unit_bytes)))
 
 
-def exposed_s(gather_s: Sequence[float], compute_s: Sequence[float], units: int) -> float:
+def exposed_s(gather_s: Sequence[float], compute_s: Sequence[float], units: int, slowed: float = 1.0) -> float:
     """Seconds a forward or backward waits for all-gathers, which run one after the other on one link, each started
-    `units` ahead of its need."""
+    `units` ahead of its need; with those by which it is `slowed` while they run."""
     started_at = [0.0] * len(gather_s)
-    link_free = clock = waited = 0.0
+    link_free = clock = 0.0
     arrives: list[float] = []
     for i, compute in enumerate(compute_s):
         for j in range(len(arrives), min(i + 1 + units, len(gather_s))):
             started_at[j] = max(link_free, clock)
             link_free = started_at[j] + gather_s[j]
             arrives.append(link_free)
-        waited += max(0.0, arrives[i] - clock)
-        clock = max(clock, arrives[i]) + compute
-    return waited
+        clock = computed(max(clock, arrives[i]), compute, link_free, slowed)
+    return clock - sum(compute_s)
+
+
+def computed(clock: float, compute: float, link_free: float, slowed: float) -> float:
+    """When compute ends that begins at `clock`, and takes `slowed` times as long until the link is free.
+
+    >>> [computed(10.0, 4.0, link_free, 1.25) for link_free in (0.0, 12.5, 99.0)]
+    [14.0, 14.5, 15.0]
+    """
+    beside = min(slowed * compute, max(0.0, link_free - clock))
+    return clock + beside + compute - beside / slowed

@@ -2,7 +2,7 @@
 
 All-gathers overlap with the compute of the units before, reductions with the rest of backward; the last reduction has
 nothing left to overlap with. What does not fit there is exposed. The all-gathers after the update (stages 1 and 2) are
-waited for.
+waited for; each starts once its own unit is updated, while later units are still reduced.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from onefold.cost.prefetch import exposed_s
+from onefold.cost.prefetch import computed, exposed_s
 
 
 class PrefetchNeed(NamedTuple):
@@ -110,12 +110,14 @@ def exposed_in_step(
     micro_batches: int,
     rounds: int,
     at_once: float | None = None,
+    slowed: float = 1.0,
 ) -> float:
-    """Seconds a step waits for messages, over all micro-batches.
+    """Seconds a step waits for messages, over all micro-batches, with those by which they slow compute.
 
     `compute_s` is of one micro-batch, of which each unit has a share by its elements (`unit_numel`); `gather_s` of each
     unit that a pass gathers, empty if none is sharded; `reduce_s` of one reduction of all units, of which there are
-    `rounds` in a step; `updated_s` of what is gathered after the update. `at_once` as of `exposed_in_backward`.
+    `rounds` in a step; `updated_s` of what is gathered after the update. `at_once` and `slowed` as of
+    `exposed_in_backward`.
     """
     shares = (1, 3) if checkpointed else (1, 2)
     forward, backward = (compute_s * share / sum(shares) for share in shares)
@@ -123,12 +125,14 @@ def exposed_in_step(
     units = [numel / elements for numel in unit_numel]
     computing = [backward * share for share in reversed(units)]
     again = gather_s[::-1] if gather_s and reshard_after_forward else [0.0] * len(units)
-    reducing = exposed_in_backward(again, [reduce_s * share for share in reversed(units)], computing, prefetch, at_once)
-    waiting = rounds * reducing
+    reducing, updated = ([seconds * share for share in reversed(units)] for seconds in (reduce_s, updated_s))
+    waiting = exposed_in_backward(again, reducing, computing, prefetch, at_once, updated, slowed)
+    if rounds > 1:
+        waiting += (rounds - 1) * exposed_in_backward(again, reducing, computing, prefetch, at_once, slowed=slowed)
     if gather_s:
-        waiting += micro_batches * exposed_s(gather_s, [forward * share for share in units], prefetch)
-        waiting += max(0, micro_batches - rounds) * exposed_s(again, computing, prefetch)
-    return waiting + updated_s
+        waiting += micro_batches * exposed_s(gather_s, [forward * share for share in units], prefetch, slowed)
+        waiting += max(0, micro_batches - rounds) * exposed_s(again, computing, prefetch, slowed)
+    return waiting
 
 
 def exposed_in_backward(
@@ -137,11 +141,15 @@ def exposed_in_backward(
     compute_s: Sequence[float],
     prefetch: int,
     at_once: float | None = None,
+    updated_s: Sequence[float] = (),
+    slowed: float = 1.0,
 ) -> float:
-    """Seconds that a backward waits for messages, unit by unit in backward's order: all-gathers start `prefetch` units
-    ahead, reductions as soon as their unit has computed, and the last one is waited for. Both follow each other over
-    one link. If both take `at_once` times as long at the same time as alone, their link is less of a limit: at 1 each
-    kind has a link of its own, at 2 they share one.
+    """Seconds that a backward and the update wait for messages, unit by unit in backward's order: all-gathers start
+    `prefetch` units ahead, reductions as soon as their unit has computed, and the last one is waited for. After
+    backward each unit is updated when it is reduced, and is then gathered (`updated_s`) while others are still reduced.
+    Both kinds follow each other over one link. If both take `at_once` times as long at the same time as alone, their
+    link is less of a limit: at 1 each kind has a link of its own, at 2 they share one. While messages are in flight
+    compute takes `slowed` times as long, which counts as waiting.
 
     >>> exposed_in_backward([0.0] * 4, [1.0] * 4, [2.0] * 4, 1)  # only the last is not hidden
     1.0
@@ -150,27 +158,42 @@ def exposed_in_backward(
     >>> both = [3.0] * 2, [3.0] * 2, [1.0] * 2, 1
     >>> exposed_in_backward(*both), exposed_in_backward(*both, at_once=1.5), exposed_in_backward(*both, at_once=1.0)
     (10.0, 9.0, 8.0)
+    >>> stage2 = [0.0] * 4, [3.0] * 4, [1.0] * 4, 1
+    >>> [exposed_in_backward(*stage2, at_once=ratio, updated_s=[3.0] * 4) for ratio in (2.0, 1.0)]
+    [21.0, 12.0]
     """
-    over_one = _exposed_over(gather_s, reduce_s, compute_s, prefetch, one_link=True)
-    if at_once is None:
-        return over_one
-    share = min(1.0, at_once - 1)
-    return share * over_one + (1 - share) * _exposed_over(gather_s, reduce_s, compute_s, prefetch, one_link=False)
+    over_one, apart = (
+        _exposed_over(gather_s, reduce_s, compute_s, prefetch, updated_s, slowed, one_link=one_link)
+        for one_link in (True, False)
+    )
+    share = 1.0 if at_once is None else min(1.0, at_once - 1)
+    return share * over_one + (1 - share) * apart
 
 
 def _exposed_over(
-    gather_s: Sequence[float], reduce_s: Sequence[float], compute_s: Sequence[float], prefetch: int, *, one_link: bool
+    gather_s: Sequence[float],
+    reduce_s: Sequence[float],
+    compute_s: Sequence[float],
+    prefetch: int,
+    updated_s: Sequence[float],
+    slowed: float,
+    *,
+    one_link: bool,
 ) -> float:
     gather_free = reduce_free = clock = 0.0
     arrives: list[float] = []
+    reduced: list[float] = []
     for i, (reducing, compute) in enumerate(zip(reduce_s, compute_s, strict=True)):
         for ahead in gather_s[len(arrives) : i + 1 + prefetch]:
             if ahead:
                 gather_free = max(gather_free, clock) + ahead
                 reduce_free = gather_free if one_link else reduce_free
             arrives.append(gather_free if ahead else clock)
-        clock = max(clock, arrives[i]) + compute
+        clock = computed(max(clock, arrives[i]), compute, max(gather_free, reduce_free), slowed)
         if reducing:
             reduce_free = max(reduce_free, clock) + reducing
             gather_free = reduce_free if one_link else gather_free
+        reduced.append(reduce_free if reducing else clock)
+    for done, gathering in zip(reduced, updated_s):
+        gather_free = max(gather_free, done, clock) + gathering
     return max(clock, gather_free, reduce_free) - sum(compute_s)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from onefold.cost.case import Case
-from onefold.cost.compute import moved_per_gradient, shape_seconds, step_compute_s
+from onefold.cost.compute import shape_seconds, step_compute_s
 from onefold.cost.messages import UNHIDDEN, WHOLE, Messages
 from onefold.cost.seconds import StepSeconds, exposed_in_step, prefetch_for_equal_units, prefetch_need
+from onefold.cost.sizes import UnitSize
+from onefold.cost.summing import moved_per_gradient
 from onefold.cost.tiles import LAUNCH_S, launch_s
 from onefold.cost.transfers import exposed_update_s, host_update_s, overlapped_s, transfer_s, update_bytes
 from onefold.settings.placement import Scope
+from onefold.settings.widths import Widths
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class StepTime:
             micro_batches=case.micro_batches,
             rounds=self.messages.reductions,
             at_once=case.hardware.both_at_once,
+            slowed=case.hardware.slowed_by_messages,
         )
         moving = sum(seconds for purpose, seconds in messages.items() if purpose not in UNHIDDEN)
         if moving:  # what compute hides still takes the cores of CPU ranks
@@ -90,10 +96,13 @@ class StepTime:
     @property
     def _gradients_s(self) -> float:
         """Seconds in which the device moves the gradients of a micro-batch between autograd and the optimizer."""
-        case, ranks = self.case, self.case.grid.everyone
-        flat = ranks > 1 or any(placement.updated_on_host for placement in case.placements)
-        moved = moved_per_gradient(case.work.widths.compute, accumulates=case.accumulates, flat=flat, ranks=ranks)
-        return moved * sum(unit.numel for unit in case.sizes.trained) / self._update_rate
+        case, moved = self.case, 0.0
+        flat = case.grid.everyone > 1 or any(placement.updated_on_host for placement in case.placements)
+        for widths, numel in _by_widths(case.sizes.trained).items():
+            moved += numel * moved_per_gradient(
+                widths, case.strategy, replicas=case.grid.replica, accumulates=case.accumulates, flat=flat
+            )
+        return moved / self._update_rate
 
     # -- updates and transfers ---------------------------------------------------------------------------------------
 
@@ -156,3 +165,11 @@ class StepTime:
         if not gather_s or not self.compute_s:
             return 0
         return prefetch_for_equal_units(max(gather_s), self._forward_s / len(gather_s))
+
+
+def _by_widths(units: Iterable[UnitSize]) -> Counter[Widths]:
+    """The elements of units, by their widths."""
+    found: Counter[Widths] = Counter()
+    for unit in units:
+        found[unit.widths] += unit.numel
+    return found

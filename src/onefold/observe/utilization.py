@@ -70,7 +70,8 @@ def _on_cpu(events: Iterable[Any]) -> Busy:
 
 
 def _on_cuda(events: Iterable[Any]) -> Busy | None:
-    """Busy times on a GPU; copies that stand for messages are on the compute stream, so the two never overlap."""
+    """Busy times on a GPU. Copies that stand for messages run beside compute, on streams of their own as messages do:
+    their whole time counts as theirs, also where compute ran at the same time."""
     events = list(events)
     kernels = [_stretch(e) for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
     if not kernels:

@@ -53,7 +53,7 @@ def resolve(
     tiers of parameters by the names of units, if they are known. Collective where there is something to decide."""
     ranks, replicas, settings, units = comms.shard.size, comms.replica.size, found.settings, found.units
     precision = Precision.of(settings.precision).decided(
-        own_sum=comms.shard.strategy.own_sum, cuda=device.type == "cuda"
+        own_sum=comms.shard.strategy.own_sum, cuda=not comms.shard.on_host
     )
     reasons, why, why_parameters, candidates = list[str](), "", "", frozenset[int]()
     parameter_tiers, device_ranks = dict(given_tiers or {}), _device_ranks(settings, device, comms)
