@@ -184,6 +184,7 @@ CASES = {
     "loaded into a fresh model": Case(before={1: load_again}),
     "parameters on disk, averaged": Case(average=True, host_bytes=60_000),
     "accumulation begins": Case(rows=(16,) * 4, micro=(1, 3, 3, 1), over=1),
+    "accumulation and longer batches begin": Case(rows=(16, 64, 64, 16), micro=(1, 3, 3, 1), over=1, fill=0.4),
     "longer, then shorter": Case(fields=AUTO, rows=(16, 256, 256, 16), over=1),
     "longer, with whole parameters on one rank": Case(rows=(1, 128, 128, 1), over=1, fill=0.5),
     "negotiated, clipped": Case(fields={"schedule": "negotiate"}, clip=True),
@@ -206,7 +207,15 @@ def tried(name: str, folder: str) -> tuple[list[str], int, list[str]]:
     return [*wrong, *[f"{auto.peaks} of {budget} bytes"] * (max(peaks) > budget)], auto.away, auto.said
 
 
-ONE, TWO = [*CASES], ["two Optimizers", "a first backward that raises", "loaded into a fresh model"]
+ONE, TWO = (
+    [*CASES],
+    [
+        "two Optimizers",
+        "a first backward that raises",
+        "loaded into a fresh model",
+        "accumulation and longer batches begin",
+    ],
+)
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in ONE), *((2, name) for name in TWO)])

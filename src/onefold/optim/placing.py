@@ -179,14 +179,16 @@ class Placing:
         return watch.keeps_looking and watch.steps & (watch.steps - 1) == 0
 
     def _units(self, *, first: bool) -> list[UnitOnDevice]:
-        found = []
+        found, sums = [], self._engine.accumulating.wide_sums and not first
         for unit in self._engine.units:
             numel, there = unit.master.owned.numel, not unit.updated_on_host
             master = numel * unit.dtypes.widths.master
             state = master + self._costs[updated_dtype(unit)].vectors(numel) + unit.average_bytes
             gradient = 0 if self._in_backward else unit.gradients.held_bytes
             now, gradient_now = storage_bytes(unit.state_tensors()) * there, gradient * there
-            if unit.gradients.stays_on_device:  # from its first use on
+            if unit.gradients.stays_on_device and sums:  # of micro-batches, wherever the unit is updated
+                gradient = gradient_now = 0
+            elif unit.gradients.stays_on_device:  # from its first use on
                 state, gradient = state + gradient, 0
                 now, gradient_now = (now, gradient_now) if first else (now + gradient_now, 0)
             found.append(UnitOnDevice(state, gradient, now, gradient_now, may_stay=first or there))
