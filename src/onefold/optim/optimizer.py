@@ -417,7 +417,7 @@ class Optimizer(GroupedOptimizer):
     def before_load(self) -> None:
         """Optimizer state is about to be loaded. With Offload(optimizer="auto") it must have a place before the first
         step shows what activations take; that step may move it. Collective."""
-        self._placing.by_formula(final=False)
+        self._placing.before_load()
 
     def notes(self) -> dict[str, Any]:
         """What a checkpoint records of the optimizer beside the state of parameters; equal on all ranks."""

@@ -111,7 +111,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if not engine.watch.active:
             return
         if self._whole is not None and self._in_backward:
-            self._placing.by_formula(final=True)  # a unit's tensors are updated as soon as its gradient is there
+            self._placing.by_formula()  # a unit's tensors are updated as soon as its gradient is there
         else:
             self._placing.before_first_step()
         for one in self._by_unit:

@@ -43,8 +43,9 @@ from onefold.optim.raising import (
     lower_parameters,
     raise_parameters,
     raise_parameters_by_formula,
+    raise_parameters_of,
 )
-from onefold.runtime.automatic import automatic_tiers, host_bytes_of, prefetch_units
+from onefold.runtime.automatic import automatic_tiers, host_bytes_of, parameters_are_automatic, prefetch_units
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
@@ -105,25 +106,41 @@ class Placing:
             first = tiers_of(len(tiers), candidates[:there], every)
         self._move(first, resolved.why)
 
-    def by_formula(self, *, final: bool) -> None:
-        """Decides before a step has shown what activations take, as state is about to be loaded, or must be made:
-        states may take 70% of the device. Unless it is `final`, the first step decides again, and state waits in host
-        memory if that holds all of it. Collective."""
+    def by_formula(self) -> None:
+        """Decides for good before a step has shown what activations take, where units cannot wait for step(): states
+        may take 70% of the device. Collective."""
         engine, resolved = self._engine, self._engine.resolved
         if not engine.watch.active or engine.watch.decided:
             return
         self._quiesce()
-        every = [Tier.HOST] * len(engine.units)
-        if not final and host_need(*self._rows(), every, cost=self._cost) <= self._host_room():
-            self._move(every, resolved.why)
-            return
         raise_parameters_by_formula(engine, int(STATES_SHARE * self._smallest(engine.watch.budget())), self._common)
         resolved = engine.resolved
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
         tiers, why = automatic_tiers(*given, self._cost, share=STATES_SHARE)
         move_states(engine, tiers, why)
-        if final:
-            engine.watch.decide()
+        engine.watch.decide()
+
+    def before_load(self) -> None:
+        """State is about to be loaded, and the first step has not shown what activations take: it waits for that step
+        in host memory, and on disk what the host cannot hold. Where there is no disk, as few units as can be have it
+        on the device. Collective."""
+        engine, resolved = self._engine, self._engine.resolved
+        if not engine.watch.active or engine.watch.decided:
+            return
+        self._quiesce()
+        room, count = self._host_room(), len(engine.units)
+        if self._spills:
+            self._move(split_offloaded(*self._rows(), (), room, cost=self._cost), resolved.why)
+            return
+        every = range(count)
+        movable = every if parameters_are_automatic(resolved.settings, resolved.device, engine.comms) else ()
+        order = list(dict.fromkeys([*self._may_stay(), *movable]))
+        for there in (order[:n] for n in range(len(order) + 1)):
+            tiers = tiers_of(count, there, every)
+            if host_need(*self._rows(), tiers, cost=self._cost) <= room:
+                break
+        raise_parameters_of(engine, [engine.units[number].name for number in there])
+        self._move(tiers, engine.resolved.why)
 
     def at_step(self) -> None:
         """Decides, or looks whether what was decided still holds. All gradients of the step are complete. Collective,
