@@ -155,16 +155,8 @@ def bounds(work: Work, *, below: bool = False) -> Bounds:
     return Bounds(plain, *largest.tolist())
 
 
-def parameters_stay(work: Work, offload: Any) -> bool:
-    """Whether all parameters begin on the device."""
-    units = engine_of(build(work, offload)[0]).units
-    return all(unit.placement.parameters_tier is Tier.DEVICE for unit in units)
-
-
 def within_budget(seeds: list[int]) -> list[str]:
-    """What was wrong in trials with these seeds. A budget below what a step takes with all parameters on the device is
-    kept if the first step decides where they are; where formulas leave them there (they take a small share of the
-    budget, and activations nearly all of it), the trial sets parameters="host"."""
+    """What was wrong in trials with these seeds."""
     found = []
     for seed in seeds:
         work, fill, disk = drawn(seed)
@@ -172,13 +164,11 @@ def within_budget(seeds: list[int]) -> list[str]:
         plain, budget = known.plain, known.budget(fill)
         with tempfile.TemporaryDirectory() as folder:
             path: dict[str, Any] = {"path": folder, "host_bytes": 1 << 18} if disk else {}
-            stays = fill < 0 and parameters_stay(work, onefold.Offload(optimizer="auto", device_bytes=budget, **path))
-            given: dict[str, Any] = {"parameters": "host"} if stays else {}
-            auto = train(work, onefold.Offload(optimizer="auto", device_bytes=budget, **path, **given))
+            auto = train(work, onefold.Offload(optimizer="auto", device_bytes=budget, **path))
         if auto.peak > budget:
             peaks = f"{known.lowest}, {known.least} and {known.most}"
-            found.append(f"{seed}: {auto.peak} bytes of {budget} ({peaks}), {given} {work}: {auto.why}")
-        found += [f"{seed}: {name} differs, {given} {work}" for name in differing(plain, auto)]
+            found.append(f"{seed}: {auto.peak} bytes of {budget} ({peaks}), {work}: {auto.why}")
+        found += [f"{seed}: {name} differs, {work}" for name in differing(plain, auto)]
     return found
 
 
