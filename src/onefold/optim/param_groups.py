@@ -100,7 +100,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"but {self._cls.__name__} is element-wise; make a second Optimizer for that group"
             )
         one_pass = self._whole is None and knows(self._cls, defaults)
-        self._placing = Placing(engine, self._costs, in_backward=self._in_backward, one_pass=one_pass)
+        parks = self._whole is None or not self._in_backward
+        self._placing = Placing(engine, self._costs, in_backward=self._in_backward, one_pass=one_pass, parks=parks)
         if not engine.watch.active:
             reserve(engine, self._costs)
         return defaults

@@ -7,8 +7,9 @@
 3 As many units as fit into 95% of the device beside that get their state there, the others in host memory, and those
   that do not fit there on disk: of all such splits the one with the fewest planned seconds (cost/splits.py). Then the
   step updates them.
-4 If a later step takes more (longer sequences, accumulation), the state of some of these units leaves the device; if
-  that is not enough, blocks are computed again, and then parameters leave.
+4 If a later forward may take more (longer sequences, accumulation), state is parked before it (parking.py). If the step
+  did take more, the state of some of these units leaves the device; if that is not enough, blocks are computed again,
+  and then parameters leave.
 
 All ranks decide alike, by the fullest of them. On one kind of device, results do not depend on where state
 is kept.
@@ -17,6 +18,7 @@ is kept.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,6 +38,7 @@ from onefold.cost.states import StateCost, parameter_bytes
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
 from onefold.model.storage import storage_bytes
+from onefold.optim.parking import Parking
 from onefold.optim.preflight import updated_dtype
 from onefold.optim.raising import (
     blocks_of,
@@ -49,11 +52,13 @@ from onefold.runtime.automatic import automatic_tiers, host_bytes_of, parameters
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
+from onefold.runtime.seen_inputs import Growth
 from onefold.settings.offload import Offload
 from onefold.settings.placement import Placement, Scope, Tier
 
 LOG = logging.getLogger("onefold")
 SCRATCH_BYTES = 16  # per element of the largest unit: vectors in fp32 that a class of torch makes in an update
+NORM_BYTES = 8  # per element of the largest unit: a gradient in fp32, and its squares, for a norm
 SHORT = 0.9  # of the device's memory, once torch's allocator had to free what it kept
 
 
@@ -66,14 +71,25 @@ class Planned(NamedTuple):
     forward_s: float  # of a micro-batch
 
 
+class Known(NamedTuple):
+    """The most bytes that a step takes, as far as steps have shown, or as it may take at most."""
+
+    took: int  # with the state that is on the device
+    least: int  # without any
+
+
 class Placing:
     """Decides for the units of one model, whose optimizer state costs so much. `in_backward` says when they are
-    updated, `one_pass` whether kernels of ours do that, where 16 bits compute."""
+    updated, `one_pass` whether kernels of ours do that, where 16 bits compute, and `parks`
+    whether optimizer state may be in host memory while a step runs."""
 
     def __init__(
-        self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, one_pass: bool
+        self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, one_pass: bool, parks: bool
     ) -> None:
         self._engine, self._costs, self._in_backward, self._one_pass = engine, costs, in_backward, one_pass
+        self._parking, self._parks = Parking(engine), parks
+        self._known: Known | None = None
+        self._growth = 1.0  # of what forwards of this step may take
 
     @property
     def _cost(self) -> StateCost:
@@ -151,31 +167,74 @@ class Placing:
         parts, first = watch.step_begins(), not watch.decided
         if watch.steps == 2 and not self._in_backward:  # of gradients that the first step brought back to the device
             self._engine.tiers.host.staging.trim()
-        if not (first or self._looks(parts)):
-            return
-        budget = watch.budget()
         if first:
             self._quiesce()
-            self._fill(self._with_buffers(parts), budget)
+            self._fill(self._with_buffers(parts), watch.budget())
             watch.decide()
-            return
-        room, there = Room(parts, self._units(first=False)), self._there()
+        elif self._engine.alike.some_take_more or self._looks(parts):
+            self._look(parts)
+            self.end_parking()
+        self._engine.alike.forget_more()
+
+    def _look(self, parts: list[Taken]) -> None:
+        """Looks whether what was decided still holds, by the parts of this step; none if this rank did not watch it.
+        State that is parked comes back, as far as it fits. Collective."""
+        watch, budget = self._engine.watch, self._engine.watch.budget()
+        returned = self._parking.return_parameters()
+        kept = self._kept_bytes() if self._parking.active else 0  # parking has freed what was not in use
+        parts = [part._replace(nbytes=part.nbytes + returned + kept * (at == 0)) for at, part in enumerate(parts)]
+        room, bare, there = self._with_kept_blocks(parts), self._room(parts), self._there()
         took, short = room.needed_bytes(there), watch.was_short()
         fits = took <= FILLED * budget and not short
         if self._smallest(fits):  # on every rank
+            self._know(room, there, there)
             return
-        most_bytes = took if fits else int((SHORT if short else FILLED) * budget)
+        most_bytes = int((SHORT if short else FILLED) * budget) - self._more_waiting()
+        most_bytes = max(took, most_bytes) if fits else most_bytes
+        what = f"a step took {format_bytes(int(self._largest(took)))} of {format_bytes(budget)}"
+        freed = room is not bare and room.needed_bytes(()) > most_bytes and self._free_more(0, what)
+        room = bare if freed else room
         stays = on_tier(self._fastest(room, most_bytes, there), Tier.DEVICE)
-        what = f"a step took {format_bytes(took)} of {format_bytes(budget)}"
         if stays != there:
             self._leave_device(stays, what)
+        self._know(room, there, stays)
         excess = int(self._largest(room.needed_bytes(stays) - most_bytes))
-        freed = excess > 0 and self._free_more(excess, what)
+        freed = (excess > 0 and self._free_more(excess, what)) or freed
         if freed or stays != there:
             watch.made_room()
         if excess > 0 and not freed and stays != there and self._engine.comms.world.rank == 0:
             said = f"{what}, and {format_bytes(excess)} too many with no optimizer state on the device"
-            warnings.warn(f"{said}: {self._remedies()}", PlacementWarning, stacklevel=3)
+            warnings.warn(f"{said}: {self._remedies()}", PlacementWarning, stacklevel=4)
+
+    def _more_waiting(self) -> int:
+        """Bytes of gradients that wait on the device in backward for host updates, at most, if more units have them."""
+        if not self._in_backward:
+            return 0
+        units = self._engine.units
+        now = waiting_bytes([unit.gradients.held_bytes for unit in units if unit.updated_on_host])
+        return waiting_bytes([unit.gradients.held_bytes for unit in units]) - now
+
+    def _room(self, parts: list[Taken]) -> Room:
+        return Room(parts, self._units(first=False))
+
+    def _with_kept_blocks(self, parts: list[Taken]) -> Room:
+        """What a step takes if blocks keep their activations again that were computed again in this one."""
+        choice, kept, growth = self._engine.block_choice, self._parking.keep_blocks_again(), self._growth
+        self._growth = 1.0
+        if choice is None or not kept:
+            return self._room(parts)
+        if math.isinf(growth):  # of inputs like none before, nobody knows
+            choice.keep_last(0)
+            return self._room(parts)
+        choice.grow(growth)
+        return self._room(with_blocks(parts, blocks_of(self._engine, choice)[-kept:], choice.more_bytes))
+
+    def _know(self, room: Room, before: Collection[int], stays: Collection[int]) -> None:
+        """Remembers what steps take with the state of the units that stay on the device, of those `before`."""
+        known, freed = self._known or Known(0, 0), room.needed_bytes(before) - room.needed_bytes(stays)
+        self._known = Known(
+            max(known.took - max(freed, 0), room.needed_bytes(stays)), max(known.least, room.needed_bytes(()))
+        )
 
     def make_room(self) -> None:
         """The device has run out of memory: state of half of the units that it updates leaves it."""
@@ -184,6 +243,31 @@ class Placing:
         if there and not sums and self._engine.comms.world.size == 1:  # several ranks could not agree on it
             self._leave_device(there[: len(there) // 2], "the device ran out of memory")
         self._engine.watch.made_room()
+
+    def make_way(self, growth: Growth) -> None:
+        """A forward begins that may take so much more memory than any before. Unless it is known to fit beside
+        optimizer state, that state is parked until step() decides. This rank alone."""
+        engine, watch, known = self._engine, self._engine.watch, self._known
+        if not self._parks or engine.everyone.size < engine.comms.world.size:  # ranks of "tp" would not hear of it
+            return
+        excess = math.inf
+        if known is not None and not math.isinf(growth.times):
+            more = int(known.least * max(growth.times - 1, 0))
+            if growth.sums:
+                more += sum(unit.gradients.held_bytes + unit.gradients.reducing_bytes for unit in engine.units)
+            excess = known.took + more - int(FILLED * watch.budget())
+            if excess <= 0:
+                self._known = Known(known.took + more, known.least + more)
+                return
+        held = sum(storage_bytes(tensors) for tensors in host_tensors(engine).values())
+        host_bytes = host_bytes_of(engine.resolved.settings, held) - held
+        watch.watch_after(lambda: self._parking.begin(excess, host_bytes, in_backward=self._in_backward))
+        engine.alike.takes_more, self._growth = True, self._growth * max(growth.times, 1.0)
+
+    def end_parking(self) -> None:
+        """Brings back what is parked."""
+        if self._parking.active:
+            self._parking.end()
 
     # -- what there is --------------------------------------------------------------------------------------------
 
@@ -202,7 +286,8 @@ class Placing:
             master = numel * unit.dtypes.widths.master
             state = master + self._costs[updated_dtype(unit)].vectors(numel) + unit.average_bytes
             gradient = 0 if self._in_backward else unit.gradients.held_bytes
-            now, gradient_now = storage_bytes(unit.state_tensors()) * there, gradient * there
+            now = storage_bytes(unit.state_tensors()) * (there and not unit.parked)
+            gradient_now = gradient * there
             if unit.gradients.stays_on_device and sums:  # of micro-batches, wherever the unit is updated
                 gradient = gradient_now = 0
             elif unit.gradients.stays_on_device:  # from its first use on
@@ -218,9 +303,10 @@ class Placing:
         units, pool = self._engine.units, self._engine.pool
         wide = [unit for unit in units if not (self._cost.small or (self._one_pass and unit.dtypes.narrow))]
         scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
+        scratch = max(scratch, NORM_BYTES * max((unit.master.owned.numel for unit in units), default=0))
         waiting = waiting_bytes([unit.gradients.held_bytes for unit in units]) if self._in_backward else 0
         waiting = 0 if pool.keeps else waiting  # else there from the start
-        kept = storage_bytes([*pool.buffers(), *self._engine.tiers.host.waiting.buffers()]) if pool.keeps else 0
+        kept = self._kept_bytes()
         sizes, placements = self._rows()
         sharded = [size for size, row in zip(sizes, placements, strict=True) if row.parameters is Scope.SHARDED]
         ahead = prefetch_units(self._engine.resolved.settings) * max((s.unsharded_bytes for s in sharded), default=0)
@@ -234,6 +320,11 @@ class Placing:
             )
             for number, part in enumerate(parts)
         ]
+
+    def _kept_bytes(self) -> int:
+        """Bytes of buffers that steps keep from one to the next, which a first part of backward may not have needed."""
+        pool = self._engine.pool
+        return storage_bytes([*pool.buffers(), *self._engine.tiers.host.waiting.buffers()]) if pool.keeps else 0
 
     def _may_stay(self) -> list[int]:
         """The units, by number, that the device could update: those whose parameters are there."""
@@ -282,6 +373,7 @@ class Placing:
         parts = self._keep_blocks(parts, most_bytes)
         room = Room(parts, self._units(first=True))
         tiers = self._fastest(room, most_bytes, self._may_stay())
+        self._know(room, (), on_tier(tiers, Tier.DEVICE))
         self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
 
     def _keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
