@@ -17,7 +17,7 @@ from onefold.cost.automatic import ADAM, choose_stage, choose_tiers, room_for_ac
 from onefold.cost.case import Choice
 from onefold.cost.filling import FILLED
 from onefold.cost.machine import device_budget, here
-from onefold.cost.parameters import choose_parameters, first_parameters, least_need, parameter_need
+from onefold.cost.parameters import choose_parameters, least_need, parameter_need, parameters_in_first_step
 from onefold.cost.search import STATES_SHARE
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
@@ -163,7 +163,7 @@ def automatic_parameters(
         host_bytes=host_bytes if spills else None,
     )  # fmt: skip
     if not (simulated or spills):
-        tiers = first_parameters(sizes, rows, tiers, host_bytes)
+        tiers = parameters_in_first_step(sizes, rows, tiers, host_bytes)
     found = "device_bytes" if offload.device_bytes is not None else "the device"
     waits = "" if simulated else "; the first step shows how many fit"
     limit = f"more than {share:.0%} of {found}, {format_bytes(int(share * budget))}" if share else f"of {found}"
