@@ -200,6 +200,7 @@ CASES = {
     "longer on one rank": Case(rows=(16, 64, 64, 16), alone=True, fill=0.4),
     "longer, updated in backward": Case(rows=(16, 64, 64, 16), settings={"step_in_backward": True}, fill=0.4),
     "longer and saved in the middle": Case(rows=(16, 128, 128, 16), fill=0.4, amid=1),
+    "accumulation, then longer batches, then both": Case(rows=(16, 16, 64, 64, 16), micro=(1, 3, 1, 3, 1), fill=0.3),
     "longer, averaged": Case(rows=(16, 64, 64), average=True, fill=0.4),
     "longer, 16 bits": Case(rows=(16, 64, 64), fields={"precision": "bf16"}, fill=0.4),
     "longer, replicated parameters": Case(rows=(16, 64, 64), fields={"stage": 2}, fill=0.6),

@@ -135,7 +135,7 @@ class MemoryWatch(NoWatch):
         self.forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
-        self._inputs, self._sums = SeenInputs(), False  # of training forwards; whether gradients were summed
+        self._inputs, self._beside_sums = SeenInputs(), SeenInputs()  # of all training forwards, and of those
 
     active = True
 
@@ -146,8 +146,9 @@ class MemoryWatch(NoWatch):
         return not self.decided and index in self._candidates
 
     def growth(self, inputs: Iterable[Tensor], *, sums: bool) -> Growth:
-        found = Growth(self._inputs.growth(inputs), sums and not self._sums)
-        self._sums = self._sums or sums
+        given = list(inputs)
+        times = self._inputs.growth(given)
+        found = Growth(times, sums=sums and self._beside_sums.growth(given) > 1)
         return found if self.decided else Growth()
 
     def watch_after(self, make_way: Callable[[], None]) -> None:

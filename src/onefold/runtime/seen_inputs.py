@@ -15,7 +15,7 @@ class Growth(NamedTuple):
     """How much more memory a forward may take than any before."""
 
     times: float = 1.0  # that of activations; infinity if nothing is known
-    sums: bool = False  # it is the first beside sums of gradients
+    sums: bool = False  # it is beside sums of gradients, and none beside sums had inputs as large
 
     def __bool__(self) -> bool:
         return self.times > 1 or self.sums
