@@ -58,6 +58,7 @@ class StepNeeds:
         wide = [unit for unit in units if not (self.cost.small or (self._one_pass and unit.dtypes.narrow))]
         scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
         scratch = max(scratch, NORM_BYTES * max((unit.master.owned.numel for unit in units), default=0))
+        stays = pool.keeps and any(unit.dtypes.narrow for unit in wide)  # fp32 vectors of an update are the pool's
         waiting = waiting_bytes([unit.gradients.held_bytes for unit in units]) if self._in_backward else 0
         waiting = 0 if pool.keeps else waiting  # else there from the start
         kept = self.kept_bytes()
@@ -70,7 +71,7 @@ class StepNeeds:
                 + ahead
                 + waiting * bool(part.reduced)
                 + kept * (number == 0)
-                + scratch * (number == len(parts) - 1 or self._in_backward)
+                + scratch * (number == len(parts) - 1 or self._in_backward or stays)
             )
             for number, part in enumerate(parts)
         ]
