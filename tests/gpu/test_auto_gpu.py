@@ -111,6 +111,25 @@ def test_state_leaves_the_device_when_a_batch_is_longer() -> None:
     assert len(said) >= 1 and "was moved from the device" in said[0] and there < units
 
 
+def longer_within() -> tuple[float, int, int]:
+    """Batches that become longer: how far parameters are from the run without offload, and the peak of all steps beside
+    a budget that these batches do not fit with the state that the first steps leave on the device."""
+    rows = (4, 4, 32, 32)
+    train(None, rows=rows)  # what cuBLAS keeps is there from now on
+    there, away = train(None, rows=rows), train(onefold.Offload(optimizer="host", parameters="host"), rows=rows)
+    gc.collect()  # their models
+    before = torch.cuda.memory_allocated()
+    budget = int((away.peak + 0.3 * max(there.peak - away.peak, 0) + before + (8 << 20)) / 0.95)
+    auto = train(onefold.Offload(optimizer="auto", device_bytes=budget), rows=rows)
+    far = relative_distance(there.params, auto.params, initialised_gpt(SHAPE).state_dict())
+    return far, auto.peak + before, budget
+
+
+def test_the_step_that_is_longer_than_all_before_is_within_the_budget_too() -> None:
+    ((far, peak, budget),) = run_ranks(1, longer_within, timeout_s=180)
+    assert far < 0.02 and peak <= budget, (far, peak, budget)
+
+
 def below_parameters() -> tuple[float, int, int, set[str], int, int]:
     """With a budget that not all parameters fit: how far they are from the run without offload, bytes at the peak, the
     budget, and the tiers of parameters; and what shard() took at most to move a model from the CPU, of how much."""

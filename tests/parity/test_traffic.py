@@ -22,7 +22,7 @@ from tests.parity.training import OPTIMIZERS, Run, batch_for
 RANKS = (1, 2, 3, 4)
 STAGES = (0, 1, 2)
 GATHER = {0: "gather-gradient", 1: "gather-updated", 2: "gather-updated"}
-DIGEST_BYTES = 16  # of what ranks must do alike, beside the flags
+SAID_BYTES = 17  # of what ranks must do alike, and of one that takes more memory, beside the flags
 MAX_ROUNDS = {1: 0, 2: 1, 3: 2, 4: 2}  # in which flags are sent: ceil(log2 N)
 VECTOR = 64  # elements: parameters and shards start on a multiple of it
 
@@ -96,7 +96,7 @@ def expected(seen: Seen, run: Run, ranks: int, rounds: int = 1) -> dict[str, int
     params = sum(len(sizes) for sizes, _ in seen.units)
     sent = {"reduce": rounds * once, GATHER[run.stage if ranks > 1 else 0]: once}
     # one byte each, before every further backward too: used, and anything left to reduce
-    sent["used-flags"] = rounds * (params + len(seen.units) + DIGEST_BYTES) * MAX_ROUNDS[ranks]
+    sent["used-flags"] = rounds * (params + len(seen.units) + SAID_BYTES) * MAX_ROUNDS[ranks]
     if run.clip is not None:
         sent["norm"] = 8 * (ranks - 1)  # one float64 of each rank
     return sent

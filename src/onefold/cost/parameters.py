@@ -96,21 +96,21 @@ def choose_parameters(
     return tiers_of(len(units), on_device, on_host)
 
 
-def first_parameters(
-    units: Sequence[UnitSize], rows: Mapping[Tier, Sequence[Placement]], most: Sequence[Tier], host_bytes: int
+def parameters_in_first_step(
+    units: Sequence[UnitSize], rows: Mapping[Tier, Sequence[Placement]], chosen: Sequence[Tier], host_bytes: int
 ) -> list[Tier]:
     """The tiers of parameters in a first step that shows how many fit on the device: of the units that are there in
-    `most`, only as many as the host has no room for beside masters and gradients of all units."""
+    `chosen`, only as many as the host has no room for beside masters and gradients of all units."""
     states = [Tier.HOST for unit in units if unit.trained]
     movable = [at for at, row in enumerate(rows[Tier.HOST]) if row.parameters_tier is Tier.HOST]
-    front = [at for at in movable if most[at] is Tier.DEVICE]
+    front = [at for at in movable if chosen[at] is Tier.DEVICE]
 
     def moved(staying: int) -> list[Tier]:
         leaves = set(front[staying:])
-        return [Tier.HOST if at in leaves else tier for at, tier in enumerate(most)]
+        return [Tier.HOST if at in leaves else tier for at, tier in enumerate(chosen)]
 
     def fits_host(tiers: Sequence[Tier]) -> bool:
         placements = [rows[tier][at] for at, tier in enumerate(tiers)]
         return host_need(units, placements, states, cost=StateCost(0)) <= host_bytes
 
-    return next((tiers for staying in range(len(front)) if fits_host(tiers := moved(staying))), list(most))
+    return next((tiers for staying in range(len(front)) if fits_host(tiers := moved(staying))), list(chosen))

@@ -19,6 +19,7 @@ from onefold.cost.sizes import Sizes, UnitSize
 from onefold.settings.placement import Placement, Scope
 
 DIGEST_BYTES = 16  # of what users must do alike on all ranks: beside the flags of used parameters
+SAID_BYTES = DIGEST_BYTES + 1  # with a flag: this rank's forwards had longer inputs than any before
 NORM_BYTES = 8  # one float64: the norm of all gradients that a rank holds
 
 
@@ -128,7 +129,7 @@ def step_traffic(
         sent["reduce-replica"] = times(across, rounds)
     if not trained:  # nothing is reduced, agreed on or clipped
         return {purpose: row for purpose, row in sent.items() if purpose.startswith("gather-")}
-    flags = (sizes.flags + len(trained) + DIGEST_BYTES) * max_rounds(n * replicas)
+    flags = (sizes.flags + len(trained) + SAID_BYTES) * max_rounds(n * replicas)
     sent["used-flags"] = Sent(0, flags, 1, "all-reduce", "all")
     if clip:
         sent["norm"] = Sent(0, NORM_BYTES * (n - 1), 1, "all-gather")

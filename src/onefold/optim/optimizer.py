@@ -37,6 +37,7 @@ from onefold.optim.whole_tensors import whole
 from onefold.runtime.engine import engine_of
 from onefold.runtime.refusals import Call
 from onefold.runtime.scaled import scaled_backward
+from onefold.runtime.seen_inputs import Growth
 from onefold.runtime.update_policy import NoUpdates, StepInputs, UpdatePolicy
 from onefold.settings.precision import Precision
 
@@ -273,6 +274,14 @@ class Optimizer(GroupedOptimizer):
         """Called when the device has run out of memory."""
         self._placing.make_room()
 
+    def make_way(self, growth: Growth) -> None:
+        """Called when a forward begins that may take more memory than any before."""
+        self._placing.make_way(growth)
+
+    def end_parking(self) -> None:
+        """Called when the optimizer state must be on its tier."""
+        self._placing.end_parking()
+
     def adopt(self, taken: frozenset[int]) -> None:
         """Called when parameters have been unfrozen: they join a param group if this Optimizer was made for all that
         train. Those with the ids `taken` have a group, or are about to."""
@@ -417,7 +426,7 @@ class Optimizer(GroupedOptimizer):
     def before_load(self) -> None:
         """Optimizer state is about to be loaded. With Offload(optimizer="auto") it must have a place before the first
         step shows what activations take; that step may move it. Collective."""
-        self._placing.by_formula(final=False)
+        self._placing.before_load()
 
     def notes(self) -> dict[str, Any]:
         """What a checkpoint records of the optimizer beside the state of parameters; equal on all ranks."""

@@ -100,7 +100,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"but {self._cls.__name__} is element-wise; make a second Optimizer for that group"
             )
         one_pass = self._whole is None and knows(self._cls, defaults)
-        self._placing = Placing(engine, self._costs, in_backward=self._in_backward, one_pass=one_pass)
+        parks = self._whole is None or not self._in_backward
+        self._placing = Placing(engine, self._costs, in_backward=self._in_backward, one_pass=one_pass, parks=parks)
         if not engine.watch.active:
             reserve(engine, self._costs)
         return defaults
@@ -111,7 +112,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         if not engine.watch.active:
             return
         if self._whole is not None and self._in_backward:
-            self._placing.by_formula(final=True)  # a unit's tensors are updated as soon as its gradient is there
+            self._placing.by_formula()  # a unit's tensors are updated as soon as its gradient is there
         else:
             self._placing.before_first_step()
         for one in self._by_unit:

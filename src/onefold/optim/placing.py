@@ -7,8 +7,9 @@
 3 As many units as fit into 95% of the device beside that get their state there, the others in host memory, and those
   that do not fit there on disk: of all such splits the one with the fewest planned seconds (cost/splits.py). Then the
   step updates them.
-4 If a later step takes more (longer sequences, accumulation), the state of some of these units leaves the device; if
-  that is not enough, blocks are computed again, and then parameters leave.
+4 If a later forward may take more (longer sequences, accumulation), state is parked before it (parking.py). If the step
+  did take more, the state of some of these units leaves the device; if that is not enough, blocks are computed again,
+  and then parameters leave.
 
 All ranks decide alike, by the fullest of them. On one kind of device, results do not depend on where state
 is kept.
@@ -17,66 +18,64 @@ is kept.
 from __future__ import annotations
 
 import logging
-import os
+import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from onefold.comm.meter import Label
-from onefold.cost.automatic import host_need, split_offloaded, told_of
-from onefold.cost.filling import FILLED, Room, Taken, UnitOnDevice, with_blocks
-from onefold.cost.limits import waiting_bytes
-from onefold.cost.machine import here
+from onefold.cost.automatic import host_need, split_offloaded
+from onefold.cost.filling import FILLED, Room, Taken, with_blocks
 from onefold.cost.search import STATES_SHARE
-from onefold.cost.sizes import UnitSize
-from onefold.cost.splits import Overlap, UnitSeconds, fastest, filled, seconds_of, split_s, tiers_of
-from onefold.cost.states import StateCost, parameter_bytes
+from onefold.cost.splits import tiers_of
+from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
-from onefold.errors import OffloadError, PlacementWarning
+from onefold.errors import PlacementWarning
 from onefold.model.storage import storage_bytes
-from onefold.optim.preflight import updated_dtype
+from onefold.optim.fullest_rank import FullestRank
+from onefold.optim.parking import Parking
+from onefold.optim.possible_splits import PossibleSplits, on_tier
 from onefold.optim.raising import (
     blocks_of,
-    blocks_to_keep,
     lower_parameters,
     raise_parameters,
     raise_parameters_by_formula,
+    raise_parameters_of,
 )
-from onefold.runtime.automatic import automatic_tiers, host_bytes_of, prefetch_units
+from onefold.optim.step_needs import StepNeeds
+from onefold.runtime.automatic import automatic_tiers, host_bytes_of, parameters_are_automatic
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
-from onefold.settings.offload import Offload
-from onefold.settings.placement import Placement, Scope, Tier
+from onefold.runtime.seen_inputs import Growth
+from onefold.settings.placement import Tier
 
 LOG = logging.getLogger("onefold")
-SCRATCH_BYTES = 16  # per element of the largest unit: vectors in fp32 that a class of torch makes in an update
 SHORT = 0.9  # of the device's memory, once torch's allocator had to free what it kept
 
 
-class Planned(NamedTuple):
-    """What splits of units over tiers are compared by; all ranks have the same."""
+class Known(NamedTuple):
+    """The most bytes that a step takes, as far as steps have shown, or as it may take at most."""
 
-    units: list[UnitSeconds]
-    overlap: Overlap
-    host_bytes: int  # of host memory, that each rank may take
-    forward_s: float  # of a micro-batch
+    took: int  # with the state that is on the device
+    least: int  # without any
 
 
 class Placing:
     """Decides for the units of one model, whose optimizer state costs so much. `in_backward` says when they are
-    updated, `one_pass` whether kernels of ours do that, where 16 bits compute."""
+    updated, `one_pass` whether kernels of ours do that, where 16 bits compute, and `parks`
+    whether optimizer state may be in host memory while a step runs."""
 
     def __init__(
-        self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, one_pass: bool
+        self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, one_pass: bool, parks: bool
     ) -> None:
-        self._engine, self._costs, self._in_backward, self._one_pass = engine, costs, in_backward, one_pass
-
-    @property
-    def _cost(self) -> StateCost:
-        return max(self._costs.values(), key=lambda cost: cost.per_element)
+        self._engine, self._in_backward, self._agreed = engine, in_backward, FullestRank(engine)
+        self._needs = StepNeeds(engine, costs, in_backward=in_backward, one_pass=one_pass)
+        self._splits = PossibleSplits(engine, self._needs, self._agreed, in_backward=in_backward)
+        self._parking, self._parks = Parking(engine), parks
+        self._known: Known | None = None
+        self._growth = 1.0  # of what forwards of this step may take
 
     def before_first_step(self) -> None:
         """Says which units may get their state on the device. Where the host could not hold the masters and gradients
@@ -85,16 +84,16 @@ class Placing:
         if not watch.active or watch.decided:
             return
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
-        tiers, _ = automatic_tiers(*given, self._cost, share=FILLED)
+        tiers, _ = automatic_tiers(*given, self._needs.cost, share=FILLED)
         candidates = [at for at, tier in enumerate(tiers.values()) if tier is Tier.DEVICE]
         watch.may_move_units(frozenset(candidates))
-        every, rows, room, cost = range(len(tiers)), self._rows(), self._host_room(), self._cost
+        every, rows, room, cost = range(len(tiers)), self._needs.rows(), self._splits.host_room(), self._needs.cost
 
         def needed(on_device: Sequence[int], cost: StateCost = StateCost(0)) -> int:  # noqa: B008
             """Bytes in host memory of masters and gradients of all units but these, and of state if it has a cost."""
             return host_need(*rows, tiers_of(len(tiers), on_device, every), cost=cost)
 
-        if self._spills:
+        if self._splits.spills:
             left = max(room - (needed([]) - needed(candidates)), 0)
             split = split_offloaded(*rows, candidates, left, cost=cost, in_backward=self._in_backward)
             first = tiers_of(len(tiers), (), [*candidates, *on_tier(split, Tier.HOST)])
@@ -105,25 +104,43 @@ class Placing:
             first = tiers_of(len(tiers), candidates[:there], every)
         self._move(first, resolved.why)
 
-    def by_formula(self, *, final: bool) -> None:
-        """Decides before a step has shown what activations take, as state is about to be loaded, or must be made:
-        states may take 70% of the device. Unless it is `final`, the first step decides again, and state waits in host
-        memory if that holds all of it. Collective."""
+    def by_formula(self) -> None:
+        """Decides for good before a step has shown what activations take, where units cannot wait for step(): states
+        may take 70% of the device. Collective."""
         engine, resolved = self._engine, self._engine.resolved
         if not engine.watch.active or engine.watch.decided:
             return
         self._quiesce()
-        every = [Tier.HOST] * len(engine.units)
-        if not final and host_need(*self._rows(), every, cost=self._cost) <= self._host_room():
-            self._move(every, resolved.why)
-            return
-        raise_parameters_by_formula(engine, int(STATES_SHARE * self._smallest(engine.watch.budget())), self._common)
+        raise_parameters_by_formula(
+            engine, int(STATES_SHARE * self._agreed.smallest(engine.watch.budget())), self._agreed.common
+        )
         resolved = engine.resolved
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
-        tiers, why = automatic_tiers(*given, self._cost, share=STATES_SHARE)
+        tiers, why = automatic_tiers(*given, self._needs.cost, share=STATES_SHARE)
         move_states(engine, tiers, why)
-        if final:
-            engine.watch.decide()
+        engine.watch.decide()
+
+    def before_load(self) -> None:
+        """State is about to be loaded, and the first step has not shown what activations take: it waits for that step
+        in host memory, and on disk what the host cannot hold. Where there is no disk, as few units as can be have it
+        on the device. Collective."""
+        engine, resolved = self._engine, self._engine.resolved
+        if not engine.watch.active or engine.watch.decided:
+            return
+        self._quiesce()
+        room, count = self._splits.host_room(), len(engine.units)
+        if self._splits.spills:
+            self._move(split_offloaded(*self._needs.rows(), (), room, cost=self._needs.cost), resolved.why)
+            return
+        every = range(count)
+        movable = every if parameters_are_automatic(resolved.settings, resolved.device, engine.comms) else ()
+        order = list(dict.fromkeys([*self._needs.may_stay(), *movable]))
+        for there in (order[:n] for n in range(len(order) + 1)):
+            tiers = tiers_of(count, there, every)
+            if host_need(*self._needs.rows(), tiers, cost=self._needs.cost) <= room:
+                break
+        raise_parameters_of(engine, [engine.units[number].name for number in there])
+        self._move(tiers, engine.resolved.why)
 
     def at_step(self) -> None:
         """Decides, or looks whether what was decided still holds. All gradients of the step are complete. Collective,
@@ -134,39 +151,96 @@ class Placing:
         parts, first = watch.step_begins(), not watch.decided
         if watch.steps == 2 and not self._in_backward:  # of gradients that the first step brought back to the device
             self._engine.tiers.host.staging.trim()
-        if not (first or self._looks(parts)):
-            return
-        budget = watch.budget()
         if first:
             self._quiesce()
-            self._fill(self._with_buffers(parts), budget)
+            self._fill(self._needs.with_buffers(parts), watch.budget())
             watch.decide()
-            return
-        room, there = Room(parts, self._units(first=False)), self._there()
+        elif self._engine.alike.some_take_more or self._looks(parts):
+            self._look(parts)
+            self.end_parking()
+        self._engine.alike.forget_more()
+
+    def _look(self, parts: list[Taken]) -> None:
+        """Looks whether what was decided still holds, by the parts of this step; none if this rank did not watch it.
+        State that is parked comes back, as far as it fits. Collective."""
+        watch, budget = self._engine.watch, self._engine.watch.budget()
+        returned = self._parking.return_parameters()
+        kept = self._needs.kept_bytes() if self._parking.active else 0  # parking has freed what was not in use
+        parts = [part._replace(nbytes=part.nbytes + returned + kept * (at == 0)) for at, part in enumerate(parts)]
+        room, bare, there = self._with_kept_blocks(parts), self._needs.room(parts), self._needs.there()
         took, short = room.needed_bytes(there), watch.was_short()
         fits = took <= FILLED * budget and not short
-        if self._smallest(fits):  # on every rank
+        if self._agreed.smallest(fits):  # on every rank
+            self._know(room, there, there)
             return
-        most_bytes = took if fits else int((SHORT if short else FILLED) * budget)
-        stays = on_tier(self._fastest(room, most_bytes, there), Tier.DEVICE)
-        what = f"a step took {format_bytes(took)} of {format_bytes(budget)}"
+        most_bytes = int((SHORT if short else FILLED) * budget) - self._needs.more_waiting()
+        most_bytes = max(took, most_bytes) if fits else most_bytes
+        what = f"a step took {format_bytes(int(self._agreed.largest(took)))} of {format_bytes(budget)}"
+        freed = room is not bare and room.needed_bytes(()) > most_bytes and self._free_more(0, what)
+        room = bare if freed else room
+        stays = on_tier(self._splits.fastest(room, most_bytes, there), Tier.DEVICE)
         if stays != there:
             self._leave_device(stays, what)
-        excess = int(self._largest(room.needed_bytes(stays) - most_bytes))
-        freed = excess > 0 and self._free_more(excess, what)
+        self._know(room, there, stays)
+        excess = int(self._agreed.largest(room.needed_bytes(stays) - most_bytes))
+        freed = (excess > 0 and self._free_more(excess, what)) or freed
         if freed or stays != there:
             watch.made_room()
         if excess > 0 and not freed and stays != there and self._engine.comms.world.rank == 0:
             said = f"{what}, and {format_bytes(excess)} too many with no optimizer state on the device"
-            warnings.warn(f"{said}: {self._remedies()}", PlacementWarning, stacklevel=3)
+            warnings.warn(f"{said}: {self._splits.remedies()}", PlacementWarning, stacklevel=4)
+
+    def _with_kept_blocks(self, parts: list[Taken]) -> Room:
+        """What a step takes if blocks keep their activations again that were computed again in this one."""
+        choice, kept, growth = self._engine.block_choice, self._parking.keep_blocks_again(), self._growth
+        self._growth = 1.0
+        if choice is None or not kept:
+            return self._needs.room(parts)
+        if math.isinf(growth):  # of inputs like none before, nobody knows
+            choice.keep_last(0)
+            return self._needs.room(parts)
+        choice.grow(growth)
+        return self._needs.room(with_blocks(parts, blocks_of(self._engine, choice)[-kept:], choice.more_bytes))
+
+    def _know(self, room: Room, before: Collection[int], stays: Collection[int]) -> None:
+        """Remembers what steps take with the state of the units that stay on the device, of those `before`."""
+        known, freed = self._known or Known(0, 0), room.needed_bytes(before) - room.needed_bytes(stays)
+        self._known = Known(
+            max(known.took - max(freed, 0), room.needed_bytes(stays)), max(known.least, room.needed_bytes(()))
+        )
 
     def make_room(self) -> None:
         """The device has run out of memory: state of half of the units that it updates leaves it."""
-        units, there = self._engine.units, self._there()
+        units, there = self._engine.units, self._needs.there()
         sums = any(unit.gradients.waiting for unit in units)
         if there and not sums and self._engine.comms.world.size == 1:  # several ranks could not agree on it
             self._leave_device(there[: len(there) // 2], "the device ran out of memory")
         self._engine.watch.made_room()
+
+    def make_way(self, growth: Growth) -> None:
+        """A forward begins that may take so much more memory than any before. Unless it is known to fit beside
+        optimizer state, that state is parked until step() decides. This rank alone."""
+        engine, watch, known = self._engine, self._engine.watch, self._known
+        if not self._parks or engine.everyone.size < engine.comms.world.size:  # ranks of "tp" would not hear of it
+            return
+        excess = math.inf
+        if known is not None and not math.isinf(growth.times):
+            more = int(known.least * max(growth.times - 1, 0))
+            if growth.sums:
+                more += sum(unit.gradients.held_bytes + unit.gradients.reducing_bytes for unit in engine.units)
+            excess = known.took + more - int(FILLED * watch.budget())
+            if excess <= 0:
+                self._known = Known(known.took + more, known.least + more)
+                return
+        held = sum(storage_bytes(tensors) for tensors in host_tensors(engine).values())
+        host_bytes = host_bytes_of(engine.resolved.settings, held) - held
+        watch.watch_after(lambda: self._parking.begin(excess, host_bytes, in_backward=self._in_backward))
+        engine.alike.takes_more, self._growth = True, self._growth * max(growth.times, 1.0)
+
+    def end_parking(self) -> None:
+        """Brings back what is parked."""
+        if self._parking.active:
+            self._parking.end()
 
     # -- what there is --------------------------------------------------------------------------------------------
 
@@ -177,69 +251,6 @@ class Placing:
         if self._engine.comms.world.size == 1:
             return bool(parts)
         return watch.keeps_looking and watch.steps & (watch.steps - 1) == 0
-
-    def _units(self, *, first: bool) -> list[UnitOnDevice]:
-        found = []
-        for unit in self._engine.units:
-            numel, there = unit.master.owned.numel, not unit.updated_on_host
-            master = numel * unit.dtypes.widths.master
-            state = master + self._costs[updated_dtype(unit)].vectors(numel) + unit.average_bytes
-            gradient = 0 if self._in_backward else unit.gradients.held_bytes
-            now, gradient_now = storage_bytes(unit.state_tensors()) * there, gradient * there
-            if unit.gradients.stays_on_device:  # from its first use on
-                state, gradient = state + gradient, 0
-                now, gradient_now = (now, gradient_now) if first else (now + gradient_now, 0)
-            found.append(UnitOnDevice(state, gradient, now, gradient_now, may_stay=first or there))
-        return found
-
-    def _with_buffers(self, parts: Sequence[Taken]) -> list[Taken]:
-        """The parts of the first step, with what later steps need beside it: from the first part on, buffers that are
-        kept from the step before; gradients that wait on the device for host updates; vectors that a class of torch
-        makes in updates; and units that backward prefetches once their order is known."""
-        units, pool = self._engine.units, self._engine.pool
-        wide = [unit for unit in units if not (self._cost.small or (self._one_pass and unit.dtypes.narrow))]
-        scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
-        waiting = waiting_bytes([unit.gradients.held_bytes for unit in units]) if self._in_backward else 0
-        waiting = 0 if pool.keeps else waiting  # else there from the start
-        kept = storage_bytes([*pool.buffers(), *self._engine.tiers.host.waiting.buffers()]) if pool.keeps else 0
-        sizes, placements = self._rows()
-        sharded = [size for size, row in zip(sizes, placements, strict=True) if row.parameters is Scope.SHARDED]
-        ahead = prefetch_units(self._engine.resolved.settings) * max((s.unsharded_bytes for s in sharded), default=0)
-        return [
-            part._replace(
-                nbytes=part.nbytes
-                + ahead
-                + waiting * bool(part.reduced)
-                + kept * (number == 0)
-                + scratch * (number == len(parts) - 1 or self._in_backward)
-            )
-            for number, part in enumerate(parts)
-        ]
-
-    def _may_stay(self) -> list[int]:
-        """The units, by number, that the device could update: those whose parameters are there."""
-        units = enumerate(self._engine.units)
-        return [number for number, unit in units if unit.placement.parameters_tier is Tier.DEVICE]
-
-    def _there(self) -> list[int]:
-        """The units, by number, that the device updates."""
-        return [number for number, unit in enumerate(self._engine.units) if not unit.updated_on_host]
-
-    def _exchange(self, mine: str) -> list[str]:
-        rows = self._engine.comms.world.exchange(mine.encode(), Label("agree", "memory"))
-        self._engine.comm.meter.cut()
-        return [row.decode() for row in rows]
-
-    def _smallest(self, mine: int) -> int:
-        return min(map(int, self._exchange(str(int(mine)))))
-
-    def _largest(self, mine: float) -> float:
-        return max(map(float, self._exchange(repr(mine))))
-
-    def _common(self, mine: Collection[int]) -> frozenset[int]:
-        """The units that every rank has chosen; they fit on each, since fewer units fit where more do."""
-        rows = self._exchange(" ".join(map(str, sorted(mine))))
-        return frozenset.intersection(*(frozenset(map(int, row.split())) for row in rows))
 
     def _quiesce(self) -> None:
         """Waits until no reduction and no update is in flight; users' edits are in masters then."""
@@ -255,49 +266,16 @@ class Placing:
     def _fill(self, parts: list[Taken], budget: int) -> None:
         """Fills the device after the first step, of which these parts are known. Collective."""
         engine, most_bytes = self._engine, int(FILLED * budget) - self._engine.watch.slack_bytes
-        most_bytes = self._smallest(most_bytes)
-        parts = raise_parameters(engine, parts, self._units(first=True), most_bytes, self._common)
-        took = int(self._largest(Room(parts, self._units(first=True)).needed_bytes(())))
+        most_bytes = self._agreed.smallest(most_bytes)
+        parts = raise_parameters(engine, parts, self._needs.units(first=True), most_bytes, self._agreed.common)
+        took = int(self._agreed.largest(Room(parts, self._needs.units(first=True)).needed_bytes(())))
         if took > most_bytes:  # parameters that a formula put on the device, such as for loaded state
             lower_parameters(engine, took - most_bytes, f"a step takes {format_bytes(took)}")
-        parts = self._keep_blocks(parts, most_bytes)
-        room = Room(parts, self._units(first=True))
-        tiers = self._fastest(room, most_bytes, self._may_stay())
+        parts = self._splits.keep_blocks(parts, most_bytes)
+        room = Room(parts, self._needs.units(first=True))
+        tiers = self._splits.fastest(room, most_bytes, self._needs.may_stay())
+        self._know(room, (), on_tier(tiers, Tier.DEVICE))
         self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
-
-    def _keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
-        """Where activations="auto" left blocks to this step: lets as many of them keep their activations as make the
-        step fastest. Returns the parts of the step with those bytes added. Collective."""
-        engine, choice = self._engine, self._engine.block_choice
-        if choice is None:
-            return parts
-        blocks, planned, micro_batches = blocks_of(engine, choice), self._planned_seconds(), engine.watch.forwards
-        again_s = planned.forward_s / max(1, len(engine.resolved.blocks))
-        may_stay, units, rows = self._may_stay(), self._units(first=True), self._rows()
-
-        def split(parts: list[Taken]) -> list[Tier]:
-            room = Room(parts, units)
-            return self._split(planned, may_stay, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
-
-        def fits(parts: list[Taken]) -> bool:
-            room = Room(parts, units)
-            if room.needed_bytes(()) > most_bytes:
-                return False
-            on_device = filled(
-                may_stay, lambda chosen: room.needed_bytes(chosen) <= most_bytes, lambda at: units[at].state
-            )
-            tiers = tiers_of(len(units), on_device, range(len(units)))
-            need = host_need(*rows, tiers, cost=self._cost, in_backward=self._in_backward)
-            return self._spills or need <= planned.host_bytes
-
-        def seconds(parts: list[Taken], count: int) -> float:
-            return split_s(planned.units, split(parts), planned.overlap) - micro_batches * count * again_s
-
-        count = self._smallest(blocks_to_keep(blocks, choice.more_bytes, parts, fits, seconds))
-        choice.keep_last(count)
-        others = f"; the others keep their activations, {format_bytes(count * choice.more_bytes)}" if count else ""
-        engine.tell_activations(f"{len(blocks) - count} of {len(blocks)} blocks are computed again{others}")
-        return with_blocks(parts, blocks[len(blocks) - count :], choice.more_bytes)
 
     def _free_more(self, excess_bytes: int, what: str) -> bool:
         """Frees bytes of a device that has no optimizer state left: all blocks are computed again, or if they are
@@ -312,62 +290,12 @@ class Placing:
             self._quiesce()
             said = lower_parameters(engine, excess_bytes, what)
         if said and engine.comms.world.rank == 0:
-            warnings.warn(f"{what}: {said}", PlacementWarning, stacklevel=4)
+            warnings.warn(f"{what}: {said}", PlacementWarning, stacklevel=5)
         return bool(said)
-
-    def _fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
-        """The tier of each unit's state: of the splits with which a step takes no more than `most_bytes` on any device,
-        the one with the fewest planned seconds. Collective; all ranks get the same."""
-        planned = self._planned_seconds()
-        split = self._split(planned, candidates, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
-        every = self._common(on_tier(split, Tier.DEVICE))
-        return self._split(planned, every, lambda chosen: True)
-
-    def _planned_seconds(self) -> Planned:
-        """The planner's seconds of each unit, with passes as long as on the slowest rank. Collective."""
-        sizes, placements = self._rows()
-        resolved, passes_s = self._engine.resolved, self._largest(self._engine.watch.passes_s)
-        shares = 3 if resolved.settings.activations == "keep" else 4  # a step in forwards: backward may run one again
-        seconds = seconds_of(
-            sizes, placements, self._cost, here(resolved.device), ranks=_local_ranks(),
-            forward_s=passes_s / shares, backward_s=passes_s - passes_s / shares,
-        )  # fmt: skip
-        cuda = resolved.device.type == "cuda"  # on a CPU both are the same cores
-        hidden = all(placement.parameters is Scope.SHARDED for placement in placements)
-        overlap = Overlap(cuda and self._in_backward, cuda and hidden)
-        return Planned(seconds, overlap, self._host_room(), passes_s / shares)
-
-    def _split(
-        self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]
-    ) -> list[Tier]:
-        """The fastest split of those that fit the device and, where state may be on disk, the host."""
-        rows, count, cost, backward = self._rows(), len(self._engine.units), self._cost, self._in_backward
-
-        def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
-            tiers = tiers_of(count, on_device, on_host)
-            return not self._spills or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
-
-        return fastest(
-            planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host
-        )
-
-    def _checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
-        """Raises if the host has no room for what is not on the device, and there is no disk; else what the placement's
-        reason says of units on disk."""
-        cost, backward, rows = self._cost, self._in_backward, self._rows()
-        needed = host_need(*rows, tiers, cost=cost, in_backward=backward)
-        if needed > host_bytes and not self._spills:
-            raise OffloadError(
-                f"the optimizer state of {tiers.count(Tier.HOST)} of {len(tiers)} units does not fit on the device and "
-                f"needs {format_bytes(needed)} of host memory, but each rank can have {format_bytes(host_bytes)}; give "
-                f"Offload(path=…) for what does not fit, a smaller state (Optimizer(state='bf16' or '8bit')), shorter "
-                f"micro-batches or activations='checkpoint'"
-            )
-        return told_of(*rows, tiers, host_bytes, cost=cost, in_backward=backward)
 
     def _decide(self, tiers: Sequence[Tier], takes: int, budget: int) -> None:
         engine, staying = self._engine, tiers.count(Tier.DEVICE)
-        told = self._checked(tiers, self._host_room())
+        told = self._splits.checked(tiers, self._splits.host_room())
         room = f"{format_bytes(takes)} of {format_bytes(budget)}"
         why = f"optimizer state of {staying} of {len(tiers)} units stays on the device: a step takes {room}{told}"
         if engine.device.type == "cuda":
@@ -377,33 +305,17 @@ class Placing:
             LOG.info("%s", why)
             if takes > budget:
                 warnings.warn(
-                    f"a step takes {room} with no optimizer state on the device: {self._remedies()}",
+                    f"a step takes {room} with no optimizer state on the device: {self._splits.remedies()}",
                     PlacementWarning, stacklevel=4,
                 )  # fmt: skip
-
-    def _remedies(self) -> str:
-        """What helps if a step does not fit with no optimizer state on the device."""
-        settings, (sizes, placements) = self._engine.resolved.settings, self._rows()
-        there = [row.parameters_tier is Tier.DEVICE for row in placements]
-        nbytes = sum(parameter_bytes(size, row) * one for size, row, one in zip(sizes, placements, there, strict=True))
-        stage = "" if settings.stage == 3 else "stage=3 and "
-        offload_parameters = (
-            f"keep parameters, which take {format_bytes(nbytes)} of this, in host memory ({stage}"
-            f"Offload(optimizer='auto', parameters='host')), or "
-        )
-        movable = any(there) and Offload.of(settings.offload).parameters is None
-        return (
-            f"to fit, {offload_parameters if movable else ''}use shorter micro-batches, activations='checkpoint', "
-            f"tiled losses, smaller units (bucket_bytes=) or more ranks"
-        )
 
     def _leave_device(self, stays: Collection[int], what: str) -> None:
         """Moves optimizer state off the device but for that of the units `stays`, and warns. Collective."""
         engine, before = self._engine, [unit.placement.optimizer_tier for unit in self._engine.units]
         self._quiesce()
-        planned = self._planned_seconds()
-        tiers = self._split(planned, stays, lambda chosen: True)  # units that were in host memory may go to disk
-        self._checked(tiers, planned.host_bytes)
+        planned = self._splits.planned_seconds()
+        tiers = self._splits.split(planned, stays, lambda chosen: True)  # units that were in host memory may go to disk
+        self._splits.checked(tiers, planned.host_bytes)
         gone = {new for old, new in zip(before, tiers, strict=True) if old is Tier.DEVICE} - {Tier.DEVICE}
         left = before.count(Tier.DEVICE) - tiers.count(Tier.DEVICE)
         why = (
@@ -413,36 +325,11 @@ class Placing:
         )
         self._move(tiers, why)
         if engine.comms.world.rank == 0:
-            warnings.warn(why, PlacementWarning, stacklevel=4)
+            warnings.warn(why, PlacementWarning, stacklevel=5)
 
     def _move(self, tiers: Sequence[Tier], why: str) -> None:
         names = [unit.name for unit in self._engine.units]
         move_states(self._engine, dict(zip(names, tiers, strict=True)), why)
-
-    @property
-    def _spills(self) -> bool:
-        """Whether state may be on disk."""
-        return Offload.of(self._engine.resolved.settings.offload).path is not None and not self._cost.small
-
-    def _rows(self) -> tuple[list[UnitSize], list[Placement]]:
-        """All units, and their placements, for formulas."""
-        resolved = self._engine.resolved
-        sizes = [unit.size(0, resolved.precision) for unit in resolved.units]  # as rank 0 has them, which owns the most
-        return sizes, [unit.placement for unit in resolved.units]
-
-    def _host_room(self) -> int:
-        """Bytes of host memory that each rank may have, with those that it has. Collective."""
-        held = sum(storage_bytes(tensors) for tensors in host_tensors(self._engine).values())
-        return self._smallest(host_bytes_of(self._engine.resolved.settings, held))
-
-
-def on_tier(tiers: Sequence[Tier], tier: Tier) -> list[int]:
-    """The units, by number, whose state is on this tier."""
-    return [number for number, one in enumerate(tiers) if one is tier]
-
-
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def keep_off_disk(engine: Engine) -> None:

@@ -55,6 +55,20 @@ def raise_parameters_by_formula(
     _raise(engine, lambda more: took + more <= most_bytes, common, lambda more: f"at least {format_bytes(took + more)}")
 
 
+def raise_parameters_of(engine: Engine, names: Collection[str]) -> None:
+    """Brings the parameters of these units to the device, which is to update them."""
+    away = {spec.layout.name for spec in engine.resolved.units if spec.placement.parameters_tier is not Tier.DEVICE}
+    if names := away.intersection(names):
+        tiers = [
+            Tier.DEVICE if spec.layout.name in names else spec.placement.parameters_tier
+            for spec in engine.resolved.units
+            if spec.flat
+        ]
+        move_parameters(
+            engine, names, Tier.DEVICE, f"{parameters_told(tiers)}: the host cannot hold all state that is loaded"
+        )
+
+
 def _away(engine: Engine) -> bool:
     """Whether some parameters are off the device, and "auto" may bring them there."""
     resolved = engine.resolved

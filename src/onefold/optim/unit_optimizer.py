@@ -10,11 +10,13 @@ elements, so splitting changes no bit of any update.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onefold.cost.layout import ALIGN, Span
@@ -84,6 +86,19 @@ class UnitOptimizer:
                     for value in self.inner.state.get(param, {}).values() if self.inner is not None else ():
                         if isinstance(value, Tensor) and not value.dim():
                             value.data = value.to(self.device)
+
+    @contextmanager
+    def state_there(self) -> Iterator[None]:
+        """Inside, master and optimizer state are where the unit is updated, also if they are parked."""
+        if not self.unit.parked:
+            yield
+            return
+        self.unit.unpark()
+        self.follow_unit()
+        yield
+        with _disable_current_modes():
+            self.unit.park()
+            self.follow_unit()
 
     def detach(self) -> None:
         """Frees the state. Nothing is in flight."""

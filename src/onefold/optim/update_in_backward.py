@@ -135,7 +135,8 @@ class UpdateInBackward(NoUpdates):
         with unit.update(), span("update", "inside", unit.name):
             self._under_way.writes(unit)
             to_update = self._by_unit[index].to_update(self._engine.used.to_update_of(index))
-            self._by_unit[index].update(self._groups, to_update, 1.0)
+            with self._by_unit[index].state_there():
+                self._by_unit[index].update(self._groups, to_update, 1.0)
         self._end_unit(unit)
 
     def _end_unit(self, unit: Unit) -> None:

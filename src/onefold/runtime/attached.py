@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from onefold.cost.states import StateCost
+from onefold.runtime.seen_inputs import Growth
 from onefold.runtime.update_policy import NoUpdates, Policies, UpdatePolicy
 
 
@@ -104,6 +105,15 @@ class AttachedOptimizer(Protocol):
         """The device has run out of memory: moves optimizer state to the host, if there is some."""
         ...
 
+    def make_way(self, growth: Growth) -> None:
+        """A forward begins that may take so much more memory than any before: optimizer state is in host memory until
+        step(), if there may be too little room for both."""
+        ...
+
+    def end_parking(self) -> None:
+        """Optimizer state is on its tier again, also after `make_way`."""
+        ...
+
     def adopt(self, taken: frozenset[int]) -> None:
         """Parameters have been unfrozen: updates them if it was made for all that train, but for `taken` ones (ids)."""
         ...
@@ -167,6 +177,18 @@ class AttachedOptimizers:
         """The device has run out of memory: one of them moves optimizer state of all to the host."""
         for optimizer in self:
             optimizer.make_room()
+            return
+
+    def make_way(self, growth: Growth) -> None:
+        """A forward begins that may take more memory than any before: one of them moves optimizer state of all."""
+        for optimizer in self:
+            optimizer.make_way(growth)
+            return
+
+    def end_parking(self) -> None:
+        """Optimizer state is on its tier again."""
+        for optimizer in self:
+            optimizer.end_parking()
             return
 
     def groups(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from onefold.cost.automatic import ADAM, choose_stage, choose_tiers, room_for_ac
 from onefold.cost.case import Choice
 from onefold.cost.filling import FILLED
 from onefold.cost.machine import device_budget, here
-from onefold.cost.parameters import choose_parameters, first_parameters, least_need, parameter_need
+from onefold.cost.parameters import choose_parameters, least_need, parameter_need, parameters_in_first_step
 from onefold.cost.search import STATES_SHARE
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
@@ -37,8 +37,7 @@ UNDECIDED = (
     'Offload(optimizer="auto") decides in the first step, which shows what activations take: at most {} of {} units '
     "can keep their optimizer state on the device"
 )
-PARAMETERS_SHARE = 0.1  # of the device: if parameters take more, the first step decides how many stay there
-PARAMETERS_SHARE_ALONE = 0.3  # the same on one rank, which then keeps its shard beside the unsharded unit for good
+SHARE_OF_WHOLE_GPU = 0.3  # one rank, without `device_bytes`: parameters that take no more stay there, see below
 OFF_DEVICE = {Tier.HOST: "in host memory", Tier.DISK: "on disk"}
 
 
@@ -137,15 +136,17 @@ def automatic_parameters(
     device_ranks: int,
 ) -> tuple[dict[str, Tier], str]:
     """The tier of each unit's parameters, by name, and the reason; empty if all stay on the device. Decided by the
-    smallest budget of any rank. If parameters, and what a step needs beside them, take a large share of it, as many as
-    the host has room for begin there: the first step shows what activations take, and then those that fit come to the
-    device. In a simulation, which has no such step, they may take all of a budget. Collective."""
+    smallest budget of any rank. As many as the host has room for begin there: the first step shows what activations
+    take, and then those that fit come to the device. One rank would keep its shard beside the unsharded unit for good
+    then, so without a budget they stay on a GPU of which they take a small share. In a simulation, which has no such
+    step, they may take all of a budget. Collective."""
     offload, machine, simulated = Offload.of(settings.offload), here(device), comms.shard.simulated
     mine = offload.device_bytes if simulated else None  # the budget of a simulation is not of the device that is here
     budget, host_bytes = _smallest(
         comms, mine or device_budget(device, offload.device_bytes, device_ranks), offload.host_bytes or host_share()
     )
-    share = 1.0 if simulated else PARAMETERS_SHARE if comms.shard.size > 1 else PARAMETERS_SHARE_ALONE
+    whole_gpu = comms.shard.size == 1 and offload.device_bytes is None
+    share = 1.0 if simulated else SHARE_OF_WHOLE_GPU if whole_gpu else 0.0
     sizes = [unit.size(0, precision) for unit in units]  # as rank 0 has them, which owns the most
     rows = {
         tier: [place(u.layout, settings, parameter_tiers={u.layout.name: tier}) for u in units]
@@ -162,12 +163,13 @@ def automatic_parameters(
         host_bytes=host_bytes if spills else None,
     )  # fmt: skip
     if not (simulated or spills):
-        tiers = first_parameters(sizes, rows, tiers, host_bytes)
+        tiers = parameters_in_first_step(sizes, rows, tiers, host_bytes)
     found = "device_bytes" if offload.device_bytes is not None else "the device"
     waits = "" if simulated else "; the first step shows how many fit"
+    limit = f"more than {share:.0%} of {found}, {format_bytes(int(share * budget))}" if share else f"of {found}"
     why = (
         f"{parameters_told(tiers)}: all of them, with unsharded units and buffers, would take {format_bytes(wanted)}, "
-        f"more than {share:.0%} of {found}, {format_bytes(int(share * budget))}{waits}"
+        f"{limit}{waits}"
     )
     return {unit.layout.name: tier for unit, tier in zip(units, tiers, strict=True)}, why
 

@@ -14,6 +14,10 @@ class BlockChoice:
         self.names, self.more_bytes, self._keep = tuple(names), more_bytes, keep
         self.kept = 0
 
+    def grow(self, times: float) -> None:
+        """Activations may take so many times the memory from now on."""
+        self.more_bytes = int(self.more_bytes * times)
+
     def keep_last(self, count: int) -> None:
         """The last `count` blocks keep their activations from the next forward on, and no others. Backward comes to the
         last ones first, and frees what they keep before the first of the others is computed again."""

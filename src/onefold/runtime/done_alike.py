@@ -5,7 +5,8 @@ flags that ranks exchange in every step, as itself and as its complement: where 
 complements of each other, ranks differ. Only then do they exchange what they have, and every rank raises.
 
 Whether gradients have accumulated may differ between ranks, and all need to know: it is in the digest too. A rank that
-sees parameters unfrozen tells its peers in the same way, before its units change.
+sees parameters unfrozen tells its peers in the same way, before its units change. One whose forwards take more memory
+than any before says so in a byte beside the digest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from onefold.comm.agreement import first_difference
 from onefold.comm.communicator import Comm
 from onefold.comm.meter import Label
-from onefold.cost.traffic import DIGEST_BYTES
+from onefold.cost.traffic import DIGEST_BYTES, SAID_BYTES
 from onefold.errors import MismatchError
 
 HALF = DIGEST_BYTES // 2
@@ -46,6 +47,8 @@ class DoneAlike:
         self._unfrozen: Sequence[str] = ()  # see `unfreezing`
         self._known: object = None  # what the digest is of
         self._digest = b""
+        self.takes_more = False  # this rank, in this step
+        self._some_take_more = False
 
     def loaded(self, module: str) -> None:
         """load_state_dict() has set the parameters of this module."""
@@ -60,13 +63,22 @@ class DoneAlike:
         finally:
             self._unfrozen = ()
 
+    @property
+    def some_take_more(self) -> bool:
+        """Whether some rank's forwards in this step take more memory than any before; once ranks have compared."""
+        return self.takes_more or self._some_take_more
+
+    def forget_more(self) -> None:
+        """The step is over in which some rank took more."""
+        self.takes_more = self._some_take_more = False
+
     def forget_loads(self) -> None:
         """All ranks have replaced all parameters together."""
         self._loads.clear()
         self._known = None
 
     def said(self) -> bytes:
-        """What this rank says of itself: `DIGEST_BYTES` bytes, or none if it is alone."""
+        """What this rank says of itself: `SAID_BYTES` bytes, or none if it is alone."""
         if self._everyone.size == 1:
             return b""
         numbers = [list(_numbers(group)) for group in self._groups()]
@@ -74,12 +86,13 @@ class DoneAlike:
         if now != self._known:
             mine = hashlib.blake2b("\n".join(self._lines()).encode(), digest_size=HALF).digest()
             self._known, self._digest = now, mine + bytes(255 - byte for byte in mine)
-        return self._digest
+        return self._digest + bytes([self.takes_more])
 
     def compare(self, heard: bytes) -> bool:
         """Raises on every rank unless all ranks `said` the same; `heard` has the largest byte at every place. True if
         gradients have accumulated on some rank."""
-        if any(high + low != 255 for high, low in zip(heard[:HALF], heard[HALF:], strict=True)):
+        self._some_take_more = heard[DIGEST_BYTES:SAID_BYTES] == b"\1"
+        if any(high + low != 255 for high, low in zip(heard[:HALF], heard[HALF:DIGEST_BYTES], strict=True)):
             rows = self._everyone.exchange("\n".join(self._lines()).encode(), Label("agree", "what ranks did"))
             said = [[line for line in row.decode().split("\n") if line not in ("", ACCUMULATED)] for row in rows]
             if any(lines != said[0] for lines in said):

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -266,7 +266,7 @@ class Engine:
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
-    def before_forward(self) -> None:
+    def before_forward(self, inputs: Iterable[Tensor] = ()) -> None:
         self.check(Call.FORWARD)
         self.updates.finish()
         if torch.is_grad_enabled():
@@ -285,6 +285,9 @@ class Engine:
             self.progress.forward_began(reducing=self.accumulating.reducing)
             if self.watch.failed():
                 self.optimizers.make_room()
+            sums = not self.accumulating.final or (self.used.any and self.updates.keeps_gradients)
+            if growth := self.watch.growth(inputs, sums=sums):
+                self.optimizers.make_way(growth)
             self.watch.forward_begins()
 
     def enter_backward(self) -> None:
@@ -356,6 +359,7 @@ class Engine:
         full_parameters() users' writes are taken, or refused, at its end, and not here."""
         self.tiers.end_snapshot()
         self.updates.finish()
+        self.optimizers.end_parking()
         if host:
             self.updates.forget_prepared()
             self.updates.wait()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,7 +141,7 @@ def _surround_model(engine: Engine) -> None:
     call = id(engine.model)
 
     def before(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        _before_forward(engine)
+        _before_forward(engine, tensors_in([*args, *kwargs.values()]))
         if engine.unsharding.units:
             _enter_root(engine)
         engine.sequences.enter()
@@ -277,11 +277,11 @@ def _hook_gradient(engine: Engine, index: int, param: nn.Parameter) -> None:
     engine.hold_accumulator(node)
 
 
-def _before_forward(engine: Engine) -> None:
+def _before_forward(engine: Engine, inputs: Iterable[Tensor]) -> None:
     if in_backward():  # a recomputation
         engine.enter_backward()
         return
-    engine.before_forward()
+    engine.before_forward(inputs)
     engine.sequences.serve()
     if engine.resolved.settings.buffers == "rank0" and engine.model.training:
         with torch.no_grad():

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
     _len_torch_dispatch_stack,
@@ -29,6 +31,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import NotOnDevice, on_device
 from onefold.runtime.live_bytes import LiveBytes, watching_sizes
 from onefold.runtime.no_watch import NoWatch
+from onefold.runtime.seen_inputs import Growth, SeenInputs
 from onefold.settings.offload import Offload
 
 WATCHED_STEPS = 2  # on a CPU: the one that decides, and the one that shows whether it was right
@@ -132,6 +135,7 @@ class MemoryWatch(NoWatch):
         self.forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
+        self._inputs, self._beside_sums = SeenInputs(), SeenInputs()  # of all training forwards, and of those
 
     active = True
 
@@ -141,18 +145,35 @@ class MemoryWatch(NoWatch):
     def may_move(self, index: int) -> bool:
         return not self.decided and index in self._candidates
 
+    def growth(self, inputs: Iterable[Tensor], *, sums: bool) -> Growth:
+        given = list(inputs)
+        times = self._inputs.growth(given)
+        found = Growth(times, sums=sums and self._beside_sums.growth(given) > 1)
+        return found if self.decided else Growth()
+
+    def watch_after(self, make_way: Callable[[], None]) -> None:
+        if self._counter is None:
+            self._watch()
+        make_way()
+        assert self._counter is not None
+        self._counter.restart()
+
     def forward_begins(self) -> None:
-        engine = self._engine()
         if not self.steps:
             self._began_s = self._began_s or time.perf_counter()
             self.forwards += 1
-        if self._counter is None and engine is not None and self.steps < (1 if self._cuda else WATCHED_STEPS):
-            if self._cuda:
-                torch.cuda.empty_cache()  # what was needed to load and shard the model would count as slack
-            else:
-                engine.updates.wait()  # host updates of the first step make optimizer state, which it looks at
-            self._counter = CudaCounter(self._device) if self._cuda else CpuCounter(engine)
-            self._counter.restart()
+        if self._counter is None and self.steps < (1 if self._cuda else WATCHED_STEPS):
+            self._watch()
+
+    def _watch(self) -> None:
+        engine = self._engine()
+        assert engine is not None
+        if self._cuda:
+            torch.cuda.empty_cache()  # what was needed to load and shard the model would count as slack
+        else:
+            engine.updates.wait()  # host updates of the first step make optimizer state, which it looks at
+        self._counter = CudaCounter(self._device) if self._cuda else CpuCounter(engine)
+        self._counter.restart()
 
     def reduced(self, index: int, *, final: bool) -> None:
         if final and self._counter is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.model.containers import as_list, cast_tensors
+from onefold.model.containers import as_list, cast_tensors, tensors_in
 from onefold.runtime.engine import Engine
 from onefold.runtime.unsharding import in_backward
 
@@ -45,7 +45,7 @@ def _surrounded(engine: Engine, method: Callable[..., Any], open_backward: Calla
         if in_backward():  # a recomputation
             engine.enter_backward()
         elif not engine.unsharding.running:
-            engine.before_forward()
+            engine.before_forward(tensors_in([*args, *kwargs.values()]))
         if narrow:
             assert isinstance(compute, torch.dtype)
             args, kwargs = cast_tensors(args, compute), cast_tensors(kwargs, compute)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
 from onefold.cost.filling import Taken
+from onefold.runtime.seen_inputs import Growth
 
 
 class NoWatch:
@@ -21,6 +26,14 @@ class NoWatch:
     def may_move(self, index: int) -> bool:
         """Whether the first step may move the state of this trained unit to the device, so that it waits for step()."""
         return False
+
+    def growth(self, inputs: Iterable[Tensor], *, sums: bool) -> Growth:
+        """How much more memory than any before a forward may take that begins with these inputs, beside `sums` of
+        gradients or without; nothing if a step is still to decide."""
+        return Growth()
+
+    def watch_after(self, make_way: Callable[[], None]) -> None:
+        """The forward that begins may take more than any before: watches this step from here on, after `make_way`."""
 
     def forward_begins(self) -> None:
         """A training forward begins."""

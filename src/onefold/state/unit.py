@@ -60,6 +60,7 @@ class Unit:
         self._averages: list[Tensor] = []
         self._averaged = False  # compute reads a moving average in place of the parameters
         self._optimizer_states: list[Callable[[], list[Tensor]]] = []  # of each unit optimizer
+        self.parked = False  # see `park`
         self._take_placement(placement, owned)
         stored = stored_master(wide, dtypes.master) if wide is not None else None
         stored = tiers.host.keep(stored, pinned=False) if stored is not None and self.updated_on_host else stored
@@ -300,7 +301,7 @@ class Unit:
         if self.image is not None:
             self.image.load()
         before, stored = self.image, self.master.tensors()
-        leaves = [leaf for leaf in self.state_tensors() if leaf.dim()]  # step counts stay
+        leaves, self.parked = self._long_state(), False
         self._take_placement(placement, self.master.owned)
         moved = [self._in_its_place(leaf) for leaf in leaves]
         if before is not None:
@@ -327,6 +328,24 @@ class Unit:
         self.master = make_master(
             self.staging or self.flat_params, self.master.owned, stored[0] if stored else None, self.pool
         )
+
+    def park(self) -> None:
+        """Keeps master and optimizer state of a unit that the device updates in host memory until `unpark`, since a
+        forward may need the room. It is not updated meanwhile."""
+        self._tiers.wait_for_snapshot()
+        self.parked = True
+        for leaf in self._long_state():
+            leaf.data = self._tiers.host.keep(leaf.flatten(), pinned=False).view(leaf.shape)
+
+    def unpark(self) -> None:
+        """Ends `park`; its unit optimizers must follow."""
+        self.parked = False
+        for leaf in self._long_state():
+            leaf.data = self._in_its_place(leaf)
+
+    def _long_state(self) -> list[Tensor]:
+        """The tensors of master and optimizer state that may leave the device; step counts stay."""
+        return [leaf for leaf in self.state_tensors() if leaf.dim()]
 
     def _in_its_place(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor of the master or of the optimizer state, in host memory or on the device."""

@@ -1,0 +1,31 @@
+"""What ranks decide alike where memory differs: by the fullest of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from onefold.comm.meter import Label
+from onefold.runtime.engine import Engine
+
+
+class FullestRank:
+    """Numbers and units that all ranks of a model agree on. Every method is collective."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def _exchange(self, mine: str) -> list[str]:
+        rows = self._engine.comms.world.exchange(mine.encode(), Label("agree", "memory"))
+        self._engine.comm.meter.cut()
+        return [row.decode() for row in rows]
+
+    def smallest(self, mine: int) -> int:
+        return min(map(int, self._exchange(str(int(mine)))))
+
+    def largest(self, mine: float) -> float:
+        return max(map(float, self._exchange(repr(mine))))
+
+    def common(self, mine: Collection[int]) -> frozenset[int]:
+        """The units that every rank has chosen; they fit on each, since fewer units fit where more do."""
+        rows = self._exchange(" ".join(map(str, sorted(mine))))
+        return frozenset.intersection(*(frozenset(map(int, row.split())) for row in rows))

@@ -1,0 +1,159 @@
+"""Offload(optimizer="auto"): which splits of units over device, host and disk are possible, and which is fastest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
+
+from onefold.cost.automatic import host_need, told_of
+from onefold.cost.filling import Room, Taken, with_blocks
+from onefold.cost.machine import here
+from onefold.cost.splits import Overlap, UnitSeconds, fastest, filled, seconds_of, split_s, tiers_of
+from onefold.cost.states import parameter_bytes
+from onefold.cost.text import format_bytes
+from onefold.errors import OffloadError
+from onefold.model.storage import storage_bytes
+from onefold.optim.fullest_rank import FullestRank
+from onefold.optim.raising import blocks_of, blocks_to_keep
+from onefold.optim.step_needs import StepNeeds
+from onefold.runtime.automatic import host_bytes_of
+from onefold.runtime.engine import Engine
+from onefold.runtime.held_tensors import host_tensors
+from onefold.settings.offload import Offload
+from onefold.settings.placement import Scope, Tier
+
+
+class Planned(NamedTuple):
+    """What splits of units over tiers are compared by; all ranks have the same."""
+
+    units: list[UnitSeconds]
+    overlap: Overlap
+    host_bytes: int  # of host memory, that each rank may take
+    forward_s: float  # of a micro-batch
+
+
+class PossibleSplits:
+    """Of the units of one model, by what a step `needs`."""
+
+    def __init__(self, engine: Engine, needs: StepNeeds, agreed: FullestRank, *, in_backward: bool) -> None:
+        self._engine, self._needs, self._agreed, self._in_backward = engine, needs, agreed, in_backward
+
+    def fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
+        """The tier of each unit's state: of the splits with which a step takes no more than `most_bytes` on any device,
+        the one with the fewest planned seconds. Collective; all ranks get the same."""
+        planned = self.planned_seconds()
+        split = self.split(planned, candidates, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
+        every = self._agreed.common(on_tier(split, Tier.DEVICE))
+        return self.split(planned, every, lambda chosen: True)
+
+    def planned_seconds(self) -> Planned:
+        """The planner's seconds of each unit, with passes as long as on the slowest rank. Collective."""
+        sizes, placements = self._needs.rows()
+        resolved, passes_s = self._engine.resolved, self._agreed.largest(self._engine.watch.passes_s)
+        shares = 3 if resolved.settings.activations == "keep" else 4  # a step in forwards: backward may run one again
+        seconds = seconds_of(
+            sizes, placements, self._needs.cost, here(resolved.device), ranks=_local_ranks(),
+            forward_s=passes_s / shares, backward_s=passes_s - passes_s / shares,
+        )  # fmt: skip
+        cuda = resolved.device.type == "cuda"  # on a CPU both are the same cores
+        hidden = all(placement.parameters is Scope.SHARDED for placement in placements)
+        overlap = Overlap(cuda and self._in_backward, cuda and hidden)
+        return Planned(seconds, overlap, self.host_room(), passes_s / shares)
+
+    def split(
+        self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]
+    ) -> list[Tier]:
+        """The fastest split of those that fit the device and, where state may be on disk, the host."""
+        rows, count, cost, backward = self._needs.rows(), len(self._engine.units), self._needs.cost, self._in_backward
+
+        def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
+            tiers = tiers_of(count, on_device, on_host)
+            return not self.spills or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
+
+        return fastest(
+            planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host
+        )
+
+    def checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
+        """Raises if the host has no room for what is not on the device, and there is no disk; else what the placement's
+        reason says of units on disk."""
+        cost, backward, rows = self._needs.cost, self._in_backward, self._needs.rows()
+        needed = host_need(*rows, tiers, cost=cost, in_backward=backward)
+        if needed > host_bytes and not self.spills:
+            raise OffloadError(
+                f"the optimizer state of {tiers.count(Tier.HOST)} of {len(tiers)} units does not fit on the device and "
+                f"needs {format_bytes(needed)} of host memory, but each rank can have {format_bytes(host_bytes)}; give "
+                f"Offload(path=…) for what does not fit, a smaller state (Optimizer(state='bf16' or '8bit')), shorter "
+                f"micro-batches or activations='checkpoint'"
+            )
+        return told_of(*rows, tiers, host_bytes, cost=cost, in_backward=backward)
+
+    def keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
+        """Where activations="auto" left blocks to this step: lets as many of them keep their activations as make the
+        step fastest. Returns the parts of the step with those bytes added. Collective."""
+        engine, choice = self._engine, self._engine.block_choice
+        if choice is None:
+            return parts
+        blocks, planned, micro_batches = blocks_of(engine, choice), self.planned_seconds(), engine.watch.forwards
+        again_s = planned.forward_s / max(1, len(engine.resolved.blocks))
+        may_stay, units, rows = self._needs.may_stay(), self._needs.units(first=True), self._needs.rows()
+
+        def split(parts: list[Taken]) -> list[Tier]:
+            room = Room(parts, units)
+            return self.split(planned, may_stay, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
+
+        def fits(parts: list[Taken]) -> bool:
+            room = Room(parts, units)
+            if room.needed_bytes(()) > most_bytes:
+                return False
+            on_device = filled(
+                may_stay, lambda chosen: room.needed_bytes(chosen) <= most_bytes, lambda at: units[at].state
+            )
+            tiers = tiers_of(len(units), on_device, range(len(units)))
+            need = host_need(*rows, tiers, cost=self._needs.cost, in_backward=self._in_backward)
+            return self.spills or need <= planned.host_bytes
+
+        def seconds(parts: list[Taken], count: int) -> float:
+            return split_s(planned.units, split(parts), planned.overlap) - micro_batches * count * again_s
+
+        count = self._agreed.smallest(blocks_to_keep(blocks, choice.more_bytes, parts, fits, seconds))
+        choice.keep_last(count)
+        others = f"; the others keep their activations, {format_bytes(count * choice.more_bytes)}" if count else ""
+        engine.tell_activations(f"{len(blocks) - count} of {len(blocks)} blocks are computed again{others}")
+        return with_blocks(parts, blocks[len(blocks) - count :], choice.more_bytes)
+
+    def remedies(self) -> str:
+        """What helps if a step does not fit with no optimizer state on the device."""
+        settings, (sizes, placements) = self._engine.resolved.settings, self._needs.rows()
+        there = [row.parameters_tier is Tier.DEVICE for row in placements]
+        nbytes = sum(parameter_bytes(size, row) * one for size, row, one in zip(sizes, placements, there, strict=True))
+        stage = "" if settings.stage == 3 else "stage=3 and "
+        offload_parameters = (
+            f"keep parameters, which take {format_bytes(nbytes)} of this, in host memory ({stage}"
+            f"Offload(optimizer='auto', parameters='host')), or "
+        )
+        movable = any(there) and Offload.of(settings.offload).parameters is None
+        return (
+            f"to fit, {offload_parameters if movable else ''}use shorter micro-batches, activations='checkpoint', "
+            f"tiled losses, smaller units (bucket_bytes=) or more ranks"
+        )
+
+    def host_room(self) -> int:
+        """Bytes of host memory that each rank may have, with those that it has. Collective."""
+        held = sum(storage_bytes(tensors) for tensors in host_tensors(self._engine).values())
+        return self._agreed.smallest(host_bytes_of(self._engine.resolved.settings, held))
+
+    @property
+    def spills(self) -> bool:
+        """Whether state may be on disk."""
+        return Offload.of(self._engine.resolved.settings.offload).path is not None and not self._needs.cost.small
+
+
+def on_tier(tiers: Sequence[Tier], tier: Tier) -> list[int]:
+    """The units, by number, whose state is on this tier."""
+    return [number for number, one in enumerate(tiers) if one is tier]
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,0 +1,108 @@
+"""Offload(optimizer="auto"): what a step needs on the device, by what the parts of one took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from onefold.cost.filling import Room, Taken, UnitOnDevice
+from onefold.cost.limits import waiting_bytes
+from onefold.cost.sizes import UnitSize
+from onefold.cost.states import StateCost
+from onefold.model.storage import storage_bytes
+from onefold.optim.preflight import updated_dtype
+from onefold.runtime.automatic import prefetch_units
+from onefold.runtime.engine import Engine
+from onefold.settings.placement import Placement, Scope, Tier
+
+SCRATCH_BYTES = 16  # per element of the largest unit: vectors in fp32 that a class of torch makes in an update
+NORM_BYTES = 8  # per element of the largest unit: a gradient in fp32, and its squares, for a norm
+
+
+class StepNeeds:
+    """Of the units of one model, whose optimizer state costs so much. `in_backward` says when they are updated,
+    `one_pass` whether kernels of ours do that, where 16 bits compute."""
+
+    def __init__(
+        self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, one_pass: bool
+    ) -> None:
+        self._engine, self._costs, self._in_backward, self._one_pass = engine, costs, in_backward, one_pass
+
+    @property
+    def cost(self) -> StateCost:
+        return max(self._costs.values(), key=lambda cost: cost.per_element)
+
+    def units(self, *, first: bool) -> list[UnitOnDevice]:
+        found, sums = [], self._engine.accumulating.wide_sums and not first
+        for unit in self._engine.units:
+            numel, there = unit.master.owned.numel, not unit.updated_on_host
+            master = numel * unit.dtypes.widths.master
+            state = master + self._costs[updated_dtype(unit)].vectors(numel) + unit.average_bytes
+            gradient = 0 if self._in_backward else unit.gradients.held_bytes
+            now = storage_bytes(unit.state_tensors()) * (there and not unit.parked)
+            gradient_now = gradient * there
+            if unit.gradients.stays_on_device and sums:  # of micro-batches, wherever the unit is updated
+                gradient = gradient_now = 0
+            elif unit.gradients.stays_on_device:  # from its first use on
+                state, gradient = state + gradient, 0
+                now, gradient_now = (now, gradient_now) if first else (now + gradient_now, 0)
+            found.append(UnitOnDevice(state, gradient, now, gradient_now, may_stay=first or there))
+        return found
+
+    def with_buffers(self, parts: Sequence[Taken]) -> list[Taken]:
+        """The parts of the first step, with what later steps need beside it: from the first part on, buffers that are
+        kept from the step before; gradients that wait on the device for host updates; vectors that a class of torch
+        makes in updates; and units that backward prefetches once their order is known."""
+        units, pool = self._engine.units, self._engine.pool
+        wide = [unit for unit in units if not (self.cost.small or (self._one_pass and unit.dtypes.narrow))]
+        scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
+        scratch = max(scratch, NORM_BYTES * max((unit.master.owned.numel for unit in units), default=0))
+        stays = pool.keeps and any(unit.dtypes.narrow for unit in wide)  # fp32 vectors of an update are the pool's
+        waiting = waiting_bytes([unit.gradients.held_bytes for unit in units]) if self._in_backward else 0
+        waiting = 0 if pool.keeps else waiting  # else there from the start
+        kept = self.kept_bytes()
+        sizes, placements = self.rows()
+        sharded = [size for size, row in zip(sizes, placements, strict=True) if row.parameters is Scope.SHARDED]
+        ahead = prefetch_units(self._engine.resolved.settings) * max((s.unsharded_bytes for s in sharded), default=0)
+        return [
+            part._replace(
+                nbytes=part.nbytes
+                + ahead
+                + waiting * bool(part.reduced)
+                + kept * (number == 0)
+                + scratch * (number == len(parts) - 1 or self._in_backward or stays)
+            )
+            for number, part in enumerate(parts)
+        ]
+
+    def kept_bytes(self) -> int:
+        """Bytes of buffers that steps keep from one to the next, which a first part of backward may not have needed."""
+        pool = self._engine.pool
+        return storage_bytes([*pool.buffers(), *self._engine.tiers.host.waiting.buffers()]) if pool.keeps else 0
+
+    def more_waiting(self) -> int:
+        """Bytes of gradients that wait on the device in backward for host updates, at most, if more units have them."""
+        if not self._in_backward:
+            return 0
+        units = self._engine.units
+        now = waiting_bytes([unit.gradients.held_bytes for unit in units if unit.updated_on_host])
+        return waiting_bytes([unit.gradients.held_bytes for unit in units]) - now
+
+    def room(self, parts: list[Taken]) -> Room:
+        return Room(parts, self.units(first=False))
+
+    def may_stay(self) -> list[int]:
+        """The units, by number, that the device could update: those whose parameters are there."""
+        units = enumerate(self._engine.units)
+        return [number for number, unit in units if unit.placement.parameters_tier is Tier.DEVICE]
+
+    def there(self) -> list[int]:
+        """The units, by number, that the device updates."""
+        return [number for number, unit in enumerate(self._engine.units) if not unit.updated_on_host]
+
+    def rows(self) -> tuple[list[UnitSize], list[Placement]]:
+        """All units, and their placements, for formulas."""
+        resolved = self._engine.resolved
+        sizes = [unit.size(0, resolved.precision) for unit in resolved.units]  # as rank 0 has them, which owns the most
+        return sizes, [unit.placement for unit in resolved.units]
