@@ -57,13 +57,13 @@ def test_messages_travel_while_tensors_are_updated_and_while_backward_runs() -> 
         spans = found["pipelined"]
         updates = at(spans, "update", "step")
         assert at(spans, "start", "whole-gradient", "round 1")[0] < updates[0]  # the next tensors are on their way
-        assert at(spans, "wait", "whole-updated", "round 0")[0] > updates[1]  # and those before, back
+        assert at(spans, "wait", "whole-direction", "round 0")[0] > updates[1]  # and those before, back
 
         spans = found["one by one"]
-        assert at(spans, "start", "whole-gradient", "round 1")[0] > at(spans, "wait", "whole-updated", "round 0")[0]
+        assert at(spans, "start", "whole-gradient", "round 1")[0] > at(spans, "wait", "whole-direction", "round 0")[0]
 
         spans = found["gathered"]  # parameters that AdamW alone updates, and units whose tensors are all updated
-        assert at(spans, "start", "gather-updated")[0] < at(spans, "start", "whole-updated")[0]
+        assert at(spans, "start", "gather-updated")[0] < at(spans, "start", "whole-direction")[0]
 
         spans = found["in backward"]
         first, *_ = at(spans, "start", "whole-gradient", "round 0")
