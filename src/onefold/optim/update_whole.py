@@ -150,9 +150,8 @@ class WholeUpdates:
                 vector = self._take(one, master.dtype, taken)
                 order.to_memory_order(master, vector)
             with span("update", "step", one.optimizer.name(one.slot)):
-                group = inputs.groups[one.optimizer.group_of(one.slot)]
                 self._under_way.writes(one.unit)
-                one.optimizer.update_whole(one.slot, vector, gradient, group, inputs.bad)
+                one.optimizer.update_whole(one.slot, vector, gradient, one.group(inputs), inputs.bad)
             if order.interleaved:
                 order.from_memory_order(vector, master)
 
@@ -164,9 +163,8 @@ class WholeUpdates:
             if order.interleaved:
                 vector = self._take(one, direction.dtype, taken)
             with span("update", "step", one.optimizer.name(one.slot)):
-                group = inputs.groups[one.optimizer.group_of(one.slot)]
                 self._under_way.writes(one.unit)
-                one.optimizer.find_direction(one.slot, vector, gradient, group, inputs.bad)
+                one.optimizer.find_direction(one.slot, vector, gradient, one.group(inputs), inputs.bad)
             if order.interleaved:
                 order.from_memory_order(vector, direction)
 
@@ -304,7 +302,8 @@ class UpdateWholeInBackward(UpdateInBackward):
         return False
 
     def _update_unit(self, index: int) -> None:
-        optimizer, inputs, updates = self._whole[index], StepInputs(self._groups, 1.0, 1.0, None), self._updates
+        groups = [dict(group) for group in self._groups]  # settings as they are now, also for what ends in step()
+        optimizer, inputs, updates = self._whole[index], StepInputs(groups, 1.0, 1.0, None), self._updates
         unit, flags = optimizer.unit, optimizer.to_update(self._engine.used.to_update_of(index))
         with updates.forgotten_after_error(), span("update", "inside", unit.name):
             if unit.updated_on_host:

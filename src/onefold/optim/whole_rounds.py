@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,8 +55,11 @@ class TensorToUpdate(NamedTuple):
     def sends_master(self) -> bool:
         return self.optimizer.sends_master(self.slot)
 
+    def group(self, inputs: StepInputs) -> dict[str, Any]:
+        return inputs.groups[self.optimizer.group_of(self.slot)]
+
     def direction_dtype(self, inputs: StepInputs) -> torch.dtype:
-        return self.optimizer.direction_dtype(self.slot, inputs.groups[self.optimizer.group_of(self.slot)])
+        return self.optimizer.direction_dtype(self.slot, self.group(inputs))
 
 
 class MasterPiece:
@@ -108,9 +111,12 @@ class PieceToMove:
         self.answer = pool.take(part.numel, of.direction_dtype(inputs))
 
     def end(self) -> None:
-        optimizer, piece = self.of.optimizer, MasterPiece(self.of, self._part, self._device)
-        group = self._inputs.groups[optimizer.group_of(self.of.slot)]
-        optimizer.move(self.of.slot, piece.vector, self.answer, group, self._inputs.bad)
+        """Moves the elements, unless a flag on the device says that the step is skipped."""
+        piece, bad = MasterPiece(self.of, self._part, self._device), self._inputs.bad
+        before = piece.vector.clone() if bad is not None else None
+        self.of.optimizer.move(self.of.slot, self.of.group(self._inputs)).along(self.answer, piece.vector)
+        if before is not None and bad is not None:
+            torch.where(bad.bool(), before, piece.vector, out=piece.vector)
         piece.end()
         self._pool.give(self.answer)
 

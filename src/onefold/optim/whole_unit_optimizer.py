@@ -243,12 +243,9 @@ class WholeUnitOptimizer(UnitOptimizer):
         run = partial(inner.direct, owned.tensor, order.full(gradient), order.full(out))
         self._step(owned, group, bad, gradient.device, run)
 
-    def move(self, slot: int, master: Tensor, direction: Tensor, group: dict[str, Any], bad: Tensor | None) -> None:
-        """Moves this rank's elements of a tensor along its direction; nothing if the device flag `bad` is set."""
-        before = master.clone() if bad is not None else None
-        Move.of(tuple(self.size(slot)), group).along(direction, master)
-        if before is not None and bad is not None:
-            torch.where(bad.bool(), before, master, out=master)
+    def move(self, slot: int, group: dict[str, Any]) -> Move:
+        """How the elements of a tensor move along its direction."""
+        return Move.of(tuple(self.size(slot)), group)
 
     def _step(
         self,
