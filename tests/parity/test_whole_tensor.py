@@ -214,12 +214,14 @@ class Cost:
 
 
 def costs(stages: list[int]) -> list[Cost]:
-    """On every rank: what onefold.Muon (stages 1 and 3) and LAMB beside AdamW (stage 2) cost."""
+    """On every rank: what torch's Muon (stage 1) and LAMB (stage 2) beside AdamW cost, and onefold.Muon (stage 3)."""
     onefold.init()
     found, case = [], MODELS["gpt"]
     for stage in stages:
         torch.manual_seed(0)
-        make = partial(one_for_all, name="lamb") if stage == 2 else partial(muon, name="gpt")
+        make = {1: partial(one_for_all, name="muon"), 2: partial(one_for_all, name="lamb")}.get(
+            stage, partial(muon, name="gpt")
+        )
         zero = onefold.Zero(stage=stage, bucket_bytes=64 << 10, precision="bf16")
         tokens = torch.zeros(2, GPT_SEQ, dtype=torch.long)
         ranks = {"ranks": dist.get_world_size(), "rank": dist.get_rank()}

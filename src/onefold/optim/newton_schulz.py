@@ -66,36 +66,46 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         move = Move.of(tuple(param.shape), group)
-        for place, direction in self._directions(param, grad, group):
+        for place, direction in _directions(self.state[param], grad, group):
             move.along(direction, place.part(param))
 
-    @torch.no_grad()
-    def direct(self, param: Tensor, grad: Tensor, out: Tensor) -> None:
-        """Updates the momentum, and writes the direction in which the parameter is to move, whose values are not
-        needed, to a tensor of its shape and of `direction_dtype`."""
-        for place, direction in self._directions(param, grad, self.param_groups[0]):
-            part = place.part(out)
-            part.copy_(direction.reshape(part.shape))
 
-    def _directions(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Iterator[tuple[EqualMatrices, Tensor]]:
-        """Updates the momentum; the direction of each place of the tensor."""
-        state, momentum = self.state[param], group["momentum"]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        average = state["momentum_buffer"]
-        kernels = cuda_muon.fits(group, grad, average)
-        if kernels:
-            update = cuda_muon.average(grad, average, group)
-        else:
-            average.lerp_(grad, 1 - momentum)
-            update = grad.lerp(average, momentum) if group["nesterov"] else average
-        size = tuple(grad.shape)
-        places, unequal = places_of(size, group["matrices"]), len(_lr_ratios(size, group)) > 1
-        for place in places:
-            found = orthogonal(place.of(update), group, overwrites=kernels and len(places) == 1)
-            if unequal:
-                found = found.to(grad.dtype).mul_(lr_ratio(place.shape, group["adjust_lr_fn"]))
-            yield place, found
+def direction_settings(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any] | None:
+    """The settings with which `direct` stands for the update of this class, torch's Muon or ours; None for others."""
+    if cls is torch.optim.Muon:
+        return {"matrices": "whole", "ns_dtype": "bf16", **group}
+    return group if cls is Muon else None
+
+
+@torch.no_grad()
+def direct(state: dict[str, Any], grad: Tensor, settings: dict[str, Any], out: Tensor) -> None:
+    """Updates the momentum in the state of a tensor, and writes the direction in which the tensor is to move: to `out`,
+    of its shape and of `direction_dtype`. The tensor itself is not needed."""
+    for place, direction in _directions(state, grad, settings):
+        part = place.part(out)
+        part.copy_(direction.reshape(part.shape))
+
+
+def _directions(
+    state: dict[str, Any], grad: Tensor, settings: dict[str, Any]
+) -> Iterator[tuple[EqualMatrices, Tensor]]:
+    """Updates the momentum; the direction of each place of the tensor."""
+    if not state:
+        state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+    average, momentum = state["momentum_buffer"], settings["momentum"]
+    kernels = cuda_muon.fits(settings, grad, average)
+    if kernels:
+        update = cuda_muon.average(grad, average, settings)
+    else:
+        average.lerp_(grad, 1 - momentum)
+        update = grad.lerp(average, momentum) if settings["nesterov"] else average
+    size = tuple(grad.shape)
+    places, unequal = places_of(size, settings["matrices"]), len(_lr_ratios(size, settings)) > 1
+    for place in places:
+        found = orthogonal(place.of(update), settings, overwrites=kernels and len(places) == 1)
+        if unequal:
+            found = found.to(grad.dtype).mul_(lr_ratio(place.shape, settings["adjust_lr_fn"]))
+        yield place, found
 
 
 class Move(NamedTuple):
@@ -120,7 +130,7 @@ class Move(NamedTuple):
 
 
 def direction_dtype(size: tuple[int, ...], settings: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
-    """What `Muon.direct` writes for a tensor of this shape, whose gradient has this dtype when it is updated."""
+    """What `direct` writes for a tensor of this shape, whose gradient has this dtype when it is updated."""
     return dtype if len(_lr_ratios(size, settings)) > 1 else NS_DTYPES[settings["ns_dtype"]]
 
 

@@ -5,7 +5,7 @@ sharded as it is for other classes; what an update needs comes to the owner for 
 Optimizer state stays with the owner (ownership.py). Where optimizer state is replicated, every rank owns every tensor
 that is not split.
 
-Of Muon the owner needs no master: it finds the direction, and each rank moves its own elements.
+Of Muon, torch's or ours, the owner needs no master: it finds the direction, and each rank moves its own elements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onefold.cost.states import StateCost
 from onefold.errors import OptimizerError, StateError
 from onefold.model.element_order import Order
 from onefold.optim.guarded_step import GuardedStep
-from onefold.optim.newton_schulz import Move, Muon, direction_dtype, work_of
+from onefold.optim.newton_schulz import Move, direct, direction_dtype, direction_settings, work_of
 from onefold.optim.ownership import Ownership, ToOwn
 from onefold.optim.trials import bare_step
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
@@ -134,10 +134,11 @@ class WholeUnitOptimizer(UnitOptimizer):
         found = []
         for slot in (slot for slot in slots if self.is_shared(slot)):
             self._settings[slot] = group
+            settings = direction_settings(self.cls, group)
             size, shards = tuple(self.size(slot)), 1 if self.replicated else self.unit.layout.ranks
             numbered = self.first(slot) - self.unit.layout.slots[slot].start
             held = tuple(self._held_by(slot, shard).shift(numbered) for shard in range(shards))
-            work = work_of(size, group["matrices"]) if self.finds_directions else None
+            work = work_of(size, settings["matrices"]) if settings is not None else None
             split = self._ownership.part(self.name(slot)) is not None
             found.append(ToOwn(self.name(slot), size, work, held, split, self.unit.name))
         return found
@@ -156,10 +157,15 @@ class WholeUnitOptimizer(UnitOptimizer):
     @property
     def finds_directions(self) -> bool:
         """Whether owners send back directions, in which each rank moves its elements; else updated masters."""
-        return self.cls is Muon
+        return direction_settings(self.cls, {}) is not None
+
+    def _direction_settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        found = direction_settings(self.cls, group)
+        assert found is not None
+        return found
 
     def direction_dtype(self, slot: int, group: dict[str, Any]) -> torch.dtype:
-        return direction_dtype(tuple(self.size(slot)), group, self.unit.master.dtype)
+        return direction_dtype(tuple(self.size(slot)), self._direction_settings(group), self.unit.master.dtype)
 
     def sends_master(self, slot: int) -> bool:
         """Whether pieces of the master go to the owner. It has them all if parameters are replicated on its device, not
@@ -238,14 +244,17 @@ class WholeUnitOptimizer(UnitOptimizer):
         """Updates the state of one tensor that this rank owns, and writes the direction in which the tensor is to move;
         both vectors are in memory order. The state does not change if the device flag `bad` is set."""
         owned, order = self._owned[slot], self.order(slot)
-        inner = self._inner(owned)
-        assert isinstance(inner, Muon)
-        run = partial(inner.direct, owned.tensor, order.full(gradient), order.full(out))
-        self._step(owned, group, bad, gradient.device, run)
+        owned.tensor.data = self._empty.new_zeros(()).expand(order.shape)  # a class may look at the shape
+        states, settings = self._inner(owned).state, self._direction_settings(group)
+        owned.tensor.data = self._empty
+        self._step(
+            owned, group, bad, gradient.device,
+            lambda: direct(states[owned.tensor], order.full(gradient), settings, order.full(out)),
+        )  # fmt: skip
 
     def move(self, slot: int, group: dict[str, Any]) -> Move:
         """How the elements of a tensor move along its direction."""
-        return Move.of(tuple(self.size(slot)), group)
+        return Move.of(tuple(self.size(slot)), self._direction_settings(group))
 
     def _step(
         self,
