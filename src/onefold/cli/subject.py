@@ -12,7 +12,7 @@ from onefold.cost.activations import check_policy
 from onefold.cost.case import Choice
 from onefold.cost.decoders import Decoder
 from onefold.cost.estimate import refuse_unfit
-from onefold.cost.families import model_shape
+from onefold.cost.families import config_file, model_shape
 from onefold.cost.hardware import Hardware
 from onefold.cost.search import Question
 from onefold.cost.shapes import Shape
@@ -214,7 +214,7 @@ class TrialOptions(ModelOptions):
 
 def hugging_face(path: Path) -> nn.Module:
     """A model of transformers from its configuration alone, with no weights."""
-    file = path / "config.json" if path.is_dir() else path
+    file = config_file(path)
     if not file.is_file():
         raise ConfigError(f"{file} is not there; give a config.json or the folder that holds it")
     fields = read_json(file)
