@@ -192,7 +192,7 @@ class TrialOptions(ModelOptions):
             activations=self.activations,
         )  # fmt: skip
         found = question.price(choice, question.grid(), batch)
-        refuse_unfit(found, "a smaller model or batch, more ranks, --stage 3, --activations checkpoint or --offload")
+        refuse_unfit(found)
         for sentence in () if self.json else run_summary(found):
             console().print(sentence, markup=False, soft_wrap=False)
 
