@@ -14,12 +14,12 @@ from onefold.cost.decoders import Decoder
 from onefold.cost.estimate import refuse_unfit
 from onefold.cost.families import config_file, model_shape
 from onefold.cost.hardware import Hardware
+from onefold.cost.run_summary import run_summary
 from onefold.cost.search import Question
 from onefold.cost.shapes import Shape
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work
 from onefold.errors import ConfigError
-from onefold.planner.summary import run_summary
 from onefold.settings.limited import read_json
 from onefold.settings.offload import Offload
 from onefold.settings.widths import widths_of

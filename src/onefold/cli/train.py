@@ -31,10 +31,10 @@ from onefold.cli.verdict import Outcome
 from onefold.comm.shutdown import shutdown
 from onefold.cost.hardware import Hardware
 from onefold.cost.machine import here
+from onefold.cost.run_summary import run_summary
 from onefold.cost.shapes import Shape
 from onefold.errors import CheckpointError, ConfigError, OnefoldError
 from onefold.offload.files import check_folder as check_disk
-from onefold.planner.summary import run_summary
 from onefold.train.run.clean import clean_up
 from onefold.train.run.data import prepare
 from onefold.train.run.fits import check_fits, on_host
