@@ -43,7 +43,7 @@ def _read(end: int) -> bytes:
         return b""
 
 
-def test_a_rank_of_torchrun_says_on_a_terminal_what_is_planned(tmp_path):
+def test_a_rank_of_torchrun_says_on_a_terminal_what_is_planned_and_what_it_waits_for(tmp_path):
     data = tmp_path / "text.txt"
     data.write_text("to be or not to be\n" * 400)
     few = ("--steps", "1", "--eval-windows", "2", "--save-every", "0", "--data", str(data))
@@ -54,7 +54,7 @@ def test_a_rank_of_torchrun_says_on_a_terminal_what_is_planned(tmp_path):
     assert lines[1].startswith("onefold: On each rank: parameters ")
     assert lines[2].startswith("onefold: Expect ") and lines[2].endswith(" at the peak.")
     assert len(read_lines(tmp_path / "a" / "run" / "metrics.jsonl")) >= 1
-    assert not any("Planned" in line for line in lines[3:])
+    assert lines[3:] == ["onefold: writing the report …"]
 
 
 def test_a_rank_of_torchrun_refuses_what_cannot_fit_before_it_reads_data(tmp_path):

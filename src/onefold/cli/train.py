@@ -228,6 +228,8 @@ class TrainCommand(Settings):
             why = f" ({', '.join(signals)})" if signals else ""
             say(f"stopped and saved{why}; to go on: {self._resume()}")
             return
+        if not self.json:
+            remark("writing the report …")  # drawing its charts takes seconds
         written = _report(out, comparison=self.compare is not None)
         if self.json:
             finished = [(row or {}) | _profiled(run) for run, row in zip(self.stages(), finished, strict=True)]
