@@ -20,7 +20,12 @@ def as_torchrun_starts_it(out: Path, *flags: str, terminal: bool = False) -> tup
         free.bind(("127.0.0.1", 0))
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    env = {**os.environ, **place, **ranks, "XDG_CACHE_HOME": str(cache(out))}
+    return started(out, *flags, env={**place, **ranks}, terminal=terminal)
+
+
+def started(out: Path, *flags: str, env: dict[str, str], terminal: bool) -> tuple[int, str]:
+    """The exit code of a run, and its stderr."""
+    env = {**os.environ, **env, "XDG_CACHE_HOME": str(cache(out)), "CUDA_VISIBLE_DEVICES": ""}
     read, write = os.openpty() if terminal else os.pipe()
     words = (COMMAND, "train", "--out", str(out), *flags)
     process = start_python(*words, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=write)
@@ -43,11 +48,19 @@ def _read(end: int) -> bytes:
         return b""
 
 
+def few(folder: Path) -> tuple[str, ...]:
+    """The flags of a run of one step."""
+    (folder / "text.txt").write_text("to be or not to be\n" * 400)
+    return (*SHAPE, "--steps", "1", "--eval-windows", "2", "--save-every", "0", "--data", str(folder / "text.txt"))
+
+
+def test_an_elastic_run_says_once_what_is_planned_though_it_asks_for_two_numbers_of_ranks(tmp_path):
+    code, said = started(tmp_path / "c" / "run", "--elastic", "1:2", *few(tmp_path), env={}, terminal=True)
+    assert code == 0 and said.count("onefold: Planned: ") == said.count("onefold: Expect ") == 1, said
+
+
 def test_a_rank_of_torchrun_says_on_a_terminal_what_is_planned_and_what_it_waits_for(tmp_path):
-    data = tmp_path / "text.txt"
-    data.write_text("to be or not to be\n" * 400)
-    few = ("--steps", "1", "--eval-windows", "2", "--save-every", "0", "--data", str(data))
-    code, said = as_torchrun_starts_it(tmp_path / "a" / "run", *SHAPE, *few, terminal=True)
+    code, said = as_torchrun_starts_it(tmp_path / "a" / "run", *few(tmp_path), terminal=True)
     lines = said.splitlines()
     assert code == 0, said
     assert lines[0] == "onefold: Planned: stage 3, batch 4, activations keep, no offload."

@@ -95,7 +95,7 @@ class TrainCommand(Settings):
         shape = self._check_data()
         if self.plan and not torch.cuda.device_count():  # else ranks ask: this process is to load no driver
             for count in dict.fromkeys([ranks, *self.elastic_ranks()[:1]]):
-                self._check_fits(shape, count, on_host(count))
+                self._check_fits(shape, count, on_host(count), tells=count == ranks)
         with ExitStack() as locks:
             for folder in dict.fromkeys([self.output.out, *(run.output.out for run in self.stages())]):
                 locks.enter_context(RunLock(folder))
@@ -134,11 +134,11 @@ class TrainCommand(Settings):
                 f"'onefold[hf]'"
             )
 
-    def _check_fits(self, shape: Shape, ranks: int, machine: Hardware) -> None:
-        """Raises for a run that cannot fit; says on a terminal what is planned."""
+    def _check_fits(self, shape: Shape, ranks: int, machine: Hardware, *, tells: bool = True) -> None:
+        """Raises for a run that cannot fit; says on a terminal what is planned, if it `tells`."""
         for run in self.stages():
             found = check_fits(run, shape, ranks, machine)
-            for sentence in run_summary(found) if found is not None and not self.json else ():
+            for sentence in run_summary(found) if found is not None and tells and not self.json else ():
                 remark(sentence)
 
     def _check_fits_on_rank(self) -> None:
