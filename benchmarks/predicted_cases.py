@@ -29,7 +29,7 @@ RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs/results"
 PAIR = RESULTS / "links-nccl-pair-nvidia-h200.json"
 STAGES = {"stage0": 0, "stage1": 1, "stage2": 2}  # of systems; others are stage 3
 PLANNED = ("stage0", "stage1", "stage2", "stage3", "onefold", "onefold+keep", "onefold+inside", "onefold+clip")
-PLANNED += ("onefold+clip-never",)
+PLANNED += ("onefold+clip-never", "onefold+muon")
 LEAN = {"onefold+lean": "bf16", "onefold+lean8": "8bit"}  # optimizer state by system
 LEAN_TILE = SYSTEMS["onefold+lean"].settings["tile"]
 COMPUTING = ("products", "attention", "elementwise", "loss", "blocks", "sustained")  # what the device does
@@ -134,7 +134,7 @@ def of_systems(path: Path) -> Iterator[Case]:
             )  # fmt: skip
             estimate = planned(
                 shape, machine, choice, work["ranks"] * work["rank_of"], work["batch"], in_backward="inside" in name,
-                reshard_after_forward=name != "onefold+keep",
+                reshard_after_forward=name != "onefold+keep", optimizer="muon" if "muon" in name else "adamw",
             )  # fmt: skip
             yield Case(f"{work['name']}, {name}", path.name, estimate, row["median_s"], row["peak_device_bytes"], apart)
 
@@ -152,8 +152,9 @@ def planned(
     shape: Shape, machine: Hardware, choice: Choice, ranks: int, batch: int, *, in_backward: bool = False,
     reshard_after_forward: bool = True, bucket_bytes: int = Zero.bucket_bytes, micro_batches: int = 1,
     compiled: bool = False, state: str = "fp32", sums_width: int = 4, tile: int | None = None, tiled_mlps: bool = True,
+    optimizer: str = "adamw",
 ) -> Estimate:  # fmt: skip
-    """As `shard(precision="bf16")` runs on a GPU, with AdamW."""
+    """As `shard(precision="bf16")` runs on a GPU."""
     widths = widths_of("bf16", "split")
     if micro_batches > 1:
         widths = widths._replace(grad=sums_width)
@@ -161,7 +162,7 @@ def planned(
         work=Work(
             widths=widths, shape=shape, bucket_bytes=bucket_bytes, tile=tile, tiled_mlps=tiled_mlps, auto_wire=True
         ),
-        choice=choice, grid=grid_of(ranks), hardware=machine, cost=named_cost("adamw", state), batch=batch,
+        choice=choice, grid=grid_of(ranks), hardware=machine, cost=named_cost(optimizer, state), batch=batch,
         in_backward=in_backward, reshard_after_forward=reshard_after_forward, micro_batches=micro_batches,
         compiled=compiled,
     )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,13 +59,13 @@ def test_messages_travel_while_tensors_are_updated_and_while_backward_runs() -> 
         spans = found["pipelined"]
         updates = at(spans, "update", "step")
         assert at(spans, "start", "whole-gradient", "round 1")[0] < updates[0]  # the next tensors are on their way
-        assert at(spans, "wait", "whole-updated", "round 0")[0] > updates[1]  # and those before, back
+        assert at(spans, "wait", "whole-direction", "round 0")[0] > updates[1]  # and those before, back
 
         spans = found["one by one"]
-        assert at(spans, "start", "whole-gradient", "round 1")[0] > at(spans, "wait", "whole-updated", "round 0")[0]
+        assert at(spans, "start", "whole-gradient", "round 1")[0] > at(spans, "wait", "whole-direction", "round 0")[0]
 
         spans = found["gathered"]  # parameters that AdamW alone updates, and units whose tensors are all updated
-        assert at(spans, "start", "gather-updated")[0] < at(spans, "start", "whole-updated")[0]
+        assert at(spans, "start", "gather-updated")[0] < at(spans, "start", "whole-direction")[0]
 
         spans = found["in backward"]
         first, *_ = at(spans, "start", "whole-gradient", "round 0")
@@ -136,6 +138,36 @@ def interrupted(stage: int) -> list[Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return [*found, *onefold.full_state_dict(model).values()]
+
+
+def scheduled(stage: int, make: Callable[..., Any]) -> list[Tensor]:
+    """On a rank: parameters after steps whose settings change between backward and step()."""
+    torch.manual_seed(0)
+    model = onefold.shard(CASE.build(), stage=stage, bucket_bytes=24 << 10)
+    optimizer = make(model, step_in_backward=True)
+    for step in range(3):
+        CASE.loss(model, batch_for(step, 0, dist.get_rank()), step).backward()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(onefold.full_state_dict(model).values())
+
+
+def differing_stages() -> list[str]:
+    """On a rank: the stages whose parameters are not those of stage 0."""
+    onefold.init()
+    found = []
+    for make in (onefold.Muon, partial(onefold.Optimizer, cls=LAMB)):
+        wanted = scheduled(0, make)
+        for stage in (1, 2, 3):
+            if not all(map(same_bits, scheduled(stage, make), wanted)):
+                found.append(f"{make}, stage {stage}")
+    return found
+
+
+def test_updates_in_backward_take_the_settings_that_backward_found() -> None:
+    assert run_ranks(2, differing_stages) == [[], []]
 
 
 def compared() -> list[int]:

@@ -15,7 +15,7 @@ from onefold.cost.compute import shape_seconds
 from onefold.cost.estimate import Estimate
 from onefold.cost.families import FAMILIES
 from onefold.cost.hardware import TABLE, hardware, recorded
-from onefold.cost.rates import FORMAT, Rates
+from onefold.cost.rates import FORMAT, Rates, shipped_rates
 from onefold.cost.shapes import Shape
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work, grid_of
@@ -121,6 +121,16 @@ def test_a_host_that_launches_too_slowly_is_what_counts():
     moved = ((copied + summed) * SHAPE.numel + several.messages.copied_bytes) / BANDWIDTH
     launched = 0.1 * (SHAPE.layers + len(several.sizes.units))  # a block's, and those of each unit's messages
     assert several.time.compute_s == pytest.approx(launched + moved, rel=1e-4)
+
+
+def test_a_model_of_unknown_shape_is_planned_at_the_rate_of_models_of_many_layers():
+    """Not at that of one layer, of which the loss takes most."""
+    rates = shipped_rates("h200")
+    assert rates is not None
+    found, deep = recorded(rates), Shape(layers=32, hidden=2048, heads=16)
+    work = Work(widths=widths_of("bf16", "split"), shape=deep)
+    per_second = work.flops(8, "keep", grid_of(1)) / shape_seconds(deep, rates, 8, "keep").total
+    assert found.flops * found.efficiency == pytest.approx(per_second, rel=0.15)
 
 
 def test_a_record_gives_the_machine_and_a_plan_without_one_is_as_before(tmp_path: Path, capsys):

@@ -114,7 +114,7 @@ def test_a_run_with_muon_has_the_figures_that_were_planned_and_goes_on_at_anothe
     trained(2, again, adam=muon, zero=on_disk, checkpoints={"resume": True}, plan=True)
     assert curve(again) == curve(whole)
     facts, row = read_facts(whole), read_metrics(whole)[-1]
-    for name in ("whole-gradient", "whole-master", "whole-updated"):
+    for name in ("whole-gradient", "whole-direction"):
         assert row["traffic"][name] == facts["plan"]["traffic"][name] > 0
     assert row["memory"]["optimizer"] == facts["plan"]["memory"]["optimizer"]
     assert row["memory"]["peak"] == pytest.approx(facts["plan"]["peak_bytes"], rel=0.1)

@@ -1,5 +1,7 @@
 """The probe admits every element-wise optimizer, refuses every other by name and reason, and leaves no trace."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch import Tensor, optim
 from onefold import OptimizerError
 from onefold.optim.elementwise import StateCost, examine
 from onefold.optim.whole_trial import examine_whole
+from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -257,13 +260,16 @@ class Talking(Written):
         return grad
 
 
-def test_a_class_that_sends_messages_is_refused_with_what_to_give_instead(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        with pytest.raises(OptimizerError, match=r"sends messages to other ranks itself.*form for one process"):
-            examine(Talking, {}, CPU)
-    finally:
-        dist.destroy_process_group()
+def examined() -> str:
+    """On a rank, which has a process group: what is said of the class."""
+    with pytest.raises(OptimizerError) as caught:
+        examine(Talking, {}, CPU)
+    return str(caught.value)
+
+
+def test_a_class_that_sends_messages_is_refused_with_what_to_give_instead():
+    [said] = run_ranks(1, examined)
+    assert re.search(r"sends messages to other ranks itself.*form for one process", said)
 
 
 class OfGroups(optim.Optimizer):

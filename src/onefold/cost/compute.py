@@ -19,7 +19,7 @@ from onefold.cost.shapes import Shape
 from onefold.cost.tiles import HALF, loss_moved
 
 DTYPES = {4: "fp32", 2: "bf16"}  # by bytes per element of what computes
-REFERENCE = Shape(layers=1, hidden=2048, heads=16)  # whose efficiency stands for a model of unknown shapes
+REFERENCE = Shape(layers=24, hidden=2048, heads=16)  # whose efficiency stands for a model of unknown shapes
 REFERENCE_BATCH = 8
 
 
@@ -181,10 +181,10 @@ def _loss(shape: Shape, rates: Rates, dtype: str, tokens: float, words: int, til
 
 
 def typical_rate(rates: Rates, width: int = 2) -> float:
-    """Flops per second of a block of middling size, for models of which only flops are known."""
+    """Flops per second of a model of middling size, for models of which only flops are known."""
     found = shape_seconds(REFERENCE, rates, REFERENCE_BATCH, "keep", width=width)
-    tokens = REFERENCE_BATCH * REFERENCE.seq
-    return 6 * tokens * (REFERENCE.matmul_numel + 2 * REFERENCE.seq * REFERENCE.hidden) / found.total
+    tokens, attention = REFERENCE_BATCH * REFERENCE.seq, 2 * REFERENCE.layers * REFERENCE.seq * REFERENCE.hidden
+    return 6 * tokens * (REFERENCE.matmul_numel + attention) / found.total
 
 
 def step_compute_s(found: ComputeSeconds, rates: Rates, layers: int, sharded_units: int) -> float:

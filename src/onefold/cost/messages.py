@@ -9,7 +9,8 @@ from onefold.cost.case import Case
 from onefold.cost.cut_sequences import attention_calls
 from onefold.cost.traffic import Sent, reduce_default, step_traffic, total
 
-WHOLE = ("whole-gradient", "whole-master", "whole-updated")  # purposes of messages for updates of whole tensors
+# purposes of messages for updates of whole tensors
+WHOLE = ("whole-gradient", "whole-master", "whole-updated", "whole-direction")
 UNHIDDEN = ("tensor-parallel", "sequence", *WHOLE)  # of messages that no compute hides
 
 

@@ -20,6 +20,7 @@ from onefold.settings.placement import Placement, Scope
 
 DIGEST_BYTES = 16  # of what users must do alike on all ranks: beside the flags of used parameters
 SAID_BYTES = DIGEST_BYTES + 1  # the digest, and a flag for inputs that were longer than all before
+DIRECTION_BYTES = 2  # of an element: Newton-Schulz runs in bf16
 NORM_BYTES = 8  # one float64: the norm of all gradients that a rank holds
 
 
@@ -56,21 +57,19 @@ def reduced_once(units: Sequence[UnitSize], strategy: Strategy) -> Sent:
     )
 
 
-def to_owners(units: Sequence[tuple[UnitSize, Placement]], ranks: int, tp: int = 1) -> dict[str, Sent]:
-    """What one rank sends in a step to owners of whole tensors and, as an owner, to others, if all ranks own and hold
-    equal parts of each tensor: `ranks` share a unit, and the tensors are split over `tp`."""
+def to_owners(units: Sequence[UnitSize], ranks: int, tp: int = 1) -> dict[str, Sent]:
+    """What one rank sends in a step to the owners of matrices that Muon updates and, as an owner, to others, if all
+    ranks own and hold equal parts of each matrix: `ranks` share a unit, and the matrices are split over `tp`."""
     owners = ranks * tp
-    away = [(unit, placement, unit.whole_numel * (owners - 1) // (owners * ranks)) for unit, placement in units]
-    rounds = -(-sum(unit.whole_count for unit, _ in units) // owners)
-    told = [row for row in away if tp > 1 or row[0].widths.narrow or row[1].parameters is Scope.SHARDED]
+    away = [(unit.whole_numel * (owners - 1) // (owners * ranks), unit.widths.grad) for unit in units]
+    rounds, elements = -(-sum(unit.whole_count for unit in units) // owners), sum(numel for numel, _ in away)
+    axis, messages = "tp" if ranks == 1 else "shard", rounds * (owners - 1)
 
-    def sent(rows: Sequence[tuple[UnitSize, Placement, int]], width: str) -> Sent:
-        nbytes = sum(numel * getattr(unit.widths, width) for unit, _, numel in rows)
-        axis = "tp" if ranks == 1 else "shard"
-        return Sent(sum(row[2] for row in rows), nbytes, rounds, "all-to-all", axis, rounds * (owners - 1))
+    def sent(nbytes: int) -> Sent:
+        return Sent(elements, nbytes, rounds, "all-to-all", axis, messages)
 
-    rows = {"whole-gradient": sent(away, "grad"), "whole-master": sent(told, "updated")}
-    return {**rows, "whole-updated": sent(away, "updated")}
+    gradients = sum(numel * width for numel, width in away)
+    return {"whole-gradient": sent(gradients), "whole-direction": sent(elements * DIRECTION_BYTES)}
 
 
 def times(sent: Sent, count: int) -> Sent:
@@ -117,7 +116,8 @@ def step_traffic(
     if whole and n * tp > 1:
         sharded = [row for row in trained if row[1].optimizer is Scope.SHARDED]
         if sharded or tp > 1:  # where the optimizer is replicated, tp ranks hold parts of a tensor
-            sent |= to_owners(sharded, n, tp) if sharded else to_owners(trained, 1, tp)
+            shared = [unit for unit, _ in sharded or trained]
+            sent |= to_owners(shared, n if sharded else 1, tp)
     for purpose, order in (("gather-forward", forward), ("gather-backward", backward)):
         if order:
             sent[purpose] = times(gathered_once((units[i] for i in order), "compute", n), micro_batches)

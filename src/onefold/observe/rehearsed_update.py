@@ -22,7 +22,10 @@ class RehearsedUpdates(WholeUpdates):
 
     def _run(self, one: TensorToUpdate, master: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
         if one.unit.dtypes.narrow:
-            self._pool.give(self._pool.take(gradient.numel(), master.dtype))
+            self._pool.give(self._pool.take(gradient.numel(), one.unit.master.dtype))
+
+    def _direct(self, one: TensorToUpdate, direction: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
+        self._run(one, direction, gradient, inputs)
 
 
 class RehearsedWhole(UpdateWhole):

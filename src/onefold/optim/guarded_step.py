@@ -10,7 +10,7 @@ the class makes in this very step cannot be selected: there the host waits for t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -35,8 +35,15 @@ class _Before(NamedTuple):
 class GuardedStep:
     """One step of a class, and what the host needs to take it back."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], bad: Tensor) -> None:
-        """Takes the step; `bad` is a float on the parameters' device, 1 if nothing may be written, else 0."""
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[nn.Parameter],
+        bad: Tensor,
+        run: Callable[[], None] | None = None,
+    ) -> None:
+        """Takes the step, or runs what stands for it; `bad` is a float on the parameters' device, 1 if nothing may be
+        written, else 0."""
         self._optimizer, self._bad = optimizer, bad
         self._numbers = {key: value for key, value in vars(optimizer).items() if isinstance(value, PLAIN)}
         self._skips = skips_by_itself(optimizer)
@@ -48,6 +55,8 @@ class GuardedStep:
                 bare_step(optimizer)
             finally:
                 del given.grad_scale, given.found_inf
+        elif run is not None:
+            run()
         else:
             bare_step(optimizer)
         flag = bad.bool()

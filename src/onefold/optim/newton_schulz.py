@@ -1,5 +1,8 @@
 """Muon for one process, as a plain torch class: torch.optim.Muon's arithmetic, also for stacks and fused matrices.
 
+An update has two parts. The direction depends on gradient and momentum alone, and needs the whole tensor. The move
+along it treats each element by itself, so ranks can move the pieces that they hold if they are told the direction.
+
 A tensor is updated as one matrix or as several, which `matrices` says. Equal matrices of one tensor are multiplied
 together (bmm). Tensors are multiplied one by one: products of a batch may have other bits than single ones, and which
 tensors a rank has depends on the number of ranks. Newton-Schulz runs in bf16, as torch's does, on every device, so that
@@ -62,26 +65,67 @@ class Muon(torch.optim.Optimizer):
                     self._update(param, param.grad, group)
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        move = Move.of(tuple(param.shape), group)
+        for place, direction in self._directions(param, grad, group):
+            move.along(direction, place.part(param))
+
+    @torch.no_grad()
+    def direct(self, param: Tensor, grad: Tensor, out: Tensor) -> None:
+        """Updates the momentum, and writes the direction in which the parameter is to move, whose values are not
+        needed, to a tensor of its shape and of `direction_dtype`."""
+        for place, direction in self._directions(param, grad, self.param_groups[0]):
+            part = place.part(out)
+            part.copy_(direction.reshape(part.shape))
+
+    def _directions(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> Iterator[tuple[EqualMatrices, Tensor]]:
+        """Updates the momentum; the direction of each place of the tensor."""
         state, momentum = self.state[param], group["momentum"]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
-        average, lr = state["momentum_buffer"], float(group["lr"])
-        shrink, kernels = 1 - lr * group["weight_decay"], cuda_muon.fits(group, param, grad, average)
+        average = state["momentum_buffer"]
+        kernels = cuda_muon.fits(group, grad, average)
         if kernels:
             update = cuda_muon.average(grad, average, group)
         else:
             average.lerp_(grad, 1 - momentum)
             update = grad.lerp(average, momentum) if group["nesterov"] else average
-        places = places_of(tuple(param.shape), group["matrices"])
+        size = tuple(grad.shape)
+        places, unequal = places_of(size, group["matrices"]), len(_lr_ratios(size, group)) > 1
         for place in places:
-            direction = orthogonal(place.of(update), group, overwrites=kernels and len(places) == 1)
-            alpha = -lr * lr_ratio(place.shape, group["adjust_lr_fn"])
-            part = place.part(param)
-            if kernels and cuda_muon.adds(direction):
-                cuda_muon.add(part, direction, shrink, alpha)
-            else:
-                part.mul_(shrink)
-                part.add_(direction.reshape(part.shape), alpha=alpha)
+            found = orthogonal(place.of(update), group, overwrites=kernels and len(places) == 1)
+            if unequal:
+                found = found.to(grad.dtype).mul_(lr_ratio(place.shape, group["adjust_lr_fn"]))
+            yield place, found
+
+
+class Move(NamedTuple):
+    """How a tensor moves along its direction: each element is multiplied by `shrink`, then `alpha` times the direction
+    is added. If matrices of one tensor have unequal learning rates, its direction was multiplied by their ratios."""
+
+    shrink: float
+    alpha: float
+
+    @classmethod
+    def of(cls, size: tuple[int, ...], settings: dict[str, Any]) -> Move:
+        lr, ratios = float(settings["lr"]), _lr_ratios(size, settings)
+        return cls(1 - lr * settings["weight_decay"], -lr * (ratios.pop() if len(ratios) == 1 else 1.0))
+
+    def along(self, direction: Tensor, param: Tensor) -> None:
+        """Moves a tensor, or consecutive elements of one."""
+        if cuda_muon.adds(param, direction):
+            cuda_muon.add(param, direction, *self)
+        else:
+            param.mul_(self.shrink)
+            param.add_(direction.reshape(param.shape), alpha=self.alpha)
+
+
+def direction_dtype(size: tuple[int, ...], settings: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
+    """What `Muon.direct` writes for a tensor of this shape, whose gradient has this dtype when it is updated."""
+    return dtype if len(_lr_ratios(size, settings)) > 1 else NS_DTYPES[settings["ns_dtype"]]
+
+
+def _lr_ratios(size: tuple[int, ...], settings: dict[str, Any]) -> set[float]:
+    return {lr_ratio(place.shape, settings["adjust_lr_fn"]) for place in places_of(size, settings["matrices"])}
 
 
 def check_settings(settings: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onefold.comm.spans import span
@@ -53,18 +54,23 @@ class WholeUpdates:
         under_way: StepUnderWay,
         *,
         beside: bool,
+        directions: bool,
     ) -> None:
-        """With `beside` activations have been freed, so that a device with streams has room for more tensors."""
+        """With `beside` activations have been freed, so that a device with streams has room for more tensors. Owners
+        send `directions` back, or masters."""
         self._comm, self._pool, self._device, self._ownership = ownership.comm, engine.pool, engine.device, ownership
         compute = max(unit.dtypes.compute.itemsize for unit in engine.units)
         split = any(unit.dtypes.master == "split" for unit in engine.units)
-        self._element_bytes = compute + max(compute, 4) + 4 * split  # of a gradient, a master, and pieces of masters
+        # of a gradient, a direction and pieces of directions, or a gradient, a master, and pieces of masters
+        self._element_bytes = compute + (2 * max(compute, 2) if directions else max(compute, 4) + 4 * split)
+        self._directions = directions
         self._left: Counter[int] = Counter()  # tensors of each unit in rounds that have not ended, by the unit's id
         self._on_end, self._under_way = on_end, under_way
         spares = not (self._pool.keeps or _offloads(engine))  # memory is no reason to update one by one
         self._lanes = Lanes(engine.device, LANES if spares else 1)
         self._most_bytes = engine.resolved.settings.bucket_bytes * (BESIDE if spares and beside else 1)
-        self.rounds = Rounds(self._send, self._run, self._tensor_ended, self._most_bytes, self._lanes)
+        run = self._direct if directions else self._run
+        self.rounds = Rounds(self._send, run, self._tensor_ended, self._most_bytes, self._lanes)
 
     def shared(self, optimizer: WholeUnitOptimizer, flags: bytes) -> list[TensorToUpdate]:
         """The flagged tensors of a unit of which several ranks hold pieces."""
@@ -121,7 +127,7 @@ class WholeUpdates:
             raise
 
     def _send(self, planned: RoundToSend) -> Round:
-        return Round(planned, self._ownership, self._pool, self._device)
+        return Round(planned, self._ownership, self._pool, self._device, directions=self._directions)
 
     def _tensor_ended(self, one: TensorToUpdate) -> None:
         self._under_way.writes(one.unit)  # the piece that this rank holds, where another one owns the tensor
@@ -138,25 +144,42 @@ class WholeUpdates:
     def _run(self, one: TensorToUpdate, master: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
         """Runs the wrapped class on a tensor; `gradient` is as it was reduced. Both are in the order of parts."""
         order, vector = one.optimizer.order(one.slot), master
-        factor = inputs.factor(narrow=one.unit.dtypes.narrow)
-        scaled = not (isinstance(factor, float) and factor == 1.0)
         with ExitStack() as taken:
-            if scaled or one.unit.dtypes.narrow or order.interleaved:
-                wide = self._take(master, taken)  # a product in 16 bits would be rounded to them
-                order.to_memory_order(gradient, wide)
-                gradient = wide.mul_(factor) if scaled else wide
+            gradient = self._scaled(one, gradient, inputs, taken)
             if order.interleaved:
-                vector = self._take(master, taken)
+                vector = self._take(one, master.dtype, taken)
                 order.to_memory_order(master, vector)
             with span("update", "step", one.optimizer.name(one.slot)):
-                group = inputs.groups[one.optimizer.group_of(one.slot)]
                 self._under_way.writes(one.unit)
-                one.optimizer.update_whole(one.slot, vector, gradient, group, inputs.bad)
+                one.optimizer.update_whole(one.slot, vector, gradient, one.group(inputs), inputs.bad)
             if order.interleaved:
                 order.from_memory_order(vector, master)
 
-    def _take(self, like: Tensor, taken: ExitStack) -> Tensor:
-        buffer = self._pool.take(like.numel(), like.dtype)
+    def _direct(self, one: TensorToUpdate, direction: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
+        """Writes the direction of a tensor; `gradient` is as it was reduced. Both are in the order of parts."""
+        order, vector = one.optimizer.order(one.slot), direction
+        with ExitStack() as taken:
+            gradient = self._scaled(one, gradient, inputs, taken)
+            if order.interleaved:
+                vector = self._take(one, direction.dtype, taken)
+            with span("update", "step", one.optimizer.name(one.slot)):
+                self._under_way.writes(one.unit)
+                one.optimizer.find_direction(one.slot, vector, gradient, one.group(inputs), inputs.bad)
+            if order.interleaved:
+                order.from_memory_order(vector, direction)
+
+    def _scaled(self, one: TensorToUpdate, gradient: Tensor, inputs: StepInputs, taken: ExitStack) -> Tensor:
+        """The gradient as the class sees it: scaled, in the dtype of the master and in memory order."""
+        order, factor = one.optimizer.order(one.slot), inputs.factor(narrow=one.unit.dtypes.narrow)
+        scaled = not (isinstance(factor, float) and factor == 1.0)
+        if not (scaled or one.unit.dtypes.narrow or order.interleaved):
+            return gradient
+        wide = self._take(one, one.unit.master.dtype, taken)  # a product in 16 bits would be rounded to them
+        order.to_memory_order(gradient, wide)
+        return wide.mul_(factor) if scaled else wide
+
+    def _take(self, one: TensorToUpdate, dtype: torch.dtype, taken: ExitStack) -> Tensor:
+        buffer = self._pool.take(one.numel, dtype)
         taken.callback(self._pool.give, buffer)
         return buffer
 
@@ -169,6 +192,11 @@ def _end(piece: Piece, updated: StreamEvent) -> None:
 def _offloads(engine: Engine) -> bool:
     """Whether the host keeps optimizer state, or may."""
     return engine.watch.active or any(unit.updated_on_host for unit in engine.units)
+
+
+def _directions(by_unit: Sequence[WholeUnitOptimizer]) -> bool:
+    """Whether owners send directions back; the same for all units, which one class updates."""
+    return any(one.finds_directions for one in by_unit)
 
 
 def _whole_slots(optimizer: WholeUnitOptimizer, flags: bytes) -> list[int]:
@@ -186,7 +214,9 @@ class UpdateWhole(UpdateAtStep):
         updates: type[WholeUpdates] = WholeUpdates,
     ) -> None:
         super().__init__(engine, by_unit)
-        self._whole, self._updates = by_unit, updates(engine, ownership, self._end_unit, self._under_way, beside=True)
+        directions, under_way = _directions(by_unit), self._under_way
+        self._whole = by_unit
+        self._updates = updates(engine, ownership, self._end_unit, under_way, beside=True, directions=directions)
         self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
         self._host = HostGradients(engine) if _offloads(engine) else None
 
@@ -261,9 +291,10 @@ class UpdateWholeInBackward(UpdateInBackward):
         self, engine: Engine, by_unit: Sequence[WholeUnitOptimizer], groups: list[dict[str, Any]], ownership: Ownership
     ) -> None:
         super().__init__(engine, by_unit, groups, None)
-        self._whole, self._updates = (
-            by_unit,
-            WholeUpdates(engine, ownership, self._unit_ended, self._under_way, beside=False),
+        directions, under_way = _directions(by_unit), self._under_way
+        self._whole = by_unit
+        self._updates = WholeUpdates(
+            engine, ownership, self._unit_ended, under_way, beside=False, directions=directions
         )
         self._open: dict[int, ExitStack] = {}  # updates of units, by the unit's id
 
@@ -271,7 +302,8 @@ class UpdateWholeInBackward(UpdateInBackward):
         return False
 
     def _update_unit(self, index: int) -> None:
-        optimizer, inputs, updates = self._whole[index], StepInputs(self._groups, 1.0, 1.0, None), self._updates
+        groups = [dict(group) for group in self._groups]  # settings as they are now, also for what ends in step()
+        optimizer, inputs, updates = self._whole[index], StepInputs(groups, 1.0, 1.0, None), self._updates
         unit, flags = optimizer.unit, optimizer.to_update(self._engine.used.to_update_of(index))
         with updates.forgotten_after_error(), span("update", "inside", unit.name):
             if unit.updated_on_host:

@@ -2,7 +2,8 @@
 
 In a round each rank updates at most one tensor: 1 ranks send their pieces of gradients, and of masters, to the owners
 2 owners update  3 owners send the updated pieces of the master back, and each rank rounds its own into its parameters.
-Replicated fp32 parameters that are not split are their own masters, and the owner has them already.
+Replicated fp32 parameters that are not split are their own masters, and the owner has them already. Where owners find
+directions (Muon), no master is sent: owners send directions back, and each rank moves its own piece of the master.
 
 On a CUDA device rounds that are under way together are updated on two streams beside compute (update_lanes.py).
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +29,11 @@ from onefold.comm.streams import StreamEvent
 from onefold.cost.layout import Span
 from onefold.optim.ownership import Ownership
 from onefold.optim.update_lanes import Lanes
-from onefold.optim.whole_unit_optimizer import GRADIENT, MASTER, UPDATED, WholeUnitOptimizer
+from onefold.optim.whole_unit_optimizer import DIRECTION, GRADIENT, MASTER, UPDATED, WholeUnitOptimizer
 from onefold.runtime.update_policy import StepInputs
 from onefold.state.unit import Unit
 
-Run = Callable[["TensorToUpdate", Tensor, Tensor, StepInputs], None]  # with the master and the gradient
+Run = Callable[["TensorToUpdate", Tensor, Tensor, StepInputs], None]  # with what owners send back, and the gradient
 
 
 class TensorToUpdate(NamedTuple):
@@ -54,47 +55,110 @@ class TensorToUpdate(NamedTuple):
     def sends_master(self) -> bool:
         return self.optimizer.sends_master(self.slot)
 
+    def group(self, inputs: StepInputs) -> dict[str, Any]:
+        return inputs.groups[self.optimizer.group_of(self.slot)]
 
-class Piece:
-    """This rank's elements of a tensor, while it is updated."""
+    def direction_dtype(self, inputs: StepInputs) -> torch.dtype:
+        return self.optimizer.direction_dtype(self.slot, self.group(inputs))
+
+
+class MasterPiece:
+    """This rank's elements of the master of a tensor, on the device of the update until its end."""
 
     def __init__(self, of: TensorToUpdate, part: Span, device: torch.device) -> None:
-        self.of, self.part = of, part
+        self._of, self._part = of, part
         if of.unit.may_be_edited:
             of.unit.master.take_changed(part)
         self._kept = of.unit.master.begin_update(part)
-        [(_, gradient)] = of.unit.gradients.pieces(part)
-        self.gradient = gradient.to(device, non_blocking=True)
-        self.master = self._kept.to(device, non_blocking=True)
+        self.vector = self._kept.to(device, non_blocking=True)
 
     def end(self) -> None:
-        """The master is updated."""
-        if self.master is not self._kept:
-            self._kept.copy_(self.master)
-        self.of.unit.master.end_update(self.part, self._kept)
+        """The vector is updated."""
+        if self.vector is not self._kept:
+            self._kept.copy_(self.vector)
+        self._of.unit.master.end_update(self._part, self._kept)
 
     def drop(self) -> None:
         """After an error: the master is not updated."""
-        self.of.unit.master.drop_update(self._kept)
+        self._of.unit.master.drop_update(self._kept)
+
+
+class Piece:
+    """This rank's elements of a tensor, while its owner updates gradient and master of all of it."""
+
+    def __init__(self, of: TensorToUpdate, part: Span, device: torch.device) -> None:
+        self.of, self._master = of, MasterPiece(of, part, device)
+        self.gradient, self.master = _gradient(of, part, device), self._master.vector
+
+    @property
+    def answer(self) -> Tensor:
+        """What the owner sends back, and where it is received."""
+        return self.master
+
+    def end(self) -> None:
+        self._master.end()
+
+    def drop(self) -> None:
+        self._master.drop()
+
+
+class PieceToMove:
+    """This rank's elements of a tensor, while its owner finds the direction in which they move."""
+
+    def __init__(self, of: TensorToUpdate, part: Span, device: torch.device, inputs: StepInputs, pool: Pool) -> None:
+        self.of, self._part, self._device, self._inputs, self._pool = of, part, device, inputs, pool
+        self.gradient = _gradient(of, part, device)
+        self.answer = pool.take(part.numel, of.direction_dtype(inputs))
+
+    def end(self) -> None:
+        """Moves the elements, unless a flag on the device says that the step is skipped."""
+        piece, bad = MasterPiece(self.of, self._part, self._device), self._inputs.bad
+        before = piece.vector.clone() if bad is not None else None
+        self.of.optimizer.move(self.of.slot, self.of.group(self._inputs)).along(self.answer, piece.vector)
+        if before is not None and bad is not None:
+            torch.where(bad.bool(), before, piece.vector, out=piece.vector)
+        piece.end()
+        self._pool.give(self.answer)
+
+    def drop(self) -> None:
+        self._pool.drop(self.answer)
+
+
+def _gradient(of: TensorToUpdate, part: Span, device: torch.device) -> Tensor:
+    [(_, gradient)] = of.unit.gradients.pieces(part)
+    return gradient.to(device, non_blocking=True)
 
 
 class Gathered:
-    """All of a tensor, on its owner: vectors into which the pieces of other ranks are received."""
+    """All of a tensor, on its owner: vectors into which the pieces of other ranks are received, and from which the
+    `answer` goes back to them."""
 
-    def __init__(self, of: TensorToUpdate, mine: Piece | None, held: Sequence[Span], rank: int, pool: Pool) -> None:
+    def __init__(
+        self,
+        of: TensorToUpdate,
+        mine: Piece | PieceToMove | None,
+        held: Sequence[Span],
+        rank: int,
+        inputs: StepInputs,
+        pool: Pool,
+    ) -> None:
         """`held` has the elements that each rank holds."""
         self.of, self._mine, self._pool = of, mine, pool
         unit, self._here = of.unit, held[rank]
         self._theirs = {other: span for other, span in enumerate(held) if other != rank and span.numel}
         self.gradient = self._pool.take(of.numel, unit.gradients.dtype)
-        self._taken = [self.gradient]
-        self._own, place = of.sends_master, unit.layout.slots[of.slot].span
-        self.master = self._pool.take(of.numel, unit.master.dtype) if self._own else unit.flat_params.part(place)
-        self._taken += [self.master] if self._own else []
+        self._taken, place = [self.gradient], unit.layout.slots[of.slot].span
+        self._own = of.sends_master or of.optimizer.finds_directions
+        if self._own:
+            dtype = unit.master.dtype if of.sends_master else of.direction_dtype(inputs)
+            self.answer = self._pool.take(of.numel, dtype)
+            self._taken.append(self.answer)
+        else:
+            self.answer = unit.flat_params.part(place)
         if mine is not None:
             _at(self._here, self.gradient).copy_(mine.gradient)
-            if self._own:
-                _at(self._here, self.master).copy_(mine.master)
+            if of.sends_master:
+                _at(self._here, self.answer).copy_(mine.answer)
 
     def of_peers(self, vector: Tensor) -> dict[int, Tensor]:
         """The pieces of a vector that other ranks hold."""
@@ -106,9 +170,9 @@ class Gathered:
         del self.gradient
 
     def finish(self) -> None:
-        """Keeps this rank's own piece of the master, and frees the vectors. Nothing is in flight."""
+        """Gives this rank's own piece its part of the answer, and frees the vectors. Nothing is in flight."""
         if self._own and self._mine is not None:
-            self._mine.master.copy_(_at(self._here, self.master))
+            self._mine.answer.copy_(_at(self._here, self.answer))
         while self._taken:
             self._pool.give(self._taken.pop())
 
@@ -134,23 +198,31 @@ class RoundToSend(NamedTuple):
 class Round:
     """A round whose messages are under way."""
 
-    def __init__(self, planned: RoundToSend, ownership: Ownership, pool: Pool, device: torch.device) -> None:
-        """Sends pieces to owners. Collective."""
-        self.planned, comm = planned, ownership.comm
-        self._comm, self._mine, self._back = comm, None, Pending(comm, Label(UPDATED, planned.label), ())
+    def __init__(
+        self, planned: RoundToSend, ownership: Ownership, pool: Pool, device: torch.device, *, directions: bool
+    ) -> None:
+        """Sends pieces to owners, which send `directions` back, or masters. Collective."""
+        self.planned, comm, inputs = planned, ownership.comm, planned.inputs
+        self._label = Label(DIRECTION if directions else UPDATED, planned.label)
+        self._comm, self._mine, self._back = comm, None, Pending(comm, self._label, ())
         self._updated = StreamEvent()
         parts = {one: one.optimizer.held(one.slot) for one in planned.tensors}
-        self._held = {one: Piece(one, part, device) for one, part in parts.items() if part.numel}
+        parts = {one: part for one, part in parts.items() if part.numel}
+        self._held: dict[TensorToUpdate, Piece | PieceToMove] = {
+            one: PieceToMove(one, part, device, inputs, pool) if directions else Piece(one, part, device)
+            for one, part in parts.items()
+        }
         for one in (one for one in planned.tensors if one.owner == comm.rank):  # there is one at most
             spans = ownership.held(one.optimizer.name(one.slot))
-            self._mine = Gathered(one, self._held.get(one), spans, comm.rank, pool)
+            self._mine = Gathered(one, self._held.get(one), spans, comm.rank, inputs, pool)
         mine = self._mine
         self._away = [piece for one, piece in self._held.items() if one.owner != comm.rank]
         sent = {piece.of.owner: piece.gradient for piece in self._away}
-        gradients = comm.swap(sent, mine.of_peers(mine.gradient) if mine else {}, Label(GRADIENT, planned.label))
-        sent = {piece.of.owner: piece.master for piece in self._away if piece.of.sends_master}
-        wanted = mine.of_peers(mine.master) if mine and mine.of.sends_master else {}
-        self._coming = [gradients, comm.swap(sent, wanted, Label(MASTER, planned.label))]
+        self._coming = [comm.swap(sent, mine.of_peers(mine.gradient) if mine else {}, Label(GRADIENT, planned.label))]
+        if not directions:
+            sent = {piece.of.owner: piece.answer for piece in self._away if piece.of.sends_master}
+            wanted = mine.of_peers(mine.answer) if mine and mine.of.sends_master else {}
+            self._coming.append(comm.swap(sent, wanted, Label(MASTER, planned.label)))
 
     def update(self, run: Run, lanes: Lanes, *, beside: bool) -> None:
         """Updates the tensor that this rank owns, and sends the pieces of it back; `beside` other rounds, on a lane.
@@ -164,10 +236,9 @@ class Round:
             pending.wait()
         mine = self._mine
         if mine:
-            run(mine.of, mine.master, mine.gradient, self.planned.inputs)
-        updated = {piece.of.owner: piece.master for piece in self._away}
-        label = Label(UPDATED, self.planned.label)
-        self._back = self._comm.swap(mine.of_peers(mine.master) if mine else {}, updated, label)
+            run(mine.of, mine.answer, mine.gradient, self.planned.inputs)
+        answers = {piece.of.owner: piece.answer for piece in self._away}
+        self._back = self._comm.swap(mine.of_peers(mine.answer) if mine else {}, answers, self._label)
 
     def drop(self) -> None:
         """After an error: the round goes no further. Nothing is updated any more."""
@@ -177,7 +248,7 @@ class Round:
             piece.drop()
 
     def end(self) -> None:
-        """Keeps the updated pieces."""
+        """Each rank keeps its own piece of the master as it is updated."""
         self._updated.stream_wait()
         self._back.wait()
         if self._mine:

@@ -4,13 +4,16 @@ The wrapped class sees a tensor in its true shape, also if that is split over th
 sharded as it is for other classes; what an update needs comes to the owner for the update only (update_whole.py).
 Optimizer state stays with the owner (ownership.py). Where optimizer state is replicated, every rank owns every tensor
 that is not split.
+
+Of Muon the owner needs no master: it finds the direction, and each rank moves its own elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from onefold.cost.states import StateCost
 from onefold.errors import OptimizerError, StateError
 from onefold.model.element_order import Order
 from onefold.optim.guarded_step import GuardedStep
-from onefold.optim.newton_schulz import Muon, work_of
+from onefold.optim.newton_schulz import Move, Muon, direction_dtype, work_of
 from onefold.optim.ownership import Ownership, ToOwn
 from onefold.optim.trials import bare_step
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
@@ -30,7 +33,8 @@ from onefold.optim.whole_trial import StateForm, first_whole_state
 from onefold.settings.placement import Scope
 from onefold.state.unit import Unit
 
-PURPOSES = GRADIENT, MASTER, UPDATED = "whole-gradient", "whole-master", "whole-updated"  # of messages
+# purposes of messages: to owners, and back from them; Muon's are gradients and directions
+PURPOSES = GRADIENT, MASTER, UPDATED, DIRECTION = "whole-gradient", "whole-master", "whole-updated", "whole-direction"
 Forms = dict[tuple[Any, ...], StateForm]  # by param group, shape, strides and dtype
 
 
@@ -58,6 +62,7 @@ class WholeUnitOptimizer(UnitOptimizer):
         self._orders: dict[int, Order] = {}  # by slot
         self._owned: dict[int, OwnedTensor] = {}  # by slot
         self._groups: dict[int, int] = {}  # the param group of each tensor, on whatever rank
+        self._settings: dict[int, dict[str, Any]] = {}  # of these groups, for tensors that several ranks hold
         self.rest: UnitOptimizer | None = None  # updates other parameters of the unit on shards, with another class
         self._rest_costs: dict[torch.dtype, StateCost] = {}
 
@@ -128,16 +133,17 @@ class WholeUnitOptimizer(UnitOptimizer):
         """Tensors of the unit that need owners."""
         found = []
         for slot in (slot for slot in slots if self.is_shared(slot)):
+            self._settings[slot] = group
             size, shards = tuple(self.size(slot)), 1 if self.replicated else self.unit.layout.ranks
             numbered = self.first(slot) - self.unit.layout.slots[slot].start
             held = tuple(self._held_by(slot, shard).shift(numbered) for shard in range(shards))
-            work = work_of(size, group["matrices"]) if self.cls is Muon else None
+            work = work_of(size, group["matrices"]) if self.finds_directions else None
             split = self._ownership.part(self.name(slot)) is not None
             found.append(ToOwn(self.name(slot), size, work, held, split, self.unit.name))
         return found
 
     def update_bytes(self, slots: Sequence[int], group: int) -> dict[str, int]:
-        """Bytes that the rank that updates a tensor needs at least, by name: gradients, the master and state."""
+        """Bytes that the rank that updates a tensor needs at least, by name: gradients, a master, and state."""
         gradient, master = self.unit.gradients.dtype.itemsize, self.unit.master.dtype.itemsize
         forms = {slot: self._form(slot, group) for slot in slots if self.is_shared(slot)}
         found = {}
@@ -147,9 +153,19 @@ class WholeUnitOptimizer(UnitOptimizer):
             found[self.name(slot)] = vectors + form.vector_bytes + form.other_bytes
         return found
 
+    @property
+    def finds_directions(self) -> bool:
+        """Whether owners send back directions, in which each rank moves its elements; else updated masters."""
+        return self.cls is Muon
+
+    def direction_dtype(self, slot: int, group: dict[str, Any]) -> torch.dtype:
+        return direction_dtype(tuple(self.size(slot)), group, self.unit.master.dtype)
+
     def sends_master(self, slot: int) -> bool:
         """Whether pieces of the master go to the owner. It has them all if parameters are replicated on its device, not
-        rounded from a master, and not split."""
+        rounded from a master, and not split; and it needs none to find a direction."""
+        if self.finds_directions:
+            return False
         replicated = self.unit.placement.parameters is Scope.REPLICATED
         there = replicated and not self.unit.dtypes.narrow and not self.unit.updated_on_host
         return self._ownership.is_split(self.name(slot)) or not there
@@ -157,16 +173,23 @@ class WholeUnitOptimizer(UnitOptimizer):
     def planned_traffic(self) -> dict[str, int]:
         """Bytes that this rank sends in a step that updates every tensor, by purpose."""
         shared = [slot for slot in self._groups if self.is_shared(slot)]
-        sent = {} if self.replicated and not shared else dict.fromkeys(PURPOSES, 0)
-        gradient, master = self.unit.gradients.dtype.itemsize, self.unit.master.dtype.itemsize
+        there, back = ((GRADIENT,), DIRECTION) if self.finds_directions else ((GRADIENT, MASTER), UPDATED)
+        sent = {} if self.replicated and not shared else dict.fromkeys((*there, back), 0)
+        widths = {GRADIENT: self.unit.gradients.dtype.itemsize, MASTER: self.unit.master.dtype.itemsize}
         for slot in shared:
             held = self.held(slot).numel
             if slot in self._owned:
-                sent[UPDATED] += (self.size(slot).numel() - held) * master
-            else:
-                sent[GRADIENT] += held * gradient
-                sent[MASTER] += held * master if self.sends_master(slot) else 0
+                sent[back] += (self.size(slot).numel() - held) * self._answer_itemsize(slot)
+                continue
+            for purpose in there:
+                sent[purpose] += held * widths[purpose] if purpose == GRADIENT or self.sends_master(slot) else 0
         return sent
+
+    def _answer_itemsize(self, slot: int) -> int:
+        """Bytes of each element that the owner sends back."""
+        if self.finds_directions:
+            return self.direction_dtype(slot, self._settings[slot]).itemsize
+        return self.unit.master.dtype.itemsize
 
     def add_group(self, group: int, slots: Sequence[int]) -> None:
         self.slots.update(slots)
@@ -206,14 +229,42 @@ class WholeUnitOptimizer(UnitOptimizer):
         owned, order = self._owned[slot], self.order(slot)
         owned.tensor.data, owned.tensor.grad = order.full(master), order.full(gradient)
         inner = self._inner(owned)
+        self._step(owned, group, bad, gradient.device, partial(bare_step, inner))
+        owned.tensor.grad, owned.tensor.data = None, self._empty
+
+    def find_direction(
+        self, slot: int, out: Tensor, gradient: Tensor, group: dict[str, Any], bad: Tensor | None
+    ) -> None:
+        """Updates the state of one tensor that this rank owns, and writes the direction in which the tensor is to move;
+        both vectors are in memory order. The state does not change if the device flag `bad` is set."""
+        owned, order = self._owned[slot], self.order(slot)
+        inner = self._inner(owned)
+        assert isinstance(inner, Muon)
+        run = partial(inner.direct, owned.tensor, order.full(gradient), order.full(out))
+        self._step(owned, group, bad, gradient.device, run)
+
+    def move(self, slot: int, group: dict[str, Any]) -> Move:
+        """How the elements of a tensor move along its direction."""
+        return Move.of(tuple(self.size(slot)), group)
+
+    def _step(
+        self,
+        owned: OwnedTensor,
+        group: dict[str, Any],
+        bad: Tensor | None,
+        device: torch.device,
+        run: Callable[[], None],
+    ) -> None:
+        """Runs an update of a tensor with the settings of its param group, with its state on the device of the
+        update."""
+        inner = self._inner(owned)
         inner.param_groups[0].update((key, value) for key, value in group.items() if key not in NOT_SETTINGS)
         owned.guarded = None
-        with self._state_on(owned, master.device):
+        with self._state_on(owned, device):
             if bad is None:
-                bare_step(inner)
+                run()
             else:
-                owned.guarded = GuardedStep(inner, [owned.tensor], bad)
-        owned.tensor.grad, owned.tensor.data = None, self._empty
+                owned.guarded = GuardedStep(inner, [owned.tensor], bad, run)
 
     @contextmanager
     def _state_on(self, owned: OwnedTensor, device: torch.device) -> Iterator[None]:

@@ -28,11 +28,6 @@ class Widths(NamedTuple):
         """Whether one rank's gradients stay in autograd's own tensors, without padding."""
         return self.narrow and self.grad == self.compute and not self.flat
 
-    @property
-    def updated(self) -> int:
-        """Bytes per element of what the optimizer updates."""
-        return 4 if self.narrow else self.compute
-
 
 def widths_of(compute: str, master: str | None) -> Widths:
     """The widths of a unit where Onefold sums over ranks: of `Precision(compute=compute, master=master)`, decided.

@@ -78,7 +78,7 @@ def test_a_step_sends_three_psi_less_what_backward_has_or_needs_no_more(prefetch
                 "gather-forward": sent(seen, everything, ranks),
                 "gather-backward": sent(seen, BLOCKS, ranks),
                 "reduce": sent(seen, everything, ranks),
-                "used-flags": (16 + sum(len(sizes) + 1 for sizes, _ in seen.units.values())) * max_rounds(ranks),
+                "used-flags": (17 + sum(len(sizes) + 1 for sizes, _ in seen.units.values())) * max_rounds(ranks),
             }  # fmt: skip
             calls = {purpose: flow.calls for (purpose, _), flow in report.flows.items()}
             assert calls == {

@@ -25,13 +25,17 @@ BLOCK, TILE = 2048, 64
 
 
 def fits(settings: Mapping[str, Any], *tensors: Tensor) -> bool:
-    """Whether the kernels can update with these settings: parameter, gradient and momentum in fp32 on a CUDA device.
-    torch's lerp computes in another way where a weight is on the other side of a half."""
-    if triton is None or settings["ns_dtype"] != "bf16" or not 0.5 < settings["momentum"] < 1.0:
+    """Whether `average` can be used with these settings: gradient and momentum in fp32 on a CUDA device. torch's lerp
+    computes in another way where a weight is on the other side of a half."""
+    known = settings["ns_dtype"] == "bf16" and 0.5 < settings["momentum"] < 1.0
+    return known and all(map(_in_fp32, tensors))
+
+
+def _in_fp32(tensor: Tensor) -> bool:
+    """Whether a tensor is one that kernels here read and write."""
+    if triton is None or isinstance(tensor, FakeTensor):
         return False
-    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return False
-    return all(t.is_cuda and t.is_contiguous() and t.dtype is torch.float32 and t.numel() for t in tensors)
+    return tensor.is_cuda and tensor.is_contiguous() and tensor.dtype is torch.float32 and tensor.numel() > 0
 
 
 def average(grad: Tensor, average: Tensor, settings: Mapping[str, Any]) -> Tensor:
@@ -45,13 +49,18 @@ def average(grad: Tensor, average: Tensor, settings: Mapping[str, Any]) -> Tenso
     return out
 
 
-def adds(direction: Tensor) -> bool:
+def adds(param: Tensor, direction: Tensor) -> bool:
     """Whether `add` can add this direction: in the memory order of the parameter, or a matrix that is transposed."""
-    return direction.dtype is torch.bfloat16 and (direction.is_contiguous() or _is_transposed(direction))
+    if direction.dtype is not torch.bfloat16 or not _in_fp32(param):
+        return False
+    if direction.ndim == 1:
+        return direction.is_contiguous() and direction.numel() % TILE == 0
+    return direction.is_contiguous() or _is_transposed(direction)
 
 
 def add(param: Tensor, direction: Tensor, shrink: float, alpha: float) -> None:
     """param = param * shrink + alpha * direction"""
+    direction = direction.view(-1, TILE) if direction.ndim == 1 else direction
     columns = direction.shape[-1]
     rows = direction.numel() // columns
     _add[(triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))](
