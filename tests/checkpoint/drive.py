@@ -33,18 +33,18 @@ def expected(step: int, state: str) -> torch.Tensor:
     return torch.arange(NUMEL, dtype=torch.float32) + 1000.0 * step + (0.5 if state == "exp_avg" else 0.0)
 
 
-def write_rank(storage: Storage, draft: Draft, rank: int, ranks: int) -> str:
+def write_rank(storage: Storage, draft: Draft, rank: int, ranks: int, name: str = "w") -> str:
     """What one rank does between begin and commit."""
     size = NUMEL // ranks
-    entries = [Entry("w", state, rank * size, (rank + 1) * size, "") for state in ("value", "exp_avg")]
+    entries = [Entry(name, state, rank * size, (rank + 1) * size, "") for state in ("value", "exp_avg")]
 
     def chunks() -> Iterator[torch.Tensor]:
         for entry in entries:
             yield from expected(draft.step, entry.state)[entry.start : entry.stop].split(-(-size // 2))
 
-    blocks = [block_of(entry, record()) for entry in entries]
+    blocks = [block_of(entry, record(name)) for entry in entries]
     written = write_tensors(storage, draft.file(rank), blocks, chunks())
-    return rank_part_to_json(written, entries, [record()])
+    return rank_part_to_json(written, entries, [record(name)])
 
 
 def finish(storage: Storage, draft: Draft, parts: list[str], keep: int | None = None) -> Path:
@@ -55,9 +55,9 @@ def finish(storage: Storage, draft: Draft, parts: list[str], keep: int | None = 
     return folder
 
 
-def save(storage: Storage, run: Path, step: int, ranks: int = 3, keep: int | None = None) -> Path:
+def save(storage: Storage, run: Path, step: int, ranks: int = 3, keep: int | None = None, name: str = "w") -> Path:
     draft = begin(storage, run, step)
-    return finish(storage, draft, [write_rank(storage, draft, rank, ranks) for rank in range(ranks)], keep)
+    return finish(storage, draft, [write_rank(storage, draft, rank, ranks, name) for rank in range(ranks)], keep)
 
 
 def load(storage: Storage, folder: Path) -> int:

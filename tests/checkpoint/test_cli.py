@@ -38,6 +38,22 @@ def test_inspect_in_a_pipe_has_one_line_for_each_tensor_with_its_whole_name(run,
     assert {row[1].strip() for row in rows} >= names
 
 
+LONG = "model.layers.31.self_attention.query_key_value_projection.weight"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_inspect_cuts_no_name_that_is_longer_than_the_screen(tmp_path, capsys, monkeypatch, terminal):
+    save(Storage(), tmp_path, 1, name=LONG)
+    monkeypatch.setenv("COLUMNS", "80")
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "dumb")  # no escapes
+    assert main(["inspect", str(tmp_path)]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "┏┃┡│└"]
+    shown = [line.split("│")[1].strip() for line in table if line.startswith("│")]
+    assert "".join(shown) == LONG and (len(shown) > 1) == (max(map(len, table)) <= 80) == terminal
+
+
 def test_inspect_as_json_is_all_json(run, capsys):
     assert main(["inspect", str(run / "step-00000001"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

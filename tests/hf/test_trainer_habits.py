@@ -310,14 +310,18 @@ class Fit(NamedTuple):
     texts: list[str]
     after_budget: int  # how many of the texts were logged before and with a sufficient budget
     none: int | None
+    planned: list[str]
 
 
 def fitting(folder: str) -> Fit:
     """A run without a budget, one with enough, and two on a device of 400 kB, of which the last cannot be rehearsed."""
     texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    planned: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    said = {logging.INFO: planned, logging.WARNING: texts}
+    handler.emit = lambda record: said[record.levelno].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("onefold").addHandler(handler)
+    logging.getLogger("onefold").setLevel(logging.INFO)
     try:
         plain = trained(trainer(1, folder, train_dataset=Noisy(), model=tiny(attention_dropout=0.1)))
         noisy = {"train_dataset": Noisy(), "model": tiny(attention_dropout=0.1)}
@@ -327,7 +331,8 @@ def fitting(folder: str) -> Fit:
             stream = trained(trainer(1, folder, train_dataset=Stream()))
     finally:
         logging.getLogger("onefold").removeHandler(handler)
-    return Fit(plain, budget, warned, stream, texts, quiet, total_bytes(torch.device("cpu")))
+        logging.getLogger("onefold").setLevel(logging.NOTSET)
+    return Fit(plain, budget, warned, stream, texts, quiet, total_bytes(torch.device("cpu")), planned)
 
 
 def test_a_step_too_large_for_the_device_is_warned_of_once_and_trained_bit_for_bit_as_ever(tmp_path):
@@ -341,6 +346,11 @@ def test_a_step_too_large_for_the_device_is_warned_of_once_and_trained_bit_for_b
         first.texts[0],
     )
     assert len(first.stream.losses) == 4
+    assert len(first.planned) == 6 and second.planned == []  # with the budget, and on the device of 400 kB
+    for lines, memory in ((first.planned[:3], r"1\.0 GB"), (first.planned[3:], "400 kB")):
+        assert re.fullmatch(r"Planned: stage 1, batch \d+, activations keep, no offload\.", lines[0])
+        assert re.fullmatch(r"On each rank: parameters [\d.]+ kB, gradients [\d.]+ kB, optimizer [\d.]+ kB\.", lines[1])
+        assert re.fullmatch(rf"Expect [\d.]+ kB of {memory} at the peak\.", lines[2])
 
 
 REFUSED = {

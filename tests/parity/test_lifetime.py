@@ -52,6 +52,27 @@ def test_shards_of_models_that_are_gone_do_not_pile_up() -> None:
         assert outcome.value == 0, outcome.error
 
 
+def evaluate_and_shut_down() -> tuple[int, int, float]:
+    """Orphaned shards before shutdown() and after it, and the seconds that another wait for them takes."""
+    model = onefold.shard(nn.Linear(8, 8), stage=3)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    del model
+    gc.collect()
+    before = leftovers.count()
+    onefold.shutdown()
+    began_s = time.monotonic()
+    leftovers.serve_peers()  # as at the end of the process
+    return before, leftovers.count(), time.monotonic() - began_s
+
+
+def test_a_process_that_has_shut_down_ends_without_waiting_for_messages_again() -> None:
+    for outcome in fresh_ranks(2, evaluate_and_shut_down):
+        assert outcome.value is not None, outcome.error
+        before, after, waited_s = outcome.value
+        assert (before, after) == (1, 0) and waited_s < leftovers.PATIENCE_S / 2
+
+
 def train_beside_a_reader(with_reader: bool) -> torch.Tensor:
     torch.manual_seed(0)
     model = onefold.shard(nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))), stage=2, bucket_bytes=1, timeout_s=20)

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -27,6 +28,14 @@ def test_no_line_is_wider_than_the_screen(arguments, columns, monkeypatch, capsy
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= columns
     assert "…" not in said.replace("weight…", ""), "a figure or a name was cut"
+
+
+def test_the_guide_shows_the_answer_that_the_command_gives(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    guide = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    command, shown = re.search(r"`onefold (plan --model 128b [^`]*)` begins:\n\n```\n(.*?)```", guide, re.S).groups()
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.startswith(shown)
 
 
 def test_the_answer_comes_first_and_is_the_one_of_the_json(monkeypatch, capsys):

@@ -10,6 +10,7 @@ from onefold.cli.main import main
 from onefold.cli.subject import hugging_face
 from onefold.cost.activations import flops_per_sample
 from onefold.cost.families import FAMILIES, from_config, model_shape
+from onefold.errors import ConfigError
 
 PUBLISHED = {  # by the models' cards
     "llama-2-7b": 6_738_415_616, "llama-2-13b": 13_015_864_320, "llama-2-70b": 68_976_648_192,
@@ -104,6 +105,27 @@ def test_a_config_that_is_no_model_is_one_line(content, said, tmp_path, capsys):
     assert main(["plan", "--model", str(tmp_path), "--ranks", "2"]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "config.json" in err and said in err
+
+
+def test_a_folder_of_the_hubs_cache_is_the_model_that_was_downloaded_last(tmp_path):
+    folder = tmp_path / "models--org--small"
+    for commit, hidden in (("0a" * 20, 64), ("1b" * 20, 128)):
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        written(folder / "snapshots" / commit, model_type="llama", **SMALL | {"hidden_size": hidden})
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1b" * 20)
+    assert model_shape(str(folder)) == model_shape(str(folder / "snapshots" / ("1b" * 20)))
+    assert model_shape(str(folder)).hidden == 128
+    (folder / "refs" / "main").write_text("gone")
+    with pytest.raises(ConfigError, match=r"snapshots/gone/config.json is not there"):
+        model_shape(str(folder))
+
+
+@pytest.mark.parametrize(("given", "meant"), [("llama3-8b", "llama-3-8b"), ("Qwen2.5-7", "qwen2.5-7b")])
+def test_a_name_that_is_nearly_right_is_told_the_right_one(given, meant, capsys):
+    assert main(["plan", "--model", given, "--ranks", "2"]) == 2
+    err = capsys.readouterr().err
+    assert f"is unknown; did you mean {meant}? Or use a config.json" in err and err.count("\n") == 1
 
 
 def test_what_is_known_by_its_shape_alone_is_not_built(capsys):

@@ -288,6 +288,11 @@ LAID_OUT = """({
   least: Math.min(...[...document.querySelectorAll("svg text")].map(t => t.getBoundingClientRect().height)
     .filter(h => h > 0)),
   unnamed: document.querySelectorAll("svg:not([aria-label])").length,
+  crossed: [...document.querySelectorAll("line.memory")].filter(mark => {
+    const of = mark.getBoundingClientRect();
+    return [...mark.parentNode.querySelectorAll("text")].map(t => t.getBoundingClientRect()).some(
+      t => t.left < of.right && of.left < t.right && t.top < of.bottom && of.top < t.bottom);
+  }).length,
   tables: document.querySelectorAll("details table caption").length,
   paper: getComputedStyle(document.body).backgroundColor,
 })"""
@@ -312,6 +317,7 @@ def test_a_browser_shows_it_at_any_width_by_day_and_night_and_asks_again_for_eve
                 assert len(seen["charts"]) == 4 and min(seen["charts"]) > 250
                 assert seen["least"] >= 9, "text in charts is too small to read"
                 assert seen["unnamed"] == 0 and seen["tables"] == 3
+                assert seen["crossed"] == 0, "the line of the device's memory crosses words"
                 assert seen["paper"] == ("rgb(20, 24, 29)" if dark else "rgb(255, 255, 255)")
         browser.open(server.address)
         assert browser.ask(UNLABELLED) == 0

@@ -110,6 +110,7 @@ def elastic_notes(out: Path) -> list[str]:
         (4, {"zero": {"mesh": "shard=*,tp=4"}}, "2 ranks do not fit"),
         (4, {"steps": {"global_batch": 6, "micro_batch": 2}}, "multiple of 8"),
         (4, {"compare": "0,1"}, "leave out --compare"),
+        (2, {"checkpoints": {"elastic": "1:99999999999"}}, "use at most 1,048,576 ranks"),
         (4, {"checkpoints": {"elastic": "2:4", "copy_every": 0}}, "--copy-every 0 is out of range"),
     ],
 )

@@ -152,6 +152,21 @@ def test_the_plan_of_a_run_follows_its_settings():
         check_fits(of(), shape, 2, dataclasses.replace(machine, memory_bytes=10**8))
 
 
+@pytest.mark.parametrize(
+    ("groups", "remedies"),
+    [
+        ({"zero": {"stage": 1}}, "smaller model or batch, --stage 3, --activations checkpoint, --offload host, or"),
+        ({"zero": {"activations": "checkpoint"}}, "more ranks, a smaller model or batch, --offload host, or --no-plan"),
+        ({"zero": {"offload": "host"}, "steps": {"micro_batch": 1}}, "a smaller model, --activations checkpoint, or"),
+    ],
+)
+def test_a_run_that_cannot_fit_is_told_only_what_it_has_not_tried(groups, remedies):
+    machine = dataclasses.replace(on_host(2), memory_bytes=10**7)
+    with pytest.raises(ConfigError) as error:
+        check_fits(of(**groups), named("gpt2"), 2, machine)
+    assert remedies in str(error.value)
+
+
 def test_the_global_batch_is_micro_batch_times_accumulation_times_ranks():
     assert of(steps={"micro_batch": 3, "accumulation": 5}).steps.split(2) == (30, 5)
     assert of(steps={"micro_batch": 3, "global_batch": 36}).steps.split(2) == (36, 6)

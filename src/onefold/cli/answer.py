@@ -21,7 +21,7 @@ PARTS = (  # name, whose first letter is in the bar; field of a Row; colour
     ("Buffers", "buffers_bytes", "cyan"), ("Activations", "activations_bytes", "red"),
     ("Margin", "margin_bytes", "white"),
 )  # fmt: skip
-SEEN = 2000  # parts of the peak: what is less is not named
+SEEN = 2000  # a category below 1 / 2000 of the peak is not named
 
 
 def show_answer(plan: Plan) -> None:

@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from onefold.checkpoint.format.address import Address, place
@@ -31,6 +31,8 @@ from onefold.errors import CheckpointRemoved, visible
 from onefold.integrations.checkpoints.exporting import export
 from onefold.train.run.exporting import export_run
 from onefold.train.run.folder import RunFolder
+
+WIDEST = 1 << 16  # columns of a table in a pipe
 
 
 @dataclass(frozen=True)
@@ -177,15 +179,16 @@ def _show(path: Path, manifest: Manifest, others: Sequence[int]) -> None:
     lines += [f"{state}: {decimal(size)}" for state, size in _by_state(manifest).items()]
     lines += ["committed: " + ", ".join(map(str, others))] * (len(others) > 1)
     console.print("\n".join(lines), markup=False, soft_wrap=True)
-    table = Table("tensor", "kind", "shape", "states", "bytes")
-    table.columns[-1].justify = "right"
+    table = Table(*(Column(head, overflow="fold") for head in ("tensor", "kind", "shape", "states")))
+    table.add_column("bytes", justify="right")
     for record in manifest.records:
         name = "\n= ".join(map(visible, [record.name, *record.also]))
         states = ", ".join(f"{visible(state)} {dtype}" for state, dtype in record.states.items())
         shape = "×".join(map(str, record.shape)) or "scalar"
         table.add_row(*map(Text, (name, record.kind, shape, states, decimal(_record_bytes(record)))))
     if not console.is_terminal:  # a program reads it: one line for each tensor, with its whole name
-        console.width = max(console.width, console.measure(table).maximum)
+        unlimited = console.options.update(max_width=WIDEST)
+        console.width = max(console.width, console.measure(table, options=unlimited).maximum)
     console.print(table)
 
 

@@ -20,7 +20,7 @@ import tyro
 from onefold.checkpoint.memory.places import owned_folder, remove
 from onefold.cli.launch import Launch, Launcher, is_rank, say
 from onefold.errors import ConfigError
-from onefold.train.run.groups import Bounds
+from onefold.train.run.groups import MOST_RANKS, Bounds
 
 SHUTDOWN_S = 30.0
 
@@ -79,6 +79,8 @@ class RunCommand:
         for name, value, least in (("ranks", ranks, 1), ("max-restarts", self.max_restarts, 0)):
             if value < least:
                 raise ConfigError(f"--{name} {value} is out of range; use a number of at least {least}")
+        if ranks > MOST_RANKS:
+            raise ConfigError(f"--ranks {ranks} is out of range; use a number of at most {MOST_RANKS:,}")
         if bounds and not bounds.least <= ranks <= bounds.most:
             raise ConfigError(f"--ranks {ranks} is not within --elastic {self.elastic}; leave --ranks out")
         for name, limit_s in (("timeout-s", self.timeout_s), ("shutdown-s", self.shutdown_s)):

@@ -12,14 +12,14 @@ from onefold.cost.activations import check_policy
 from onefold.cost.case import Choice
 from onefold.cost.decoders import Decoder
 from onefold.cost.estimate import refuse_unfit
-from onefold.cost.families import model_shape
+from onefold.cost.families import config_file, model_shape
 from onefold.cost.hardware import Hardware
+from onefold.cost.run_summary import run_summary
 from onefold.cost.search import Question
 from onefold.cost.shapes import Shape
 from onefold.cost.states import named_cost
 from onefold.cost.work import Work
 from onefold.errors import ConfigError
-from onefold.planner.summary import run_summary
 from onefold.settings.limited import read_json
 from onefold.settings.offload import Offload
 from onefold.settings.widths import widths_of
@@ -192,7 +192,7 @@ class TrialOptions(ModelOptions):
             activations=self.activations,
         )  # fmt: skip
         found = question.price(choice, question.grid(), batch)
-        refuse_unfit(found, "a smaller model or batch, more ranks, --stage 3, --activations checkpoint or --offload")
+        refuse_unfit(found)
         for sentence in () if self.json else run_summary(found):
             console().print(sentence, markup=False, soft_wrap=False)
 
@@ -214,7 +214,7 @@ class TrialOptions(ModelOptions):
 
 def hugging_face(path: Path) -> nn.Module:
     """A model of transformers from its configuration alone, with no weights."""
-    file = path / "config.json" if path.is_dir() else path
+    file = config_file(path)
     if not file.is_file():
         raise ConfigError(f"{file} is not there; give a config.json or the folder that holds it")
     fields = read_json(file)

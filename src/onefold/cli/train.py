@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,10 +31,10 @@ from onefold.cli.verdict import Outcome
 from onefold.comm.shutdown import shutdown
 from onefold.cost.hardware import Hardware
 from onefold.cost.machine import here
+from onefold.cost.run_summary import run_summary
 from onefold.cost.shapes import Shape
 from onefold.errors import CheckpointError, ConfigError, OnefoldError
 from onefold.offload.files import check_folder as check_disk
-from onefold.planner.summary import run_summary
 from onefold.train.run.clean import clean_up
 from onefold.train.run.data import prepare
 from onefold.train.run.fits import check_fits, on_host
@@ -95,7 +95,7 @@ class TrainCommand(Settings):
         shape = self._check_data()
         if self.plan and not torch.cuda.device_count():  # else ranks ask: this process is to load no driver
             for count in dict.fromkeys([ranks, *self.elastic_ranks()[:1]]):
-                self._check_fits(shape, count, on_host(count))
+                self._check_fits(shape, count, on_host(count), tells=count == ranks)
         with ExitStack() as locks:
             for folder in dict.fromkeys([self.output.out, *(run.output.out for run in self.stages())]):
                 locks.enter_context(RunLock(folder))
@@ -134,13 +134,31 @@ class TrainCommand(Settings):
                 f"'onefold[hf]'"
             )
 
-    def _check_fits(self, shape: Shape, ranks: int, machine: Hardware) -> None:
-        """Raises for a run that cannot fit; says on a terminal what is planned."""
+    def _check_fits(self, shape: Shape, ranks: int, machine: Hardware, *, tells: bool = True) -> None:
+        """Raises for a run that cannot fit; says on a terminal what is planned, if it `tells`."""
         for run in self.stages():
             found = check_fits(run, shape, ranks, machine)
-            if found is not None and not self.json:
-                for sentence in run_summary(found):
-                    remark(sentence)
+            for sentence in run_summary(found) if found is not None and tells and not self.json else ():
+                remark(sentence)
+
+    def _check_fits_on_rank(self) -> None:
+        """Asks the plan on a rank, where no launcher could: on GPUs, and under torchrun. Every rank asks with a
+        vocabulary of 1, as nobody has read the data; on a terminal rank 0 looks the vocabulary up and says the plan."""
+        if torch.cuda.is_available():
+            machine = here(torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()))
+        elif LAUNCHED not in os.environ:
+            machine = on_host(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        else:
+            return
+        ranks = int(os.environ["WORLD_SIZE"])
+        for run in self.stages():
+            check_fits(run, self.model.shape(1), ranks, machine)
+        if int(os.environ["RANK"]) == 0 and sys.stderr.isatty():
+            shape = None
+            with suppress(OnefoldError):  # a mistake in the data is found by all ranks together, later
+                shape = self._check_data()
+            if shape is not None:
+                self._check_fits(shape, ranks, machine)
 
     def _check_run(self, shape: Shape) -> None:
         """Checks --out, and that a resumed run has the same settings and data; reads the data once."""
@@ -210,6 +228,8 @@ class TrainCommand(Settings):
             why = f" ({', '.join(signals)})" if signals else ""
             say(f"stopped and saved{why}; to go on: {self._resume()}")
             return
+        if not self.json:
+            remark("writing the report …")  # drawing its charts takes seconds
         written = _report(out, comparison=self.compare is not None)
         if self.json:
             finished = [(row or {}) | _profiled(run) for run, row in zip(self.stages(), finished, strict=True)]
@@ -256,10 +276,8 @@ class TrainCommand(Settings):
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         again = restarted or self.checkpoints.resume
         settings = dataclasses.replace(self, checkpoints=dataclasses.replace(self.checkpoints, resume=again))
-        if self.plan and torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-            for run in settings.stages():  # with a vocabulary of 1, as long as nobody has read the data
-                check_fits(run, self.model.shape(1), int(os.environ["WORLD_SIZE"]), here(device))
+        if self.plan:
+            settings._check_fits_on_rank()
         for run in settings.stages():
             check_folder(run)
         for run in settings.stages():

@@ -56,13 +56,22 @@ class Estimate(Case):
         return flops / self.step_s / self.hardware.peak_flops(self.work.widths.compute) if self.step_s else 0.0
 
 
-def refuse_unfit(found: Estimate, remedies: str) -> None:
-    """Raises where a run that is about to start cannot fit."""
+def refuse_unfit(found: Estimate, otherwise: str = "") -> None:
+    """Raises where a run that is about to start cannot fit, with what is left to try; `otherwise` is said last."""
     peak, there = found.peak_bytes, found.hardware.memory_bytes
     if SURE * peak > there:
         states = format_bytes(found.memory.persistent_states.total)
         raise ConfigError(
             f"{found.choice} does not fit: the plan for {found.work.parameters:,} parameters on {found.grid.ranks} "
             f"ranks is {format_bytes(peak)} on each at the peak ({states} of states), and {format_bytes(there)} are "
-            f"there; use {remedies}"
+            f"there; use {', '.join(_remedies(found))}{otherwise}"
         )
+
+
+def _remedies(found: Estimate) -> list[str]:
+    """What may make a run fit, as flags or in words; without what it has already."""
+    choice = found.choice
+    remedies = ["more ranks", "a smaller model" + " or batch" * (found.batch > 1)]
+    remedies += ["--stage 3"] * (choice.stage < 3)
+    remedies += ["--activations checkpoint"] * (choice.activations == "keep")
+    return remedies + ["--offload host"] * (choice.optimizer == "device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ from onefold.errors import ConfigError
 from onefold.settings.limited import read_json
 
 SEQ = 4096  # tokens of a sequence unless --seq is given: models are trained with less than they can read
+COMMIT = 64  # characters of a commit's name, at most
 
 
 Sizes: TypeAlias = "tuple[int, int, int, int, int]"  # layers, hidden, heads, heads of keys and values, intermediate
@@ -81,7 +83,7 @@ CONFIGS: dict[str, dict[str, Any]] = {  # model_type -> what its configuration d
 
 
 def model_shape(name: str) -> Shape:
-    """A shape by the name of a GPT or of a well-known model, or by the path of a config.json or the folder it is in.
+    """A shape by the name of a GPT or of a well-known model, or by the path of a config.json or its folder.
 
     >>> round(model_shape("Llama-3-8B").numel / 1e9, 2)
     8.03
@@ -95,13 +97,29 @@ def model_shape(name: str) -> Shape:
     try:
         return named(name)
     except ConfigError:
-        known = ", ".join([*SHAPES, *FAMILIES])
-        raise ConfigError(f"model {name!r} is unknown; use a config.json, its folder, or one of {known}") from None
+        known = [*SHAPES, *FAMILIES]
+        near = get_close_matches(name.lower(), known, n=1, cutoff=0.7)
+        meant = f"did you mean {near[0]}? Or " if near else ""
+        raise ConfigError(
+            f"model {name!r} is unknown; {meant}use a config.json, its folder, or one of {', '.join(known)}"
+        ) from None
+
+
+def config_file(path: Path) -> Path:
+    """The config.json that a path means: itself, the one in a folder, or in a model's folder in the cache of the
+    Hugging Face hub (models--ORG--NAME) the one that was downloaded last."""
+    if not path.is_dir():
+        return path
+    last = path / "refs" / "main"
+    if not (path / "config.json").is_file() and last.is_file():
+        with last.open(encoding="utf-8", errors="replace") as file:
+            return path / "snapshots" / file.read(COMMIT).strip() / "config.json"
+    return path / "config.json"
 
 
 def from_config(path: Path) -> Shape:
     """The shape that a Hugging Face config.json, or the one in a folder, describes."""
-    file = path / "config.json" if path.is_dir() else path
+    file = config_file(path)
     if not file.is_file():
         raise ConfigError(f"{file} is not there; give a config.json, the folder that holds it, or the name of a model")
     fields = read_json(file)

@@ -30,7 +30,7 @@ class Hardware:
     flops: float
     """Per second, dense, in 16 bits (fp32 on a CPU)."""
     flops_fp32: float | None = None
-    """Of fp32 without TF32, as torch computes unless told otherwise; None: `flops`."""
+    """The peak rate of fp32 without TF32, which is torch's default; None where `flops` is the rate of fp32, too."""
     efficiency: float
     memory_rate: float
     """Bytes per second between a device and its own memory."""

@@ -99,8 +99,8 @@ def choose_parameters(
 def parameters_in_first_step(
     units: Sequence[UnitSize], rows: Mapping[Tier, Sequence[Placement]], chosen: Sequence[Tier], host_bytes: int
 ) -> list[Tier]:
-    """The tiers of parameters in a first step that shows how many fit on the device: of the units that are there in
-    `chosen`, only as many as the host has no room for beside masters and gradients of all units."""
+    """The tiers of parameters in a first step, which shows how many fit on the device. Units that `chosen` has on the
+    device begin on the host, as far as it has room beside the masters and gradients of all units."""
     states = [Tier.HOST for unit in units if unit.trained]
     movable = [at for at, row in enumerate(rows[Tier.HOST]) if row.parameters_tier is Tier.HOST]
     front = [at for at in movable if chosen[at] is Tier.DEVICE]

@@ -58,8 +58,8 @@ def _most_live(unit_bytes: Sequence[int], units: int) -> int:
 
 
 def exposed_s(gather_s: Sequence[float], compute_s: Sequence[float], units: int, slowed: float = 1.0) -> float:
-    """Seconds a forward or backward waits for all-gathers, which run one after the other on one link, each started
-    `units` ahead of its need; with those by which it is `slowed` while they run."""
+    """Seconds that all-gathers add to a forward or backward. They run one after the other on one link, and each starts
+    `units` ahead of its need; while one runs, compute takes `slowed` times as long."""
     started_at = [0.0] * len(gather_s)
     link_free = clock = 0.0
     arrives: list[float] = []
@@ -73,7 +73,8 @@ def exposed_s(gather_s: Sequence[float], compute_s: Sequence[float], units: int,
 
 
 def computed(clock: float, compute: float, link_free: float, slowed: float) -> float:
-    """When compute ends that begins at `clock`, and takes `slowed` times as long until the link is free.
+    """The time at which `compute` seconds of work end. They begin at `clock`, and until the link is free they take
+    `slowed` times as long.
 
     >>> [computed(10.0, 4.0, link_free, 1.25) for link_free in (0.0, 12.5, 99.0)]
     [14.0, 14.5, 15.0]

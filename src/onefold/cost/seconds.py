@@ -112,7 +112,7 @@ def exposed_in_step(
     at_once: float | None = None,
     slowed: float = 1.0,
 ) -> float:
-    """Seconds a step waits for messages, over all micro-batches, with those by which they slow compute.
+    """Seconds that messages add to a step, over all micro-batches: waits for them, and compute that they slow.
 
     `compute_s` is of one micro-batch, of which each unit has a share by its elements (`unit_numel`); `gather_s` of each
     unit that a pass gathers, empty if none is sharded; `reduce_s` of one reduction of all units, of which there are

@@ -54,7 +54,8 @@ def _over_ranks(widths: Widths, strategy: Strategy) -> float:
 
 
 def _over_replicas(strategy: Strategy, replicas: int) -> float:
-    """For one element of a shard, in fp32: each replica sums a part, and copies it from scratch if NCCL has summed."""
+    """Bytes for one element of a shard to sum it over replicas in fp32, each of which sums a part; a sum of NCCL's is
+    copied out of its buffer."""
     if replicas == 1:
         return 0.0
     if strategy.wide is Sums.BY_NCCL:
@@ -63,7 +64,7 @@ def _over_replicas(strategy: Strategy, replicas: int) -> float:
 
 
 def _by_nccl(width: int, ranks: int) -> float:
-    """NCCL reads every element, and writes those of one rank."""
+    """Bytes for one element that NCCL sums: it reads all elements, and writes those that this rank owns."""
     return width * (1 + 1 / ranks)
 
 

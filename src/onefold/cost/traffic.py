@@ -19,7 +19,7 @@ from onefold.cost.sizes import Sizes, UnitSize
 from onefold.settings.placement import Placement, Scope
 
 DIGEST_BYTES = 16  # of what users must do alike on all ranks: beside the flags of used parameters
-SAID_BYTES = DIGEST_BYTES + 1  # with a flag: this rank's forwards had longer inputs than any before
+SAID_BYTES = DIGEST_BYTES + 1  # the digest, and a flag for inputs that were longer than all before
 DIRECTION_BYTES = 2  # of an element: Newton-Schulz runs in bf16
 NORM_BYTES = 8  # one float64: the norm of all gradients that a rank holds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from onefold import ConfigError, Zero
+from onefold.cost.case import Choice
+from onefold.cost.run_summary import run_sentences
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
-from onefold.observe.rehearsal import rehearse
+from onefold.observe.rehearsal import Rehearsal, rehearse
+from onefold.settings.offload import Offload
 
 LOG = logging.getLogger("onefold")
 
@@ -28,17 +32,22 @@ class Step:
     model: nn.Module  # not sharded yet
     sample: Any  # a batch, by the names of the model's arguments
     cost: StateCost
+    batch: int  # rows of a micro-batch
     ranks: int
     micro_batches: int
     plays: str  # the backend of the run
 
-    def peak_bytes(self, zero: Zero) -> int:
-        """Bytes that a rank needs at the fullest instant of the step. Rehearsed on the CPU, whatever the device is: a
-        kernel of Triton must not be launched on tensors without memory."""
+    def rehearsed(self, zero: Zero) -> Rehearsal:
+        """What a rank needs in the step. Rehearsed on the CPU, whatever the device is: a kernel of Triton must not be
+        launched on tensors without memory."""
         return rehearse(
             self.model, self.sample, replace(zero, mesh=None, device=None), self.cost, ranks=self.ranks,
             plays=self.plays, micro_batches=self.micro_batches, device=torch.device("cpu"),
-        ).peak_bytes  # fmt: skip
+        )  # fmt: skip
+
+    def recomputes(self, zero: Zero) -> bool:
+        """Whether blocks are computed again in backward: by Onefold, or by transformers' own checkpointing."""
+        return zero.activations != "keep" or getattr(self.model, "is_gradient_checkpointing", False)
 
 
 def stretch_of(sample: Any, ranks: int) -> Any:
@@ -57,18 +66,25 @@ def total_bytes(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def refuse_too_large(step: Step, zero: Zero, budget_bytes: int) -> None:
-    """Raises if the step needs more than the budget."""
-    if (text := _shortage(step, zero, budget_bytes)) is not None:
+def refuse_too_large(step: Step, zero: Zero, budget_bytes: int, *, tells: bool) -> None:
+    """Raises if the step needs more than the budget; else tells the plan, where this rank does."""
+    found = step.rehearsed(zero)
+    if (text := _shortage(step, zero, found.peak_bytes, budget_bytes)) is not None:
         raise ConfigError(text)
+    if tells:
+        _tell(step, zero, found, budget_bytes)
 
 
 def warn_of_too_large(step: Callable[[], Step], zero: Zero, memory_bytes: int) -> None:
-    """Logs a warning if the step needs more than the device has. A step that cannot be rehearsed is trained as ever."""
+    """Tells the plan, and logs a warning if the step needs more than the device has. A step that cannot be rehearsed is
+    trained as ever."""
     if not LOG.isEnabledFor(logging.WARNING):
         return
     try:
-        text = _shortage(step(), zero, memory_bytes)
+        planned = step()
+        found = planned.rehearsed(zero)
+        _tell(planned, zero, found, memory_bytes)
+        text = _shortage(planned, zero, found.peak_bytes, memory_bytes)
     except Exception as error:
         LOG.debug("the first step was not rehearsed: %s: %s", type(error).__name__, error)
         return
@@ -76,17 +92,29 @@ def warn_of_too_large(step: Callable[[], Step], zero: Zero, memory_bytes: int) -
         LOG.warning("%s", text)
 
 
-def _shortage(step: Step, zero: Zero, budget_bytes: int) -> str | None:
+def _tell(step: Step, zero: Zero, found: Rehearsal, memory_bytes: int) -> None:
+    """Says in three lines what is planned: on a terminal, and at level INFO of the logger."""
+    offload = Offload.of(zero.offload)
+    choice = Choice(
+        int(zero.stage), optimizer=offload.optimizer or "device", parameters=offload.parameters or "device",
+        activations="checkpoint" if zero.activations == "keep" and step.recomputes(zero) else zero.activations,
+    )  # fmt: skip
+    for sentence in run_sentences(choice, step.batch, found.states, found.peak_bytes, memory_bytes):
+        LOG.info("%s", sentence)
+        if sys.stderr.isatty() and not LOG.isEnabledFor(logging.INFO):
+            sys.stderr.write(f"onefold: {sentence}\n")
+
+
+def _shortage(step: Step, zero: Zero, needed: int, budget_bytes: int) -> str | None:
     """None if the step fits, else what it needs, and what stage 3 with checkpointing would need."""
-    needed = step.peak_bytes(zero)
     if needed <= budget_bytes:
         return None
-    recomputes = zero.activations != "keep" or getattr(step.model, "is_gradient_checkpointing", False)
+    recomputes = step.recomputes(zero)
     remedy = "use more ranks, a smaller batch, or Zero(offload='host')"
     if zero.stage != 3 or not recomputes:
         activations = zero.activations if recomputes else "checkpoint"
         least = replace(zero, stage=3, activations=activations, overlap_param_gather=False)
-        remedy = f"stage 3 with checkpointing needs {format_bytes(step.peak_bytes(least))}"
+        remedy = f"stage 3 with checkpointing needs {format_bytes(step.rehearsed(least).peak_bytes)}"
     return (
         f"stage {zero.stage} will not fit: it needs {format_bytes(needed)} of {format_bytes(budget_bytes)} on each of "
         f"{step.ranks} ranks; {remedy}"

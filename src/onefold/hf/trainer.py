@@ -152,11 +152,12 @@ class ShardedTrainer(Base):
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _check_fit(self, loader: Any) -> None:
-        """Raises if a step does not fit into `budget_bytes`; without a budget warns if a CUDA device has not enough."""
+        """Says the plan of a step. Raises if it does not fit into `budget_bytes`; without a budget warns if a CUDA
+        device has not enough."""
         zero, memory_bytes = self.accelerator.zero, total_bytes(self.accelerator.device)
         with random_states_kept():
             if self._budget_bytes is not None:
-                refuse_too_large(self._step(loader), zero, self._budget_bytes)
+                refuse_too_large(self._step(loader), zero, self._budget_bytes, tells=self.is_world_process_zero())
             elif memory_bytes is not None and self.is_world_process_zero() and not self.args.auto_find_batch_size:
                 warn_of_too_large(lambda: self._step(loader), zero, memory_bytes)
 
@@ -172,7 +173,8 @@ class ShardedTrainer(Base):
         cost = cost_of(type(self.optimizer), settings_of(self.optimizer))
         return Step(
             model=self.model, sample=stretch_of(loader.collate_fn(rows), self._sharing_ranks()), cost=cost,
-            ranks=self.args.world_size, micro_batches=self.args.gradient_accumulation_steps,
+            batch=self._train_batch_size, ranks=self.args.world_size,
+            micro_batches=self.args.gradient_accumulation_steps,
             plays="nccl" if self.accelerator.device.type == "cuda" else "gloo",
         )  # fmt: skip
 

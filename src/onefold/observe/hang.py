@@ -24,8 +24,8 @@ def read_records(folder: Path) -> list[HangRecord]:
         if found := sorted(place.glob(NAME.format("*"))):
             return sorted(map(read_record, found), key=lambda record: record.rank)
     raise ConfigError(
-        f"{folder} has no records of a hang ({NAME.format('…')}); ranks write them to the folder that ONEFOLD_RECORDS "
-        f"names when a message does not complete"
+        f"{folder} has no records of a hang ({NAME.format('…')}); ranks write them when a message does not complete: "
+        f"`onefold train` on GPUs to --out, all others to the folder in ONEFOLD_RECORDS, if that is set"
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from onefold.cost.estimate import Estimate
 from onefold.cost.text import format_bytes, format_seconds
 from onefold.planner.answer import Plan
 from onefold.planner.rows import Recommendation, Row
@@ -31,21 +30,6 @@ def summary(plan: Plan) -> tuple[str, str, str]:
         expected.append(f"MFU {row.mfu:.0%}")
     bound = " The link is the bound." if row.compute_s and row.exposed_s > row.compute_s else ""
     return f"Choose {what}.", f"Why: {choice.reason}.", f"Expect {', '.join(expected)}.{bound}"
-
-
-def run_summary(e: Estimate) -> tuple[str, str, str]:
-    """What is about to run with the settings it was given, what its states take, and what to expect: a sentence each.
-    Nothing is said of time on a CPU, whose rates are unknown."""
-    choice, states = e.choice, e.memory.device_states
-    offload = ", no offload" * (choice.optimizer == "device" and choice.parameters == "device")
-    tp = f", tp {e.grid.tp}" * (e.grid.tp > 1)
-    what = f"Planned: {choice}{tp}, batch {e.batch}, activations {choice.activations}{offload}."
-    parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in states._asdict().items())
-    held = f"On each rank: {parts}."
-    expected = [f"{format_bytes(e.peak_bytes)} of {format_bytes(e.hardware.memory_bytes)} at the peak"]
-    if e.hardware.device == "cuda" and e.tokens_per_s:
-        expected += [f"{e.tokens_per_s:,.0f} tokens/s", f"MFU {e.mfu:.0%}"]
-    return what, held, f"Expect {', '.join(expected)}."
 
 
 def changes(plan: Plan) -> list[str]:

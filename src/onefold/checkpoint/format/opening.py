@@ -25,7 +25,7 @@ def storage_of(path: Path) -> Storage:
 
 
 def check_shared(path: Path, ranks: int) -> None:
-    """Raises if a store is one of which each rank would have its own."""
+    """Raises for `memory://` with several ranks: each would write to a store of its own process."""
     if isinstance(path, Address) and path.scheme == "memory" and ranks > 1:
         raise ConfigError(
             f"{path} is in the memory of one process, and there are {ranks} ranks; give the address of a store, or a "

@@ -83,7 +83,7 @@ def resilient(
 
 
 class Snapshot(NamedTuple):
-    """What a rank owns, in host memory once the event has passed."""
+    """A copy in host memory of what a rank owns; it may be read once the event `complete` has passed."""
 
     owned: Sequence[OwnedElements]
     complete: StreamEvent

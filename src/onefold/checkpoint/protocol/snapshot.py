@@ -1,4 +1,4 @@
-"""A snapshot of what a rank owns, in host memory, by few transfers: what lies side by side is copied as one.
+"""A snapshot of what a rank owns, in host memory, by few transfers: neighbours in device memory are copied as one.
 
 1 Elements that are views of state on the device are put in the order in which they lie there. 2 Each run of neighbours
 of one storage gets room of the same shape in host memory, small gaps included, and is one transfer. 3 What must be
@@ -20,7 +20,7 @@ from onefold.checkpoint.protocol.state import OwnedElements, vector
 from onefold.comm.streams import SideStream
 
 ALIGN = 64  # bytes: a multiple of every dtype's itemsize
-GAP_BYTES = 4096  # at most, between neighbours of one run: it is copied with them
+GAP_BYTES = 4096  # the largest gap between two neighbours that are copied as one, with the gap
 
 
 class Run(NamedTuple):

@@ -53,7 +53,7 @@ class OwnedElements(NamedTuple):
     read: Reader
     on_host: bool = False  # the elements are on the host, and the scratch must be too
     settled: bool = False  # on the device, and written by nobody who does not wait for a snapshot (offload/tiers.py)
-    direct: bool = False  # they are a dense vector on the device, of which `read` gives a view: it needs no scratch
+    direct: bool = False  # `read` gives a view of a dense vector on the device, without a copy
 
     @property
     def bytes(self) -> int:

@@ -29,22 +29,29 @@ OVER_TIME = (  # field of a Moment, name: the lowest first
     ("parameters", "Parameters"), ("optimizer", "Optimizer state"), ("gradients", "Gradients"),
     ("gathered", "Unsharded parameters"), ("buffers", "Buffers"), ("activations", "Activations"),
 )  # fmt: skip
+LETTER = 7  # width of one, about
 CLOSE = 5  # times a device's memory: longer bars end in an arrow, or the others would be lines
 
 
 def bars(found: Sequence[Bar], memory_bytes: int, width: int) -> str:
-    """A bar for each choice, of what fills a device; the device's memory is a line through all of them."""
+    """A bar for each choice, of what fills a device; the device's memory is a line through all of them, with gaps where
+    it would cross words."""
     rows = sorted(found, key=lambda bar: bar.label)
     whole = max(memory_bytes * 1.02, min(max(bar.peak_bytes for bar in rows), CLOSE * memory_bytes))
     left, right, thick, top = 2, width - 4, 22, LINE + 6
     pieces, labels, y = [], [], top
     scale = (right - left) / whole
+    limit = left + memory_bytes * scale
+    mark, above = [], top - 4
     for bar in rows:
         said = f"{format_bytes(bar.peak_bytes)} at batch {bar.batch}"
         said += "" if bar.fits else ", does not fit"
         kind, label = ("name chosen", f"→ {bar.label}") if bar.chosen else ("name", bar.label)
         labels.append(words(left, y + 13, label, kind))
         labels.append(words(right, y + 13, said, "" if bar.fits else "unfit", "end"))
+        if not left + LETTER * len(label) < limit < right - LETTER * len(said):
+            mark += [line(limit, above, limit, y - 2, "memory")] * (above < y - 2)
+            above = y + LINE + 1
         y += LINE + 3
         x = float(left)
         for name, _, kind in PARTS:
@@ -56,11 +63,10 @@ def bars(found: Sequence[Bar], memory_bytes: int, width: int) -> str:
         if bar.peak_bytes * scale > right - left + 0.5:  # longer than the chart
             labels.append(words(right - 5, y + 16, "»", "beyond", "end"))
         y += thick + 12
-    x = left + memory_bytes * scale
-    anchor = "end" if x > width / 2 else "start"
-    mark = [
-        line(x, top - 4, x, y - 8, "memory"),
-        words(x + (-5 if anchor == "end" else 5), 12, f"{format_bytes(memory_bytes)} of a device", "tick", anchor),
+    anchor = "end" if limit > width / 2 else "start"
+    mark += [
+        line(limit, above, limit, y - 8, "memory"),
+        words(limit + (-5 if anchor == "end" else 5), 12, f"{format_bytes(memory_bytes)} of a device", "tick", anchor),
     ]
     alt = "; ".join(f"{bar.label}: {format_bytes(bar.peak_bytes)}" for bar in rows)
     return drawing(width, y, f"Memory at the fullest instant of a step. {alt}", [*pieces, *mark, *labels])

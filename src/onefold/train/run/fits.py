@@ -53,7 +53,5 @@ def check_fits(settings: Settings, shape: Shape, ranks: int, machine: Hardware) 
     found = planned(settings, shape, ranks, machine)
     if found is None:
         return None
-    refuse_unfit(
-        found, "more ranks, a smaller model or batch, --stage 3 or --offload, or --no-plan to try it all the same"
-    )
+    refuse_unfit(found, ", or --no-plan to try it all the same")
     return found

@@ -22,6 +22,7 @@ from onefold.train.run.pretrained import Pretrained, open_pretrained
 PRECISIONS = tuple(DTYPES)
 BYTES = "bytes"
 AXES = ("replica", "shard", "sequence", "tp")
+MOST_RANKS = 1 << 20
 WARMUP = 50  # steps in which the learning rate rises, of a run ten times as long
 MUON_LR = 0.02  # Keller Jordan's
 OPTIMIZERS, SCALINGS = ("adamw", "muon"), ("original", "match_rms_adamw")
@@ -314,6 +315,8 @@ class Bounds(NamedTuple):
             raise ConfigError(f"--elastic {text!r} is not MIN:MAX ranks, such as 2:3") from error
         if not 1 <= least <= most:
             raise ConfigError(f"--elastic {text!r} has no ranks between its bounds; use MIN:MAX, such as 2:3")
+        if most > MOST_RANKS:
+            raise ConfigError(f"--elastic {text!r} is out of range; use at most {MOST_RANKS:,} ranks, such as 2:3")
         return cls(least, most)
 
 

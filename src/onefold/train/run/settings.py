@@ -19,6 +19,7 @@ from onefold.train.run.axes import REST
 from onefold.train.run.fault_settings import FaultSettings
 from onefold.train.run.folder import STAGE_FOLDER, STAGES
 from onefold.train.run.groups import (
+    MOST_RANKS,
     OPTIMIZERS,
     PROFILE_WARMUP,
     SCALINGS,
@@ -212,7 +213,7 @@ AT_LEAST = {
     "check_replicas": 0,
 }  # fmt: skip
 MOST = 2**53  # of any whole number: files of metrics and reports keep it exactly
-AT_MOST = {"ranks": 1 << 20, "micro_batch": 10**6, "accumulation": 10**6, "eval_windows": 10**6}
+AT_MOST = {"ranks": MOST_RANKS, "micro_batch": 10**6, "accumulation": 10**6, "eval_windows": 10**6}
 ABOVE_ZERO = ("lr", "muon_lr", "shutdown_s", "timeout_s")
 ABOVE_ONE = ("spike_norm", "spike_loss")
 FRACTIONS = ("beta1", "beta2", "muon_momentum")
