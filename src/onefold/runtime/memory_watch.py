@@ -30,7 +30,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import NotOnDevice, on_device
 from onefold.runtime.live_bytes import LiveBytes
 from onefold.runtime.no_watch import NoWatch
-from onefold.runtime.seen_inputs import Growth, SeenInputs
+from onefold.runtime.seen_inputs import Graph, Growth, SeenInputs
 from onefold.settings.offload import Offload
 from onefold.state.flat_parameters import FlatParameters
 
@@ -140,6 +140,8 @@ class MemoryWatch(NoWatch):
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
         self._inputs, self._beside_sums = SeenInputs(), SeenInputs()  # of all training forwards, and of those
+        self._graphs: list[weakref.ref[Graph]] = []  # of forwards before this one that no backward has used
+        self._missed = False  # activations of these: a CpuCounter that begins beside them does not know them
 
     active = True
 
@@ -151,12 +153,38 @@ class MemoryWatch(NoWatch):
 
     def growth(self, inputs: Iterable[Tensor], *, sums: bool) -> Growth:
         given = list(inputs)
-        times = self._inputs.growth(given)
-        found = Growth(times, sums=sums and self._beside_sums.growth(given) > 1)
+        self._graphs = [graph for graph in self._graphs if (live := graph()) is not None and not live.used]
+        graphs = 1 + len(self._graphs)
+        times = self._inputs.growth(given, graphs)
+        found = Growth(times, sums=sums and self._beside_sums.growth(given, graphs) > 1)
         return found if self.decided else Growth()
+
+    def learn_inputs(self) -> None:
+        if self._missed:
+            self.forget_inputs()
+            self._missed = False
+        self._inputs.learn()
+        self._beside_sums.learn()
+
+    def forget_inputs(self) -> None:
+        self._inputs.forget()
+        self._beside_sums.forget()
+
+    def graph(self) -> Graph | None:
+        found = Graph()
+        self._graphs.append(weakref.ref(found))
+        return found
+
+    def comes_back(self, nbytes: int) -> None:
+        if self._counter is not None:
+            self._end_part()
+            self._parts = [part._replace(nbytes=part.nbytes + nbytes) for part in self._parts]
+        self._inputs.set_apart()
+        self._beside_sums.set_apart()
 
     def watch_after(self, make_way: Callable[[], None]) -> None:
         if self._counter is None:
+            self._missed = bool(self._graphs) and not self._cuda
             self._watch()
         make_way()
         assert self._counter is not None
