@@ -176,6 +176,11 @@ def grows_within_a_step(run: Journey) -> None:
     run.step(256, 32, 16)
 
 
+def accumulates_then_is_as_long_as_before(run: Journey) -> None:
+    for batches in ((16,), (128,), (16, 16, 16), (128,), (128,)):
+        run.step(*batches)
+
+
 def has_nested_inputs(run: Journey) -> None:
     for rows in (16, 16, 128, 128, 16):
         run.step(rows, nested=True)
@@ -233,6 +238,9 @@ TRIPS = {
     "shrinks and grows, updated in backward": Trip(shrinks_and_grows, {"step_in_backward": True}),
     "several graphs at once": Trip(has_several_graphs_at_once),
     "grows within a step": Trip(grows_within_a_step),
+    "longer before sums are fp32, and after": Trip(
+        accumulates_then_is_as_long_as_before, {"precision": "bf16"}, fill=0.9
+    ),
     "nested inputs": Trip(has_nested_inputs),
     "two Optimizers in another order": Trip(steps_in_another_order, TWO),
     "two Optimizers in another order, blocks kept": Trip(steps_in_another_order, {**TWO, "activations": "auto"}),

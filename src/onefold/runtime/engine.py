@@ -289,7 +289,7 @@ class Engine:
             self.progress.forward_began(reducing=self.accumulating.reducing)
             if self.watch.failed():
                 self.optimizers.make_room()
-            sums = not self.accumulating.final or (self.used.any and self.updates.keeps_gradients)
+            sums = self.accumulating.wide_sums or (self.used.any and self.updates.keeps_gradients)
             if growth := self.watch.growth(inputs, sums=sums):
                 self.optimizers.make_way(growth)
             self.watch.forward_begins()
