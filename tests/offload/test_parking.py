@@ -20,6 +20,7 @@ from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.models import Residual
 from tests.offload.test_auto_parameters import SMALLEST, largest
+from tests.parity.whole import LAMB
 
 WIDTH, DEPTH = 32, 6
 
@@ -360,3 +361,38 @@ def left_over() -> list[tuple[bool, int]]:
 
 def test_a_model_that_is_let_go_of_before_step_leaves_nothing() -> None:
     assert run_ranks(1, left_over) == [[(False, 0)] * 3]
+
+
+# -- state in another memory format -----------------------------------------------------------------------------------
+
+
+def channels_last(offload: Any) -> tuple[dict[str, Tensor], bool]:
+    """Filters in channels_last, trained by a class that sums over whole tensors; whether their state was parked."""
+    onefold.init()
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.ReLU()) for _ in range(4)]
+    model = onefold.shard(
+        nn.Sequential(*layers).to(memory_format=torch.channels_last), stage=2, units=(nn.Sequential,), offload=offload
+    )
+    optimizer, parked = onefold.Optimizer(model, LAMB, lr=1e-2), False
+    for number, rows in enumerate((2, 8, 8, 2, 8, 8)):
+        x = torch.randn(rows, 8, 6, 6, generator=torch.Generator().manual_seed(number))
+        model(x).square().mean().backward()
+        parked = parked or any(unit.parked for unit in engine_of(model).units)
+        optimizer.step()
+        optimizer.zero_grad()
+    return onefold.full_state_dict(model), parked
+
+
+def differing_filters() -> list[str]:
+    (plain, _), (auto, parked) = (
+        channels_last(None),
+        channels_last(onefold.Offload(optimizer="auto", device_bytes=60_000)),
+    )
+    assert parked
+    return [name for name in plain if not torch.equal(plain[name], auto[name])]
+
+
+@pytest.mark.filterwarnings("ignore::onefold.errors.PlacementWarning")
+def test_state_that_moves_keeps_its_memory_format() -> None:
+    assert run_ranks(1, differing_filters) == [[]]
