@@ -19,19 +19,11 @@ import onefold
 from onefold.runtime.engine import engine_of
 from tests.harness import run_ranks
 from tests.models import Residual
+from tests.models.nested_inputs import NestedInputs
 from tests.offload.test_auto_parameters import SMALLEST, largest
 from tests.parity.whole import LAMB
 
 WIDTH, DEPTH = 32, 6
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(Residual(WIDTH) for _ in range(DEPTH)))
-
-    def forward(self, x: Tensor | None = None, *, batch: Any = None, lengths: Tensor | None = None) -> Tensor:
-        return self.blocks(x if batch is None else batch["images"]["x"][0])  # type: ignore[no-any-return]
 
 
 class Journey:
@@ -42,7 +34,7 @@ class Journey:
         torch.manual_seed(0)
         settings = {"step_in_backward": fields.pop("step_in_backward", False)}
         fields = {"stage": 3, "units": (Residual,), "bucket_bytes": 4 * WIDTH**2, **fields}
-        self.model = onefold.shard(Net(), offload=offload, **fields)
+        self.model = onefold.shard(NestedInputs(WIDTH, DEPTH), offload=offload, **fields)
         params, share = [*self.model.parameters()], 18 if len(classes) == 2 else 36
         groups = [[{"params": params[at : at + share]}] for at in range(0, len(params), share)]
         self.optimizers = [
