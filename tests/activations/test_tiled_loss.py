@@ -176,6 +176,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another reduction": ({"reduction": "none"}, 'use "mean" or "sum"'),
     "two divisors": ({"reduction": "sum", "num_items": 3}, 'use reduction="mean" with it'),
     "a cap of 0": ({"softcap": 0.0}, "a cap is above 0"),
+    "fewer than no items": ({"num_items": -1}, "num_items=-1 is no number of targets; give one from 0 on"),
+    "items that are no number": ({"num_items": "3"}, "num_items='3' is no number of targets"),
+    "items of each rank": ({"num_items": torch.tensor([3, 4])}, r"has the shape \(2,\); give its sum"),
+    "a head that is a module": ({"head_weight": torch.nn.Linear(16, 50)}, "was given Linear; give its weight"),
+    "targets in a list": ({"targets": [1, 2]}, "needs a tensor as targets, but was given list"),
 }
 
 
@@ -184,6 +189,13 @@ def test_bad_input_is_one_clear_message() -> None:
     for wrong, said in REFUSED.values():
         with pytest.raises(onefold.ConfigError, match=said):
             onefold.tiled_cross_entropy(**{"hidden": hidden, "head_weight": weight, "targets": targets} | wrong)
+
+
+@pytest.mark.parametrize("none", [0, 0.0, torch.tensor(0)])
+def test_a_batch_without_a_target_has_a_loss_that_is_no_number_as_in_torch(none: Any) -> None:
+    hidden, weight, _, targets = given()
+    loss = onefold.tiled_cross_entropy(hidden, weight, torch.full_like(targets, -100), num_items=none)
+    assert loss.isnan() and onefold.tiled_cross_entropy(hidden, weight, torch.full_like(targets, -100)).isnan()
 
 
 # -- sharded ----------------------------------------------------------------------------------------------------------

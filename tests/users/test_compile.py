@@ -302,3 +302,31 @@ def taken_off() -> list[Any]:
 
 def test_what_compile_added_is_taken_off() -> None:
     assert run_ranks(1, taken_off) == [[0, (0, 2), 0, []]]
+
+
+def after_memory_was_counted() -> list[int]:
+    """Runs of graphs in a step whose memory is counted, and in the one after it: by track_memory(), in the first steps
+    of an automatic placement on a CPU."""
+    found = []
+    for offload in (None, onefold.Offload(optimizer="auto", device_bytes=10_000_000)):
+        for made in ({"compile": True}, {}):
+            counting = Counting()
+            fields = {"compile": {"backend": counting}} if made else {}
+            model = onefold.shard(stack(), stage=3, offload=offload, **fields)
+            if not made:
+                blocks_compile(model, counting)
+            optimizer = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-3)
+            with onefold.track_memory(model):
+                for _ in range(2):
+                    model(torch.ones(3, DIM)).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found.append(counting.runs)
+            model(torch.ones(3, DIM)).square().mean().backward()
+            found.append(counting.runs)
+    return found
+
+
+def test_compiled_blocks_run_after_steps_whose_memory_was_counted() -> None:
+    runs = run_ranks(1, after_memory_was_counted)[0]
+    assert runs[::2] == [0] * 4 and min(runs[1::2]) > 0

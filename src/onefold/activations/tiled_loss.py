@@ -8,11 +8,13 @@ of a tile is kept.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -64,6 +66,7 @@ def tiled_cross_entropy(
         )  # fmt: skip
     check_tokens("tiled_cross_entropy", tokens)
     _check_settings(reduction, num_items, softcap)
+    _check_tensors(hidden=hidden, head_weight=head_weight, targets=targets)
     autocast = _autocast_dtype(hidden.device.type)
     _check_shapes(hidden, head_weight, bias, targets, same_dtype=autocast is None)
     if shift:
@@ -92,8 +95,24 @@ def _check_settings(reduction: str, num_items: object, softcap: float | None) ->
         raise ConfigError(f'tiled_cross_entropy(reduction={reduction!r}) is unsupported; use "mean" or "sum"')
     if reduction == "sum" and num_items is not None:
         raise ConfigError('num_items divides the sum of the losses: use reduction="mean" with it, or leave it out')
+    if isinstance(num_items, Tensor) and num_items.numel() != 1:
+        raise ConfigError(
+            f"num_items is one number of targets, but has the shape {tuple(num_items.shape)}; give its sum"
+        )
+    number = isinstance(num_items, Real) and float(num_items) >= 0
+    if not (num_items is None or isinstance(num_items, Tensor) or number):
+        raise ConfigError(f"num_items={num_items!r} is no number of targets; give one from 0 on, or leave it out")
     if softcap is not None and not softcap > 0:
         raise ConfigError(f"tiled_cross_entropy(softcap={softcap!r}): a cap is above 0; None leaves logits uncapped")
+
+
+def _check_tensors(**given: object) -> None:
+    for name, one in given.items():
+        if not isinstance(one, Tensor):
+            hint = "; give its weight" if isinstance(one, nn.Module) else ""
+            raise ConfigError(
+                f"tiled_cross_entropy() needs a tensor as {name}, but was given {type(one).__name__}{hint}"
+            )
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, same_dtype: bool) -> None:
@@ -167,7 +186,7 @@ def _share(form: Form, reduction: str, num_items: int | float | Tensor | None, t
     if isinstance(num_items, Tensor):
         share = num_items.to(targets.device, form.wide, non_blocking=True).reshape(()).reciprocal()
     else:
-        share = torch.full((), 1 / num_items, dtype=form.wide, device=targets.device)
+        share = torch.full((), 1 / num_items if num_items else math.inf, dtype=form.wide, device=targets.device)
     return Share(share, share)
 
 

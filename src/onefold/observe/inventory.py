@@ -82,7 +82,9 @@ def planned_optimizer(engine: Engine, tier: Tier) -> int:
         master = unit.master.owned.numel * unit.dtypes.widths.master if unit.has_training_state else 0
         vectors += unit.average_bytes
         where = unit.placement.optimizer_tier
-        if where is Tier.DISK:
+        if unit.parked:
+            total += {Tier.HOST: master + vectors, Tier.DEVICE: counts}.get(tier, 0)
+        elif where is Tier.DISK:
             total += {Tier.DISK: file_bytes(master, vectors), Tier.HOST: counts}.get(tier, 0)
         elif where is tier:
             total += master + vectors + counts

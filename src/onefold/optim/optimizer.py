@@ -278,10 +278,6 @@ class Optimizer(GroupedOptimizer):
         """Called when a forward begins that may take more memory than any before."""
         self._placing.make_way(growth)
 
-    def end_parking(self) -> None:
-        """Called when the optimizer state must be on its tier."""
-        self._placing.end_parking()
-
     def adopt(self, taken: frozenset[int]) -> None:
         """Called when parameters have been unfrozen: they join a param group if this Optimizer was made for all that
         train. Those with the ids `taken` have a group, or are about to."""

@@ -7,9 +7,9 @@
 3 As many units as fit into 95% of the device beside that get their state there, the others in host memory, and those
   that do not fit there on disk: of all such splits the one with the fewest planned seconds (cost/splits.py). Then the
   step updates them.
-4 If a later forward may take more (longer sequences, accumulation), state is parked before it (parking.py). If the step
-  did take more, the state of some of these units leaves the device; if that is not enough, blocks are computed again,
-  and then parameters leave.
+4 If a later forward may take more (longer sequences, accumulation), state is parked before it (runtime/parking.py). If
+  the step did take more, the state of some of these units leaves the device; if that is not enough, blocks are computed
+  again, and then parameters leave.
 
 All ranks decide alike, by the fullest of them. On one kind of device, results do not depend on where state
 is kept.
@@ -21,7 +21,6 @@ import logging
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -34,7 +33,6 @@ from onefold.cost.text import format_bytes
 from onefold.errors import PlacementWarning
 from onefold.model.storage import storage_bytes
 from onefold.optim.fullest_rank import FullestRank
-from onefold.optim.parking import Parking
 from onefold.optim.possible_splits import PossibleSplits, on_tier
 from onefold.optim.raising import (
     blocks_of,
@@ -48,18 +46,12 @@ from onefold.runtime.automatic import automatic_tiers, host_bytes_of, parameters
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
+from onefold.runtime.no_parking import Known
 from onefold.runtime.seen_inputs import Growth
 from onefold.settings.placement import Tier
 
 LOG = logging.getLogger("onefold")
 SHORT = 0.9  # of the device's memory, once torch's allocator had to free what it kept
-
-
-class Known(NamedTuple):
-    """The most bytes that a step takes, as far as steps have shown, or as it may take at most."""
-
-    took: int  # with the state that is on the device
-    least: int  # without any
 
 
 class Placing:
@@ -73,9 +65,7 @@ class Placing:
         self._engine, self._in_backward, self._agreed = engine, in_backward, FullestRank(engine)
         self._needs = StepNeeds(engine, costs, in_backward=in_backward, one_pass=one_pass)
         self._splits = PossibleSplits(engine, self._needs, self._agreed, in_backward=in_backward)
-        self._parking, self._parks = Parking(engine), parks
-        self._known: Known | None = None
-        self._growth = 1.0  # of what forwards of this step may take
+        self._parks = parks
 
     def before_first_step(self) -> None:
         """Says which units may get their state on the device. Where the host could not hold the masters and gradients
@@ -157,21 +147,24 @@ class Placing:
             watch.decide()
         elif self._engine.alike.some_take_more or self._looks(parts):
             self._look(parts)
-            self.end_parking()
+            self._engine.parking.bring_back()
+        else:
+            self._look_away()
         self._engine.alike.forget_more()
 
     def _look(self, parts: list[Taken]) -> None:
         """Looks whether what was decided still holds, by the parts of this step; none if this rank did not watch it.
         State that is parked comes back, as far as it fits. Collective."""
-        watch, budget = self._engine.watch, self._engine.watch.budget()
-        returned = self._parking.return_parameters()
-        kept = self._needs.kept_bytes() if self._parking.active else 0  # parking has freed what was not in use
+        watch, budget, parking = self._engine.watch, self._engine.watch.budget(), self._engine.parking
+        known = (parking.known if parts else parking.expected) or Known(0, 0)
+        returned = parking.return_parameters()
+        kept = self._needs.kept_bytes() if parking.active else 0  # parking has freed what was not in use
         parts = [part._replace(nbytes=part.nbytes + returned + kept * (at == 0)) for at, part in enumerate(parts)]
         room, bare, there = self._with_kept_blocks(parts), self._needs.room(parts), self._needs.there()
         took, short = room.needed_bytes(there), watch.was_short()
         fits = took <= FILLED * budget and not short
         if self._agreed.smallest(fits):  # on every rank
-            self._know(room, there, there)
+            self._know(known, room, there, there)
             return
         most_bytes = int((SHORT if short else FILLED) * budget) - self._needs.more_waiting()
         most_bytes = max(took, most_bytes) if fits else most_bytes
@@ -181,7 +174,7 @@ class Placing:
         stays = on_tier(self._splits.fastest(room, most_bytes, there), Tier.DEVICE)
         if stays != there:
             self._leave_device(stays, what)
-        self._know(room, there, stays)
+        self._know(known, room, there, stays)
         excess = int(self._agreed.largest(room.needed_bytes(stays) - most_bytes))
         freed = (excess > 0 and self._free_more(excess, what)) or freed
         if freed or stays != there:
@@ -192,22 +185,32 @@ class Placing:
 
     def _with_kept_blocks(self, parts: list[Taken]) -> Room:
         """What a step takes if blocks keep their activations again that were computed again in this one."""
-        choice, kept, growth = self._engine.block_choice, self._parking.keep_blocks_again(), self._growth
-        self._growth = 1.0
+        parking, choice = self._engine.parking, self._engine.block_choice
+        grown, kept = parking.grow_blocks(), parking.keep_blocks_again()
         if choice is None or not kept:
             return self._needs.room(parts)
-        if math.isinf(growth):  # of inputs like none before, nobody knows
+        if not grown:
             choice.keep_last(0)
             return self._needs.room(parts)
-        choice.grow(growth)
         return self._needs.room(with_blocks(parts, blocks_of(self._engine, choice)[-kept:], choice.more_bytes))
 
-    def _know(self, room: Room, before: Collection[int], stays: Collection[int]) -> None:
-        """Remembers what steps take with the state of the units that stay on the device, of those `before`."""
-        known, freed = self._known or Known(0, 0), room.needed_bytes(before) - room.needed_bytes(stays)
-        self._known = Known(
-            max(known.took - max(freed, 0), room.needed_bytes(stays)), max(known.least, room.needed_bytes(()))
-        )
+    def _look_away(self) -> None:
+        """This step is not looked at. Where something is parked, that was told too late for this step, or there was no
+        look for another reason: it comes back, and the next forward with such inputs is one that may take more."""
+        parking = self._engine.parking
+        if parking.active:
+            parking.keep_blocks_again()
+            parking.bring_back()
+            parking.expect_no_more()
+        parking.grow_blocks()
+        parking.learn(parking.expected)
+
+    def _know(self, known: Known, room: Room, before: Collection[int], stays: Collection[int]) -> None:
+        """Remembers what steps take with the state of the units that stay on the device, of those `before`, if `known`
+        is what they took until now."""
+        freed = room.needed_bytes(before) - room.needed_bytes(stays)
+        took = max(known.took - max(freed, 0), room.needed_bytes(stays))
+        self._engine.parking.learn(Known(took, max(known.least, room.needed_bytes(()))))
 
     def make_room(self) -> None:
         """The device has run out of memory: state of half of the units that it updates leaves it."""
@@ -220,27 +223,24 @@ class Placing:
     def make_way(self, growth: Growth) -> None:
         """A forward begins that may take so much more memory than any before. Unless it is known to fit beside
         optimizer state, that state is parked until step() decides. This rank alone."""
-        engine, watch, known = self._engine, self._engine.watch, self._known
+        engine, watch, parking = self._engine, self._engine.watch, self._engine.parking
         if not self._parks or engine.everyone.size < engine.comms.world.size:  # ranks of "tp" would not hear of it
             return
-        excess = math.inf
-        if known is not None and not math.isinf(growth.times):
-            more = int(known.least * max(growth.times - 1, 0))
+        excess, expected = math.inf, None
+        if parking.expected is not None and not math.isinf(growth.times):
+            more = int(parking.expected.least * max(growth.times - 1, 0))
             if growth.sums:
                 more += sum(unit.gradients.held_bytes + unit.gradients.reducing_bytes for unit in engine.units)
-            excess = known.took + more - int(FILLED * watch.budget())
-            if excess <= 0:
-                self._known = Known(known.took + more, known.least + more)
-                return
+            expected = Known(parking.expected.took + more, parking.expected.least + more)
+            excess = expected.took - parking.parked_bytes - int(FILLED * watch.budget())
+        parking.expected = expected
+        parking.growth *= max(growth.times, 1.0)
+        if excess <= 0:
+            return
         held = sum(storage_bytes(tensors) for tensors in host_tensors(engine).values())
         host_bytes = host_bytes_of(engine.resolved.settings, held) - held
-        watch.watch_after(lambda: self._parking.begin(excess, host_bytes, in_backward=self._in_backward))
-        engine.alike.takes_more, self._growth = True, self._growth * max(growth.times, 1.0)
-
-    def end_parking(self) -> None:
-        """Brings back what is parked."""
-        if self._parking.active:
-            self._parking.end()
+        watch.watch_after(lambda: parking.begin(excess, host_bytes, in_backward=self._in_backward))
+        engine.alike.takes_more = True
 
     # -- what there is --------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Placing:
         parts = self._splits.keep_blocks(parts, most_bytes)
         room = Room(parts, self._needs.units(first=True))
         tiers = self._splits.fastest(room, most_bytes, self._needs.may_stay())
-        self._know(room, (), on_tier(tiers, Tier.DEVICE))
+        self._know(Known(0, 0), room, (), on_tier(tiers, Tier.DEVICE))
         self._decide(tiers, room.needed_bytes(on_tier(tiers, Tier.DEVICE)), budget)
 
     def _free_more(self, excess_bytes: int, what: str) -> bool:

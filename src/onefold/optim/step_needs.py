@@ -28,17 +28,23 @@ class StepNeeds:
         self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, one_pass: bool
     ) -> None:
         self._engine, self._costs, self._in_backward, self._one_pass = engine, costs, in_backward, one_pass
+        self._first_kept = 0  # bytes of buffers that the first step kept
 
     @property
     def cost(self) -> StateCost:
-        return max(self._costs.values(), key=lambda cost: cost.per_element)
+        """That of the Optimizer whose state takes the most, of this one and the others of the model."""
+        other = self._engine.optimizers.state_cost
+        costs = [*self._costs.values(), *([other] if other is not None else [])]
+        return max(costs, key=lambda cost: cost.per_element)
 
     def units(self, *, first: bool) -> list[UnitOnDevice]:
         found, sums = [], self._engine.accumulating.wide_sums and not first
-        for unit in self._engine.units:
+        others = self._costs_by_unit()
+        for number, unit in enumerate(self._engine.units):
             numel, there = unit.master.owned.numel, not unit.updated_on_host
             master = numel * unit.dtypes.widths.master
-            state = master + self._costs[updated_dtype(unit)].vectors(numel) + unit.average_bytes
+            costs = others[number] or [self._costs[updated_dtype(unit)]]
+            state = master + max(cost.vectors(numel) for cost in costs) + unit.average_bytes
             gradient = 0 if self._in_backward else unit.gradients.held_bytes
             now = storage_bytes(unit.state_tensors()) * (there and not unit.parked)
             gradient_now = gradient * there
@@ -48,6 +54,15 @@ class StepNeeds:
                 state, gradient = state + gradient, 0
                 now, gradient_now = (now, gradient_now) if first else (now + gradient_now, 0)
             found.append(UnitOnDevice(state, gradient, now, gradient_now, may_stay=first or there))
+        return found
+
+    def _costs_by_unit(self) -> list[list[StateCost]]:
+        """What the state of each unit costs by the Optimizers that update it; nothing where there is one Optimizer."""
+        engine = self._engine
+        found: list[list[StateCost]] = [[] for _ in engine.units]
+        for optimizer in engine.optimizers if len(engine.optimizers) > 1 else ():
+            for number in {engine.places[index].unit for index in optimizer.indices}:
+                found[number] += [cost] if (cost := optimizer.state_cost) is not None else []
         return found
 
     def with_buffers(self, parts: Sequence[Taken]) -> list[Taken]:
@@ -61,7 +76,7 @@ class StepNeeds:
         stays = pool.keeps and any(unit.dtypes.narrow for unit in wide)  # fp32 vectors of an update are the pool's
         waiting = waiting_bytes([unit.gradients.held_bytes for unit in units]) if self._in_backward else 0
         waiting = 0 if pool.keeps else waiting  # else there from the start
-        kept = self.kept_bytes()
+        kept = self._first_kept = self.kept_bytes()
         sizes, placements = self.rows()
         sharded = [size for size, row in zip(sizes, placements, strict=True) if row.parameters is Scope.SHARDED]
         ahead = prefetch_units(self._engine.resolved.settings) * max((s.unsharded_bytes for s in sharded), default=0)
@@ -82,9 +97,9 @@ class StepNeeds:
         return storage_bytes([*pool.buffers(), *self._engine.tiers.host.waiting.buffers()]) if pool.keeps else 0
 
     def more_waiting(self) -> int:
-        """Bytes of gradients that wait on the device in backward for host updates, at most, if more units have them."""
-        if not self._in_backward:
-            return 0
+        """Bytes of gradients that wait on the device for host updates, at most, if more units have them."""
+        if not self._in_backward:  # as in the first step, whose gradients all went to the host
+            return max(self._first_kept - self.kept_bytes(), 0)
         units = self._engine.units
         now = waiting_bytes([unit.gradients.held_bytes for unit in units if unit.updated_on_host])
         return waiting_bytes([unit.gradients.held_bytes for unit in units]) - now

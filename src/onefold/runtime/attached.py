@@ -110,10 +110,6 @@ class AttachedOptimizer(Protocol):
         step(), if there may be too little room for both."""
         ...
 
-    def end_parking(self) -> None:
-        """Optimizer state is on its tier again, also after `make_way`."""
-        ...
-
     def adopt(self, taken: frozenset[int]) -> None:
         """Parameters have been unfrozen: updates them if it was made for all that train, but for `taken` ones (ids)."""
         ...
@@ -183,12 +179,6 @@ class AttachedOptimizers:
         """A forward begins that may take more memory than any before: one of them moves optimizer state of all."""
         for optimizer in self:
             optimizer.make_way(growth)
-            return
-
-    def end_parking(self) -> None:
-        """Optimizer state is on its tier again."""
-        for optimizer in self:
-            optimizer.end_parking()
             return
 
     def groups(self) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from onefold.runtime.unsharding import Unsharding
 
 
 class Backward:
-    """`closed` is called at the end of every backward that brought gradients and did not raise."""
+    """`closed` is called at the end of every backward that brought gradients and did not raise, `failed` once it is
+    known that one has raised."""
 
     def __init__(
         self,
@@ -28,9 +29,10 @@ class Backward:
         progress: Progress,
         accumulating: Accumulating,
         closed: Callable[[], None],
+        failed: Callable[[], None],
     ) -> None:
         self._unsharding, self._schedule, self._progress = unsharding, schedule, progress
-        self._accumulating, self._closed = accumulating, closed
+        self._accumulating, self._closed, self._failed = accumulating, closed, failed
         self._training_thread = threading.get_ident()
 
     def trains_here(self) -> None:
@@ -64,3 +66,4 @@ class Backward:
         ours = threading.get_ident() == self._training_thread  # another thread may run a forward during our backward
         if self._unsharding.in_backward and ours and torch._C._current_graph_task_id() == -1:
             self._close()
+            self._failed()

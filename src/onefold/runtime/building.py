@@ -14,6 +14,7 @@ from onefold.offload.tiers import Tiers
 from onefold.runtime.automatic import waits_for_a_step
 from onefold.runtime.engine import Engine
 from onefold.runtime.memory_watch import MemoryWatch
+from onefold.runtime.parking import Parking
 from onefold.runtime.pipeline_axis import Pipeline
 from onefold.runtime.sequence_watch import NoSequences, SequenceWatch
 from onefold.settings.zero import Zero
@@ -32,7 +33,7 @@ def build_engine(model: nn.Module, resolved: Resolved, comms: Comms) -> Engine:
         sequences=_watched(model, resolved.settings, comms, device),
     )  # fmt: skip
     if waits_for_a_step(resolved.settings, device, comms):
-        engine.watch_memory(MemoryWatch(engine, resolved.candidates))
+        engine.watch_memory(MemoryWatch(engine, resolved.candidates), Parking(engine))
     return engine
 
 

@@ -65,8 +65,8 @@ class DoneAlike:
 
     @property
     def some_take_more(self) -> bool:
-        """Whether some rank's forwards in this step take more memory than any before; once ranks have compared."""
-        return self.takes_more or self._some_take_more
+        """Whether some rank had said, when ranks compared last, that its forwards take more memory than any before."""
+        return self._some_take_more if self._everyone.size > 1 else self.takes_more
 
     def forget_more(self) -> None:
         """The step is over in which some rank took more."""

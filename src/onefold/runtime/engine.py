@@ -38,6 +38,7 @@ from onefold.runtime.completing import CompletingGradients
 from onefold.runtime.done_alike import DoneAlike
 from onefold.runtime.dropping import DroppingGradients
 from onefold.runtime.freezing import Freezing
+from onefold.runtime.no_parking import NoParking
 from onefold.runtime.no_unfreezing import NoUnfreezing
 from onefold.runtime.no_watch import NoWatch
 from onefold.runtime.open_contexts import FullParameterContexts
@@ -91,6 +92,7 @@ class Engine:
         self._gradients_used = False  # by a step(), since a backward brought them
         self.unfreezing = NoUnfreezing()
         self.watch = NoWatch()  # over the memory of the device, where steps decide by it
+        self.parking = NoParking()  # of state in host memory before a forward that may take more than any before
         self.ended = False  # by unshard()
         self.trains = True  # this forward uses a parameter of the model; not where functional_call has swapped them all
         self.broken: Situation | None = None  # why the values are of no use
@@ -146,7 +148,7 @@ class Engine:
             tied=lambda: self.tied,
         )  # fmt: skip
         self._backward = Backward(
-            self.unsharding, self.schedule, self.progress, self.accumulating, self._backward_closed
+            self.unsharding, self.schedule, self.progress, self.accumulating, self._backward_closed, self.call_failed
         )
         self._checks = ParameterChecks(model, self.all_units, self.frozen)
 
@@ -160,6 +162,7 @@ class Engine:
     def update_by(self, policy: UpdatePolicy, optimizer: AttachedOptimizer) -> None:
         """A new Optimizer updates its parameters by this policy from now on."""
         self.updates.wait()
+        self.parking.bring_back()  # for an older Optimizer, which may be gone afterwards
         self.optimizers.add(optimizer, policy)
 
     def tie(self, tied: NoTiedParameters) -> None:
@@ -170,9 +173,9 @@ class Engine:
         """This rank holds other parts of the same model, too."""
         self.alone_in_rank = False
 
-    def watch_memory(self, watch: NoWatch) -> None:
+    def watch_memory(self, watch: NoWatch, parking: NoParking) -> None:
         """Steps decide where optimizer state is, by the memory that this watch sees."""
-        self.watch = watch
+        self.watch, self.parking = watch, parking
 
     def see_placements(self, resolved: Resolved) -> None:
         """The optimizer state of some units is on other tiers now; their unit optimizers follow."""
@@ -249,6 +252,7 @@ class Engine:
         self.unsharding.retire()
         self.attachments.remove()
         self.assemble(resolved, units)
+        self.parking.learn(None)
         self.accumulating.follow(accumulating)
         self.pipeline = self.pipeline._replace(most_units=len(self.units))  # pipelines are refused
         self.optimizers.follow_units()
@@ -285,10 +289,14 @@ class Engine:
             self.progress.forward_began(reducing=self.accumulating.reducing)
             if self.watch.failed():
                 self.optimizers.make_room()
-            sums = not self.accumulating.final or (self.used.any and self.updates.keeps_gradients)
+            sums = self.accumulating.wide_sums or (self.used.any and self.updates.keeps_gradients)
             if growth := self.watch.growth(inputs, sums=sums):
                 self.optimizers.make_way(growth)
             self.watch.forward_begins()
+
+    def call_failed(self) -> None:
+        """A forward or a backward has raised: what it would have taken on the device is not known."""
+        self.parking.expect_no_more()
 
     def enter_backward(self) -> None:
         """Called inside backward: autograd has come to this model."""
@@ -359,7 +367,7 @@ class Engine:
         full_parameters() users' writes are taken, or refused, at its end, and not here."""
         self.tiers.end_snapshot()
         self.updates.finish()
-        self.optimizers.end_parking()
+        self.parking.bring_back()
         if host:
             self.updates.forget_prepared()
             self.updates.wait()

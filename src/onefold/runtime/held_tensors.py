@@ -5,6 +5,9 @@ On a CPU, device and host share memory; what would be offloaded from a device co
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 from torch import Tensor
 
 from onefold.model.storage import storage_key
@@ -27,7 +30,13 @@ def device_tensors(engine: Engine) -> dict[str, list[Tensor]]:
         "gradients": [
             tensor for unit in engine.units if not unit.updated_on_host for tensor in unit.gradients.tensors()
         ],
-        "optimizer": [tensor for unit in engine.units if not unit.updated_on_host for tensor in unit.state_tensors()],
+        "optimizer": [
+            tensor
+            for unit in engine.units
+            if not unit.updated_on_host
+            for tensor in unit.state_tensors()
+            if not (unit.parked and tensor.dim())
+        ],
         "parameters": [t for unit in engine.all_units for t in unit.flat_params.tensors() if not _on_host(unit, t)]
         + [p for _, p in engine.frozen],
     }
@@ -40,6 +49,7 @@ def host_tensors(engine: Engine) -> dict[tuple[str, str], list[Tensor]]:
     found: dict[tuple[str, str], list[Tensor]] = {("staging", near): host.staging.buffers()}
     found.setdefault(("staging", PAGEABLE), []).extend(host.scratch.buffers())
     found["optimizer", PAGEABLE] = [t for unit in engine.units if unit.updated_on_host for t in _in_memory(unit)]
+    found["optimizer", PAGEABLE] += [t for unit in engine.units if unit.parked for t in unit.state_tensors() if t.dim()]
     for parameters, state in engine.updates.spare.values():
         found.setdefault(("spare", near), []).extend(parameters)
         found.setdefault(("spare", PAGEABLE), []).extend(state)
@@ -83,11 +93,17 @@ class NotOnDevice:
     def __init__(self, engine: Engine) -> None:
         self._engine, host = engine, engine.tiers.host
         self._pools = (host.staging, host.scratch)
-        self._kept = {storage_key(t) for tensors in host_tensors(engine).values() for t in tensors}
-        self._kept -= {storage_key(buffer) for pool in self._pools for buffer in pool.buffers()}
+        pooled = {storage_key(buffer) for pool in self._pools for buffer in pool.buffers()}
+        kept = [t for tensors in host_tensors(engine).values() for t in tensors if storage_key(t) not in pooled]
+        self._kept: dict[object, weakref.ref[Any]] = {storage_key(t): weakref.ref(t.untyped_storage()) for t in kept}
 
     def __contains__(self, key: object) -> bool:
         store = self._engine.checkpoints
-        if key in self._kept or (store is not None and key in store.host_storages):
+        if self._keeps(key) or (store is not None and key in store.host_storages):
             return True
         return any(pool.holds(key) for pool in self._pools)
+
+    def _keeps(self, key: object) -> bool:
+        """Whether this is a storage that host memory held from the start, and not a later one with the same key."""
+        storage = self._kept.get(key)
+        return storage is not None and storage() is not None

@@ -33,6 +33,7 @@ from onefold.runtime.phases import Phase
 from onefold.runtime.quantized_modules import attach_quantized
 from onefold.runtime.refusals import Call, Situation, refuse
 from onefold.runtime.saved_views import copy_for_safetensors
+from onefold.runtime.seen_inputs import Graph
 from onefold.runtime.uncopied import Uncopied
 from onefold.runtime.unsharding import in_backward
 from onefold.state.guarded_parameters import no_guard
@@ -153,11 +154,16 @@ def _surround_model(engine: Engine) -> None:
         engine.sequences.leave()
 
     def failed() -> None:
+        engine.call_failed()
         engine.sequences.leave(failed=True)
         if engine.unsharding.units:
             engine.unsharding.leave(call, [], [], root=True)
 
-    around = Around(before, after, failed, interrupted=lambda: engine.unsharding.interrupt(call))
+    def interrupted() -> None:
+        engine.call_failed()
+        engine.unsharding.interrupt(call)
+
+    around = Around(before, after, failed, interrupted)
     surround(engine.model, around, engine.attachments)
 
 
@@ -292,9 +298,16 @@ def _before_forward(engine: Engine, inputs: Iterable[Tensor]) -> None:
 def _hook_output(engine: Engine, output: Any) -> None:
     """A gradient that comes to the output of a forward opens the backward."""
     if torch.is_grad_enabled() and engine.trains:
+        graph = engine.watch.graph()
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(lambda _: engine.enter_backward())
+                tensor.register_hook(lambda _: _enter_backward(engine, graph))
+
+
+def _enter_backward(engine: Engine, graph: Graph | None) -> None:
+    if graph is not None:
+        graph.used = True
+    engine.enter_backward()
 
 
 def _zero_grad(engine: Engine, zero_grad: Callable[..., None], set_to_none: bool = True) -> None:

@@ -6,9 +6,10 @@ Bytes of storages are counted, not what the process or its allocator has reserve
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +29,20 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, elsewhere: Container[int] = frozenset()) -> None:
         super().__init__()
         self._elsewhere, self._serial = elsewhere, itertools.count()
+        self._eager = ExitStack()
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # storage key -> reference, serial, bytes
         self.live_bytes = self.peak_bytes = 0
+
+    def __enter__(self) -> LiveBytes:
+        """Nothing that torch.compile has made runs inside: it sees no mode, and what it met beside one it would never
+        compile afterwards."""
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and torch takes seconds to import it
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._eager.close()
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Adds tensors that were made before the mode was on."""

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +28,11 @@ from onefold.cost.filling import Taken
 from onefold.cost.machine import device_budget
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import NotOnDevice, on_device
-from onefold.runtime.live_bytes import LiveBytes, watching_sizes
+from onefold.runtime.live_bytes import LiveBytes
 from onefold.runtime.no_watch import NoWatch
-from onefold.runtime.seen_inputs import Growth, SeenInputs
+from onefold.runtime.seen_inputs import Graph, Growth, SeenInputs
 from onefold.settings.offload import Offload
+from onefold.state.flat_parameters import FlatParameters
 
 WATCHED_STEPS = 2  # on a CPU: the one that decides, and the one that shows whether it was right
 
@@ -77,16 +77,18 @@ class CudaCounter:
 class CpuCounter:
     def __init__(self, engine: Engine) -> None:
         self._elsewhere = NotOnDevice(engine)
-        self._mode, self._open = LiveBytes(_Weak(self._elsewhere)), ExitStack()
+        self._mode = LiveBytes(_Weak(self._elsewhere))
         self._mode.add(tensor for _, tensor in on_device(engine).values())
-        self._open.enter_context(watching_sizes(engine, self._mode))
+        watched = [weakref.ref(unit.flat_params) for unit in engine.unsharding.units]
+        for unit in engine.unsharding.units:
+            unit.flat_params.on_resize.append(self._mode.note)
         above = []
         while _len_torch_dispatch_stack():
             above.append(_pop_mode())
         self._mode.__enter__()
         for mode in reversed(above):
             _push_mode(mode)
-        self.stop = weakref.finalize(self, _end, self._mode, self._open)
+        self.stop = weakref.finalize(self, _end, self._mode, watched)  # also if the model is gone before step()
 
     def restart(self) -> None:
         self._mode.peak_bytes = self._mode.live_bytes
@@ -109,7 +111,7 @@ class _Weak:
         return known is not None and key in known
 
 
-def _end(mode: LiveBytes, opened: ExitStack) -> None:
+def _end(mode: LiveBytes, watched: Sequence[weakref.ref[FlatParameters]]) -> None:
     above: list[Any] = []
     while (top := _get_current_dispatch_mode()) is not None and top is not mode:
         above.append(_pop_mode())
@@ -117,7 +119,9 @@ def _end(mode: LiveBytes, opened: ExitStack) -> None:
         mode.__exit__(None, None, None)
     for other in reversed(above):
         _push_mode(other)
-    opened.close()
+    for reference in watched:
+        if (flat_params := reference()) is not None:
+            flat_params.on_resize.remove(mode.note)
 
 
 class MemoryWatch(NoWatch):
@@ -136,6 +140,8 @@ class MemoryWatch(NoWatch):
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
         self.decided = False
         self._inputs, self._beside_sums = SeenInputs(), SeenInputs()  # of all training forwards, and of those
+        self._graphs: list[weakref.ref[Graph]] = []  # of forwards before this one that no backward has used
+        self._missed = False  # activations of these: a CpuCounter that begins beside them does not know them
 
     active = True
 
@@ -147,12 +153,38 @@ class MemoryWatch(NoWatch):
 
     def growth(self, inputs: Iterable[Tensor], *, sums: bool) -> Growth:
         given = list(inputs)
-        times = self._inputs.growth(given)
-        found = Growth(times, sums=sums and self._beside_sums.growth(given) > 1)
+        self._graphs = [graph for graph in self._graphs if (live := graph()) is not None and not live.used]
+        graphs = 1 + len(self._graphs)
+        times = self._inputs.growth(given, graphs)
+        found = Growth(times, sums=sums and self._beside_sums.growth(given, graphs) > 1)
         return found if self.decided else Growth()
+
+    def learn_inputs(self) -> None:
+        if self._missed:
+            self.forget_inputs()
+            self._missed = False
+        self._inputs.learn()
+        self._beside_sums.learn()
+
+    def forget_inputs(self) -> None:
+        self._inputs.forget()
+        self._beside_sums.forget()
+
+    def graph(self) -> Graph | None:
+        found = Graph()
+        self._graphs.append(weakref.ref(found))
+        return found
+
+    def comes_back(self, nbytes: int) -> None:
+        if self._counter is not None:
+            self._end_part()
+            self._parts = [part._replace(nbytes=part.nbytes + nbytes) for part in self._parts]
+        self._inputs.set_apart()
+        self._beside_sums.set_apart()
 
     def watch_after(self, make_way: Callable[[], None]) -> None:
         if self._counter is None:
+            self._missed = bool(self._graphs) and not self._cuda
             self._watch()
         make_way()
         assert self._counter is not None

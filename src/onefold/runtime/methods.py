@@ -54,10 +54,12 @@ def _surrounded(engine: Engine, method: Callable[..., Any], open_backward: Calla
         try:
             output = method(*args, **kwargs)
         except Exception:
+            engine.call_failed()
             with suppress(Exception):  # the first error is the one to raise
                 unsharding.leave(call, [], [])
             raise
         except BaseException:
+            engine.call_failed()
             unsharding.interrupt(call)
             raise
         unsharding.leave(call, [], as_list(output))

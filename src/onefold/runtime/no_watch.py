@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from onefold.cost.filling import Taken
-from onefold.runtime.seen_inputs import Growth
+from onefold.runtime.seen_inputs import Graph, Growth
 
 
 class NoWatch:
@@ -31,6 +31,19 @@ class NoWatch:
         """How much more memory than any before a forward may take that begins with these inputs, beside `sums` of
         gradients or without; nothing if a step is still to decide."""
         return Growth()
+
+    def learn_inputs(self) -> None:
+        """What the forwards of this step took is known: later ones with such inputs take no more."""
+
+    def forget_inputs(self) -> None:
+        """What the forwards of this step would have taken is not known: later ones with such inputs may take more."""
+
+    def comes_back(self, nbytes: int) -> None:
+        """So many parked bytes come back to the device, which were not there in this step until now."""
+
+    def graph(self) -> Graph | None:
+        """An object to be kept by the autograd graph of a forward that ends; None if nobody asks for it."""
+        return None
 
     def watch_after(self, make_way: Callable[[], None]) -> None:
         """The forward that begins may take more than any before: watches this step from here on, after `make_way`."""

@@ -335,7 +335,7 @@ class Unit:
         self._tiers.wait_for_snapshot()
         self.parked = True
         for leaf in self._long_state():
-            leaf.data = self._tiers.host.keep(leaf.flatten(), pinned=False).view(leaf.shape)
+            leaf.data = self._in_host_memory(leaf)
 
     def unpark(self) -> None:
         """Ends `park`; its unit optimizers must follow."""
@@ -350,8 +350,15 @@ class Unit:
     def _in_its_place(self, tensor: Tensor) -> Tensor:
         """A copy of a tensor of the master or of the optimizer state, in host memory or on the device."""
         if self.updated_on_host:
-            return self._tiers.host.keep(tensor.flatten(), pinned=False).view(tensor.shape)
+            return self._in_host_memory(tensor)
         return torch.empty_like(tensor, device=self._device_pool.device).copy_(tensor)
+
+    def _in_host_memory(self, tensor: Tensor) -> Tensor:
+        """A copy with the same strides, on which bits of sums depend, if the tensor fills its memory."""
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            tensor = tensor.contiguous()
+        in_line = tensor.as_strided((tensor.numel(),), (1,))
+        return self._tiers.host.keep(in_line, pinned=False).as_strided(tensor.size(), tensor.stride())
 
     # -- the master --------------------------------------------------------------------------------------------------
 

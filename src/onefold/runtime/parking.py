@@ -1,30 +1,38 @@
-"""Optimizer state in host memory while one step runs: its forwards may take more memory than any before.
+"""Optimizer state, and parameters, in host memory until step(): a forward may take more memory than any before.
 
-A longer batch is known when its forward begins, and so is accumulation; what they take is known only afterwards. State
-that the device updates is parked then: copied to host memory, and freed on the device. step() brings back what fits
-beside what the step took. Where units are updated in backward, each comes back for its own update. Parking changes no
-placement and sends no message, so each rank does it for itself. Parameters are parked too, and one rank computes all
-blocks again.
+That a batch is longer, or that gradients begin to accumulate, is known when the forward begins; how much memory it
+takes is known only afterwards. So state that the device updates is *parked* before the forward: copied to host memory,
+and freed on the device. If that is not enough, one rank computes all blocks again, and parameters are parked too.
+step() brings back what fits beside what the step took; where units are updated in backward, each comes back for its own
+update; and whatever reads or replaces state before step(), such as a save, brings back all of it. Parking changes no
+placement and sends no message, so each rank parks by itself.
 """
 
 from __future__ import annotations
+
+import math
 
 from torch.utils._python_dispatch import _disable_current_modes
 
 from onefold.model.storage import storage_bytes
 from onefold.runtime.engine import Engine
+from onefold.runtime.no_parking import Known, NoParking
 from onefold.settings.placement import Scope, Tier
 from onefold.state.unit import Unit
 
 
-class Parking:
-    """What of one model is parked."""
+class Parking(NoParking):
+    """What of one model is parked, whichever of its Optimizers decided it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._shards: list[Unit] = []  # whose parameters are parked
+        self._parameters: list[Unit] = []  # units whose parameters are parked
         self._blocks = 0  # that kept their activations, and are computed again
-        self.active = False
+
+    @property
+    def parked_bytes(self) -> int:
+        state = sum(storage_bytes(unit.state_tensors()) for unit in self._engine.units if unit.parked)
+        return state + sum(storage_bytes(unit.flat_params.shards()) for unit in self._parameters)
 
     def begin(self, excess_bytes: float, host_bytes: int, *, in_backward: bool) -> None:
         """Parks as much as frees so many bytes, at most `host_bytes`: optimizer state, of the last units of forward
@@ -64,27 +72,33 @@ class Parking:
                 unit.move_parameters(unit.placement._replace(parameters_tier=Tier.HOST))
                 parked.append(unit)
                 excess_bytes, host_bytes = excess_bytes - nbytes, host_bytes - nbytes
-        self._shards += parked
+        self._parameters += parked
         self._follow(parked)
 
     def keep_blocks_again(self) -> int:
-        """As many blocks keep their activations again as before; how many."""
         if (kept := self._blocks) and self._engine.block_choice is not None:
             self._engine.block_choice.keep_last(kept)
         self._blocks = 0
         return kept
 
-    def return_parameters(self) -> int:
-        """Brings parameters back; how many bytes."""
-        shards, self._shards = self._shards, []
-        for unit in shards:
-            unit.move_parameters(unit.placement._replace(parameters_tier=Tier.DEVICE))
-        self._follow(shards)
-        return sum(storage_bytes(unit.flat_params.shards()) for unit in shards)
+    def grow_blocks(self) -> bool:
+        growth, self.growth = self.growth, 1.0
+        if (choice := self._engine.block_choice) is not None and math.isfinite(growth):
+            choice.grow(growth)
+        return math.isfinite(growth)
 
-    def end(self) -> None:
-        """Brings back all that is parked."""
-        engine, self.active = self._engine, False
+    def return_parameters(self) -> int:
+        units, self._parameters = self._parameters, []
+        for unit in units:
+            unit.move_parameters(unit.placement._replace(parameters_tier=Tier.DEVICE))
+        self._follow(units)
+        return sum(storage_bytes(unit.flat_params.shards()) for unit in units)
+
+    def bring_back(self) -> None:
+        engine = self._engine
+        if nbytes := self.parked_bytes:
+            engine.watch.comes_back(nbytes)
+            self.expected = self.known
         self.return_parameters()
         back = [index for index, unit in enumerate(engine.units) if unit.parked]
         for index in back:
@@ -97,3 +111,12 @@ class Parking:
         trained = [index for index, unit in enumerate(self._engine.units) if unit in units]
         if trained:
             self._engine.optimizers.follow_placement(trained)
+
+    def learn(self, known: Known | None) -> None:
+        self.known = self.expected = known
+        self.active, self.growth = False, 1.0
+        self._engine.watch.learn_inputs()
+
+    def expect_no_more(self) -> None:
+        self.expected, self.growth = self.known, 1.0
+        self._engine.watch.forget_inputs()
