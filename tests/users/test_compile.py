@@ -330,3 +330,20 @@ def after_memory_was_counted() -> list[int]:
 def test_compiled_blocks_run_after_steps_whose_memory_was_counted() -> None:
     runs = run_ranks(1, after_memory_was_counted)[0]
     assert runs[::2] == [0] * 4 and min(runs[1::2]) > 0
+
+
+def after_modes_that_cross() -> int:
+    """Runs of a graph after the memory of two models was counted, of which the first ended first."""
+    counting = Counting()
+    compiled = torch.compile(torch.tanh, backend=counting)
+    first, second = (onefold.track_memory(onefold.shard(stack(), stage=3)) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    compiled(torch.ones(1, DIM))
+    return counting.runs
+
+
+def test_compiled_code_runs_after_counts_that_ended_in_another_order() -> None:
+    assert run_ranks(1, after_modes_that_cross) == [1]

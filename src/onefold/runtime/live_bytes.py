@@ -22,6 +22,27 @@ from onefold.model.dtensor_shards import holds_dtensors, local_tensor
 from onefold.runtime.engine import Engine
 
 
+class _Eager:
+    """Has torch.compile run nothing while some mode counts. That is a setting of the process, and several models may be
+    counted at once, which end in any order."""
+
+    def __init__(self) -> None:
+        self._modes, self._stance = 0, ExitStack()
+
+    def enter(self) -> None:
+        self._modes += 1
+        if self._modes == 1 and "torch._dynamo" in sys.modules:  # else nothing is compiled; torch takes seconds for it
+            self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def exit(self) -> None:
+        self._modes -= 1
+        if not self._modes:
+            self._stance.close()
+
+
+EAGER = _Eager()
+
+
 class LiveBytes(TorchDispatchMode):
     """Live bytes of every storage that tensor operations make while this mode is on, and the most there ever were.
     Storages in `elsewhere` are not on the device, and are not counted."""
@@ -29,20 +50,18 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, elsewhere: Container[int] = frozenset()) -> None:
         super().__init__()
         self._elsewhere, self._serial = elsewhere, itertools.count()
-        self._eager = ExitStack()
         self._live: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # storage key -> reference, serial, bytes
         self.live_bytes = self.peak_bytes = 0
 
     def __enter__(self) -> LiveBytes:
         """Nothing that torch.compile has made runs inside: it sees no mode, and what it met beside one it would never
         compile afterwards."""
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and torch takes seconds to import it
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        EAGER.enter()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._eager.close()
+        EAGER.exit()
 
     def add(self, tensors: Iterable[Tensor]) -> None:
         """Adds tensors that were made before the mode was on."""
