@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import onefold
@@ -154,11 +154,16 @@ def scheduled(stage: int, make: Callable[..., Any]) -> list[Tensor]:
     return list(onefold.full_state_dict(model).values())
 
 
+def muon_with_tensors_of_rates(model: nn.Module, **fields: Any) -> onefold.Muon:
+    rates = torch.tensor(1e-2), torch.tensor(1e-3)
+    return onefold.Muon(model, lr=rates[0], adamw={"lr": rates[1], "fused": False}, **fields)
+
+
 def differing_stages() -> list[str]:
     """On a rank: the stages whose parameters are not those of stage 0."""
     onefold.init()
     found = []
-    for make in (onefold.Muon, partial(onefold.Optimizer, cls=LAMB)):
+    for make in (onefold.Muon, muon_with_tensors_of_rates, partial(onefold.Optimizer, cls=LAMB)):
         wanted = scheduled(0, make)
         for stage in (1, 2, 3):
             if not all(map(same_bits, scheduled(stage, make), wanted)):

@@ -199,6 +199,13 @@ def _directions(by_unit: Sequence[WholeUnitOptimizer]) -> bool:
     return any(one.finds_directions for one in by_unit)
 
 
+def _as_now(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups with the settings of this moment: schedules write into a learning rate that is a tensor."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()} for group in groups
+    ]
+
+
 def _whole_slots(optimizer: WholeUnitOptimizer, flags: bytes) -> list[int]:
     return [slot for slot, flag in enumerate(flags) if flag and optimizer.is_whole(slot)]
 
@@ -302,8 +309,8 @@ class UpdateWholeInBackward(UpdateInBackward):
         return False
 
     def _update_unit(self, index: int) -> None:
-        groups = [dict(group) for group in self._groups]  # settings as they are now, also for what ends in step()
-        optimizer, inputs, updates = self._whole[index], StepInputs(groups, 1.0, 1.0, None), self._updates
+        inputs = StepInputs(_as_now(self._groups), 1.0, 1.0, None)  # also for what ends in step()
+        optimizer, updates = self._whole[index], self._updates
         unit, flags = optimizer.unit, optimizer.to_update(self._engine.used.to_update_of(index))
         with updates.forgotten_after_error(), span("update", "inside", unit.name):
             if unit.updated_on_host:
