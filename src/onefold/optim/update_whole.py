@@ -33,7 +33,8 @@ from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
 from onefold.optim.update_lanes import LANES, Lanes
-from onefold.optim.whole_rounds import Piece, Round, Rounds, RoundToSend, TensorToUpdate
+from onefold.optim.whole_pieces import Piece, TensorToUpdate
+from onefold.optim.whole_rounds import Round, Rounds, RoundToSend
 from onefold.optim.whole_unit_optimizer import WholeUnitOptimizer
 from onefold.runtime.engine import Engine
 from onefold.runtime.update_policy import StepInputs
@@ -70,7 +71,7 @@ class WholeUpdates:
         self._lanes = Lanes(engine.device, LANES if spares else 1)
         self._most_bytes = engine.resolved.settings.bucket_bytes * (BESIDE if spares and beside else 1)
         run = self._direct if directions else self._run
-        self.rounds = Rounds(self._send, run, self._tensor_ended, self._most_bytes, self._lanes)
+        self.rounds = Rounds(self._make, run, self._tensor_ended, self._most_bytes, self._lanes)
 
     def shared(self, optimizer: WholeUnitOptimizer, flags: bytes) -> list[TensorToUpdate]:
         """The flagged tensors of a unit of which several ranks hold pieces."""
@@ -126,11 +127,11 @@ class WholeUpdates:
             self._left.clear()
             raise
 
-    def _send(self, planned: RoundToSend) -> Round:
-        return Round(planned, self._ownership, self._pool, self._device, directions=self._directions)
+    def _make(self, planned: RoundToSend) -> Round:
+        writes = self._under_way.writes
+        return Round(planned, self._ownership, self._pool, self._device, writes, directions=self._directions)
 
     def _tensor_ended(self, one: TensorToUpdate) -> None:
-        self._under_way.writes(one.unit)  # the piece that this rank holds, where another one owns the tensor
         self._left[id(one.unit)] -= 1
         if not self._left[id(one.unit)]:
             self._on_end(one.unit)
