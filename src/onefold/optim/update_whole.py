@@ -62,7 +62,7 @@ class WholeUpdates:
         self._comm, self._pool, self._device, self._ownership = ownership.comm, engine.pool, engine.device, ownership
         compute = max(unit.dtypes.compute.itemsize for unit in engine.units)
         split = any(unit.dtypes.master == "split" for unit in engine.units)
-        # of a gradient, a direction and pieces of directions, or a gradient, a master, and pieces of masters
+        # of a gradient, a direction and this rank's piece of it; or a gradient, a master and the piece of a split one
         self._element_bytes = compute + (2 * max(compute, 2) if directions else max(compute, 4) + 4 * split)
         self._directions = directions
         self._left: Counter[int] = Counter()  # tensors of each unit in rounds that have not ended, by the unit's id

@@ -1,9 +1,11 @@
 """Updates of whole tensors in rounds, whose messages overlap with the updates of other rounds.
 
-In a round each rank updates at most one tensor: 1 ranks send their pieces of gradients, and of masters, to the owners
-2 owners update  3 owners send the updated pieces of the master back, and each rank rounds its own into its parameters.
-Replicated fp32 parameters that are not split are their own masters, and the owner has them already. Where owners find
-directions (Muon), no master is sent: owners send directions back, and each rank moves its own piece of the master.
+In a round each rank updates at most one tensor. What is sent depends on the class:
+- Muon: 1 ranks send their pieces of the gradient to the owner  2 the owner finds the direction in which the tensor
+  moves  3 the owner sends each rank its piece of the direction, and each rank moves its own piece of the master.
+- Other classes: 1 ranks send their pieces of the gradient and of the master to the owner  2 the owner updates the
+  master  3 the owner sends each rank its piece of the master back. Replicated fp32 parameters that are not split are
+  their own masters, so the owner has all of them and none is sent in 1.
 
 On a CUDA device rounds that are under way together are updated on two streams beside compute (update_lanes.py).
 
@@ -33,7 +35,8 @@ from onefold.optim.whole_unit_optimizer import DIRECTION, GRADIENT, MASTER, UPDA
 from onefold.runtime.update_policy import StepInputs
 from onefold.state.unit import Unit
 
-Run = Callable[[TensorToUpdate, Tensor, Tensor, StepInputs], None]  # with what owners send back, and the gradient
+Run = Callable[[TensorToUpdate, Tensor, Tensor, StepInputs], None]
+"""Updates a tensor on its owner: writes what the owner sends back, a direction or a master, from the gradient."""
 
 
 class RoundToSend(NamedTuple):
@@ -41,7 +44,7 @@ class RoundToSend(NamedTuple):
 
     tensors: list[TensorToUpdate]  # of which this rank has pieces, or which it updates
     label: str  # the same on all ranks, and no other round's that is under way
-    nbytes: int  # of gradient and master of the largest tensor, on any rank
+    nbytes: int  # that one rank holds of its largest tensor while the round is under way, on whatever rank that is most
     inputs: StepInputs
 
 

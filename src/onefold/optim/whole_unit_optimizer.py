@@ -29,7 +29,7 @@ from onefold.optim.whole_trial import StateForm, first_whole_state
 from onefold.settings.placement import Scope
 from onefold.state.unit import Unit
 
-# purposes of messages: to owners, and back from them; Muon's are gradients and directions
+# of messages: gradients and masters go to owners, updated masters come back; of Muon gradients, and directions back
 PURPOSES = GRADIENT, MASTER, UPDATED, DIRECTION = "whole-gradient", "whole-master", "whole-updated", "whole-direction"
 Forms = dict[tuple[Any, ...], StateForm]  # by param group, shape, strides and dtype
 
@@ -124,12 +124,13 @@ class WholeUnitOptimizer(UnitOptimizer):
         return found
 
     def update_bytes(self, slots: Sequence[int], group: int) -> dict[str, int]:
-        """Bytes that the rank that updates a tensor needs at least, by name: gradients, a master, and state."""
+        """Bytes that the rank that updates a tensor needs at least, by name: for the gradient, the master (of Muon the
+        gradient in the master's dtype instead), and state."""
         gradient, master = self.unit.gradients.dtype.itemsize, self.unit.master.dtype.itemsize
         forms = {slot: self._form(slot, group) for slot in slots if self.is_shared(slot)}
         found = {}
         for slot, form in forms.items():
-            wide = 3 if self.order(slot).interleaved else 2  # a gradient and a master, and that in memory order
+            wide = 3 if self.order(slot).interleaved else 2  # both in the master's dtype, and one in memory order
             vectors = self.size(slot).numel() * (gradient + wide * master)
             found[self.name(slot)] = vectors + form.vector_bytes + form.other_bytes
         return found
