@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.optim import finite
 from tests.harness import run_ranks
 from tests.harness.stream_races import watched
 from tests.parity.whole import LAMB
@@ -24,21 +26,42 @@ RUNS: list[dict[str, Any]] = [
     {"stage": 0, "precision": SPLIT},
     {"stage": 3, "inside": True, "bucket_bytes": 8 << 10},
     {"stage": 2, "inside": True, "precision": SPLIT},
+    {"stage": 3, "precision": "bf16", "bucket_bytes": UNITS, "clip": True, "skip": True},
+    {"stage": 2, "precision": SPLIT, "clip": True, "skip": True, "split": {"*weight": (12, 4)}},  # unequal rates
+    {"stage": 1, "precision": "fp16", "micro": 2},
     {"stage": 2, "offload": "host"},  # one by one: memory is short
+    {"stage": 3, "offload": "host", "precision": SPLIT, "clip": True, "skip": True},
+    {"stage": 3, "offload": onefold.Offload(optimizer="host", parameters="host"), "inside": True},
 ]
 
 
-def races(clip: bool = False, micro: int = 1, inside: bool = False, **fields: Any) -> tuple[int, list[str]]:
+@contextmanager
+def flags_on_the_device() -> Iterator[None]:
+    """Inside, updates read a flag that says whether to skip the step, as on CUDA."""
+    before = set(finite.FLAG_STAYS_ON)
+    finite.FLAG_STAYS_ON.add("cpu")
+    try:
+        yield
+    finally:
+        finite.FLAG_STAYS_ON.intersection_update(before)
+
+
+def races(
+    clip: bool = False, micro: int = 1, inside: bool = False, skip: bool = False, split: Any = None, **fields: Any
+) -> tuple[int, list[str]]:
     """On a rank: how many streams updates ran on, and the races of three steps."""
-    with watched() as recorder:
+    with watched() as recorder, flags_on_the_device():
         torch.manual_seed(0)
         model = onefold.shard(nn.Sequential(*[nn.Linear(16, 16) for _ in range(5)]), **fields)
-        optimizer = onefold.Muon(model, place={"*weight": "muon"}, step_in_backward=inside)
+        optimizer = onefold.Muon(
+            model, place={"*weight": "muon"}, split=split, step_in_backward=inside,
+            on_nonfinite="skip" if skip else "raise",
+        )  # fmt: skip
         for _ in range(3):
             for _ in range(micro - 1):
                 with onefold.accumulate(model):
-                    model(torch.ones(4, 16)).square().mean().backward()
-            model(torch.ones(4, 16)).square().mean().backward()
+                    optimizer.backward(model(torch.ones(4, 16)).square().mean())
+            optimizer.backward(model(torch.ones(4, 16)).square().mean())
             if clip:
                 optimizer.clip_grad_norm(0.5)
             optimizer.step()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import onefold
 from onefold.comm.spans import SpanName, read
@@ -117,6 +118,53 @@ def test_after_a_failed_update_no_round_is_left(tmp_path, master: str | None) ->
     assert run_ranks(2, after_an_error, str(tmp_path / "run"), master) == [[], []]
 
 
+SHRINK = 0.75  # 1 - lr * weight_decay
+
+
+class FailingMove(TorchDispatchMode):
+    """The first operation with which a piece of a matrix moves along its direction finds no memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mul_.Tensor and args[0].ndim == 1 and float(args[1]) == SHRINK:
+            raise MemoryError("no memory on purpose")
+        return func(*args, **(kwargs or {}))
+
+
+def after_a_failed_move(folder: str, master: str | None, matrices: int) -> list[str]:
+    """On a rank: what is wrong after a step whose first move failed on every rank, and after a load."""
+    onefold.init()
+    torch.manual_seed(0)
+    precision = onefold.Precision(compute="bf16", master=master) if master else "fp32"
+    model = onefold.shard(nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(matrices)]), stage=3,
+                          precision=precision)  # fmt: skip
+    optimizer = onefold.Muon(model, place={"*": "muon"}, lr=0.5, weight_decay=0.5, ns_steps=1)
+
+    def step() -> None:
+        model(torch.ones(4, 32)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    onefold.save(folder, model, optimizer)
+    step()
+    held, twice = len(engine_of(model).pool.buffers()), onefold.full_state_dict(model)
+    onefold.load(folder, model, optimizer)
+    with FailingMove(), pytest.raises(MemoryError, match="on purpose"):
+        step()
+    found = ["the model is not marked"] if engine_of(model).broken is None else []
+    onefold.load(folder, model, optimizer)
+    step()
+    if len(engine_of(model).pool.buffers()) > held:
+        found.append("what the failed update had borrowed is lost")
+    return found + [name for name, value in onefold.full_state_dict(model).items() if not same_bits(value, twice[name])]
+
+
+@pytest.mark.parametrize(("master", "matrices"), [(None, 2), ("fp32", 3), ("split", 3), ("split", 1)])
+def test_after_a_failed_move_the_model_is_marked_and_no_memory_is_lost(tmp_path, master, matrices) -> None:
+    """With one or two matrices some of three ranks own none."""
+    assert run_ranks(3, after_a_failed_move, str(tmp_path / "run"), master, matrices) == [[]] * 3
+
+
 def interrupted(stage: int) -> list[Tensor]:
     """On a rank: losses of evaluations between backward and step(), and parameters; one backward fails half-way."""
     torch.manual_seed(0)
@@ -154,11 +202,16 @@ def scheduled(stage: int, make: Callable[..., Any]) -> list[Tensor]:
     return list(onefold.full_state_dict(model).values())
 
 
+def muon_with_tensors_of_rates(model: nn.Module, **fields: Any) -> onefold.Muon:
+    rates = torch.tensor(1e-2), torch.tensor(1e-3)
+    return onefold.Muon(model, lr=rates[0], adamw={"lr": rates[1], "fused": False}, **fields)
+
+
 def differing_stages() -> list[str]:
     """On a rank: the stages whose parameters are not those of stage 0."""
     onefold.init()
     found = []
-    for make in (onefold.Muon, partial(onefold.Optimizer, cls=LAMB)):
+    for make in (onefold.Muon, muon_with_tensors_of_rates, partial(onefold.Optimizer, cls=LAMB)):
         wanted = scheduled(0, make)
         for stage in (1, 2, 3):
             if not all(map(same_bits, scheduled(stage, make), wanted)):

@@ -222,7 +222,8 @@ def costs(stages: list[int]) -> list[Cost]:
         make = {1: partial(one_for_all, name="muon"), 2: partial(one_for_all, name="lamb")}.get(
             stage, partial(muon, name="gpt")
         )
-        zero = onefold.Zero(stage=stage, bucket_bytes=64 << 10, precision="bf16")
+        precision = onefold.Precision(compute="bf16", master="split" if stage == 3 else "fp32")
+        zero = onefold.Zero(stage=stage, bucket_bytes=64 << 10, precision=precision)
         tokens = torch.zeros(2, GPT_SEQ, dtype=torch.long)
         ranks = {"ranks": dist.get_world_size(), "rank": dist.get_rank()}
         rehearsed = rehearse(case.build(), tokens, zero, StateCost(0), optimizer=make, **ranks)

@@ -24,6 +24,9 @@ class Logged:
     planned: RoundToSend
     log: list[tuple[str, int]]
 
+    def begin(self) -> None:
+        self.log.append(("send", int(self.planned.label)))
+
     def update(self, run: Any, lanes: Lanes, *, beside: bool) -> None:
         self.log.append(("update beside" if beside else "update", int(self.planned.label)))
 
@@ -35,11 +38,10 @@ def logged(by_unit: list[list[int]], most_bytes: int, lanes: int = 1) -> list[tu
     """What happens to rounds of these sizes: in backward, where those of each unit are left to travel."""
     log: list[tuple[str, int]] = []
 
-    def send(planned: RoundToSend) -> Any:
-        log.append(("send", int(planned.label)))
+    def make(planned: RoundToSend) -> Any:
         return Logged(planned, log)
 
-    rounds, number = Rounds(send, print, print, most_bytes, Lanes(torch.device("cpu"), lanes)), 0
+    rounds, number = Rounds(make, print, print, most_bytes, Lanes(torch.device("cpu"), lanes)), 0
     for unit in by_unit:
         rounds.add([RoundToSend([], str(number + i), size, INPUTS) for i, size in enumerate(unit)])
         number += len(unit)

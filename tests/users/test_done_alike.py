@@ -56,6 +56,28 @@ def test_learning_rates_that_differ_by_rank_raise_on_every_rank_with_both_values
         assert "mean of all ranks' losses" in error.message
 
 
+def words_differ(stage: int, name: str, words: list[str | None]) -> None:
+    onefold.init()
+    model = onefold.shard(net(), stage=stage, bucket_bytes=2 << 10)
+    optimizer = onefold.Muon(model, ns_steps=1)
+    optimizer.param_groups[0][name] = words[dist.get_rank()]
+    train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "words"),
+    [(2, "ns_dtype", ["bf16", "fp32"]), (0, "adjust_lr_fn", [None, "match_rms_adamw"])],
+)
+def test_settings_that_are_words_and_differ_by_rank_raise_on_every_rank(
+    stage: int, name: str, words: list[str | None]
+) -> None:
+    """With `ns_dtype` ranks would send each other messages of other lengths."""
+    for error in run_ranks_raises(2, words_differ, stage, name, words):
+        assert error.type_name == "MismatchError", error
+        there, here = (f"{name}={word} in param group 0" for word in reversed(words))
+        assert f"rank 1 has [{there}], rank 0 has [{here}]" in error.message
+
+
 def set_right(stage: int) -> bool:
     """After the error: the same rate on every rank, and the same load, and training goes on."""
     model, optimizer = built(stage, "bf16")

@@ -33,7 +33,8 @@ from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.update_at_step import UpdateAtStep
 from onefold.optim.update_in_backward import UpdateInBackward
 from onefold.optim.update_lanes import LANES, Lanes
-from onefold.optim.whole_rounds import Piece, Round, Rounds, RoundToSend, TensorToUpdate
+from onefold.optim.whole_pieces import Piece, TensorToUpdate
+from onefold.optim.whole_rounds import Round, Rounds, RoundToSend
 from onefold.optim.whole_unit_optimizer import WholeUnitOptimizer
 from onefold.runtime.engine import Engine
 from onefold.runtime.update_policy import StepInputs
@@ -61,7 +62,7 @@ class WholeUpdates:
         self._comm, self._pool, self._device, self._ownership = ownership.comm, engine.pool, engine.device, ownership
         compute = max(unit.dtypes.compute.itemsize for unit in engine.units)
         split = any(unit.dtypes.master == "split" for unit in engine.units)
-        # of a gradient, a direction and pieces of directions, or a gradient, a master, and pieces of masters
+        # of a gradient, a direction and this rank's piece of it; or a gradient, a master and the piece of a split one
         self._element_bytes = compute + (2 * max(compute, 2) if directions else max(compute, 4) + 4 * split)
         self._directions = directions
         self._left: Counter[int] = Counter()  # tensors of each unit in rounds that have not ended, by the unit's id
@@ -70,7 +71,7 @@ class WholeUpdates:
         self._lanes = Lanes(engine.device, LANES if spares else 1)
         self._most_bytes = engine.resolved.settings.bucket_bytes * (BESIDE if spares and beside else 1)
         run = self._direct if directions else self._run
-        self.rounds = Rounds(self._send, run, self._tensor_ended, self._most_bytes, self._lanes)
+        self.rounds = Rounds(self._make, run, self._tensor_ended, self._most_bytes, self._lanes)
 
     def shared(self, optimizer: WholeUnitOptimizer, flags: bytes) -> list[TensorToUpdate]:
         """The flagged tensors of a unit of which several ranks hold pieces."""
@@ -126,11 +127,11 @@ class WholeUpdates:
             self._left.clear()
             raise
 
-    def _send(self, planned: RoundToSend) -> Round:
-        return Round(planned, self._ownership, self._pool, self._device, directions=self._directions)
+    def _make(self, planned: RoundToSend) -> Round:
+        writes = self._under_way.writes
+        return Round(planned, self._ownership, self._pool, self._device, writes, directions=self._directions)
 
     def _tensor_ended(self, one: TensorToUpdate) -> None:
-        self._under_way.writes(one.unit)  # the piece that this rank holds, where another one owns the tensor
         self._left[id(one.unit)] -= 1
         if not self._left[id(one.unit)]:
             self._on_end(one.unit)
@@ -197,6 +198,13 @@ def _offloads(engine: Engine) -> bool:
 def _directions(by_unit: Sequence[WholeUnitOptimizer]) -> bool:
     """Whether owners send directions back; the same for all units, which one class updates."""
     return any(one.finds_directions for one in by_unit)
+
+
+def _as_now(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups with the settings of this moment: schedules write into a learning rate that is a tensor."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()} for group in groups
+    ]
 
 
 def _whole_slots(optimizer: WholeUnitOptimizer, flags: bytes) -> list[int]:
@@ -302,8 +310,8 @@ class UpdateWholeInBackward(UpdateInBackward):
         return False
 
     def _update_unit(self, index: int) -> None:
-        groups = [dict(group) for group in self._groups]  # settings as they are now, also for what ends in step()
-        optimizer, inputs, updates = self._whole[index], StepInputs(groups, 1.0, 1.0, None), self._updates
+        inputs = StepInputs(_as_now(self._groups), 1.0, 1.0, None)  # also for what ends in step()
+        optimizer, updates = self._whole[index], self._updates
         unit, flags = optimizer.unit, optimizer.to_update(self._engine.used.to_update_of(index))
         with updates.forgotten_after_error(), span("update", "inside", unit.name):
             if unit.updated_on_host:

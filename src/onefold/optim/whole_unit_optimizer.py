@@ -10,47 +10,28 @@ Of Muon, torch's or ours, the owner needs no master: it finds the direction, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from onefold.cost.layout import Span
 from onefold.cost.states import StateCost
 from onefold.errors import OptimizerError, StateError
 from onefold.model.element_order import Order
-from onefold.optim.guarded_step import GuardedStep
-from onefold.optim.newton_schulz import Move, direct, direction_dtype, direction_settings, work_of
+from onefold.optim.newton_schulz import Move, direction_dtype, direction_settings, work_of
+from onefold.optim.owned_tensor import OwnedTensor
 from onefold.optim.ownership import Ownership, ToOwn
-from onefold.optim.trials import bare_step
-from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
+from onefold.optim.unit_optimizer import UnitOptimizer
 from onefold.optim.whole_trial import StateForm, first_whole_state
 from onefold.settings.placement import Scope
 from onefold.state.unit import Unit
 
-# purposes of messages: to owners, and back from them; Muon's are gradients and directions
+# of messages: gradients and masters go to owners, updated masters come back; of Muon gradients, and directions back
 PURPOSES = GRADIENT, MASTER, UPDATED, DIRECTION = "whole-gradient", "whole-master", "whole-updated", "whole-direction"
 Forms = dict[tuple[Any, ...], StateForm]  # by param group, shape, strides and dtype
-
-
-@dataclass
-class OwnedTensor:
-    """A tensor that this rank updates, with a wrapped optimizer of its own once it has been updated or loaded."""
-
-    slot: int
-    group: int
-    tensor: nn.Parameter  # empty outside an update
-    inner: torch.optim.Optimizer | None = None
-    guarded: GuardedStep | None = None  # the last step, under a flag
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return dict(self.inner.state.get(self.tensor, {})) if self.inner is not None else {}
 
 
 class WholeUnitOptimizer(UnitOptimizer):
@@ -75,7 +56,7 @@ class WholeUnitOptimizer(UnitOptimizer):
     def follow_unit(self) -> None:
         super().follow_unit()
         for owned in self._owned.values():
-            owned.guarded, owned.tensor.data = None, owned.tensor.data.to(self.device)
+            owned.follow(self.device)
         if self.rest is not None:
             self.rest.follow_unit()
 
@@ -144,12 +125,13 @@ class WholeUnitOptimizer(UnitOptimizer):
         return found
 
     def update_bytes(self, slots: Sequence[int], group: int) -> dict[str, int]:
-        """Bytes that the rank that updates a tensor needs at least, by name: gradients, a master, and state."""
+        """Bytes that the rank that updates a tensor needs at least, by name: for the gradient, the master (of Muon the
+        gradient in the master's dtype instead), and state."""
         gradient, master = self.unit.gradients.dtype.itemsize, self.unit.master.dtype.itemsize
         forms = {slot: self._form(slot, group) for slot in slots if self.is_shared(slot)}
         found = {}
         for slot, form in forms.items():
-            wide = 3 if self.order(slot).interleaved else 2  # a gradient and a master, and that in memory order
+            wide = 3 if self.order(slot).interleaved else 2  # both in the master's dtype, and one in memory order
             vectors = self.size(slot).numel() * (gradient + wide * master)
             found[self.name(slot)] = vectors + form.vector_bytes + form.other_bytes
         return found
@@ -202,7 +184,7 @@ class WholeUnitOptimizer(UnitOptimizer):
         for slot in slots:
             self._groups[slot] = group
             if not self.is_shared(slot) or self._ownership.of(self.name(slot)) == self._ownership.comm.rank:
-                self._owned[slot] = OwnedTensor(slot, group, nn.Parameter(self._empty))
+                self._owned[slot] = OwnedTensor(slot, self.cls, self.kwargs, self._empty)
 
     def check_shapes(self, slots: Sequence[int], group: int, settings: dict[str, Any]) -> None:
         """Raises unless the class takes tensors of these shapes; every rank checks all of them, and alike."""
@@ -232,85 +214,27 @@ class WholeUnitOptimizer(UnitOptimizer):
     ) -> None:
         """Updates one tensor that this rank owns in place; `master` and `gradient` are vectors in memory order. Nothing
         changes if the device flag `bad` is set."""
-        owned, order = self._owned[slot], self.order(slot)
-        owned.tensor.data, owned.tensor.grad = order.full(master), order.full(gradient)
-        inner = self._inner(owned)
-        self._step(owned, group, bad, gradient.device, partial(bare_step, inner))
-        owned.tensor.grad, owned.tensor.data = None, self._empty
+        order = self.order(slot)
+        self._owned[slot].update(order.full(master), order.full(gradient), group, bad)
 
     def find_direction(
         self, slot: int, out: Tensor, gradient: Tensor, group: dict[str, Any], bad: Tensor | None
     ) -> None:
         """Updates the state of one tensor that this rank owns, and writes the direction in which the tensor is to move;
         both vectors are in memory order. The state does not change if the device flag `bad` is set."""
-        owned, order = self._owned[slot], self.order(slot)
-        owned.tensor.data = self._empty.new_zeros(()).expand(order.shape)  # a class may look at the shape
-        states, settings = self._inner(owned).state, self._direction_settings(group)
-        owned.tensor.data = self._empty
-        self._step(
-            owned, group, bad, gradient.device,
-            lambda: direct(states[owned.tensor], order.full(gradient), settings, order.full(out)),
-        )  # fmt: skip
+        order = self.order(slot)
+        self._owned[slot].find_direction(order.full(out), order.full(gradient), group, bad)
 
     def move(self, slot: int, group: dict[str, Any]) -> Move:
         """How the elements of a tensor move along its direction."""
         return Move.of(tuple(self.size(slot)), self._direction_settings(group))
-
-    def _step(
-        self,
-        owned: OwnedTensor,
-        group: dict[str, Any],
-        bad: Tensor | None,
-        device: torch.device,
-        run: Callable[[], None],
-    ) -> None:
-        """Runs an update of a tensor with the settings of its param group, with its state on the device of the
-        update."""
-        inner = self._inner(owned)
-        inner.param_groups[0].update((key, value) for key, value in group.items() if key not in NOT_SETTINGS)
-        owned.guarded = None
-        with self._state_on(owned, device):
-            if bad is None:
-                run()
-            else:
-                owned.guarded = GuardedStep(inner, [owned.tensor], bad, run)
-
-    @contextmanager
-    def _state_on(self, owned: OwnedTensor, device: torch.device) -> Iterator[None]:
-        """Inside, optimizer state that the host keeps is on the device of the update."""
-        if device == self.device:
-            yield
-            return
-        assert owned.inner is not None
-        state = owned.inner.state[owned.tensor]
-        kept, form = tree_flatten(dict(state))
-        on_device = [leaf.to(device) if _is_large(leaf) else leaf for leaf in kept]
-        state.update(tree_unflatten(on_device, form))
-        yield
-        leaves, new_form = tree_flatten(dict(state))
-        if new_form != form:  # the first update has made the state
-            state.update(tree_map_only(Tensor, Tensor.cpu, dict(state)))
-            return
-        for old, new in zip(kept, leaves, strict=True):
-            if _is_large(old):
-                old.copy_(new)
-        small = [new if not _is_large(old) else old for old, new in zip(kept, leaves, strict=True)]
-        state.update(tree_unflatten(small, form))
-
-    def _inner(self, owned: OwnedTensor) -> torch.optim.Optimizer:
-        """The wrapped optimizer of a tensor, which has its data now: a class may make its state at once."""
-        if owned.inner is None:
-            owned.inner = self.cls([owned.tensor], **self.kwargs)
-        return owned.inner
 
     def group_of(self, slot: int) -> int:
         return self._groups[slot]
 
     def undo_step(self) -> None:
         for owned in self._owned.values():
-            if owned.guarded is not None:
-                owned.guarded.undo()
-                owned.guarded = None
+            owned.undo_step()
         if self.rest is not None:
             self.rest.undo_step()
 
@@ -370,19 +294,10 @@ class WholeUnitOptimizer(UnitOptimizer):
 
     def replace_state(self, slot: int, state: dict[str, Any]) -> None:
         """Sets the state of one tensor that this rank owns; an empty one begins again with the next update."""
-        owned = self._owned[slot]
-        owned.inner = None
-        if state:
-            size, stride = self.order(slot)[:2]
-            owned.tensor.data = torch.empty_strided(size, stride, dtype=self.unit.master.dtype, device=self.device)
-            self._inner(owned).state[owned.tensor] = state
-            owned.tensor.data = self._empty
+        size, stride = self.order(slot)[:2]
+        like = torch.empty_strided(size, stride, dtype=self.unit.master.dtype, device=self.device)
+        self._owned[slot].replace_state(state, like)
 
     def like(self, slot: int) -> dict[str, tuple[torch.dtype, torch.device]]:
         """The dtype and the device of each tensor of state."""
         return self._form(slot).like
-
-
-def _is_large(leaf: Any) -> bool:
-    """Whether a leaf of the state is a tensor that is worth a copy; step counts stay where they are."""
-    return isinstance(leaf, Tensor) and leaf.ndim > 0

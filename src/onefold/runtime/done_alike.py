@@ -27,6 +27,7 @@ from onefold.cost.traffic import DIGEST_BYTES, SAID_BYTES
 from onefold.errors import MismatchError
 
 HALF = DIGEST_BYTES // 2
+PLAIN = (float, bool, int, str, type(None))
 ACCUMULATED = "accumulate()"
 UNFROZEN = "unfrozen since shard(): {}"
 REMEDY = (
@@ -81,8 +82,8 @@ class DoneAlike:
         """What this rank says of itself: `SAID_BYTES` bytes, or none if it is alone."""
         if self._everyone.size == 1:
             return b""
-        numbers = [list(_numbers(group)) for group in self._groups()]
-        now = numbers, sum(self._loads.values()), self._accumulated(), self._unfrozen
+        settings = [list(_plain_settings(group)) for group in self._groups()]
+        now = settings, sum(self._loads.values()), self._accumulated(), self._unfrozen
         if now != self._known:
             mine = hashlib.blake2b("\n".join(self._lines()).encode(), digest_size=HALF).digest()
             self._known, self._digest = now, mine + bytes(255 - byte for byte in mine)
@@ -105,21 +106,22 @@ class DoneAlike:
         groups = [
             f"{key}={value} in param group {index}"
             for index, group in enumerate(self._groups())
-            for key, value in _numbers(group)
+            for key, value in _plain_settings(group)
         ]
         loads = [f"{count} x load_state_dict() of {name or 'the root'}" for name, count in sorted(self._loads.items())]
         unfrozen = [UNFROZEN.format(name) for name in self._unfrozen]
         return [*groups, *loads, *unfrozen, *[ACCUMULATED] * self._accumulated()]
 
 
-def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """The settings of a param group that are numbers, or tuples of them, and are not on a device that would wait."""
+def _plain_settings(group: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """The settings of a param group that are numbers, tuples of them, words or None, and are not on a device that would
+    wait."""
     for key, value in group.items():
         kind = type(value)  # before isinstance, which is slow for Real: this runs in every step
-        if kind is float or kind is bool or kind is int or (kind is tuple and all(isinstance(n, Real) for n in value)):
+        if kind in PLAIN or (kind is tuple and all(isinstance(number, Real) for number in value)):
             yield key, value
         elif isinstance(value, Tensor):
             if value.numel() == 1 and value.device.type == "cpu":
                 yield key, value.item()
-        elif value is not None and kind is not list and isinstance(value, Real):
+        elif kind is not list and isinstance(value, Real):
             yield key, value
