@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ from torch.utils.data import DataLoader
 
 import onefold
 import onefold.hf
+from onefold.cost.machine import here
+from onefold.cost.text import format_bytes
 from tests.harness import run_ranks, run_ranks_raises
+from tests.harness.told import told
 from tests.hf.runs import STAGES, Run, Sentences, same, tiny
 
 
@@ -267,3 +271,26 @@ def test_what_cannot_be_is_said_with_its_remedy(what: str, tmp_path: Path) -> No
         assert error.type_name == kind, error
         assert text in error.message
         assert "\n" not in error.message
+
+
+def said_by_prepare() -> tuple[list[str], dict[str, str], int]:
+    """On a rank: what prepare() said, what the states take after a step, and the memory of the machine."""
+    onefold.init()
+    with told() as texts:
+        loop = Loop(3)
+    loop.train(0, 2)
+    held = onefold.memory(loop.model)
+    states = {name: format_bytes(getattr(held, name).measured) for name in ("parameters", "optimizer")}
+    return texts, states, here(torch.device("cpu")).memory_bytes
+
+
+def test_prepare_says_settings_and_states_in_three_sentences_on_rank_0() -> None:
+    (texts, states, memory_bytes), (others, *_) = run_ranks(2, said_by_prepare)
+    assert others == [] and len(texts) == 3
+    assert texts[0] == "Planned: stage 3, activations keep, no offload."
+    assert texts[1].startswith(f"On each rank: parameters {states['parameters']}, gradients ")
+    assert texts[1].endswith(f"optimizer {states['optimizer']}.")
+    assert re.fullmatch(
+        rf"Expect [\d.]+ kB of {re.escape(format_bytes(memory_bytes))}, and what activations of the first batch take\.",
+        texts[2],
+    )

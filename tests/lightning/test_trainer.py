@@ -15,6 +15,7 @@ from torch import Tensor
 import onefold
 from onefold.lightning import ZeroStrategy
 from tests.harness import run_ranks
+from tests.harness.told import told
 from tests.lightning.lit import Gan, Lit, blocks, data, fitted, trainer, weights
 
 STAGES = (0, 1, 2, 3)
@@ -199,3 +200,15 @@ def traffic_of(accumulate: str) -> Any:
 def test_four_micro_batches_are_one_exchange_unless_each_was_asked_for():
     once, each = (run_ranks(2, traffic_of, how)[0] for how in ("once", "each"))
     assert each[0] == 4 * once[0] and once[0] >= once[1] * 4 // 2  # bytes of fp32; each of two ranks sends a half
+
+
+def said_before_training() -> list[str]:
+    with told() as texts:
+        fitted(2)
+    return texts
+
+
+def test_settings_and_states_are_said_in_three_sentences_before_training() -> None:
+    texts, others = run_ranks(2, said_before_training)
+    assert others == [] and [text.split()[0] for text in texts] == ["Planned:", "On", "Expect"]
+    assert texts[0] == "Planned: stage 2, activations keep, no offload."

@@ -21,12 +21,16 @@ def run_summary(e: Estimate) -> tuple[str, str, str]:
 
 
 def run_sentences(
-    choice: Choice, batch: int, states: StateBytes, peak_bytes: int, memory_bytes: int, *, tp: str = "",
+    choice: Choice, batch: int | None, states: StateBytes, peak_bytes: int | None, memory_bytes: int, *, tp: str = "",
     rates: Sequence[str] = (),
 ) -> tuple[str, str, str]:  # fmt: skip
-    """The sentences, from the figures of a formula or of a rehearsal."""
+    """The sentences, from the figures of a formula or of a rehearsal; without a batch, the last one is of states."""
     offload = ", no offload" * (choice.optimizer == "device" and choice.parameters == "device")
-    what = f"Planned: {choice}{tp}, batch {batch}, activations {choice.activations}{offload}."
+    rows = f", batch {batch}" if batch is not None else ""
+    what = f"Planned: {choice}{tp}{rows}, activations {choice.activations}{offload}."
     parts = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in states._asdict().items())
+    if peak_bytes is None:
+        of = f"{format_bytes(states.total)} of {format_bytes(memory_bytes)}"
+        return what, f"On each rank: {parts}.", f"Expect {of}, and what activations of the first batch take."
     peak = f"{format_bytes(peak_bytes)} of {format_bytes(memory_bytes)} at the peak"
     return what, f"On each rank: {parts}.", f"Expect {', '.join([peak, *rates])}."

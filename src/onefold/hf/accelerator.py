@@ -37,6 +37,7 @@ from onefold.hf.refusals import refuse_engines, refuse_wrapped, with_precision
 from onefold.hf.same_data import SameDataAccelerator
 from onefold.hf.whole_model import whole_model_methods
 from onefold.integrations.transformers_loading import deferred_values
+from onefold.runtime.announce import say_states
 from onefold.runtime.engine import is_sharded
 
 PREPARED = "_is_accelerate_prepared"  # accelerate's mark of what prepare() has returned
@@ -67,6 +68,7 @@ class Accelerator(SameDataAccelerator):
         self.zero = with_precision(zero or Zero(), self.mixed_precision)
         self.native_amp, self.scaler = False, None  # the sharded model computes in 16 bits itself
         self._saving, self._hidden = False, list[AcceleratedOptimizer]()
+        self.says_states = True  # in prepare(); Trainer says more, since it has a batch
         self._optimizers: list[AcceleratedOptimizer]
 
     @property
@@ -97,6 +99,8 @@ class Accelerator(SameDataAccelerator):
             for one, owner, names in zip(fresh, owners, groups, strict=True)
         }
         result = [made.get(id(one), one) for one in result]
+        for owner in {id(one): one for one in owners if self.says_states}.values():
+            say_states(owner)
         return super().prepare(*result, device_placement=device_placement)
 
     def prepare_model(

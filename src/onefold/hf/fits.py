@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from onefold.cost.run_summary import run_sentences
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.observe.rehearsal import Rehearsal, rehearse
+from onefold.runtime.announce import say
 from onefold.settings.offload import Offload
 
 LOG = logging.getLogger("onefold")
@@ -93,16 +93,13 @@ def warn_of_too_large(step: Callable[[], Step], zero: Zero, memory_bytes: int) -
 
 
 def _tell(step: Step, zero: Zero, found: Rehearsal, memory_bytes: int) -> None:
-    """Says in three lines what is planned: on a terminal, and at level INFO of the logger."""
+    """Says in three sentences what is planned."""
     offload = Offload.of(zero.offload)
     choice = Choice(
         int(zero.stage), optimizer=offload.optimizer or "device", parameters=offload.parameters or "device",
         activations="checkpoint" if zero.activations == "keep" and step.recomputes(zero) else zero.activations,
     )  # fmt: skip
-    for sentence in run_sentences(choice, step.batch, found.states, found.peak_bytes, memory_bytes):
-        LOG.info("%s", sentence)
-        if sys.stderr.isatty() and not LOG.isEnabledFor(logging.INFO):
-            sys.stderr.write(f"onefold: {sentence}\n")
+    say(run_sentences(choice, step.batch, found.states, found.peak_bytes, memory_bytes))
 
 
 def _shortage(step: Step, zero: Zero, needed: int, budget_bytes: int) -> str | None:

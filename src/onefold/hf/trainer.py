@@ -106,6 +106,7 @@ class ShardedTrainer(Base):
         refuse_dealt_batches(self.args, self.zero.mesh)
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator(zero=self.zero, **self._accelerator_settings)
+        self.accelerator.says_states = False
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )

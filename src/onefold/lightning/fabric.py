@@ -20,6 +20,7 @@ from onefold.lightning.plugins import FabricZeroPrecision
 from onefold.lightning.precisions import checked, settings_of
 from onefold.lightning.processes import join
 from onefold.lightning.sharding import sharded
+from onefold.runtime.announce import say_states
 
 
 class Accumulation:
@@ -105,6 +106,7 @@ class FabricZeroStrategy(DDPStrategy):
         if scheduler is not None:
             for given, one in zip(optimizers, ours, strict=True):
                 follow([scheduler], given, one)
+        say_states(module)
         return module, ours, scheduler
 
     def setup_optimizer(self, optimizer: Any) -> Any:

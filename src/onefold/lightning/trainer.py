@@ -33,6 +33,7 @@ from onefold.lightning.plugins import ZeroPrecision
 from onefold.lightning.precisions import checked, settings_of
 from onefold.lightning.processes import join
 from onefold.lightning.sharding import sharded, stage_of
+from onefold.runtime.announce import say_states
 from onefold.runtime.engine import is_sharded
 
 
@@ -142,6 +143,7 @@ class ZeroStrategy(DDPStrategy):
         for before, after in zip(given, ours, strict=True):
             follow([config.scheduler for config in self.lr_scheduler_configs], before, after)
         self.optimizers = ours
+        say_states(self._sharded)
 
     def model_to_device(self) -> None:
         """The model is moved when it is sharded."""

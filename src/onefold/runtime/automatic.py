@@ -285,6 +285,20 @@ def host_bytes_of(settings: Zero, held: int) -> int:
     return Offload.of(settings.offload).host_bytes or host_share() + held
 
 
+def choice_of(resolved: Resolved) -> Choice:
+    """What a plan calls the settings of this model."""
+    settings, offload = resolved.settings, Offload.of(resolved.settings.offload)
+    assert isinstance(settings.stage, int)
+    device_units = sum(unit.trained and unit.placement.optimizer_tier is Tier.DEVICE for unit in resolved.units)
+    return Choice(
+        settings.stage,
+        optimizer=offload.optimizer_tier.value,
+        parameters=offload.parameters_tier.value,
+        device_units=device_units if offload.optimizer == AUTO else 0,
+        activations=settings.activations,
+    )
+
+
 def room_left(
     resolved: Resolved,
     strategy: Strategy,
@@ -295,16 +309,8 @@ def room_left(
 ) -> int:
     """Bytes that states leave on this device, where gradients are summed so. Optimizer state costs `cost`; None: there
     is no Optimizer yet, and Adam's is counted."""
-    settings, units = resolved.settings, resolved.units
+    settings, units, choice = resolved.settings, resolved.units, choice_of(resolved)
     offload, cost = Offload.of(settings.offload), ADAM if cost is None else cost
-    assert isinstance(settings.stage, int)
-    device_units = sum(unit.trained and unit.placement.optimizer_tier is Tier.DEVICE for unit in units)
-    choice = Choice(
-        settings.stage,
-        optimizer=offload.optimizer_tier.value,
-        parameters=offload.parameters_tier.value,
-        device_units=device_units if offload.optimizer == AUTO else 0,
-    )
     machine = here(resolved.device)
     room = room_for_activations(
         resolved.params, widths_by_kind(units, resolved.precision), frozen_kinds(units), choice,
