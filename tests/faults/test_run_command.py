@@ -102,7 +102,10 @@ def test_a_signal_reaches_every_rank_and_each_ends_in_its_own_time(tmp_path, scr
         (["nowhere.py"], "nowhere.py is no file"),
         (["--ranks", "0", __file__], "--ranks 0 is out of range"),
         (["--ranks", "99999999999", __file__], "--ranks 99999999999 is out of range; use a number of at most"),
-        (["--elastic", "1:99999999999", __file__], "use at most 1,048,576 ranks"),
+        (
+            ["--elastic", "1:99999999999", __file__],
+            "--elastic '1:99999999999' is out of range; use at most 1,048,576 ranks",
+        ),
         (["--elastic", "2", __file__], "--elastic '2' is not MIN:MAX ranks"),
         (["--elastic", "2:3", "--ranks", "4", __file__], "--ranks 4 is not within --elastic 2:3"),
         (["--timeout-s", "-1", __file__], "--timeout-s -1 is out of range"),
