@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import onefold
 from onefold.cost.states import StateCost
 from onefold.observe.rehearsal import rehearse
-from onefold.optim.whole_unit_optimizer import PURPOSES
+from onefold.optim.whole_unit_optimizer import DIRECTION, GRADIENT, MASTER, PURPOSES, UPDATED
 from tests.harness import run_ranks
 from tests.models import GPT_SEQ, MODELS
 from tests.parity.training import Run, batch_for, differing, digest_of, same_bits
@@ -210,7 +210,7 @@ class Cost:
     unplanned: list[str]  # traffic and memory that are not as planned
     state_bytes: int
     once_bytes: int  # of all state, kept once
-    extra_bytes: int  # sent for the update
+    extra_bytes: dict[str, int]  # sent for the update, by purpose
 
 
 def costs(stages: list[int]) -> list[Cost]:
@@ -235,7 +235,7 @@ def costs(stages: list[int]) -> list[Cost]:
             optimizer.clip_grad_norm(1.0)
             optimizer.step()
         sent, memory = onefold.traffic(model), onefold.memory(model).optimizer
-        extra = sum(sent.by_purpose.get(purpose, 0) for purpose in PURPOSES)
+        extra = {purpose: sent.by_purpose[purpose] for purpose in PURPOSES if purpose in sent.by_purpose}
         unplanned = [
             f"{key}: {sent.by_purpose.get(key)} of {n}"
             for key, n in sent.planned.items()
@@ -259,8 +259,10 @@ def test_state_is_kept_once_across_ranks_and_bytes_are_as_planned() -> None:
     for stage, rows in enumerate(zip(*run_ranks(3, costs, [1, 2, 3]), strict=True), start=1):
         assert [row.unplanned for row in rows] == [[]] * 3
         assert 0 <= sum(row.state_bytes for row in rows) - rows[0].once_bytes <= 8 * padding
-        each = (2 + 4 + 4) if stage == 2 else (2 + 2)  # LAMB: gradients, masters and back; Muon: gradients, directions
-        assert 0 < sum(row.extra_bytes for row in rows) <= each * psi
+        sent = {name: sum(row.extra_bytes[name] for row in rows) for name in rows[0].extra_bytes}  # by all ranks
+        widths = {GRADIENT: 2, MASTER: 4, UPDATED: 4} if stage == 2 else {GRADIENT: 2, DIRECTION: 2}  # LAMB's, Muon's
+        elements = sent[GRADIENT] // widths[GRADIENT]
+        assert 0 < elements <= psi and sent == {name: width * elements for name, width in widths.items()}
 
 
 # -- lives of a model --------------------------------------------------------------------------------------------------

@@ -20,12 +20,11 @@ class RehearsedUpdates(WholeUpdates):
     def _update_rest(self, rest: UnitOptimizer, flags: bytes, inputs: StepInputs) -> None:
         pass
 
-    def _run(self, one: TensorToUpdate, master: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
+    def _run(
+        self, one: TensorToUpdate, answer: Tensor, gradient: Tensor, inputs: StepInputs, *, direction: bool = False
+    ) -> None:
         if one.unit.dtypes.narrow:
             self._pool.give(self._pool.take(gradient.numel(), one.unit.master.dtype))
-
-    def _direct(self, one: TensorToUpdate, direction: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
-        self._run(one, direction, gradient, inputs)
 
 
 class RehearsedWhole(UpdateWhole):

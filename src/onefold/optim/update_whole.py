@@ -70,7 +70,7 @@ class WholeUpdates:
         spares = not (self._pool.keeps or _offloads(engine))  # memory is no reason to update one by one
         self._lanes = Lanes(engine.device, LANES if spares else 1)
         self._most_bytes = engine.resolved.settings.bucket_bytes * (BESIDE if spares and beside else 1)
-        run = self._direct if directions else self._run
+        run = partial(self._run, direction=directions)
         self.rounds = Rounds(self._make, run, self._tensor_ended, self._most_bytes, self._lanes)
 
     def shared(self, optimizer: WholeUnitOptimizer, flags: bytes) -> list[TensorToUpdate]:
@@ -142,32 +142,24 @@ class WholeUpdates:
         self._under_way.writes(rest.unit)
         rest.update(inputs.groups, rest.to_update(flags), factor, inputs.bad)
 
-    def _run(self, one: TensorToUpdate, master: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
-        """Runs the wrapped class on a tensor; `gradient` is as it was reduced. Both are in the order of parts."""
-        order, vector = one.optimizer.order(one.slot), master
+    def _run(
+        self, one: TensorToUpdate, answer: Tensor, gradient: Tensor, inputs: StepInputs, *, direction: bool = False
+    ) -> None:
+        """Updates `answer`, the master of a tensor, or writes the `direction` of the tensor to it. `gradient` is as it
+        was reduced. Both are in the order of parts."""
+        order, vector = one.optimizer.order(one.slot), answer
+        update = one.optimizer.find_direction if direction else one.optimizer.update_whole
         with ExitStack() as taken:
             gradient = self._scaled(one, gradient, inputs, taken)
             if order.interleaved:
-                vector = self._take(one, master.dtype, taken)
-                order.to_memory_order(master, vector)
+                vector = self._take(one, answer.dtype, taken)
+                if not direction:
+                    order.to_memory_order(answer, vector)
             with span("update", "step", one.optimizer.name(one.slot)):
                 self._under_way.writes(one.unit)
-                one.optimizer.update_whole(one.slot, vector, gradient, one.group(inputs), inputs.bad)
+                update(one.slot, vector, gradient, one.group(inputs), inputs.bad)
             if order.interleaved:
-                order.from_memory_order(vector, master)
-
-    def _direct(self, one: TensorToUpdate, direction: Tensor, gradient: Tensor, inputs: StepInputs) -> None:
-        """Writes the direction of a tensor; `gradient` is as it was reduced. Both are in the order of parts."""
-        order, vector = one.optimizer.order(one.slot), direction
-        with ExitStack() as taken:
-            gradient = self._scaled(one, gradient, inputs, taken)
-            if order.interleaved:
-                vector = self._take(one, direction.dtype, taken)
-            with span("update", "step", one.optimizer.name(one.slot)):
-                self._under_way.writes(one.unit)
-                one.optimizer.find_direction(one.slot, vector, gradient, one.group(inputs), inputs.bad)
-            if order.interleaved:
-                order.from_memory_order(vector, direction)
+                order.from_memory_order(vector, answer)
 
     def _scaled(self, one: TensorToUpdate, gradient: Tensor, inputs: StepInputs, taken: ExitStack) -> Tensor:
         """The gradient as the class sees it: scaled, in the dtype of the master and in memory order."""

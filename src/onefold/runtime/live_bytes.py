@@ -27,17 +27,19 @@ class _Eager:
     counted at once, which end in any order."""
 
     def __init__(self) -> None:
-        self._modes, self._stance = 0, ExitStack()
+        self._modes, self._set, self._stance = 0, False, ExitStack()
 
     def enter(self) -> None:
         self._modes += 1
-        if self._modes == 1 and "torch._dynamo" in sys.modules:  # else nothing is compiled; torch takes seconds for it
+        if not self._set and "torch._dynamo" in sys.modules:  # else nothing is compiled, and its import takes seconds
             self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+            self._set = True
 
     def exit(self) -> None:
         self._modes -= 1
         if not self._modes:
             self._stance.close()
+            self._set = False
 
 
 EAGER = _Eager()
