@@ -57,12 +57,15 @@ def layers() -> nn.Module:
     return nn.Sequential(*[nn.Linear(a, b, bias=False) for a, b in pairwise(SIDES)]).cuda()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train(model: nn.Module, optimizer: Any, clip: float | None = None) -> None:
     """Without waiting for the device: kernels of a step, and of the next forward, are queued while others run."""
     for step in range(STEPS):
         generator = torch.Generator("cuda").manual_seed(step)
         x = torch.randn(64, SIDES[0], device="cuda", generator=generator)
-        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+        optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
+        if clip is not None:
+            optimizer.clip_grad_norm(clip)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -44,6 +44,17 @@ def test_rounded_split_and_joined_values_have_the_bits_of_the_host() -> None:
         assert same(joined_there, joined)
 
 
+def test_copies_that_were_set_beside_their_remainders_join_as_on_the_host() -> None:
+    copy, rest = bits(3).view(torch.int16)[::2].contiguous().view(torch.bfloat16), bits(4).view(torch.int16)[::2]
+    rest = rest.contiguous()
+    joined, joined_there = torch.empty(NUMEL), torch.empty(NUMEL, device="cuda")
+    join(copy, rest, joined)
+    join(copy.cuda(), rest.cuda(), joined_there)
+    plain = (copy.view(torch.int16).to(torch.int32) << 16) + rest.to(torch.int32)
+    assert (plain.view(torch.float32).isnan() & ~copy.isnan()).any(), "no remainder in these bits means nothing"
+    assert same(joined_there, joined)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("start", [0, 3, (1 << 32) - 5])
 def test_stochastic_sums_have_the_bits_of_the_host(dtype: torch.dtype, start: int) -> None:

@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         move = Move.of(tuple(param.shape), group)
-        for place, direction in _directions(self.state[param], grad, group):
+        for place, direction in _directions(self.state[param], Scaled(grad, 1.0, grad.dtype), group):
             move.along(direction, place.part(param))
 
 
@@ -77,8 +77,25 @@ def direction_settings(cls: type[torch.optim.Optimizer], group: dict[str, Any]) 
     return group if cls is Muon else None
 
 
+class Scaled(NamedTuple):
+    """A gradient that is read once: `values` in this dtype, multiplied by a factor. Momentum has this dtype."""
+
+    values: Tensor
+    factor: float | Tensor
+    dtype: torch.dtype
+
+    def fused(self, settings: dict[str, Any]) -> bool:
+        """Whether a kernel scales the gradient while it updates the momentum; else a copy is made."""
+        return self.dtype is torch.float32 and cuda_muon.scales(self.values, self.factor, settings)
+
+    def copied(self) -> Tensor:
+        scaled = not (isinstance(self.factor, float) and self.factor == 1.0)
+        values = self.values.to(self.dtype)
+        return values * self.factor if scaled else values
+
+
 @torch.no_grad()
-def direct(state: dict[str, Any], grad: Tensor, settings: dict[str, Any], out: Tensor) -> None:
+def direct(state: dict[str, Any], grad: Scaled, settings: dict[str, Any], out: Tensor) -> None:
     """Updates the momentum in the state of a tensor, and writes the direction in which the tensor is to move: to `out`,
     of its shape and of `direction_dtype`. The tensor itself is not needed."""
     for place, direction in _directions(state, grad, settings):
@@ -87,19 +104,20 @@ def direct(state: dict[str, Any], grad: Tensor, settings: dict[str, Any], out: T
 
 
 def _directions(
-    state: dict[str, Any], grad: Tensor, settings: dict[str, Any]
+    state: dict[str, Any], grad: Scaled, settings: dict[str, Any]
 ) -> Iterator[tuple[EqualMatrices, Tensor]]:
     """Updates the momentum; the direction of each place of the tensor."""
     if not state:
-        state["momentum_buffer"] = torch.zeros_like(grad, memory_format=torch.preserve_format)
+        state["momentum_buffer"] = torch.zeros_like(grad.values, dtype=grad.dtype, memory_format=torch.preserve_format)
     average, momentum = state["momentum_buffer"], settings["momentum"]
-    kernels = cuda_muon.fits(settings, grad, average)
+    kernels = grad.fused(settings) and cuda_muon.is_wide(average)
     if kernels:
-        update = cuda_muon.average(grad, average, settings)
+        update = cuda_muon.average(grad.values, grad.factor, average, settings)
     else:
-        average.lerp_(grad, 1 - momentum)
-        update = grad.lerp(average, momentum) if settings["nesterov"] else average
-    size = tuple(grad.shape)
+        copied = grad.copied()
+        average.lerp_(copied, 1 - momentum)
+        update = copied.lerp(average, momentum) if settings["nesterov"] else average
+    size = tuple(average.shape)
     places, unequal = places_of(size, settings["matrices"]), len(_lr_ratios(size, settings)) > 1
     for place in places:
         found = orthogonal(place.of(update), settings, overwrites=kernels and len(places) == 1)
@@ -211,7 +229,11 @@ def orthogonal(update: Tensor, settings: dict[str, Any], *, overwrites: bool = F
     x = x if wide else x.mT
     single = x.ndim == 2
     norm = x.norm() if single else torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x.div_(norm.clamp(min=settings["eps"]))  # the spectral norm is at most 1
+    norm = norm.clamp(min=settings["eps"])
+    if cuda_muon.divides(x, norm):
+        cuda_muon.divide(x, norm)
+    else:
+        x.div_(norm)  # the spectral norm is at most 1
     add_product = torch.addmm if single else torch.baddbmm
     for _ in range(settings["ns_steps"]):
         gram = x @ x.mT

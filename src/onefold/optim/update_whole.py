@@ -27,6 +27,7 @@ from torch import Tensor
 from onefold.comm.spans import span
 from onefold.comm.streams import StreamEvent
 from onefold.optim.host_update import HostGradients
+from onefold.optim.newton_schulz import Scaled
 from onefold.optim.ownership import Ownership
 from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
@@ -147,29 +148,33 @@ class WholeUpdates:
     ) -> None:
         """Updates `answer`, the master of a tensor, or writes the `direction` of the tensor to it. `gradient` is as it
         was reduced. Both are in the order of parts."""
-        order, vector = one.optimizer.order(one.slot), answer
-        update = one.optimizer.find_direction if direction else one.optimizer.update_whole
+        order, vector, group = one.optimizer.order(one.slot), answer, one.group(inputs)
         with ExitStack() as taken:
-            gradient = self._scaled(one, gradient, inputs, taken)
+            scaled = Scaled(gradient, inputs.factor(narrow=one.unit.dtypes.narrow), one.unit.master.dtype)
+            if not (direction and one.optimizer.scales(one.slot, scaled, group)):
+                scaled = scaled._replace(values=self._copied(one, scaled, taken), factor=1.0)
             if order.interleaved:
                 vector = self._take(one, answer.dtype, taken)
                 if not direction:
                     order.to_memory_order(answer, vector)
             with span("update", "step", one.optimizer.name(one.slot)):
                 self._under_way.writes(one.unit)
-                update(one.slot, vector, gradient, one.group(inputs), inputs.bad)
+                if direction:
+                    one.optimizer.find_direction(one.slot, vector, scaled, group, inputs.bad)
+                else:
+                    one.optimizer.update_whole(one.slot, vector, scaled.values, group, inputs.bad)
             if order.interleaved:
                 order.from_memory_order(vector, answer)
 
-    def _scaled(self, one: TensorToUpdate, gradient: Tensor, inputs: StepInputs, taken: ExitStack) -> Tensor:
+    def _copied(self, one: TensorToUpdate, gradient: Scaled, taken: ExitStack) -> Tensor:
         """The gradient as the class sees it: scaled, in the dtype of the master and in memory order."""
-        order, factor = one.optimizer.order(one.slot), inputs.factor(narrow=one.unit.dtypes.narrow)
-        scaled = not (isinstance(factor, float) and factor == 1.0)
+        order = one.optimizer.order(one.slot)
+        scaled = not (isinstance(gradient.factor, float) and gradient.factor == 1.0)
         if not (scaled or one.unit.dtypes.narrow or order.interleaved):
-            return gradient
-        wide = self._take(one, one.unit.master.dtype, taken)  # a product in 16 bits would be rounded to them
-        order.to_memory_order(gradient, wide)
-        return wide.mul_(factor) if scaled else wide
+            return gradient.values
+        wide = self._take(one, gradient.dtype, taken)  # a product in 16 bits would be rounded to them
+        order.to_memory_order(gradient.values, wide)
+        return wide.mul_(gradient.factor) if scaled else wide
 
     def _take(self, one: TensorToUpdate, dtype: torch.dtype, taken: ExitStack) -> Tensor:
         buffer = self._pool.take(one.numel, dtype)

@@ -72,7 +72,8 @@ def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
 
 
 def join(copy: Tensor, remainder: Tensor, out: Tensor) -> None:
-    """out = the fp32 vector that `split` made `copy` and `remainder` of."""
+    """out = the fp32 vector that `split` made `copy` and `remainder` of. An element whose copy a user has set since
+    may join to a NaN with a remainder that means nothing; it is the copy then."""
     if isinstance(copy, FakeTensor):
         return
     if rounding_cuda.fits(copy, remainder, out):
@@ -85,6 +86,8 @@ def join(copy: Tensor, remainder: Tensor, out: Tensor) -> None:
         halves[:, 1].copy_(upper[chunk])
         halves[:, 0].copy_(remainder[chunk])
         bits[chunk].bitwise_xor_(HALF).sub_(HALF)
+    if out.is_cuda or _has_nan(out):
+        torch.where(torch.isnan(out) & ~torch.isnan(copy), copy.float(), out, out=out)
 
 
 def _rounded(wide: Tensor):  # type: ignore[no-untyped-def]

@@ -84,7 +84,9 @@ if triton is not None:
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < numel
         upper = tl.load(copy_ptr + at, mask=inside, other=0).to(tl.int32) << 16
-        tl.store(out_ptr + at, upper + tl.load(remainder_ptr + at, mask=inside, other=0).to(tl.int32), mask=inside)
+        joined = upper + tl.load(remainder_ptr + at, mask=inside, other=0).to(tl.int32)
+        lost = ((joined & 0x7FFFFFFF) > 0x7F800000) & ((upper & 0x7FFFFFFF) <= 0x7F800000)
+        tl.store(out_ptr + at, tl.where(lost, upper, joined), mask=inside)
 
     @triton.jit(do_not_specialize=["key0", "key1", "start"])  # numbers that differ in every call
     def _add_rounded(total_ptr, bits_ptr, plus_ptr, numel, key0, key1, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]

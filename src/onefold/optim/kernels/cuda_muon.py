@@ -1,13 +1,15 @@
-"""What Muon does beside matrix products, in two kernels for CUDA, with the bits of torch's operations.
+"""What Muon does beside matrix products, in three kernels for CUDA, with the bits of torch's operations.
 
-Before Newton-Schulz: the momentum, Nesterov's average and the rounding to bf16, over 14 bytes per element; in torch
-three kernels over 30 bytes. After it: weight decay and the update, over 10 bytes; in torch two kernels over 18, one of
-which reads the direction of a tall matrix, which is transposed, column by column.
+Before Newton-Schulz: the gradient as it was reduced, its factor, the momentum, Nesterov's average and the rounding to
+bf16, over 12 bytes per element of a gradient in 16 bits; in torch five kernels over 44 bytes. Then the division by the
+norm, which torch does for a norm on the device with an address computed for each element. After Newton-Schulz: weight
+decay and the update, over 10 bytes; in torch two kernels over 18, one of which reads the direction of a tall matrix,
+which is transposed, column by column.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,36 +24,55 @@ except ImportError:  # a build of torch without CUDA
     triton = None
 
 BLOCK, TILE = 2048, 64
+WIDE, NARROW = (torch.float32,), (torch.bfloat16, torch.float16)
+Factor = float | Tensor
 
 
-def fits(settings: Mapping[str, Any], *tensors: Tensor) -> bool:
-    """Whether `average` can be used with these settings: gradient and momentum in fp32 on a CUDA device. torch's lerp
+def scales(grad: Tensor, factor: Factor, settings: Mapping[str, Any]) -> bool:
+    """Whether `average` takes a gradient as it was reduced, in fp32 or in 16 bits, and a factor for it. torch's lerp
     computes in another way where a weight is on the other side of a half."""
     known = settings["ns_dtype"] == "bf16" and 0.5 < settings["momentum"] < 1.0
-    return known and all(map(_in_fp32, tensors))
+    alone = isinstance(factor, int | float) or (factor.is_cuda and factor.ndim == 0 and factor.dtype is torch.float32)
+    return known and alone and _is_vector(grad, WIDE + NARROW)
 
 
-def _in_fp32(tensor: Tensor) -> bool:
+def _is_vector(tensor: Tensor, dtypes: Sequence[torch.dtype]) -> bool:
     """Whether a tensor is one that kernels here read and write."""
     if triton is None or isinstance(tensor, FakeTensor):
         return False
-    return tensor.is_cuda and tensor.is_contiguous() and tensor.dtype is torch.float32 and tensor.numel() > 0
+    return tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in dtypes and tensor.numel() > 0
 
 
-def average(grad: Tensor, average: Tensor, settings: Mapping[str, Any]) -> Tensor:
-    """Moves the momentum, and gives what is made orthogonal, in bf16."""
+def is_wide(average: Tensor) -> bool:
+    """Whether `average` takes this momentum."""
+    return _is_vector(average, WIDE)
+
+
+def average(grad: Tensor, factor: Factor, average: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Moves the momentum towards the scaled gradient, and gives what is made orthogonal, in bf16."""
     out = torch.empty_like(grad, dtype=torch.bfloat16)
     momentum, numel = settings["momentum"], grad.numel()
     _average[(triton.cdiv(numel, BLOCK),)](
-        grad, average, out, numel, 1 - momentum, _rest_in_fp32(momentum), NESTEROV=settings["nesterov"], BLOCK=BLOCK,
+        grad, average, out, factor, numel, 1 - momentum, _rest_in_fp32(momentum), NESTEROV=settings["nesterov"],
+        SCALED=isinstance(factor, Tensor) or factor != 1.0, ON_DEVICE=isinstance(factor, Tensor), BLOCK=BLOCK,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
+def divides(x: Tensor, by: Tensor) -> bool:
+    """Whether `divide` can divide a matrix by a number on the device."""
+    return _is_vector(x if x.is_contiguous() else x.mT, (torch.bfloat16,)) and by.numel() == 1 and by.dtype is x.dtype
+
+
+def divide(x: Tensor, by: Tensor) -> None:
+    """x = x / by"""
+    _divide[(triton.cdiv(x.numel(), BLOCK),)](x, by, x.numel(), BLOCK=BLOCK, enable_fp_fusion=False)
+
+
 def adds(param: Tensor, direction: Tensor) -> bool:
     """Whether `add` can add this direction: in the memory order of the parameter, or a matrix that is transposed."""
-    if direction.dtype is not torch.bfloat16 or not _in_fp32(param):
+    if direction.dtype is not torch.bfloat16 or not _is_vector(param, WIDE):
         return False
     if direction.ndim == 1:
         return direction.is_contiguous() and direction.numel() % TILE == 0
@@ -81,17 +102,30 @@ def _rest_in_fp32(momentum: float) -> float:
 
 if triton is not None:
 
-    @triton.jit
-    def _average(grad_ptr, average_ptr, out_ptr, numel, weight, rest, NESTEROV: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    @triton.jit(do_not_specialize=["factor"])  # a number that may change in every step
+    def _average(  # type: ignore[no-untyped-def]
+        grad_ptr, average_ptr, out_ptr, factor, numel, weight, rest, NESTEROV: tl.constexpr, SCALED: tl.constexpr,
+        ON_DEVICE: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
         at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < numel
-        grad = tl.load(grad_ptr + at, mask=inside, other=0.0)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if SCALED:
+            grad = grad * (tl.load(factor) if ON_DEVICE else factor)
         average = tl.load(average_ptr + at, mask=inside, other=0.0)
         average = tl.fma(grad - average, weight, average)
         tl.store(average_ptr + at, average, mask=inside)
         if NESTEROV:
             average = tl.fma(grad - average, rest, average)
         tl.store(out_ptr + at, average.to(tl.bfloat16), mask=inside)
+
+    @triton.jit
+    def _divide(x_ptr, by_ptr, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < numel
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        by = tl.zeros([BLOCK], tl.float32) + tl.load(by_ptr).to(tl.float32)
+        tl.store(x_ptr + at, tl.div_rn(x, by).to(tl.bfloat16), mask=inside)
 
     @triton.jit(do_not_specialize=["shrink", "alpha"])  # numbers that a schedule changes in every step
     def _add(  # type: ignore[no-untyped-def]
