@@ -78,7 +78,8 @@ class Crew:
         """More of what a rank says; once it has said a line, it is not waited for."""
         chunk = os.read(key.fd, 1 << 16)
         if not chunk:
-            raise self._failure(key.data, "ended without an answer")
+            code = self.processes[key.data].wait()  # its output has ended, and so does it
+            raise self._failure(key.data, f"ended without an answer, {told_code(code)}")
         self._unread[key.data] += chunk
         if b"\n" in chunk:
             waiting.unregister(key.fileobj)
@@ -122,6 +123,14 @@ class Crew:
                     pass  # it ended with a command unread
         for log in self._logs:
             log.close()
+
+
+def told_code(code: int) -> str:
+    """
+    >>> told_code(-9), told_code(1)
+    ('killed by signal 9', 'with exit status 1')
+    """
+    return f"killed by signal {-code}" if code < 0 else f"with exit status {code}"
 
 
 def environment(work: Work, rank: int, port: int) -> dict[str, str]:
