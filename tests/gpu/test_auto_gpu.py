@@ -1,6 +1,7 @@
 """Offload(optimizer="auto") on a GPU: what fits trains, near the run without offload, within the device's memory.
 
-Giants (7B to 32B parameters; minutes, and most of a GPU with 140 GB): python -m tests.gpu.test_auto_gpu 7b 14b 20b 32b
+Giants (7B to 32B parameters; minutes, and most of a GPU with 140 GB): python -m tests.gpu.test_auto_gpu 7b 14b 20b, and
+python -m tests.gpu.test_auto_gpu 32b path=DIR on a host with less than 130 GB.
 """
 
 from __future__ import annotations
@@ -173,8 +174,9 @@ GIANTS = {
 }
 
 
-def giant(name: str, inside: bool, steps: int = 3) -> None:
-    """Trains a few steps with activations="checkpoint" and prints where state is, times and peaks."""
+def giant(name: str, inside: bool, path: str | None, steps: int = 3) -> None:
+    """Trains a few steps with activations="checkpoint" and prints where state is, times and peaks; what fits neither
+    the device nor the host is in files of the folder `path`."""
     shape, batch, state = GIANTS[name]
     torch.cuda.set_device(0)
     onefold.init()
@@ -182,8 +184,9 @@ def giant(name: str, inside: bool, steps: int = 3) -> None:
         model = GPT(shape)
     split = onefold.Precision(compute="bf16", master="split")
     onefold.shard(
-        model, stage=3, precision=split, offload="auto", activations="checkpoint", bucket_bytes=128 << 20, device="cuda"
-    )
+        model, stage=3, precision=split, offload=onefold.Offload(optimizer="auto", path=path),
+        activations="checkpoint", bucket_bytes=128 << 20, device="cuda",
+    )  # fmt: skip
     adam = onefold.Optimizer(model, torch.optim.AdamW, lr=1e-4, step_in_backward=inside, state=state)  # type: ignore[arg-type]
     count = sum(unit.layout.used_numel for unit in engine_of(model).units)
     for number in range(steps):
@@ -205,6 +208,6 @@ def giant(name: str, inside: bool, steps: int = 3) -> None:
 
 if __name__ == "__main__":
     for one in [name for name in sys.argv[1:] if name in GIANTS]:
-        giant(one, inside="inside" in sys.argv)
+        giant(one, "inside" in sys.argv, next((word[5:] for word in sys.argv if word.startswith("path=")), None))
         gc.collect()
         torch.cuda.empty_cache()

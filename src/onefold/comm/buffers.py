@@ -67,9 +67,11 @@ class Pool:
         if self.keeps:
             self._free.append(self._make(nbytes))
 
-    def trim(self) -> None:
-        """Frees the buffers that are not taken."""
-        self._free.clear()
+    def trim(self, keep_bytes: int = 0) -> None:
+        """Frees buffers that are not taken, but for some of `keep_bytes` together."""
+        with self._lock:
+            while self._free and sum(buffer.nbytes for buffer in self._free) > keep_bytes:
+                self._free.pop()
 
     def buffers(self) -> list[Tensor]:
         """All buffers, free and taken."""

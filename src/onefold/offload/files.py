@@ -56,6 +56,15 @@ def check_folder(path: Path, needed_bytes: int) -> None:
         )
 
 
+def disk_share(path: Path) -> int:
+    """Bytes that this rank may write to files in a folder: its part of what is free there; 0 if there is none."""
+    try:
+        room = os.statvfs(path)
+    except OSError:
+        return 0  # check_folder says what is wrong
+    return room.f_bavail * room.f_frsize // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def supports_direct(path: Path) -> bool:
     """Whether files there can bypass the page cache: tried out, since some file systems refuse only the first read or
     write."""

@@ -120,16 +120,25 @@ class HostUpdates(HostGradients):
         """Allocates the buffers of all jobs that may run at once, and in backward those of gradients that wait: how
         many wait depends on timing, and memory must not."""
         self._reserved = True
-        under_way = sorted(self._parameter_bytes())[-WORKERS:]
         if in_backward:
-            under_way += sorted(self._transfer_bytes())[-WORKERS:]
             left = self.budget.total_bytes + max(self._device_bytes(), default=0)  # backward fills one more
             for nbytes in self._device_bytes():
                 if nbytes <= left:
                     self.host.waiting.reserve(nbytes)
                     left -= nbytes
-        for nbytes in under_way:
+        for nbytes in self._under_way_bytes(in_backward):
             self.host.staging.reserve(nbytes)
+
+    def _under_way_bytes(self, in_backward: bool) -> list[int]:
+        """Sizes of the transfer buffers of all jobs that may run at once."""
+        gradients = sorted(self._transfer_bytes())[-WORKERS:] if in_backward else []
+        return sorted(self._parameter_bytes())[-WORKERS:] + gradients
+
+    def end_waiting(self) -> None:
+        """Waits for the updates that were started, and frees the buffers in which their gradients waited for the end of
+        the first step: in later ones no gradient waits there."""
+        self.wait()
+        self.host.staging.trim(sum(self._under_way_bytes(in_backward=True)))
 
     def start_in_backward(self, index: int, groups: list[dict[str, Any]]) -> None:
         """Queues the update of a unit whose gradient is complete; waits while too many gradients are queued."""

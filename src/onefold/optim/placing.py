@@ -21,6 +21,7 @@ import logging
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -32,6 +33,8 @@ from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.errors import PlacementWarning
 from onefold.model.storage import storage_bytes
+from onefold.offload.files import disk_share
+from onefold.optim.first_placement import Units, with_disk, without_disk
 from onefold.optim.fullest_rank import FullestRank
 from onefold.optim.possible_splits import PossibleSplits, on_tier
 from onefold.optim.raising import (
@@ -48,6 +51,7 @@ from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
 from onefold.runtime.no_parking import Known
 from onefold.runtime.seen_inputs import Growth
+from onefold.settings.offload import Offload
 from onefold.settings.placement import Tier
 
 LOG = logging.getLogger("onefold")
@@ -68,31 +72,23 @@ class Placing:
         self._parks = parks
 
     def before_first_step(self) -> None:
-        """Says which units may get their state on the device. Where the host could not hold the masters and gradients
-        of the first step, those of the first units are on the device from the start. Collective."""
+        """Says which units wait for the end of the first step, and where their masters wait. Collective."""
         engine, resolved, watch = self._engine, self._engine.resolved, self._engine.watch
         if not watch.active or watch.decided:
             return
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
         tiers, _ = automatic_tiers(*given, self._needs.cost, share=FILLED)
         candidates = [at for at, tier in enumerate(tiers.values()) if tier is Tier.DEVICE]
-        watch.may_move_units(frozenset(candidates))
-        every, rows, room, cost = range(len(tiers)), self._needs.rows(), self._splits.host_room(), self._needs.cost
-
-        def needed(on_device: Sequence[int], cost: StateCost = StateCost(0)) -> int:  # noqa: B008
-            """Bytes in host memory of masters and gradients of all units but these, and of state if it has a cost."""
-            return host_need(*rows, tiers_of(len(tiers), on_device, every), cost=cost)
-
+        units, room = Units(*self._needs.rows(), self._needs.cost), self._splits.host_room()
         if self._splits.spills:
-            left = max(room - (needed([]) - needed(candidates)), 0)
-            split = split_offloaded(*rows, candidates, left, cost=cost, in_backward=self._in_backward)
-            first = tiers_of(len(tiers), (), [*candidates, *on_tier(split, Tier.HOST)])
+            path = Offload.of(resolved.settings.offload).path
+            assert path is not None
+            free = self._agreed.smallest(disk_share(Path(path)))
+            first = with_disk(units, candidates, room, free, in_backward=self._in_backward)
         else:
-            state = needed(candidates, cost) - needed(candidates)
-            counts = range(len(candidates))
-            there = next((n for n in counts if needed(candidates[:n]) + state <= room), len(candidates))
-            first = tiers_of(len(tiers), candidates[:there], every)
-        self._move(first, resolved.why)
+            first = without_disk(units, candidates, room)
+        watch.may_move_units(first.waiting)
+        self._move(first.tiers, resolved.why)
 
     def by_formula(self) -> None:
         """Decides for good before a step has shown what activations take, where units cannot wait for step(): states

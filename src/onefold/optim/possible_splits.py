@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from onefold.cost.machine import here
 from onefold.cost.splits import Overlap, UnitSeconds, fastest, filled, seconds_of, split_s, tiers_of
 from onefold.cost.states import parameter_bytes
 from onefold.cost.text import format_bytes
-from onefold.errors import OffloadError
+from onefold.errors import OffloadError, PlacementWarning
 from onefold.model.storage import storage_bytes
 from onefold.optim.fullest_rank import FullestRank
 from onefold.optim.raising import blocks_of, blocks_to_keep
@@ -76,17 +77,30 @@ class PossibleSplits:
         )
 
     def checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
-        """Raises if the host has no room for what is not on the device, and there is no disk; else what the placement's
-        reason says of units on disk."""
+        """Raises if the host has no room for what is not on the device, and there is no disk; warns if it has none for
+        what cannot be on disk. Else what the placement's reason says of units on disk."""
         cost, backward, rows = self._needs.cost, self._in_backward, self._needs.rows()
         needed = host_need(*rows, tiers, cost=cost, in_backward=backward)
+        waiting = needed - host_need(*rows, tiers, cost=cost, in_backward=True)
+        inside = (
+            f"use step_in_backward=True, with which gradients do not wait in host memory ({format_bytes(waiting)} "
+            f"of this), "
+        )
         if needed > host_bytes and not self.spills:
+            disk = "" if cost.small else "give Offload(path=…) for what does not fit, "
+            smaller = "" if cost.per_block else "use a smaller state (Optimizer(state='bf16' or '8bit')), "
             raise OffloadError(
                 f"the optimizer state of {tiers.count(Tier.HOST)} of {len(tiers)} units does not fit on the device and "
-                f"needs {format_bytes(needed)} of host memory, but each rank can have {format_bytes(host_bytes)}; give "
-                f"Offload(path=…) for what does not fit, a smaller state (Optimizer(state='bf16' or '8bit')), shorter "
-                f"micro-batches or activations='checkpoint'"
+                f"needs {format_bytes(needed)} of host memory, but each rank can have {format_bytes(host_bytes)}; "
+                f"{disk}{inside if waiting > 0 else ''}{smaller}use shorter micro-batches or activations='checkpoint'"
             )
+        if needed > host_bytes and self._engine.comms.world.rank == 0:
+            warnings.warn(
+                f"a step may take {format_bytes(needed)} of host memory, more than the {format_bytes(host_bytes)} that "
+                f"each rank can have, with all state on disk that does not fit on the device: "
+                f"{inside if waiting > 0 else ''}make units smaller (bucket_bytes=), or raise host_bytes",
+                PlacementWarning, stacklevel=4,
+            )  # fmt: skip
         return told_of(*rows, tiers, host_bytes, cost=cost, in_backward=backward)
 
     def keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:

@@ -25,6 +25,8 @@ from onefold.runtime.update_policy import NoUpdates, StepInputs
 from onefold.settings.placement import Scope
 from onefold.state.unit import Unit
 
+AT_ONCE = 8  # units that have waited for step() are updated before the memory of their gradients is freed
+
 
 class UpdateInBackward(NoUpdates):
     """`groups` are the optimizer's param groups, read at each update; `host` updates the units whose optimizer state is
@@ -204,6 +206,9 @@ class UpdateInBackward(NoUpdates):
                 index = self._until_step.pop(0)
                 self._under_way.comes_to(self._engine.units[index])
                 self._update(index, offloaded=True)
+                if len(self._until_step) % AT_ONCE == 0:
+                    assert self.host is not None
+                    self.host.end_waiting()
         if waited or self._awaited:
             self.finish()
         self._under_way.ended()

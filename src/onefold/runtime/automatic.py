@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,7 @@ from onefold.model.dtensor_shards import TensorShards
 from onefold.model.resolved import Resolved
 from onefold.model.survey import Survey
 from onefold.model.unit_spec import AS_SET, UnitSpec, frozen_kinds, place, place_all, widths_by_kind
+from onefold.offload.files import disk_share
 from onefold.offload.host_memory import host_share
 from onefold.settings.offload import Offload
 from onefold.settings.placement import Tier
@@ -136,14 +138,18 @@ def automatic_parameters(
     device_ranks: int,
 ) -> tuple[dict[str, Tier], str]:
     """The tier of each unit's parameters, by name, and the reason; empty if all stay on the device. Decided by the
-    smallest budget of any rank. As many as the host has room for begin there: the first step shows what activations
-    take, and then those that fit come to the device. One rank would keep its shard beside the unsharded unit for good
-    then, so without a budget they stay on a GPU of which they take a small share. In a simulation, which has no such
-    step, they may take all of a budget. Collective."""
+    smallest budget of any rank. As many as host and disk have room for begin there: the first step shows what
+    activations take, and then those that fit come to the device. One rank would keep its shard beside the unsharded
+    unit for good then, so without a budget they stay on a GPU of which they take a small share. In a simulation, which
+    has no such step, they may take all of a budget. Collective."""
     offload, machine, simulated = Offload.of(settings.offload), here(device), comms.shard.simulated
     mine = offload.device_bytes if simulated else None  # the budget of a simulation is not of the device that is here
-    budget, host_bytes = _smallest(
-        comms, mine or device_budget(device, offload.device_bytes, device_ranks), offload.host_bytes or host_share()
+    disk = 0 if simulated or offload.path is None else disk_share(Path(offload.path))
+    budget, host_bytes, disk_bytes = _smallest(
+        comms,
+        mine or device_budget(device, offload.device_bytes, device_ranks),
+        offload.host_bytes or host_share(),
+        disk,
     )
     whole_gpu = comms.shard.size == 1 and offload.device_bytes is None
     share = 1.0 if simulated else SHARE_OF_WHOLE_GPU if whole_gpu else 0.0
@@ -157,12 +163,14 @@ def automatic_parameters(
     if wanted <= share * budget:
         return {}, ""
     spills = offload.path is not None
-    most_bytes = budget if simulated else 0 if spills else int(STATES_SHARE * budget)
+    owned = sum(size.shard * (size.widths.compute + size.widths.master) for size in sizes)
+    away = spills and owned <= disk_bytes  # all of them, if need be
+    most_bytes = budget if simulated else 0 if away else int(STATES_SHARE * budget)
     tiers = choose_parameters(
         sizes, rows, strategy, cuda=cuda, prefetch=prefetch, device_bytes=most_bytes,
         host_bytes=host_bytes if spills else None,
     )  # fmt: skip
-    if not (simulated or spills):
+    if not (simulated or away):
         tiers = parameters_in_first_step(sizes, rows, tiers, host_bytes)
     found = "device_bytes" if offload.device_bytes is not None else "the device"
     waits = "" if simulated else "; the first step shows how many fit"
