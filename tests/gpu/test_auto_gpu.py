@@ -1,7 +1,7 @@
 """Offload(optimizer="auto") on a GPU: what fits trains, near the run without offload, within the device's memory.
 
 Giants (7B to 32B parameters; minutes, and most of a GPU with 140 GB): python -m tests.gpu.test_auto_gpu 7b 14b 20b, and
-python -m tests.gpu.test_auto_gpu 32b path=DIR on a host with less than 130 GB.
+python -m tests.gpu.test_auto_gpu 32b inside, for which a host with 126 GiB has no room otherwise; path=DIR adds a disk.
 """
 
 from __future__ import annotations
