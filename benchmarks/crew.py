@@ -78,7 +78,7 @@ class Crew:
         """More of what a rank says; once it has said a line, it is not waited for."""
         chunk = os.read(key.fd, 1 << 16)
         if not chunk:
-            code = self.processes[key.data].wait()  # its output has ended, and so does it
+            code = self.processes[key.data].wait(timeout=60)  # its output is closed, so it is about to end
             raise self._failure(key.data, f"ended without an answer, {told_code(code)}")
         self._unread[key.data] += chunk
         if b"\n" in chunk:

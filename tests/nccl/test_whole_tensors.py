@@ -48,18 +48,18 @@ def gradients_as_reduced(precision: Any, clip: float | None) -> list[str]:
 
     def reading(grad: Tensor, *rest: Any) -> Tensor:
         read.append(grad.dtype)
-        return average(grad, *rest)
+        return moving(grad, *rest)
 
     onefold.init()
     read: list[torch.dtype] = []
-    average, triton = cuda_muon.average, cuda_muon.triton
-    cuda_muon.average = reading
+    moving, triton = cuda_muon.move_momentum, cuda_muon.triton
+    cuda_muon.move_momentum = reading
     try:
         found, dtypes = trained(), list(read)
         cuda_muon.triton = None
         wanted = trained()
     finally:
-        cuda_muon.average, cuda_muon.triton = average, triton
+        cuda_muon.move_momentum, cuda_muon.triton = moving, triton
     wrong = [f"{number} differs" for number, pair in enumerate(zip(found, wanted)) if not torch.equal(*pair)]
     narrow = {"fp32": torch.float32, "fp16": torch.float16}.get(str(precision), torch.bfloat16)
     return wrong + [f"read as {dtypes}"] * (set(dtypes) != {narrow}) + ["kernels without Triton"] * bool(read)

@@ -81,3 +81,17 @@ def test_a_copy_keeps_shape_and_strides(dtype: torch.dtype) -> None:
         copy = narrowed(tensor, dtype)
         assert copy.dtype is dtype and copy.shape == tensor.shape and copy.stride() == tensor.stride()
         assert torch.allclose(copy.float(), tensor, rtol=2**-8)
+
+
+@given(st.lists(st.tuples(st.integers(0, 0xFFFF), st.integers(-0x8000, 0x7FFF)), min_size=1, max_size=300))
+def test_a_copy_that_was_set_beside_its_remainder_never_joins_to_a_nan(halves: list[tuple[int, int]]) -> None:
+    halves += [(0x7F80, 1), (0xFF80, 5), (0x7F7F, 0x7FFF), (0x8000, -1), (0, -1), (0, -0x8000)]
+    upper = [copy - (1 << 16) if copy >= 1 << 15 else copy for copy, _ in halves]
+    copy = torch.tensor(upper, dtype=torch.int16).view(torch.bfloat16)
+    rest = torch.tensor([rest for _, rest in halves], dtype=torch.int16)
+    joined = torch.empty(len(halves))
+    join(copy, rest, joined)
+    plain = floats([((bits << 16) + remainder) % (1 << 32) for (bits, _), remainder in zip(halves, rest.tolist())])
+    lost = plain.isnan() & ~copy.isnan()
+    assert lost.any() and torch.equal(joined[lost], copy[lost].float())
+    assert torch.equal(bits_of(joined[~lost]), bits_of(plain[~lost]))

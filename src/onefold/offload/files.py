@@ -50,16 +50,20 @@ def check_folder(path: Path, needed_bytes: int) -> None:
         raise explained(error, f"make a file in {path}") from error
     found_bytes = room.f_bavail * room.f_frsize
     if needed_bytes > found_bytes:
-        raise OffloadError(
-            f"state on disk needs {size_text(needed_bytes)}, but {path} has {size_text(found_bytes)} left; "
-            f"{REMEDIES[errno.ENOSPC]}"
-        )
+        raise no_room(path, needed_bytes, found_bytes)
 
 
-def disk_share(path: Path) -> int:
-    """Bytes that this rank may write to files in a folder: its part of what is free there; 0 if there is none."""
+def no_room(path: str | Path, needed_bytes: int, found_bytes: int) -> OffloadError:
+    return OffloadError(
+        f"state on disk needs {size_text(needed_bytes)}, but {path} has {size_text(found_bytes)} left; "
+        f"{REMEDIES[errno.ENOSPC]}"
+    )
+
+
+def disk_share(path: str | Path) -> int:
+    """Bytes that this rank may write to files in a folder: its part of what is free there; 0 if there is no folder."""
     try:
-        room = os.statvfs(path)
+        room = os.statvfs(Path(path).expanduser().absolute())
     except OSError:
         return 0  # check_folder says what is wrong
     return room.f_bavail * room.f_frsize // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -134,11 +134,18 @@ class HostUpdates(HostGradients):
         gradients = sorted(self._transfer_bytes())[-WORKERS:] if in_backward else []
         return sorted(self._parameter_bytes())[-WORKERS:] + gradients
 
-    def end_waiting(self) -> None:
+    def end_waiting(self, *, last: bool) -> None:
         """Waits for the updates that were started, and frees the buffers in which their gradients waited for the end of
-        the first step: in later ones no gradient waits there."""
+        the first step: in later steps gradients wait on the device. After the `last` ones buffers are as reserved."""
         self.wait()
-        self.host.staging.trim(sum(self._under_way_bytes(in_backward=True)))
+        if not last:
+            self.host.staging.trim(sum(self._under_way_bytes(in_backward=True)))
+            return
+        for unit in self._engine.units:
+            unit.wait_stored()
+        self.host.staging.trim()
+        for nbytes in self._under_way_bytes(in_backward=True):
+            self.host.staging.reserve(nbytes)
 
     def start_in_backward(self, index: int, groups: list[dict[str, Any]]) -> None:
         """Queues the update of a unit whose gradient is complete; waits while too many gradients are queued."""

@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
 
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         move = Move.of(tuple(param.shape), group)
-        for place, direction in _directions(self.state[param], Scaled(grad, 1.0, grad.dtype), group):
+        for place, direction in _directions(self.state[param], ReducedGradient(grad, 1.0, grad.dtype), group):
             move.along(direction, place.part(param))
 
 
@@ -77,8 +77,9 @@ def direction_settings(cls: type[torch.optim.Optimizer], group: dict[str, Any]) 
     return group if cls is Muon else None
 
 
-class Scaled(NamedTuple):
-    """A gradient that is read once: `values` in this dtype, multiplied by a factor. Momentum has this dtype."""
+class ReducedGradient(NamedTuple):
+    """A gradient as it was reduced. The update uses its `values` in another dtype, which momentum has, multiplied by a
+    factor."""
 
     values: Tensor
     factor: float | Tensor
@@ -86,16 +87,19 @@ class Scaled(NamedTuple):
 
     def fused(self, settings: dict[str, Any]) -> bool:
         """Whether a kernel scales the gradient while it updates the momentum; else a copy is made."""
-        return self.dtype is torch.float32 and cuda_muon.scales(self.values, self.factor, settings)
+        return self.dtype is torch.float32 and cuda_muon.takes_gradient(self.values, self.factor, settings)
+
+    @property
+    def has_factor(self) -> bool:
+        return not (isinstance(self.factor, float) and self.factor == 1.0)
 
     def copied(self) -> Tensor:
-        scaled = not (isinstance(self.factor, float) and self.factor == 1.0)
         values = self.values.to(self.dtype)
-        return values * self.factor if scaled else values
+        return values * self.factor if self.has_factor else values
 
 
 @torch.no_grad()
-def direct(state: dict[str, Any], grad: Scaled, settings: dict[str, Any], out: Tensor) -> None:
+def direct(state: dict[str, Any], grad: ReducedGradient, settings: dict[str, Any], out: Tensor) -> None:
     """Updates the momentum in the state of a tensor, and writes the direction in which the tensor is to move: to `out`,
     of its shape and of `direction_dtype`. The tensor itself is not needed."""
     for place, direction in _directions(state, grad, settings):
@@ -104,15 +108,15 @@ def direct(state: dict[str, Any], grad: Scaled, settings: dict[str, Any], out: T
 
 
 def _directions(
-    state: dict[str, Any], grad: Scaled, settings: dict[str, Any]
+    state: dict[str, Any], grad: ReducedGradient, settings: dict[str, Any]
 ) -> Iterator[tuple[EqualMatrices, Tensor]]:
     """Updates the momentum; the direction of each place of the tensor."""
     if not state:
         state["momentum_buffer"] = torch.zeros_like(grad.values, dtype=grad.dtype, memory_format=torch.preserve_format)
     average, momentum = state["momentum_buffer"], settings["momentum"]
-    kernels = grad.fused(settings) and cuda_muon.is_wide(average)
+    kernels = grad.fused(settings) and cuda_muon.takes_momentum(average)
     if kernels:
-        update = cuda_muon.average(grad.values, grad.factor, average, settings)
+        update = cuda_muon.move_momentum(grad.values, grad.factor, average, settings)
     else:
         copied = grad.copied()
         average.lerp_(copied, 1 - momentum)

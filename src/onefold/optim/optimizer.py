@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -115,7 +116,8 @@ class Optimizer(GroupedOptimizer):
             self._prepare_placing()
         except BaseException:
             for one in self._by_unit:
-                one.detach()
+                with suppress(Exception):  # the first error says what is wrong
+                    one.detach()
             raise
         self.state = StateOfUnits(dict, self.state)
         self._agree_on_kernels(cls)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from onefold.optim.guarded_step import GuardedStep
-from onefold.optim.newton_schulz import Scaled, direct, direction_settings
+from onefold.optim.newton_schulz import ReducedGradient, direct, direction_settings
 from onefold.optim.trials import bare_step
 from onefold.optim.unit_optimizer import NOT_SETTINGS
 
@@ -44,7 +44,7 @@ class OwnedTensor:
         self._step(group, bad, gradient.device, partial(bare_step, self._made()))
         self._tensor.grad, self._tensor.data = None, self._empty
 
-    def find_direction(self, out: Tensor, gradient: Scaled, group: dict[str, Any], bad: Tensor | None) -> None:
+    def find_direction(self, out: Tensor, gradient: ReducedGradient, group: dict[str, Any], bad: Tensor | None) -> None:
         """Of Muon: updates the state, and writes the direction in which the tensor is to move. The state does not
         change if the device flag `bad` is set."""
         settings = direction_settings(self._cls, group)

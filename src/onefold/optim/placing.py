@@ -21,20 +21,17 @@ import logging
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
 from onefold.cost.automatic import host_need, split_offloaded
 from onefold.cost.filling import FILLED, Room, Taken, with_blocks
 from onefold.cost.search import STATES_SHARE
-from onefold.cost.splits import tiers_of
 from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.errors import PlacementWarning
 from onefold.model.storage import storage_bytes
-from onefold.offload.files import disk_share
-from onefold.optim.first_placement import Units, with_disk, without_disk
+from onefold.optim.first_placement import UnitTable, with_disk, without_disk
 from onefold.optim.fullest_rank import FullestRank
 from onefold.optim.possible_splits import PossibleSplits, on_tier
 from onefold.optim.raising import (
@@ -51,7 +48,6 @@ from onefold.runtime.held_tensors import host_tensors
 from onefold.runtime.moving import move_states
 from onefold.runtime.no_parking import Known
 from onefold.runtime.seen_inputs import Growth
-from onefold.settings.offload import Offload
 from onefold.settings.placement import Tier
 
 LOG = logging.getLogger("onefold")
@@ -79,12 +75,11 @@ class Placing:
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
         tiers, _ = automatic_tiers(*given, self._needs.cost, share=FILLED)
         candidates = [at for at, tier in enumerate(tiers.values()) if tier is Tier.DEVICE]
-        units, room = Units(*self._needs.rows(), self._needs.cost), self._splits.host_room()
+        units, room = UnitTable(*self._needs.rows(), self._needs.cost), self._splits.host_room()
         if self._splits.spills:
-            path = Offload.of(resolved.settings.offload).path
-            assert path is not None
-            free = self._agreed.smallest(disk_share(Path(path)))
-            first = with_disk(units, candidates, room, free, in_backward=self._in_backward)
+            splits, backward = self._splits, self._in_backward
+            first = with_disk(units, candidates, room, splits.fits_disk, splits.may_fit, in_backward=backward)
+            splits.check_disk(first.tiers, first.waiting)
         else:
             first = without_disk(units, candidates, room)
         watch.may_move_units(first.waiting)
@@ -108,23 +103,21 @@ class Placing:
 
     def before_load(self) -> None:
         """State is about to be loaded, and the first step has not shown what activations take: it waits for that step
-        in host memory, and on disk what the host cannot hold. Where there is no disk, as few units as can be have it
-        on the device. Collective."""
+        in host memory, and on disk what the host cannot hold. Where there is no disk, or one that is too small, as few
+        units as can be have it on the device. Collective."""
         engine, resolved = self._engine, self._engine.resolved
         if not engine.watch.active or engine.watch.decided:
             return
         self._quiesce()
-        room, count = self._splits.host_room(), len(engine.units)
-        if self._splits.spills:
-            self._move(split_offloaded(*self._needs.rows(), (), room, cost=self._needs.cost), resolved.why)
-            return
-        every = range(count)
+        room, rows, cost, splits = self._splits.host_room(), self._needs.rows(), self._needs.cost, self._splits
+        every = range(len(engine.units))
         movable = every if parameters_are_automatic(resolved.settings, resolved.device, engine.comms) else ()
         order = list(dict.fromkeys([*self._needs.may_stay(), *movable]))
         for there in (order[:n] for n in range(len(order) + 1)):
-            tiers = tiers_of(count, there, every)
-            if host_need(*self._needs.rows(), tiers, cost=self._needs.cost) <= room:
+            tiers = split_offloaded(*rows, there, room if splits.spills else None, cost=cost)
+            if splits.fits_disk(tiers) if splits.spills else host_need(*rows, tiers, cost=cost) <= room:
                 break
+        splits.check_disk(tiers)
         raise_parameters_of(engine, [engine.units[number].name for number in there])
         self._move(tiers, engine.resolved.why)
 
@@ -292,6 +285,7 @@ class Placing:
     def _decide(self, tiers: Sequence[Tier], takes: int, budget: int) -> None:
         engine, staying = self._engine, tiers.count(Tier.DEVICE)
         told = self._splits.checked(tiers, self._splits.host_room())
+        self._splits.check_disk(tiers)
         room = f"{format_bytes(takes)} of {format_bytes(budget)}"
         why = f"optimizer state of {staying} of {len(tiers)} units stays on the device: a step takes {room}{told}"
         if engine.device.type == "cuda":
@@ -312,6 +306,7 @@ class Placing:
         planned = self._splits.planned_seconds()
         tiers = self._splits.split(planned, stays, lambda chosen: True)  # units that were in host memory may go to disk
         self._splits.checked(tiers, planned.host_bytes)
+        self._splits.check_disk(tiers)
         gone = {new for old, new in zip(before, tiers, strict=True) if old is Tier.DEVICE} - {Tier.DEVICE}
         left = before.count(Tier.DEVICE) - tiers.count(Tier.DEVICE)
         why = (

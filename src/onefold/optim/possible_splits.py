@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from onefold.cost.automatic import host_need, told_of
 from onefold.cost.filling import Room, Taken, with_blocks
 from onefold.cost.machine import here
+from onefold.cost.sizes import UnitSize
 from onefold.cost.splits import Overlap, UnitSeconds, fastest, filled, seconds_of, split_s, tiers_of
-from onefold.cost.states import parameter_bytes
+from onefold.cost.states import StateCost, optimizer_bytes, parameter_bytes
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
 from onefold.model.storage import storage_bytes
+from onefold.offload.files import disk_share, no_room
 from onefold.optim.fullest_rank import FullestRank
 from onefold.optim.raising import blocks_of, blocks_to_keep
 from onefold.optim.step_needs import StepNeeds
@@ -22,7 +27,7 @@ from onefold.runtime.automatic import host_bytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.settings.offload import Offload
-from onefold.settings.placement import Scope, Tier
+from onefold.settings.placement import Placement, Scope, Tier
 
 
 class Planned(NamedTuple):
@@ -39,6 +44,7 @@ class PossibleSplits:
 
     def __init__(self, engine: Engine, needs: StepNeeds, agreed: FullestRank, *, in_backward: bool) -> None:
         self._engine, self._needs, self._agreed, self._in_backward = engine, needs, agreed, in_backward
+        self._told = False  # that the host has too little room
 
     def fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
         """The tier of each unit's state: of the splits with which a step takes no more than `most_bytes` on any device,
@@ -82,26 +88,80 @@ class PossibleSplits:
         cost, backward, rows = self._needs.cost, self._in_backward, self._needs.rows()
         needed = host_need(*rows, tiers, cost=cost, in_backward=backward)
         waiting = needed - host_need(*rows, tiers, cost=cost, in_backward=True)
-        inside = (
-            f"use step_in_backward=True, with which gradients do not wait in host memory ({format_bytes(waiting)} "
-            f"of this), "
-        )
         if needed > host_bytes and not self.spills:
-            disk = "" if cost.small else "give Offload(path=…) for what does not fit, "
-            smaller = "" if cost.per_block else "use a smaller state (Optimizer(state='bf16' or '8bit')), "
+            smaller = "'8bit'" if cost.small else "'bf16' or '8bit'"
+            helps = [
+                *(["Offload(path=…) for what does not fit"] if not cost.small else []),
+                *self._without_waiting(waiting),
+                *([f"smaller state (Optimizer(state={smaller}))"] if cost.one_pass and not cost.per_block else []),
+                "shorter micro-batches",
+                "activations='checkpoint'",
+            ]
             raise OffloadError(
                 f"the optimizer state of {tiers.count(Tier.HOST)} of {len(tiers)} units does not fit on the device and "
-                f"needs {format_bytes(needed)} of host memory, but each rank can have {format_bytes(host_bytes)}; "
-                f"{disk}{inside if waiting > 0 else ''}{smaller}use shorter micro-batches or activations='checkpoint'"
+                f"needs {format_bytes(needed)} of host memory, but each rank can have {format_bytes(host_bytes)}; any "
+                f"of these helps: {'; '.join(helps)}"
             )
-        if needed > host_bytes and self._engine.comms.world.rank == 0:
+        if needed > host_bytes and not self._told and self._engine.comms.world.rank == 0:
+            self._told = True
+            helps = [*self._without_waiting(waiting), "smaller units (bucket_bytes=)", "a larger host_bytes"]
             warnings.warn(
-                f"a step may take {format_bytes(needed)} of host memory, more than the {format_bytes(host_bytes)} that "
-                f"each rank can have, with all state on disk that does not fit on the device: "
-                f"{inside if waiting > 0 else ''}make units smaller (bucket_bytes=), or raise host_bytes",
-                PlacementWarning, stacklevel=4,
+                f"with all optimizer state on disk that the device has no room for, a step may take "
+                f"{format_bytes(needed)} of host memory, and each rank can have {format_bytes(host_bytes)}; any of "
+                f"these helps: {'; '.join(helps)}",
+                PlacementWarning, stacklevel=6,
             )  # fmt: skip
         return told_of(*rows, tiers, host_bytes, cost=cost, in_backward=backward)
+
+    def _without_waiting(self, waiting_bytes: int) -> list[str]:
+        """That gradients need not wait for step() in host memory, if that helps and can be."""
+        half = self._engine.resolved.precision.compute is torch.float16
+        if not waiting_bytes or half or self._engine.comms.pp.size > 1:
+            return []
+        return [
+            f"step_in_backward=True, which neither clips nor accumulates gradients and lets none wait in host memory "
+            f"({format_bytes(waiting_bytes)} of this)"
+        ]
+
+    def fits_disk(self, tiers: Sequence[Tier], waiting: Collection[int] = ()) -> bool:
+        """Whether the disks of all ranks have room for the state on these tiers, of which units that are `waiting` have
+        masters only. Collective."""
+        return bool(self._agreed.smallest(self._disk_need(tiers, waiting) <= self._disk_left()))
+
+    def check_disk(self, tiers: Sequence[Tier], waiting: Collection[int] = ()) -> None:
+        """Raises on every rank, before anything moves, if there is a disk that has no room for it. Collective."""
+        if not self.spills or self.fits_disk(tiers, waiting):
+            return
+        needed, left = self._agreed.largest(self._disk_need(tiers, waiting)), self._agreed.smallest(self._disk_left())
+        raise no_room(self._path, int(needed) * _local_ranks(), left * _local_ranks())
+
+    def may_fit(self) -> bool:
+        """Whether devices, hosts and disks together could hold all state, if nothing else were there. Collective."""
+        engine, room = self._engine, self.host_room()
+        files = sum(image.nbytes for unit in engine.units for image in (unit.image, unit.flat_params.image) if image)
+        total = sum(_file_bytes(*pair, self._needs.cost) for pair in self._trained())
+        return bool(self._agreed.smallest(total <= engine.watch.budget() + room + files + self._disk_left()))
+
+    def _disk_need(self, tiers: Sequence[Tier], waiting: Collection[int]) -> int:
+        """Bytes by which this rank's files will grow."""
+        grown, trained = 0, self._trained()
+        for at, (unit, tier) in enumerate(zip(self._engine.units, tiers, strict=True)):
+            grown -= unit.image.nbytes if unit.image is not None else 0
+            if tier is Tier.DISK:
+                grown += _file_bytes(*trained[at], StateCost(0) if at in waiting else self._needs.cost)
+        return grown
+
+    def _trained(self) -> list[tuple[UnitSize, Placement]]:
+        return [pair for pair in zip(*self._needs.rows(), strict=True) if pair[0].trained]
+
+    def _disk_left(self) -> int:
+        return disk_share(self._path)
+
+    @property
+    def _path(self) -> str | Path:
+        path = Offload.of(self._engine.resolved.settings.offload).path
+        assert path is not None
+        return path
 
     def keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
         """Where activations="auto" left blocks to this step: lets as many of them keep their activations as make the
@@ -167,6 +227,11 @@ class PossibleSplits:
 def on_tier(tiers: Sequence[Tier], tier: Tier) -> list[int]:
     """The units, by number, whose state is on this tier."""
     return [number for number, one in enumerate(tiers) if one is tier]
+
+
+def _file_bytes(size: UnitSize, placement: Placement, cost: StateCost) -> int:
+    """Bytes of a file with the master and the state of a unit."""
+    return optimizer_bytes(size, placement.on(Tier.DISK, placement.parameters_tier), cost, Tier.DISK)
 
 
 def _local_ranks() -> int:

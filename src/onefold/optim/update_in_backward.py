@@ -25,7 +25,7 @@ from onefold.runtime.update_policy import NoUpdates, StepInputs
 from onefold.settings.placement import Scope
 from onefold.state.unit import Unit
 
-AT_ONCE = 8  # units that have waited for step() are updated before the memory of their gradients is freed
+AT_ONCE = 8  # of the units that wait for step(), so many are updated before the memory of their gradients is freed
 
 
 class UpdateInBackward(NoUpdates):
@@ -201,14 +201,14 @@ class UpdateInBackward(NoUpdates):
         for index in self._until_step:
             self._engine.units[index].flat_params.check_no_user_writes()  # may raise: before any unit is updated
         waited = bool(self._until_step)
-        with self._under_way:
-            while self._until_step:
-                index = self._until_step.pop(0)
-                self._under_way.comes_to(self._engine.units[index])
-                self._update(index, offloaded=True)
-                if len(self._until_step) % AT_ONCE == 0:
-                    assert self.host is not None
-                    self.host.end_waiting()
+        while self._until_step:
+            assert self.host is not None
+            with self._under_way:
+                for _ in range(min(AT_ONCE, len(self._until_step))):
+                    index = self._until_step.pop(0)
+                    self._under_way.comes_to(self._engine.units[index])
+                    self._update(index, offloaded=True)
+            self.host.end_waiting(last=not self._until_step)  # an interrupt here breaks nothing, as in finish()
         if waited or self._awaited:
             self.finish()
         self._under_way.ended()

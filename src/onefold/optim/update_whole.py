@@ -27,7 +27,7 @@ from torch import Tensor
 from onefold.comm.spans import span
 from onefold.comm.streams import StreamEvent
 from onefold.optim.host_update import HostGradients
-from onefold.optim.newton_schulz import Scaled
+from onefold.optim.newton_schulz import ReducedGradient
 from onefold.optim.ownership import Ownership
 from onefold.optim.step_under_way import StepUnderWay
 from onefold.optim.unit_optimizer import UnitOptimizer
@@ -150,9 +150,10 @@ class WholeUpdates:
         was reduced. Both are in the order of parts."""
         order, vector, group = one.optimizer.order(one.slot), answer, one.group(inputs)
         with ExitStack() as taken:
-            scaled = Scaled(gradient, inputs.factor(narrow=one.unit.dtypes.narrow), one.unit.master.dtype)
-            if not (direction and one.optimizer.scales(one.slot, scaled, group)):
-                scaled = scaled._replace(values=self._copied(one, scaled, taken), factor=1.0)
+            factor = inputs.factor(narrow=one.unit.dtypes.narrow)
+            reduced = ReducedGradient(gradient, factor, one.unit.master.dtype)
+            if not (direction and one.optimizer.scales_in_update(one.slot, reduced, group)):
+                reduced = reduced._replace(values=self._copied(one, reduced, taken), factor=1.0)
             if order.interleaved:
                 vector = self._take(one, answer.dtype, taken)
                 if not direction:
@@ -160,21 +161,20 @@ class WholeUpdates:
             with span("update", "step", one.optimizer.name(one.slot)):
                 self._under_way.writes(one.unit)
                 if direction:
-                    one.optimizer.find_direction(one.slot, vector, scaled, group, inputs.bad)
+                    one.optimizer.find_direction(one.slot, vector, reduced, group, inputs.bad)
                 else:
-                    one.optimizer.update_whole(one.slot, vector, scaled.values, group, inputs.bad)
+                    one.optimizer.update_whole(one.slot, vector, reduced.values, group, inputs.bad)
             if order.interleaved:
                 order.from_memory_order(vector, answer)
 
-    def _copied(self, one: TensorToUpdate, gradient: Scaled, taken: ExitStack) -> Tensor:
+    def _copied(self, one: TensorToUpdate, gradient: ReducedGradient, taken: ExitStack) -> Tensor:
         """The gradient as the class sees it: scaled, in the dtype of the master and in memory order."""
         order = one.optimizer.order(one.slot)
-        scaled = not (isinstance(gradient.factor, float) and gradient.factor == 1.0)
-        if not (scaled or one.unit.dtypes.narrow or order.interleaved):
+        if not (gradient.has_factor or one.unit.dtypes.narrow or order.interleaved):
             return gradient.values
         wide = self._take(one, gradient.dtype, taken)  # a product in 16 bits would be rounded to them
         order.to_memory_order(gradient.values, wide)
-        return wide.mul_(gradient.factor) if scaled else wide
+        return wide.mul_(gradient.factor) if gradient.has_factor else wide
 
     def _take(self, one: TensorToUpdate, dtype: torch.dtype, taken: ExitStack) -> Tensor:
         buffer = self._pool.take(one.numel, dtype)

@@ -21,7 +21,7 @@ from onefold.cost.layout import Span
 from onefold.cost.states import StateCost
 from onefold.errors import OptimizerError, StateError
 from onefold.model.element_order import Order
-from onefold.optim.newton_schulz import Move, Scaled, direction_dtype, direction_settings, work_of
+from onefold.optim.newton_schulz import Move, ReducedGradient, direction_dtype, direction_settings, work_of
 from onefold.optim.owned_tensor import OwnedTensor
 from onefold.optim.ownership import Ownership, ToOwn
 from onefold.optim.unit_optimizer import UnitOptimizer
@@ -218,7 +218,7 @@ class WholeUnitOptimizer(UnitOptimizer):
         self._owned[slot].update(order.full(master), order.full(gradient), group, bad)
 
     def find_direction(
-        self, slot: int, out: Tensor, gradient: Scaled, group: dict[str, Any], bad: Tensor | None
+        self, slot: int, out: Tensor, gradient: ReducedGradient, group: dict[str, Any], bad: Tensor | None
     ) -> None:
         """Updates the state of one tensor that this rank owns, and writes the direction in which the tensor is to move;
         both vectors are in memory order. The state does not change if the device flag `bad` is set."""
@@ -226,7 +226,7 @@ class WholeUnitOptimizer(UnitOptimizer):
         full = gradient._replace(values=order.full(gradient.values))
         self._owned[slot].find_direction(order.full(out), full, group, bad)
 
-    def scales(self, slot: int, gradient: Scaled, group: dict[str, Any]) -> bool:
+    def scales_in_update(self, slot: int, gradient: ReducedGradient, group: dict[str, Any]) -> bool:
         """Whether `find_direction` scales this gradient, a vector as it was reduced, without a copy."""
         order = self.order(slot)
         full = gradient._replace(values=order.full(gradient.values))

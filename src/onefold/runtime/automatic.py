@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -138,13 +137,13 @@ def automatic_parameters(
     device_ranks: int,
 ) -> tuple[dict[str, Tier], str]:
     """The tier of each unit's parameters, by name, and the reason; empty if all stay on the device. Decided by the
-    smallest budget of any rank. As many as host and disk have room for begin there: the first step shows what
-    activations take, and then those that fit come to the device. One rank would keep its shard beside the unsharded
-    unit for good then, so without a budget they stay on a GPU of which they take a small share. In a simulation, which
-    has no such step, they may take all of a budget. Collective."""
+    smallest budget of any rank. As many as the host has room for begin there, and all of them if a disk has room for
+    the rest: the first step shows what activations take, and then those that fit come to the device. One rank would
+    keep its shard beside the unsharded unit for good then, so without a budget they stay on a GPU of which they take a
+    small share. In a simulation, which has no such step, they may take all of a budget. Collective."""
     offload, machine, simulated = Offload.of(settings.offload), here(device), comms.shard.simulated
     mine = offload.device_bytes if simulated else None  # the budget of a simulation is not of the device that is here
-    disk = 0 if simulated or offload.path is None else disk_share(Path(offload.path))
+    disk = 0 if simulated or offload.path is None else disk_share(offload.path)
     budget, host_bytes, disk_bytes = _smallest(
         comms,
         mine or device_budget(device, offload.device_bytes, device_ranks),
@@ -163,14 +162,22 @@ def automatic_parameters(
     if wanted <= share * budget:
         return {}, ""
     spills = offload.path is not None
-    owned = sum(size.shard * (size.widths.compute + size.widths.master) for size in sizes)
-    away = spills and owned <= disk_bytes  # all of them, if need be
-    most_bytes = budget if simulated else 0 if away else int(STATES_SHARE * budget)
-    tiers = choose_parameters(
-        sizes, rows, strategy, cuda=cuda, prefetch=prefetch, device_bytes=most_bytes,
-        host_bytes=host_bytes if spills else None,
-    )  # fmt: skip
-    if not (simulated or away):
+
+    def chosen(device_bytes: int) -> list[Tier]:
+        return choose_parameters(
+            sizes, rows, strategy, cuda=cuda, prefetch=prefetch, device_bytes=device_bytes,
+            host_bytes=host_bytes if spills else None,
+        )  # fmt: skip
+
+    tiers = chosen(budget if simulated else 0 if spills else int(STATES_SHARE * budget))
+    masters = sum(size.shard * size.widths.master for size in sizes if size.trained)
+    on_disk = sum(
+        size.shard * size.widths.compute for size, tier in zip(sizes, tiers, strict=True) if tier is Tier.DISK
+    )
+    off_device = spills and masters + on_disk <= disk_bytes
+    if spills and not (simulated or off_device):
+        tiers = chosen(int(STATES_SHARE * budget))
+    if not (simulated or off_device):
         tiers = parameters_in_first_step(sizes, rows, tiers, host_bytes)
     found = "device_bytes" if offload.device_bytes is not None else "the device"
     waits = "" if simulated else "; the first step shows how many fit"

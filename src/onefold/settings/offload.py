@@ -45,7 +45,8 @@ class Offload:
 
     host_bytes: int | None = None
     """With "auto" and a `path`: the most bytes that each rank may take in host memory, with the gradients that wait
-    there for `step`. None: 90% of what is available on the fullest node, divided among its ranks."""
+    there for `step`; those of the first step may take more. A warning says if a step cannot do with so few. None: 90%
+    of what is available on the fullest node, divided among its ranks."""
 
     spare_bytes: int | None = None
     """Host memory, in bytes, for updates that run in backward before it is known whether gradients are clipped: with

@@ -72,8 +72,8 @@ def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
 
 
 def join(copy: Tensor, remainder: Tensor, out: Tensor) -> None:
-    """out = the fp32 vector that `split` made `copy` and `remainder` of. An element whose copy a user has set since
-    may join to a NaN with a remainder that means nothing; it is the copy then."""
+    """out = the fp32 vector that `split` made `copy` and `remainder` of. Where a user has set the copy since, its
+    remainder means nothing: an element that would join to a NaN, and whose copy is none, is the copy."""
     if isinstance(copy, FakeTensor):
         return
     if rounding_cuda.fits(copy, remainder, out):

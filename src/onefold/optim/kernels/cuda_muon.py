@@ -2,7 +2,7 @@
 
 Before Newton-Schulz: the gradient as it was reduced, its factor, the momentum, Nesterov's average and the rounding to
 bf16, over 12 bytes per element of a gradient in 16 bits; in torch five kernels over 44 bytes. Then the division by the
-norm, which torch does for a norm on the device with an address computed for each element. After Newton-Schulz: weight
+norm: torch's kernel for a divisor that is a tensor computes an address for each element. After Newton-Schulz: weight
 decay and the update, over 10 bytes; in torch two kernels over 18, one of which reads the direction of a tall matrix,
 which is transposed, column by column.
 """
@@ -28,9 +28,9 @@ WIDE, NARROW = (torch.float32,), (torch.bfloat16, torch.float16)
 Factor = float | Tensor
 
 
-def scales(grad: Tensor, factor: Factor, settings: Mapping[str, Any]) -> bool:
-    """Whether `average` takes a gradient as it was reduced, in fp32 or in 16 bits, and a factor for it. torch's lerp
-    computes in another way where a weight is on the other side of a half."""
+def takes_gradient(grad: Tensor, factor: Factor, settings: Mapping[str, Any]) -> bool:
+    """Whether `move_momentum` takes a gradient as it was reduced, in fp32 or in 16 bits, and a factor for it. torch's
+    lerp computes in another way where a weight is on the other side of a half."""
     known = settings["ns_dtype"] == "bf16" and 0.5 < settings["momentum"] < 1.0
     alone = isinstance(factor, int | float) or (factor.is_cuda and factor.ndim == 0 and factor.dtype is torch.float32)
     return known and alone and _is_vector(grad, WIDE + NARROW)
@@ -43,12 +43,12 @@ def _is_vector(tensor: Tensor, dtypes: Sequence[torch.dtype]) -> bool:
     return tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in dtypes and tensor.numel() > 0
 
 
-def is_wide(average: Tensor) -> bool:
-    """Whether `average` takes this momentum."""
+def takes_momentum(average: Tensor) -> bool:
+    """Whether `move_momentum` takes this momentum."""
     return _is_vector(average, WIDE)
 
 
-def average(grad: Tensor, factor: Factor, average: Tensor, settings: Mapping[str, Any]) -> Tensor:
+def move_momentum(grad: Tensor, factor: Factor, average: Tensor, settings: Mapping[str, Any]) -> Tensor:
     """Moves the momentum towards the scaled gradient, and gives what is made orthogonal, in bf16."""
     out = torch.empty_like(grad, dtype=torch.bfloat16)
     momentum, numel = settings["momentum"], grad.numel()
