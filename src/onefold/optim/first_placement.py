@@ -6,18 +6,17 @@ before the first step has ended. Other units get theirs at once, on the tier whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from onefold.cost.automatic import host_need, split_offloaded
 from onefold.cost.sizes import UnitSize
 from onefold.cost.splits import tiers_of
 from onefold.cost.states import StateCost
+from onefold.optim.disk_room import DiskRoom
 from onefold.settings.placement import Placement, Tier
 
 NONE = StateCost(0)
-FitsDisk = Callable[[Sequence[Tier], Collection[int]], bool]
-"""Whether the disks of all ranks have room for the state on these tiers, of which some units have masters only."""
 
 
 class FirstPlacement(NamedTuple):
@@ -55,19 +54,18 @@ def with_disk(
     units: UnitTable,
     candidates: Sequence[int],
     host_bytes: int,
-    fits_disk: FitsDisk,
-    may_fit: Callable[[], bool],
+    disk: DiskRoom,
     *,
     in_backward: bool,
 ) -> FirstPlacement:
     """Of units that are not candidates, the disk has what the host cannot hold beside the masters and gradients of
     candidates. That is more than stays there, since units leave host and disk for the device. If the disk has no room
-    for it, all units wait, so that no state is made before; unless all state has no room anywhere, by `may_fit`: then
-    the placement is one that does not fit. Collective."""
+    for it, all units wait, so that no state is made before; unless all state has no room anywhere: then the placement
+    is one that does not fit. Collective."""
     sizes, placements, cost = units
     left = max(host_bytes - (units.host_bytes([]) - units.host_bytes(candidates)), 0)
     split = split_offloaded(sizes, placements, candidates, left, cost=cost, in_backward=in_backward)
     tiers: list[Tier] = [Tier.HOST if tier is Tier.DEVICE else tier for tier in split]
-    if fits_disk(tiers, candidates) or not may_fit():
+    if disk.fits(tiers, candidates) or not disk.may_fit(host_bytes):
         return FirstPlacement(tiers, frozenset(candidates))
     return FirstPlacement(split_offloaded(sizes, placements, (), host_bytes, cost=NONE), frozenset(units.numbers))

@@ -31,6 +31,7 @@ from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.errors import PlacementWarning
 from onefold.model.storage import storage_bytes
+from onefold.optim.disk_room import DiskRoom
 from onefold.optim.first_placement import UnitTable, with_disk, without_disk
 from onefold.optim.fullest_rank import FullestRank
 from onefold.optim.possible_splits import PossibleSplits, on_tier
@@ -64,7 +65,8 @@ class Placing:
     ) -> None:
         self._engine, self._in_backward, self._agreed = engine, in_backward, FullestRank(engine)
         self._needs = StepNeeds(engine, costs, in_backward=in_backward, one_pass=one_pass)
-        self._splits = PossibleSplits(engine, self._needs, self._agreed, in_backward=in_backward)
+        self._disk = DiskRoom(engine, self._needs, self._agreed)
+        self._splits = PossibleSplits(engine, self._needs, self._agreed, self._disk, in_backward=in_backward)
         self._parks = parks
 
     def before_first_step(self) -> None:
@@ -76,10 +78,9 @@ class Placing:
         tiers, _ = automatic_tiers(*given, self._needs.cost, share=FILLED)
         candidates = [at for at, tier in enumerate(tiers.values()) if tier is Tier.DEVICE]
         units, room = UnitTable(*self._needs.rows(), self._needs.cost), self._splits.host_room()
-        if self._splits.spills:
-            splits, backward = self._splits, self._in_backward
-            first = with_disk(units, candidates, room, splits.fits_disk, splits.may_fit, in_backward=backward)
-            splits.check_disk(first.tiers, first.waiting)
+        if self._disk.used:
+            first = with_disk(units, candidates, room, self._disk, in_backward=self._in_backward)
+            self._disk.check(first.tiers, first.waiting)
         else:
             first = without_disk(units, candidates, room)
         watch.may_move_units(first.waiting)
@@ -109,15 +110,15 @@ class Placing:
         if not engine.watch.active or engine.watch.decided:
             return
         self._quiesce()
-        room, rows, cost, splits = self._splits.host_room(), self._needs.rows(), self._needs.cost, self._splits
+        room, rows, cost, disk = self._splits.host_room(), self._needs.rows(), self._needs.cost, self._disk
         every = range(len(engine.units))
         movable = every if parameters_are_automatic(resolved.settings, resolved.device, engine.comms) else ()
         order = list(dict.fromkeys([*self._needs.may_stay(), *movable]))
         for there in (order[:n] for n in range(len(order) + 1)):
-            tiers = split_offloaded(*rows, there, room if splits.spills else None, cost=cost)
-            if splits.fits_disk(tiers) if splits.spills else host_need(*rows, tiers, cost=cost) <= room:
+            tiers = split_offloaded(*rows, there, room if disk.used else None, cost=cost)
+            if disk.fits(tiers) if disk.used else host_need(*rows, tiers, cost=cost) <= room:
                 break
-        splits.check_disk(tiers)
+        disk.check(tiers)
         raise_parameters_of(engine, [engine.units[number].name for number in there])
         self._move(tiers, engine.resolved.why)
 
@@ -285,7 +286,7 @@ class Placing:
     def _decide(self, tiers: Sequence[Tier], takes: int, budget: int) -> None:
         engine, staying = self._engine, tiers.count(Tier.DEVICE)
         told = self._splits.checked(tiers, self._splits.host_room())
-        self._splits.check_disk(tiers)
+        self._disk.check(tiers)
         room = f"{format_bytes(takes)} of {format_bytes(budget)}"
         why = f"optimizer state of {staying} of {len(tiers)} units stays on the device: a step takes {room}{told}"
         if engine.device.type == "cuda":
@@ -306,7 +307,7 @@ class Placing:
         planned = self._splits.planned_seconds()
         tiers = self._splits.split(planned, stays, lambda chosen: True)  # units that were in host memory may go to disk
         self._splits.checked(tiers, planned.host_bytes)
-        self._splits.check_disk(tiers)
+        self._disk.check(tiers)
         gone = {new for old, new in zip(before, tiers, strict=True) if old is Tier.DEVICE} - {Tier.DEVICE}
         left = before.count(Tier.DEVICE) - tiers.count(Tier.DEVICE)
         why = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,13 +12,12 @@ import torch
 from onefold.cost.automatic import host_need, told_of
 from onefold.cost.filling import Room, Taken, with_blocks
 from onefold.cost.machine import here
-from onefold.cost.sizes import UnitSize
 from onefold.cost.splits import Overlap, UnitSeconds, fastest, filled, seconds_of, split_s, tiers_of
-from onefold.cost.states import StateCost, optimizer_bytes, parameter_bytes
+from onefold.cost.states import parameter_bytes
 from onefold.cost.text import format_bytes
 from onefold.errors import OffloadError, PlacementWarning
 from onefold.model.storage import storage_bytes
-from onefold.offload.files import disk_share, no_room
+from onefold.optim.disk_room import DiskRoom
 from onefold.optim.fullest_rank import FullestRank
 from onefold.optim.raising import blocks_of, blocks_to_keep
 from onefold.optim.step_needs import StepNeeds
@@ -27,7 +25,7 @@ from onefold.runtime.automatic import host_bytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
 from onefold.settings.offload import Offload
-from onefold.settings.placement import Placement, Scope, Tier
+from onefold.settings.placement import Scope, Tier
 
 
 class Planned(NamedTuple):
@@ -42,8 +40,11 @@ class Planned(NamedTuple):
 class PossibleSplits:
     """Of the units of one model, by what a step `needs`."""
 
-    def __init__(self, engine: Engine, needs: StepNeeds, agreed: FullestRank, *, in_backward: bool) -> None:
-        self._engine, self._needs, self._agreed, self._in_backward = engine, needs, agreed, in_backward
+    def __init__(
+        self, engine: Engine, needs: StepNeeds, agreed: FullestRank, disk: DiskRoom, *, in_backward: bool
+    ) -> None:
+        self._engine, self._needs, self._agreed, self._disk = engine, needs, agreed, disk
+        self._in_backward = in_backward
         self._told = False  # that the host has too little room
 
     def fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
@@ -76,7 +77,7 @@ class PossibleSplits:
 
         def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
             tiers = tiers_of(count, on_device, on_host)
-            return not self.spills or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
+            return not self._disk.used or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
 
         return fastest(
             planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host
@@ -88,7 +89,7 @@ class PossibleSplits:
         cost, backward, rows = self._needs.cost, self._in_backward, self._needs.rows()
         needed = host_need(*rows, tiers, cost=cost, in_backward=backward)
         waiting = needed - host_need(*rows, tiers, cost=cost, in_backward=True)
-        if needed > host_bytes and not self.spills:
+        if needed > host_bytes and not self._disk.used:
             smaller = "'8bit'" if cost.small else "'bf16' or '8bit'"
             helps = [
                 *(["Offload(path=…) for what does not fit"] if not cost.small else []),
@@ -123,46 +124,6 @@ class PossibleSplits:
             f"({format_bytes(waiting_bytes)} of this)"
         ]
 
-    def fits_disk(self, tiers: Sequence[Tier], waiting: Collection[int] = ()) -> bool:
-        """Whether the disks of all ranks have room for the state on these tiers, of which units that are `waiting` have
-        masters only. Collective."""
-        return bool(self._agreed.smallest(self._disk_need(tiers, waiting) <= self._disk_left()))
-
-    def check_disk(self, tiers: Sequence[Tier], waiting: Collection[int] = ()) -> None:
-        """Raises on every rank, before anything moves, if there is a disk that has no room for it. Collective."""
-        if not self.spills or self.fits_disk(tiers, waiting):
-            return
-        needed, left = self._agreed.largest(self._disk_need(tiers, waiting)), self._agreed.smallest(self._disk_left())
-        raise no_room(self._path, int(needed) * _local_ranks(), left * _local_ranks())
-
-    def may_fit(self) -> bool:
-        """Whether devices, hosts and disks together could hold all state, if nothing else were there. Collective."""
-        engine, room = self._engine, self.host_room()
-        files = sum(image.nbytes for unit in engine.units for image in (unit.image, unit.flat_params.image) if image)
-        total = sum(_file_bytes(*pair, self._needs.cost) for pair in self._trained())
-        return bool(self._agreed.smallest(total <= engine.watch.budget() + room + files + self._disk_left()))
-
-    def _disk_need(self, tiers: Sequence[Tier], waiting: Collection[int]) -> int:
-        """Bytes by which this rank's files will grow."""
-        grown, trained = 0, self._trained()
-        for at, (unit, tier) in enumerate(zip(self._engine.units, tiers, strict=True)):
-            grown -= unit.image.nbytes if unit.image is not None else 0
-            if tier is Tier.DISK:
-                grown += _file_bytes(*trained[at], StateCost(0) if at in waiting else self._needs.cost)
-        return grown
-
-    def _trained(self) -> list[tuple[UnitSize, Placement]]:
-        return [pair for pair in zip(*self._needs.rows(), strict=True) if pair[0].trained]
-
-    def _disk_left(self) -> int:
-        return disk_share(self._path)
-
-    @property
-    def _path(self) -> str | Path:
-        path = Offload.of(self._engine.resolved.settings.offload).path
-        assert path is not None
-        return path
-
     def keep_blocks(self, parts: list[Taken], most_bytes: int) -> list[Taken]:
         """Where activations="auto" left blocks to this step: lets as many of them keep their activations as make the
         step fastest. Returns the parts of the step with those bytes added. Collective."""
@@ -186,7 +147,7 @@ class PossibleSplits:
             )
             tiers = tiers_of(len(units), on_device, range(len(units)))
             need = host_need(*rows, tiers, cost=self._needs.cost, in_backward=self._in_backward)
-            return self.spills or need <= planned.host_bytes
+            return self._disk.used or need <= planned.host_bytes
 
         def seconds(parts: list[Taken], count: int) -> float:
             return split_s(planned.units, split(parts), planned.overlap) - micro_batches * count * again_s
@@ -218,20 +179,10 @@ class PossibleSplits:
         held = sum(storage_bytes(tensors) for tensors in host_tensors(self._engine).values())
         return self._agreed.smallest(host_bytes_of(self._engine.resolved.settings, held))
 
-    @property
-    def spills(self) -> bool:
-        """Whether state may be on disk."""
-        return Offload.of(self._engine.resolved.settings.offload).path is not None and not self._needs.cost.small
-
 
 def on_tier(tiers: Sequence[Tier], tier: Tier) -> list[int]:
     """The units, by number, whose state is on this tier."""
     return [number for number, one in enumerate(tiers) if one is tier]
-
-
-def _file_bytes(size: UnitSize, placement: Placement, cost: StateCost) -> int:
-    """Bytes of a file with the master and the state of a unit."""
-    return optimizer_bytes(size, placement.on(Tier.DISK, placement.parameters_tier), cost, Tier.DISK)
 
 
 def _local_ranks() -> int:

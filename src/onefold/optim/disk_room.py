@@ -1,0 +1,71 @@
+"""Offload(optimizer="auto", path=…): whether the disk has room for what is to be on it. All ranks get one answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from onefold.cost.sizes import UnitSize
+from onefold.cost.states import StateCost, optimizer_bytes
+from onefold.offload.files import disk_share, no_room
+from onefold.optim.fullest_rank import FullestRank
+from onefold.optim.step_needs import StepNeeds
+from onefold.runtime.engine import Engine
+from onefold.settings.offload import Offload
+from onefold.settings.placement import Placement, Tier
+
+
+class DiskRoom:
+    def __init__(self, engine: Engine, needs: StepNeeds, agreed: FullestRank) -> None:
+        self._engine, self._needs, self._agreed = engine, needs, agreed
+
+    @property
+    def used(self) -> bool:
+        """Whether state may be on disk."""
+        return self._path is not None and not self._needs.cost.small
+
+    def fits(self, tiers: Sequence[Tier], waiting: Collection[int] = ()) -> bool:
+        """Whether the disks of all ranks have room for the state on these tiers, of which units that are `waiting` have
+        masters only. Collective."""
+        return bool(self._agreed.smallest(self._growth(tiers, waiting) <= self._left()))
+
+    def check(self, tiers: Sequence[Tier], waiting: Collection[int] = ()) -> None:
+        """Raises on every rank, before anything moves, if some disk has no room for it. Collective."""
+        if not self.used or self.fits(tiers, waiting):
+            return
+        assert self._path is not None
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        needed, left = self._agreed.largest(self._growth(tiers, waiting)), self._agreed.smallest(self._left())
+        raise no_room(self._path, int(needed) * ranks, left * ranks)
+
+    def may_fit(self, host_bytes: int) -> bool:
+        """Whether devices, hosts and disks together could hold all state, if nothing else were there. Collective."""
+        engine = self._engine
+        files = sum(image.nbytes for unit in engine.units for image in (unit.image, unit.flat_params.image) if image)
+        total = sum(_file_bytes(*pair, self._needs.cost) for pair in self._trained())
+        return bool(self._agreed.smallest(total <= engine.watch.budget() + host_bytes + files + self._left()))
+
+    def _growth(self, tiers: Sequence[Tier], waiting: Collection[int]) -> int:
+        """Bytes by which this rank's files will grow."""
+        grown, trained = 0, self._trained()
+        for at, (unit, tier) in enumerate(zip(self._engine.units, tiers, strict=True)):
+            grown -= unit.image.nbytes if unit.image is not None else 0
+            if tier is Tier.DISK:
+                grown += _file_bytes(*trained[at], StateCost(0) if at in waiting else self._needs.cost)
+        return grown
+
+    def _trained(self) -> list[tuple[UnitSize, Placement]]:
+        return [pair for pair in zip(*self._needs.rows(), strict=True) if pair[0].trained]
+
+    def _left(self) -> int:
+        return disk_share(self._path) if self._path is not None else 0
+
+    @property
+    def _path(self) -> str | Path | None:
+        return Offload.of(self._engine.resolved.settings.offload).path
+
+
+def _file_bytes(size: UnitSize, placement: Placement, cost: StateCost) -> int:
+    """Bytes of a file with the master and the state of a unit."""
+    return optimizer_bytes(size, placement.on(Tier.DISK, placement.parameters_tier), cost, Tier.DISK)
