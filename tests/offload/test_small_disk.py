@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from onefold.offload.files import disk_share
 
-SMALL_DISK = """
+SCRIPT = """
 import gc
+import json
 import sys
 from pathlib import Path
 
@@ -25,6 +29,9 @@ from onefold.runtime.held_tensors import host_tensors
 from tests.offload.test_auto import Outcome, Work, build, differing, step, tiers_of
 from tests.offload.test_auto_parameters import parameter_tiers
 
+def outcome(model, losses):
+    return Outcome(losses, onefold.full_state_dict(model), 0, [], [], "", [])
+
 def trained(offload):
     model, adam = build(work, offload)
     begun = parameter_tiers(model)
@@ -35,107 +42,110 @@ def trained(offload):
         raise
     engine_of(model).updates.wait()
     held = sum(storage_bytes(tensors) for tensors in host_tensors(engine_of(model)).values())
-    return Outcome(losses, onefold.full_state_dict(model), 0, [], [], "", []), begun, tiers_of(model), held, model, adam
+    return outcome(model, losses), begun, tiers_of(model), held, model, adam
 
 def names(tiers):
-    return ",".join(sorted({tier.value for tier in tiers}))
+    return sorted({tier.value for tier in tiers})
 
-path, device_bytes, host_bytes, inside, precision = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
-precision = onefold.Precision(compute="bf16", master="fp32") if precision == "bf16" else precision
-work = Work(depth=8, width=128, rows=1, inside=bool(inside), precision=precision)
-offload = onefold.Offload(optimizer="auto", device_bytes=device_bytes, host_bytes=host_bytes, path=path)
-onefold.init()
-try:
+def told():
     found, begun, tiers, held, model, adam = trained(offload)
-except OffloadError as error:
-    print("refused:", error)
-    sys.exit()
-run = Path(path).parent / "checkpoints"
-onefold.save(run, model, adam)
-print(names(begun), names(tiers), held, differing(trained(None)[0], found), flush=True)
-del model, adam
-gc.collect()  # and files go
-model, adam = build(work, offload)
-onefold.load(run, model, adam)
-again = Outcome([], onefold.full_state_dict(model), 0, [], [], "", [])
-step(model, adam, work, 3)
-print(differing(found._replace(losses=[]), again), flush=True)
+    wrong = differing(trained(None)[0], found)
+    run = disk.parent / f"checkpoints-{disk.name}"
+    onefold.save(run, model, adam)
+    del model, adam
+    gc.collect()  # and files go
+    model, adam = build(work, offload)
+    onefold.load(run, model, adam)
+    wrong += differing(found._replace(losses=[]), outcome(model, []))
+    step(model, adam, work, 3)
+    return {"begun": names(begun), "tiers": names(tiers), "held": held, "wrong": wrong, "refused": ""}
+
+onefold.init()
+for number, (device_bytes, host_bytes, inside, precision) in enumerate(json.loads(sys.argv[2])):
+    disk = Path(sys.argv[1]) / str(number)
+    precision = onefold.Precision(compute="bf16", master="fp32") if precision == "bf16" else precision
+    work = Work(depth=8, width=128, rows=1, inside=inside, precision=precision)
+    offload = onefold.Offload(optimizer="auto", device_bytes=device_bytes, host_bytes=host_bytes, path=disk)
+    try:
+        answer = told()
+    except OffloadError as error:
+        answer = {"begun": [], "tiers": [], "held": 0, "wrong": [], "refused": str(error)}
+    print("told", json.dumps(answer), flush=True)
+    gc.collect()
 """
+ALL = ["device", "disk", "host"]
 
 
-class OnSmallDisk(NamedTuple):
-    """A run of whose ranks each told where parameters began, where state ended, what the host held, and whether bits
-    are those of the run without offload, and those of a checkpoint that was loaded."""
+class Case(NamedTuple):
+    """Sizes in bytes. All state takes 4.2 MB in fp32, parameters 2.1 MB."""
 
-    begun: str
-    tiers: str
-    refused: str
+    disk: int
+    device: int
+    host: int
+    inside: bool = False
+    precision: str = "fp32"
 
 
-def on_a_small_disk(
-    folder: Any, size: str, device_bytes: int, host_bytes: int, inside: int = 0, precision: str = "fp32", ranks: int = 1
-) -> OnSmallDisk:
-    """Trains in processes whose files are on a disk of this size; what the host holds must be within its budget."""
-    script, disk = folder / "script.py", folder / "disk"
-    script.write_text(SMALL_DISK)
-    disk.mkdir()
-    mount = ["sh", "-c", f'mount -t tmpfs -o size={size} none "$0" && exec "$@"', str(disk)]
-    alone = ["unshare", "--user", "--map-root-user", "--mount", *mount]
-    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+LARGE_DEVICE = Case(400_000, 16 << 20, 600_000)
+WAITING = [
+    Case(2_560_000, 6_000_000, 4_000_000),
+    Case(2_560_000, 6_000_000, 3_000_000, inside=True),
+    Case(2_560_000, 6_000_000, 4_000_000, precision="bf16"),
+]
+TOO_SMALL = [
+    Case(300_000, 4_000_000, 2_500_000),
+    Case(1_000_000, 3_500_000, 2_500_000, inside=True),
+    Case(1_300_000, 5_000_000, 3_000_000, inside=True, precision="bf16"),
+]
+OF_TWO_RANKS = [Case(3_000_000, 3_600_000, 2_000_000, inside=True), Case(2_000_000, 3_000_000, 2_000_000, inside=True)]
+
+
+def on_small_disks(folder: Path, cases: Sequence[Case], ranks: int = 1) -> list[list[dict[str, Any]]]:
+    """What each rank told of each case, in processes that see a disk of its size for each."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    for number in range(len(cases)):
+        (folder / str(number)).mkdir()
+    mounts = [f"mount -t tmpfs -o size={case.disk} none {number} &&" for number, case in enumerate(cases)]
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", " ".join([*mounts, 'exec "$@"']), "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], cwd=folder, capture_output=True).returncode:
         pytest.skip("no disk can be mounted here")
-    run = [sys.executable, "-m", "onefold.cli.main", "run", "--ranks", str(ranks), str(script), str(disk)]
-    done = subprocess.run(
-        [*alone, *run, str(device_bytes), str(host_bytes), str(inside), precision],
-        capture_output=True, text=True, timeout=180, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    launcher = ["-m", "onefold.cli.main", "run", "--ranks", str(ranks)] if ranks > 1 else []
+    words = [sys.executable, *launcher, str(script), str(folder), json.dumps([case[1:] for case in cases])]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*alone, *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr + done.stdout
-    lines = [line.split("] ", 1)[-1] for line in done.stdout.splitlines()]
-    refused = [line for line in lines if line.startswith("refused:")]
-    if refused:
-        assert len(refused) == ranks, "one rank went on without the others"
-        return OnSmallDisk("", "", refused[0])
-    told = [line.split(" ", 3) for line in lines if "[]" in line and len(line.split(" ", 3)) == 4]
-    assert len(told) == ranks and lines.count("[]") == ranks, done.stdout
-    assert all(int(held) <= host_bytes and differs == "[]" for _, _, held, differs in told), done.stdout
-    return OnSmallDisk(*told[0][:2], "")
+    told = [json.loads(line.split("told ", 1)[1]) for line in done.stdout.splitlines() if "told " in line]
+    assert len(told) == ranks * len(cases), done.stdout
+    return [told[at : at + ranks] for at in range(0, len(told), ranks)]
 
 
-def test_parameters_begin_on_the_device_where_neither_host_nor_disk_has_room_for_them(tmp_path: Any) -> None:
-    assert on_a_small_disk(tmp_path, "400k", 16 << 20, 600_000) == ("device", "device", "")
+def assert_trained(told: dict[str, Any], case: Case) -> None:
+    assert told["refused"] == "" and told["wrong"] == [], (case, told)
+    assert told["held"] <= case.host, (case, told)
 
 
-@pytest.mark.parametrize(
-    ("size", "settings"),
-    [
-        ("2500k", (6_000_000, 4_000_000)),
-        ("2500k", (6_000_000, 3_000_000, 1)),
-        ("2500k", (6_000_000, 4_000_000, 0, "bf16")),
-        ("3000k", (3_600_000, 2_000_000, 1, "fp32", 2)),
-    ],
-    ids=str,
-)
-def test_all_units_wait_in_the_first_step_where_the_disk_holds_only_what_comes_after_it(
-    size: str, settings: Any, tmp_path: Any
-) -> None:
-    """All state takes 4.2 MB in fp32. Before the device has any, host and disk together have no room for that of units
-    that might not fit there. Nor have they for all of it when it is loaded."""
-    assert on_a_small_disk(tmp_path, size, *settings).tiers == "device,disk,host"
+def test_one_rank_trains_and_resumes_beside_a_small_disk_or_is_told_that_it_is_too_small(tmp_path: Path) -> None:
+    """The disks of WAITING hold what is on them after the first step. Before the device has any state, host and disk
+    together have no room for that of units that might not fit there, nor for all of it when it is loaded."""
+    cases = [LARGE_DEVICE, *WAITING, *TOO_SMALL]
+    found = dict(zip(cases, (told for (told,) in on_small_disks(tmp_path, cases)), strict=True))
+    for case in (LARGE_DEVICE, *WAITING):
+        assert_trained(found[case], case)
+    assert found[LARGE_DEVICE]["begun"] == found[LARGE_DEVICE]["tiers"] == ["device"]
+    assert [found[case]["tiers"] for case in WAITING] == [ALL] * len(WAITING)
+    for case in TOO_SMALL:
+        assert "state on disk needs" in found[case]["refused"], (case, found[case])
 
 
-@pytest.mark.parametrize(
-    ("size", "settings"),
-    [
-        ("300k", (4_000_000, 2_500_000)),
-        ("1000k", (3_500_000, 2_500_000, 1)),
-        ("1300k", (5_000_000, 3_000_000, 1, "bf16")),
-        ("2000k", (3_000_000, 2_000_000, 1, "fp32", 2)),
-    ],
-    ids=str,
-)
-def test_a_disk_that_is_too_small_is_told_before_anything_changes(size: str, settings: Any, tmp_path: Any) -> None:
-    assert "state on disk needs" in on_a_small_disk(tmp_path, size, *settings).refused
+def test_two_ranks_agree_on_what_a_small_disk_holds(tmp_path: Path) -> None:
+    enough, too_small = on_small_disks(tmp_path, OF_TWO_RANKS, ranks=2)
+    for told in enough:
+        assert_trained(told, OF_TWO_RANKS[0])
+        assert told["tiers"] == ALL
+    assert all("state on disk needs" in told["refused"] for told in too_small), too_small
 
 
-def test_the_room_on_a_disk_is_that_of_the_folder_that_is_used(monkeypatch: Any, tmp_path: Any) -> None:
+def test_the_room_on_a_disk_is_that_of_the_folder_that_is_used(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert disk_share("~") == disk_share(tmp_path) > 0 == disk_share(tmp_path / "missing")
