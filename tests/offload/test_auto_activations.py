@@ -4,6 +4,7 @@ what fits beside the optimizer state that host memory cannot hold."""
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,17 +26,23 @@ class Decided(NamedTuple):
     recomputed: int  # blocks
 
 
-def decided(work: Work, budget: int, host_share: float, folder: str) -> Decided:
-    """A run whose device may take `budget` bytes, and whose host this share of what all its state would need there."""
+@lru_cache(maxsize=1)
+def known(work: Work) -> tuple[Outcome, int]:
+    """The run without offload, and the bytes that all state needs on the host."""
     model, adam = build(work, onefold.Offload(optimizer="host"))
     engine = engine_of(model)
     sizes = [unit.size(0, engine.resolved.precision) for unit in engine.resolved.units]
     rows, cost = [unit.placement for unit in engine.resolved.units], adam.state_cost
     assert cost is not None
     every = host_need(sizes, rows, [Tier.HOST] * len(sizes), cost=cost)
+    return train(work._replace(activations="keep"), None), every
+
+
+def decided(work: Work, budget: int, host_share: float, folder: str) -> Decided:
+    """A run whose device may take `budget` bytes, and whose host this share of what all its state would need there."""
+    plain, every = known(work)
     host_bytes = int(host_share * every)
     offload = onefold.Offload(optimizer="auto", device_bytes=budget, host_bytes=host_bytes, path=folder)
-    plain = train(work._replace(activations="keep"), None)
     auto = train(work._replace(activations="auto"), offload)
     return Decided(auto, differing(plain, auto), recomputed_in(auto.why, work.depth))
 
