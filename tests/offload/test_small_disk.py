@@ -70,7 +70,7 @@ for number, (device_bytes, host_bytes, inside, precision) in enumerate(json.load
         answer = told()
     except OffloadError as error:
         answer = {"begun": [], "tiers": [], "held": 0, "wrong": [], "refused": str(error)}
-    print("told", json.dumps(answer), flush=True)
+    print("told", json.dumps([number, answer]), flush=True)
     gc.collect()
 """
 ALL = ["device", "disk", "host"]
@@ -117,7 +117,7 @@ def on_small_disks(folder: Path, cases: Sequence[Case], ranks: int = 1) -> list[
     assert done.returncode == 0, done.stderr + done.stdout
     told = [json.loads(line.split("told ", 1)[1]) for line in done.stdout.splitlines() if "told " in line]
     assert len(told) == ranks * len(cases), done.stdout
-    return [told[at : at + ranks] for at in range(0, len(told), ranks)]
+    return [[answer for other, answer in told if other == number] for number in range(len(cases))]
 
 
 def assert_trained(told: dict[str, Any], case: Case) -> None:

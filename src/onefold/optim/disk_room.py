@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost, optimizer_bytes
 from onefold.offload.files import disk_share, no_room
 from onefold.optim.fullest_rank import FullestRank
 from onefold.optim.step_needs import StepNeeds
 from onefold.runtime.engine import Engine
 from onefold.settings.offload import Offload
-from onefold.settings.placement import Placement, Tier
+from onefold.settings.placement import Tier
 
 
 class DiskRoom:
@@ -31,7 +30,7 @@ class DiskRoom:
         return bool(self._agreed.smallest(self._growth(tiers, waiting) <= self._left()))
 
     def check(self, tiers: Sequence[Tier], waiting: Collection[int] = ()) -> None:
-        """Raises on every rank, before anything moves, if some disk has no room for it. Collective."""
+        """Raises on every rank, before any optimizer state moves, if some disk has no room for it. Collective."""
         if not self.used or self.fits(tiers, waiting):
             return
         assert self._path is not None
@@ -43,20 +42,29 @@ class DiskRoom:
         """Whether devices, hosts and disks together could hold all state, if nothing else were there. Collective."""
         engine = self._engine
         files = sum(image.nbytes for unit in engine.units for image in (unit.image, unit.flat_params.image) if image)
-        total = sum(_file_bytes(*pair, self._needs.cost) for pair in self._trained())
+        total = self.state_bytes(range(len(engine.units)))
         return bool(self._agreed.smallest(total <= engine.watch.budget() + host_bytes + files + self._left()))
+
+    def state_bytes(self, numbers: Iterable[int]) -> int:
+        """Bytes of master, optimizer state and averages of these units, as in files."""
+        whole = self._file_bytes(())
+        return sum(whole[number] for number in numbers)
 
     def _growth(self, tiers: Sequence[Tier], waiting: Collection[int]) -> int:
         """Bytes by which this rank's files will grow."""
-        grown, trained = 0, self._trained()
-        for at, (unit, tier) in enumerate(zip(self._engine.units, tiers, strict=True)):
-            grown -= unit.image.nbytes if unit.image is not None else 0
-            if tier is Tier.DISK:
-                grown += _file_bytes(*trained[at], StateCost(0) if at in waiting else self._needs.cost)
-        return grown
+        files, units = self._file_bytes(waiting), self._engine.units
+        there = sum(unit.image.nbytes for unit in units if unit.image is not None)
+        return sum(nbytes for nbytes, tier in zip(files, tiers, strict=True) if tier is Tier.DISK) - there
 
-    def _trained(self) -> list[tuple[UnitSize, Placement]]:
-        return [pair for pair in zip(*self._needs.rows(), strict=True) if pair[0].trained]
+    def _file_bytes(self, waiting: Collection[int]) -> list[int]:
+        """Bytes that the file of each unit would have."""
+        trained = [pair for pair in zip(*self._needs.rows(), strict=True) if pair[0].trained]
+        costs = [StateCost(0) if at in waiting else cost for at, cost in enumerate(self._needs.costs())]
+        return [
+            optimizer_bytes(size, placement.on(Tier.DISK, placement.parameters_tier), cost, Tier.DISK)
+            + unit.average_bytes
+            for unit, (size, placement), cost in zip(self._engine.units, trained, costs, strict=True)
+        ]
 
     def _left(self) -> int:
         return disk_share(self._path) if self._path is not None else 0
@@ -64,8 +72,3 @@ class DiskRoom:
     @property
     def _path(self) -> str | Path | None:
         return Offload.of(self._engine.resolved.settings.offload).path
-
-
-def _file_bytes(size: UnitSize, placement: Placement, cost: StateCost) -> int:
-    """Bytes of a file with the master and the state of a unit."""
-    return optimizer_bytes(size, placement.on(Tier.DISK, placement.parameters_tier), cost, Tier.DISK)

@@ -59,9 +59,9 @@ def with_disk(
     in_backward: bool,
 ) -> FirstPlacement:
     """Of units that are not candidates, the disk has what the host cannot hold beside the masters and gradients of
-    candidates. That is more than stays there, since units leave host and disk for the device. If the disk has no room
-    for it, all units wait, so that no state is made before; unless all state has no room anywhere: then the placement
-    is one that does not fit. Collective."""
+    candidates. Later it has less, since candidates leave the host for the device. If the disk has no room for it, all
+    units wait, so that no state is made before. If not even all memories together have room, it is the first placement
+    all the same, which the caller's check refuses. Collective."""
     sizes, placements, cost = units
     left = max(host_bytes - (units.host_bytes([]) - units.host_bytes(candidates)), 0)
     split = split_offloaded(sizes, placements, candidates, left, cost=cost, in_backward=in_backward)

@@ -68,6 +68,7 @@ class Placing:
         self._disk = DiskRoom(engine, self._needs, self._agreed)
         self._splits = PossibleSplits(engine, self._needs, self._agreed, self._disk, in_backward=in_backward)
         self._parks = parks
+        self._first_parts: list[Taken] = []
 
     def before_first_step(self) -> None:
         """Says which units wait for the end of the first step, and where their masters wait. Collective."""
@@ -99,6 +100,7 @@ class Placing:
         resolved = engine.resolved
         given = resolved.units, resolved.settings, resolved.precision, resolved.device, engine.comms
         tiers, why = automatic_tiers(*given, self._needs.cost, share=STATES_SHARE)
+        self._disk.check(list(tiers.values()))
         move_states(engine, tiers, why)
         engine.watch.decide()
 
@@ -114,9 +116,11 @@ class Placing:
         every = range(len(engine.units))
         movable = every if parameters_are_automatic(resolved.settings, resolved.device, engine.comms) else ()
         order = list(dict.fromkeys([*self._needs.may_stay(), *movable]))
+        most_bytes = int(FILLED * self._agreed.smallest(engine.watch.budget()))
         for there in (order[:n] for n in range(len(order) + 1)):
             tiers = split_offloaded(*rows, there, room if disk.used else None, cost=cost)
-            if disk.fits(tiers) if disk.used else host_need(*rows, tiers, cost=cost) <= room:
+            fits = disk.fits(tiers) if disk.used else host_need(*rows, tiers, cost=cost) <= room
+            if fits or (disk.used and self._agreed.largest(disk.state_bytes(there)) > most_bytes):
                 break
         disk.check(tiers)
         raise_parameters_of(engine, [engine.units[number].name for number in there])
@@ -129,6 +133,8 @@ class Placing:
         if not watch.active:
             return
         parts, first = watch.step_begins(), not watch.decided
+        if first:
+            parts = self._first_parts = self._first_parts or parts  # also if this step was refused, and is repeated
         if watch.steps == 2 and not self._in_backward:  # of gradients that the first step brought back to the device
             self._engine.tiers.host.staging.trim()
         if first:

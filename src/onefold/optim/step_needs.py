@@ -56,6 +56,12 @@ class StepNeeds:
             found.append(UnitOnDevice(state, gradient, now, gradient_now, may_stay=first or there))
         return found
 
+    def costs(self) -> list[StateCost]:
+        """What the state of each unit costs, by the Optimizer whose takes the most."""
+        found = zip(self._engine.units, self._costs_by_unit(), strict=True)
+        by_unit = [others or [self._costs[updated_dtype(unit)]] for unit, others in found]
+        return [max(costs, key=lambda cost: cost.per_element) for costs in by_unit]
+
     def _costs_by_unit(self) -> list[list[StateCost]]:
         """What the state of each unit costs by the Optimizers that update it; nothing where there is one Optimizer."""
         engine = self._engine

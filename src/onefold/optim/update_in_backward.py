@@ -60,7 +60,8 @@ class UpdateInBackward(NoUpdates):
 
     @property
     def awaits_step(self) -> bool:
-        return self._engine.progress.phase is Phase.REDUCTIONS_STARTED and self._engine.broken is None
+        begun = self._engine.progress.phase is Phase.REDUCTIONS_STARTED or bool(self._until_step)
+        return begun and self._engine.broken is None
 
     @property
     def lent_bytes(self) -> int:
@@ -208,7 +209,7 @@ class UpdateInBackward(NoUpdates):
                     index = self._until_step.pop(0)
                     self._under_way.comes_to(self._engine.units[index])
                     self._update(index, offloaded=True)
-            self.host.end_waiting(last=not self._until_step)  # an interrupt here breaks nothing, as in finish()
+            self.host.end_waiting(last=not self._until_step)  # after an interrupt here step() can be called again
         if waited or self._awaited:
             self.finish()
         self._under_way.ended()

@@ -27,13 +27,20 @@ def move_states(engine: Engine, tiers: Mapping[str, Tier], why: str) -> None:
         for name, tier in tiers.items()
         if tier is not units[name].placement.optimizer_tier
     }
-    for name in sorted(moved, key=lambda name: moved[name].optimizer_tier is Tier.DEVICE):  # what leaves goes first
+    for name in sorted(moved, key=lambda name: _turn(units[name].placement.optimizer_tier, moved[name].optimizer_tier)):
         if moved[name].optimizer_tier is Tier.DEVICE:
             units[name].move_optimizer(moved[name])
         else:
             with _disable_current_modes():  # what counts tensors of the device does not see those of the host
                 units[name].move_optimizer(moved[name])
     _see(engine, dataclasses.replace(resolved, why=why), moved)
+
+
+def _turn(before: Tier, after: Tier) -> int:
+    """When state moves: what makes room goes first, on the device, then in host memory."""
+    if before is Tier.DEVICE:
+        return 0
+    return 1 if after is Tier.DEVICE else 2 if after is Tier.DISK else 3
 
 
 @torch.no_grad()

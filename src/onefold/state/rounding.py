@@ -73,7 +73,7 @@ def split(wide: Tensor, copy: Tensor, remainder: Tensor) -> None:
 
 def join(copy: Tensor, remainder: Tensor, out: Tensor) -> None:
     """out = the fp32 vector that `split` made `copy` and `remainder` of. Where a user has set the copy since, its
-    remainder means nothing: an element that would join to a NaN, and whose copy is none, is the copy."""
+    remainder means nothing: where the sum is a NaN but the copy is not, the result is the copy."""
     if isinstance(copy, FakeTensor):
         return
     if rounding_cuda.fits(copy, remainder, out):

@@ -84,9 +84,9 @@ class StagingBuffer:
         self._flat_params.wait_stored()
         with self._lock:  # the thread that updates and the one that reads may both come here
             storing, self._storing = self._storing, None
-        if storing is not None:
-            storing[0].wait()
-            self._host.staging.give(storing[1])
+            if storing is not None:
+                storing[0].wait()
+                self._host.staging.give(storing[1])
 
     def _give(self, buffer: Tensor) -> None:
         if not self._borrowed:
