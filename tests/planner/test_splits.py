@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import product
 from typing import NamedTuple
@@ -49,13 +50,23 @@ class Case(NamedTuple):
         every = product(Tier, repeat=len(self.sizes))
         return min(split_s(self.units, tiers, self.overlap) for tiers in every if self.fills(tiers))
 
-    def chosen(self) -> list[Tier]:
+    def lacking(self, tiers: tuple[Tier, ...] | list[Tier], disk: float) -> int:
+        """Bytes that a disk of this size lacks for what is on it."""
+        return int(max(self.bytes_on(tiers, Tier.DISK) - disk, 0))
+
+    def best_beside(self, disk: int) -> tuple[int, float]:
+        """The least bytes that this disk lacks in any split that fits and fills, and the least seconds of those."""
+        every = [tiers for tiers in product(Tier, repeat=len(self.sizes)) if self.fills(tiers)]
+        return min((self.lacking(tiers, disk), split_s(self.units, tiers, self.overlap)) for tiers in every)
+
+    def chosen(self, disk: float = math.inf) -> list[Tier]:
         return fastest(
             self.units,
             self.overlap,
             candidates=range(len(self.sizes)),
             fits_device=lambda chosen: sum(self.sizes[at] for at in chosen) <= self.device,
             fits_host=lambda _, chosen: sum(self.sizes[at] for at in chosen) <= self.host,
+            lacking=lambda tiers: self.lacking(tiers, disk),
         )
 
 
@@ -76,6 +87,20 @@ def test_of_all_splits_of_six_units_the_chosen_one_takes_the_least_planned_secon
         tiers = case.chosen()
         assert case.fills(tuple(tiers)), (seed, tiers)
         assert split_s(case.units, tiers, case.overlap) == pytest.approx(case.best_s()), (seed, tiers)
+
+
+def test_beside_a_small_disk_a_slower_split_that_fits_it_is_chosen() -> None:
+    """Of all splits of six units that fit, or lack the fewest bytes, the one with the least seconds."""
+    slower = lacks = 0
+    for seed in range(200):
+        case = drawn(seed, 6, alike=False)
+        left = case.bytes_on(case.chosen(), Tier.DISK)
+        for disk in range(max(left - 3, 0), left):
+            tiers = case.chosen(disk)
+            lacking, seconds = case.lacking(tiers, disk), split_s(case.units, tiers, case.overlap)
+            assert (lacking, seconds) == pytest.approx(case.best_beside(disk)), (seed, disk, tiers)
+            slower, lacks = slower + (lacking == 0), lacks + (lacking > 0)
+    assert slower > 10 and lacks > 10, "disks were to be both large enough for a slower split and too small for any"
 
 
 def test_units_that_are_alike_stay_from_the_front_and_the_last_are_on_disk() -> None:

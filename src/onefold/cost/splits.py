@@ -135,6 +135,7 @@ def seconds_of(
 
 
 Units = frozenset[int]
+Cost = tuple[int, float]  # bytes that the disk lacks, and seconds
 
 
 def fastest(
@@ -144,26 +145,28 @@ def fastest(
     candidates: Collection[int],
     fits_device: Callable[[Units], bool],
     fits_host: Callable[[Units, Units], bool] = lambda on_device, on_host: True,
+    lacking: Callable[[list[Tier]], int] = lambda tiers: 0,
 ) -> list[Tier]:
     """The tier of each unit's state in the split with the fewest seconds, of those that fill the device with
     `candidates` and then the host; the rest is on disk. `fits_device` says whether units fit on the device, `fits_host`
-    whether units fit in host memory beside those on the device. If a set fits, every part of it must fit too."""
-    found: dict[Units, tuple[float, list[Tier]]] = {}
+    whether units fit in host memory beside those on the device. If a set fits, every part of it must fit too.
+    `lacking` says how many bytes the disk lacks for a split; one for which it lacks fewer comes before a faster one."""
+    found: dict[Units, tuple[Cost, list[Tier]]] = {}
 
-    def placed(on_device: Units, on_host: Units) -> list[Tier]:
-        return tiers_of(len(units), on_device, on_host)
+    def cost(on_device: Units, on_host: Units) -> tuple[Cost, list[Tier]]:
+        tiers = tiers_of(len(units), on_device, on_host)
+        return (lacking(tiers), round(split_s(units, tiers, overlap), 9)), tiers
 
-    def best_with(on_device: Units) -> tuple[float, list[Tier]]:
+    def best_with(on_device: Units) -> tuple[Cost, list[Tier]]:
         if on_device not in found:
             rest = [index for index in range(len(units)) if index not in on_device]
             on_host = _best(
                 rest,
                 lambda chosen: fits_host(on_device, chosen),
-                lambda chosen: split_s(units, placed(on_device, chosen), overlap),
+                lambda chosen: cost(on_device, chosen)[0],
                 lambda index: units[index][2:],
             )
-            tiers = placed(on_device, on_host)
-            found[on_device] = split_s(units, tiers, overlap), tiers
+            found[on_device] = cost(on_device, on_host)
         return found[on_device]
 
     return best_with(
@@ -174,18 +177,18 @@ def fastest(
 def _best(
     order: Sequence[int],
     fits: Callable[[Units], bool],
-    seconds: Callable[[Units], float],
+    cost: Callable[[Units], Cost],
     kind: Callable[[int], object],
 ) -> Units:
-    """Of the sets of these units that fit and to which no unit can be added, the one with the fewest seconds; of sets
-    with equal seconds, the one with the first units. Units of one `kind` are equally large."""
+    """Of the sets of these units that fit and to which no unit can be added, the one with the least cost; of sets with
+    equal costs, the one with the first units. Units of one `kind` are equally large."""
     if fits(frozenset(order)):
         return frozenset(order)
     if len(order) <= EXACT_UNITS:
         sets = (frozenset(one) for count in range(len(order) + 1) for one in combinations(order, count))
         fitting = [chosen for chosen in sets if fits(chosen)]
         full = [one for one in fitting if not any(one < other for other in fitting)]
-        return min(full, key=lambda chosen: _key(chosen, seconds), default=frozenset())
+        return min(full, key=lambda chosen: _key(chosen, cost), default=frozenset())
     best = filled(order, fits, kind)
     better = len({kind(one) for one in order}) <= KINDS
     while better:
@@ -195,15 +198,15 @@ def _best(
         for index in {kind(one): one for one in order if one in best}.values():  # the last of each kind
             orders.append([*(one for one in order if one != index), index])
         found = [filled(one, fits, kind) for one in orders]
-        nearest = min([best, *found], key=lambda chosen: _key(chosen, seconds))
+        nearest = min([best, *found], key=lambda chosen: _key(chosen, cost))
         better = nearest != best
         if better:
             best, order = nearest, orders[found.index(nearest)]
     return best
 
 
-def _key(chosen: Units, seconds: Callable[[Units], float]) -> tuple[float, list[int]]:
-    return round(seconds(chosen), 9), sorted(chosen)
+def _key(chosen: Units, cost: Callable[[Units], Cost]) -> tuple[Cost, list[int]]:
+    return cost(chosen), sorted(chosen)
 
 
 def filled(order: Sequence[int], fits: Callable[[Units], bool], kind: Callable[[int], object]) -> Units:

@@ -47,17 +47,11 @@ class DiskRoom:
 
     def state_bytes(self, numbers: Iterable[int]) -> int:
         """Bytes of master, optimizer state and averages of these units, as in files."""
-        whole = self._file_bytes(())
+        whole = self.file_bytes()
         return sum(whole[number] for number in numbers)
 
-    def _growth(self, tiers: Sequence[Tier], waiting: Collection[int]) -> int:
-        """Bytes by which this rank's files will grow."""
-        files, units = self._file_bytes(waiting), self._engine.units
-        there = sum(unit.image.nbytes for unit in units if unit.image is not None)
-        return sum(nbytes for nbytes, tier in zip(files, tiers, strict=True) if tier is Tier.DISK) - there
-
-    def _file_bytes(self, waiting: Collection[int]) -> list[int]:
-        """Bytes that the file of each unit would have."""
+    def file_bytes(self, waiting: Collection[int] = ()) -> list[int]:
+        """Bytes that the file of each unit would have; units that are `waiting` have masters only."""
         trained = [pair for pair in zip(*self._needs.rows(), strict=True) if pair[0].trained]
         costs = [StateCost(0) if at in waiting else cost for at, cost in enumerate(self._needs.costs())]
         return [
@@ -65,6 +59,19 @@ class DiskRoom:
             + unit.average_bytes
             for unit, (size, placement), cost in zip(self._engine.units, trained, costs, strict=True)
         ]
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that this rank's files may have, with those that they have."""
+        return self._there() + self._left()
+
+    def _growth(self, tiers: Sequence[Tier], waiting: Collection[int]) -> int:
+        """Bytes by which this rank's files will grow."""
+        files = zip(self.file_bytes(waiting), tiers, strict=True)
+        return sum(nbytes for nbytes, tier in files if tier is Tier.DISK) - self._there()
+
+    def _there(self) -> int:
+        return sum(unit.image.nbytes for unit in self._engine.units if unit.image is not None)
 
     def _left(self) -> int:
         return disk_share(self._path) if self._path is not None else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from onefold.comm.meter import Label
 from onefold.runtime.engine import Engine
@@ -24,6 +24,11 @@ class FullestRank:
 
     def largest(self, mine: float) -> float:
         return max(map(float, self._exchange(repr(mine))))
+
+    def largest_of_each(self, mine: Sequence[int]) -> list[int]:
+        """Of as many numbers on each rank, the largest in each place."""
+        rows = self._exchange(" ".join(map(str, mine)))
+        return [max(found) for found in zip(*(map(int, row.split()) for row in rows), strict=True)]
 
     def common(self, mine: Collection[int]) -> frozenset[int]:
         """The units that every rank has chosen; they fit on each, since fewer units fit where more do."""

@@ -34,6 +34,8 @@ class Planned(NamedTuple):
     units: list[UnitSeconds]
     overlap: Overlap
     host_bytes: int  # of host memory, that each rank may take
+    files: list[int]  # bytes of each unit's state on disk; empty where none may be there
+    disk_bytes: int  # of the disk, that each rank may take
     forward_s: float  # of a micro-batch
 
 
@@ -67,21 +69,30 @@ class PossibleSplits:
         cuda = resolved.device.type == "cuda"  # on a CPU both are the same cores
         hidden = all(placement.parameters is Scope.SHARDED for placement in placements)
         overlap = Overlap(cuda and self._in_backward, cuda and hidden)
-        return Planned(seconds, overlap, self.host_room(), passes_s / shares)
+        used = self._disk.used
+        files = self._agreed.largest_of_each(self._disk.file_bytes()) if used else []
+        disk_bytes = self._agreed.smallest(self._disk.room_bytes) if used else 0
+        return Planned(seconds, overlap, self.host_room(), files, disk_bytes, passes_s / shares)
 
     def split(
         self, planned: Planned, candidates: Collection[int], fits_device: Callable[[frozenset[int]], bool]
     ) -> list[Tier]:
-        """The fastest split of those that fit the device and, where state may be on disk, the host."""
+        """The fastest split of those that fit the device and, where state may be on disk, the host and the disk. If
+        none fits the disk, the one that comes nearest."""
         rows, count, cost, backward = self._needs.rows(), len(self._engine.units), self._needs.cost, self._in_backward
 
         def fits_host(on_device: frozenset[int], on_host: frozenset[int]) -> bool:
             tiers = tiers_of(count, on_device, on_host)
             return not self._disk.used or host_need(*rows, tiers, cost=cost, in_backward=backward) <= planned.host_bytes
 
+        def lacking(tiers: list[Tier]) -> int:
+            on_disk = sum(nbytes for nbytes, tier in zip(planned.files, tiers, strict=True) if tier is Tier.DISK)
+            return max(on_disk - planned.disk_bytes, 0)
+
         return fastest(
-            planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host
-        )
+            planned.units, planned.overlap, candidates=candidates, fits_device=fits_device, fits_host=fits_host,
+            lacking=lacking if self._disk.used else lambda tiers: 0,
+        )  # fmt: skip
 
     def checked(self, tiers: Sequence[Tier], host_bytes: int) -> str:
         """Raises if the host has no room for what is not on the device, and there is no disk; warns if it has none for
