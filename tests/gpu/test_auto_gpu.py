@@ -27,6 +27,7 @@ from tests.models.trainer_gpt import initialised_gpt, next_tokens, relative_dist
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
 WIDE = Shape(layers=8, hidden=512, heads=4, seq=16, vocab=512)  # 50 MB of parameters in bf16, few activations
+LOGITS = Shape(layers=24, hidden=512, heads=4, seq=512, vocab=16384)  # 134 MB of logits in fp32, 185 MB of parameters
 STEPS = 4
 
 
@@ -86,6 +87,24 @@ def test_a_budget_holds_and_updates_are_near_those_of_the_device(stage: int, ins
     ((far, peak, budget, tiers),) = run_ranks(1, filled, stage, inside, 0.6, timeout_s=180)
     assert far < 0.02 and peak <= budget, (far, peak, budget, tiers)
     assert "host" in tiers
+
+
+def fullest_at_the_logits() -> tuple[int, int, set[str]]:
+    """Bytes at the peak and of the budget, and tiers, of a model that takes the most when it computes its loss."""
+    train(None, shape=LOGITS, inside=True)  # what cuBLAS keeps is there from now on
+    there = train(None, shape=LOGITS, inside=True)
+    away = train("host", shape=LOGITS, inside=True)
+    gc.collect()  # their models
+    before = torch.cuda.memory_allocated()
+    budget = int((away.peak + 0.7 * (there.peak - away.peak) + before) / 0.95)
+    auto = train(onefold.Offload(optimizer="auto", device_bytes=budget), shape=LOGITS, inside=True)
+    return auto.peak + before, budget, {tier.value for tier in auto.tiers}
+
+
+def test_gradients_that_wait_for_host_updates_take_no_room_before_they_are_there() -> None:
+    """So that state fills the device also beside the largest of activations: nothing waits while a loss is computed."""
+    ((peak, budget, tiers),) = run_ranks(1, fullest_at_the_logits, timeout_s=180)
+    assert 0.85 * budget <= peak <= budget and tiers == {"device", "host"}, (peak, budget, tiers)
 
 
 def all_of_it() -> tuple[set[str], bool]:

@@ -202,10 +202,15 @@ def filled(work: Work, fills: list[float]) -> list[tuple[dict[int, list[Tier]], 
     return found
 
 
-@pytest.mark.parametrize(("stage", "ranks", "inside"), [(1, 2, False), (3, 2, True), (3, 1, False)])
-def test_the_device_is_filled_from_the_front_to_the_same_bits(stage: int, ranks: int, inside: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "ranks", "inside", "precision"),
+    [(1, 2, False, "fp32"), (3, 2, True, "fp32"), (3, 1, False, "fp32"), (3, 1, False, "bf16")],
+)
+def test_the_device_is_filled_from_the_front_to_the_same_bits(
+    stage: int, ranks: int, inside: bool, precision: str
+) -> None:
     """Budgets that no unit, some of them and all of them fit. Of units of one size the first of forward stay."""
-    work = Work(stage=stage, inside=inside, clip=not inside, rows=16, depth=4)
+    work = Work(stage=stage, inside=inside, clip=not inside, rows=16, depth=4, precision=precision)
     none, some, every = run_ranks(ranks, filled, work, [0.0, 0.6, 2.0])[0]
     elements = []  # of units whose state is on the device
     for by_size, differs, within, why in (none, some, every):
@@ -249,20 +254,23 @@ def test_a_step_that_takes_more_moves_state_off_the_device_and_says_so(ranks: in
 
 
 def left_for_disk(work: Work, folder: str) -> tuple[list[Tier], list[Tier], int, list[str]]:
-    """Where state was after the first step, and after others; bytes that it needs in host memory then; and what differs
-    from the run without offload."""
-    known = bounds(work)
-    offload = onefold.Offload(optimizer="auto", device_bytes=known.budget(0.7), host_bytes=HOST_BYTES, path=folder)
-    model, adam = build(work, offload)
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        losses = [step(model, adam, work, 0)]
-        before = tiers_of(model)
-        losses += [step(model, adam, work, number) for number in range(1, STEPS)]
+    """Where state was after the first step, and after others of three micro-batches, whose sums take more memory; bytes
+    that it needs in host memory then; and what differs from the run without offload."""
+    budget = bounds(work).budget(0.7)
+    offload = onefold.Offload(optimizer="auto", device_bytes=budget, host_bytes=HOST_BYTES, path=folder)
+    found = []
+    for where in (None, offload):
+        model, adam = build(work, where)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            losses = [step(model, adam, work, 0)]
+            before = tiers_of(model)
+            losses += [step(model, adam, work, number, micro=3) for number in range(1, STEPS)]
+        found.append(outcome(model, losses, 0, heard))
     resolved = engine_of(model).resolved
     sizes = [unit.size(0, resolved.precision) for unit in resolved.units]
     needed = host_need(sizes, [unit.placement for unit in resolved.units], tiers_of(model), cost=ADAM)
-    return before, tiers_of(model), needed, differing(known.plain, outcome(model, losses, 0, heard))
+    return before, tiers_of(model), needed, differing(*found)
 
 
 def test_state_that_leaves_the_device_goes_to_disk_where_the_host_is_full(tmp_path: Any) -> None:

@@ -42,7 +42,7 @@ from onefold.optim.raising import (
     raise_parameters_by_formula,
     raise_parameters_of,
 )
-from onefold.optim.step_needs import StepNeeds
+from onefold.optim.step_needs import StepNeeds, with_kept
 from onefold.runtime.automatic import automatic_tiers, host_bytes_of, parameters_are_automatic
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import host_tensors
@@ -68,7 +68,7 @@ class Placing:
         self._disk = DiskRoom(engine, self._needs, self._agreed)
         self._splits = PossibleSplits(engine, self._needs, self._agreed, self._disk, in_backward=in_backward)
         self._parks = parks
-        self._first_parts: list[Taken] = []
+        self._first_parts: list[Taken] = []  # of a first step that is refused and can be repeated
 
     def before_first_step(self) -> None:
         """Says which units wait for the end of the first step, and where their masters wait. Collective."""
@@ -133,14 +133,14 @@ class Placing:
         if not watch.active:
             return
         parts, first = watch.step_begins(), not watch.decided
-        if first:
-            parts = self._first_parts = self._first_parts or parts  # also if this step was refused, and is repeated
         if watch.steps == 2 and not self._in_backward:  # of gradients that the first step brought back to the device
             self._engine.tiers.host.staging.trim()
         if first:
             self._quiesce()
-            self._fill(self._needs.with_buffers(parts), watch.budget())
+            self._first_parts = self._first_parts or self._needs.with_buffers(parts)
+            self._fill(watch.budget())
             watch.decide()
+            self._first_parts = []
         elif self._engine.alike.some_take_more or self._looks(parts):
             self._look(parts)
             self._engine.parking.bring_back()
@@ -155,7 +155,7 @@ class Placing:
         known = (parking.known if parts else parking.expected) or Known(0, 0)
         returned = parking.return_parameters()
         kept = self._needs.kept_bytes() if parking.active else 0  # parking has freed what was not in use
-        parts = [part._replace(nbytes=part.nbytes + returned + kept * (at == 0)) for at, part in enumerate(parts)]
+        parts = with_kept([part._replace(nbytes=part.nbytes + returned) for part in parts], kept)
         room, bare, there = self._with_kept_blocks(parts), self._needs.room(parts), self._needs.there()
         took, short = room.needed_bytes(there), watch.was_short()
         fits = took <= FILLED * budget and not short
@@ -259,11 +259,12 @@ class Placing:
 
     # -- decisions ------------------------------------------------------------------------------------------------
 
-    def _fill(self, parts: list[Taken], budget: int) -> None:
-        """Fills the device after the first step, of which these parts are known. Collective."""
+    def _fill(self, budget: int) -> None:
+        """Fills the device after the first step, whose parts are known. Collective."""
         engine, most_bytes = self._engine, int(FILLED * budget) - self._engine.watch.slack_bytes
         most_bytes = self._agreed.smallest(most_bytes)
-        parts = raise_parameters(engine, parts, self._needs.units(first=True), most_bytes, self._agreed.common)
+        units, common = self._needs.units(first=True), self._agreed.common
+        parts = self._first_parts = raise_parameters(engine, self._first_parts, units, most_bytes, common)
         took = int(self._agreed.largest(Room(parts, self._needs.units(first=True)).needed_bytes(())))
         if took > most_bytes:  # parameters that a formula put on the device, such as for loaded state
             lower_parameters(engine, took - most_bytes, f"a step takes {format_bytes(took)}")

@@ -53,7 +53,8 @@ class StepNeeds:
             elif unit.gradients.stays_on_device:  # from its first use on
                 state, gradient = state + gradient, 0
                 now, gradient_now = (now, gradient_now) if first else (now + gradient_now, 0)
-            found.append(UnitOnDevice(state, gradient, now, gradient_now, may_stay=first or there))
+            waits = unit.gradients.held_bytes if first and self._in_backward and not self._engine.pool.keeps else 0
+            found.append(UnitOnDevice(state, gradient, now, gradient_now, may_stay=first or there, waits=waits))
         return found
 
     def costs(self) -> list[StateCost]:
@@ -73,32 +74,27 @@ class StepNeeds:
 
     def with_buffers(self, parts: Sequence[Taken]) -> list[Taken]:
         """The parts of the first step, with what later steps need beside it: from the first part on, buffers that are
-        kept from the step before; gradients that wait on the device for host updates; vectors that a class of torch
-        makes in updates; and units that backward prefetches once their order is known."""
+        kept from the step before; vectors that a class of torch makes in updates, and those of a norm; and units that
+        backward prefetches once their order is known."""
         units, pool = self._engine.units, self._engine.pool
         wide = [unit for unit in units if not (self.cost.small or (self._one_pass and unit.dtypes.narrow))]
         scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
-        scratch = max(scratch, NORM_BYTES * max((unit.master.owned.numel for unit in units), default=0))
+        norm = NORM_BYTES * max((unit.master.owned.numel for unit in units), default=0)
+        at_end = max(scratch, 0 if self._in_backward else norm)  # step_in_backward does not clip
         stays = pool.keeps and any(unit.dtypes.narrow for unit in wide)  # fp32 vectors of an update are the pool's
-        waiting = waiting_bytes([unit.gradients.held_bytes for unit in units]) if self._in_backward else 0
-        waiting = 0 if pool.keeps else waiting  # else there from the start
         kept = self._first_kept = self.kept_bytes()
         sizes, placements = self.rows()
         sharded = [size for size, row in zip(sizes, placements, strict=True) if row.parameters is Scope.SHARDED]
         ahead = prefetch_units(self._engine.resolved.settings) * max((s.unsharded_bytes for s in sharded), default=0)
-        return [
-            part._replace(
-                nbytes=part.nbytes
-                + ahead
-                + waiting * bool(part.reduced)
-                + kept * (number == 0)
-                + scratch * (number == len(parts) - 1 or self._in_backward or stays)
-            )
-            for number, part in enumerate(parts)
-        ]
+        found = []
+        for number, part in enumerate(with_kept(parts, kept)):
+            vectors = at_end if number == len(parts) - 1 else scratch if self._in_backward or stays else 0
+            found.append(part._replace(nbytes=part.nbytes + ahead + vectors))
+        return found
 
     def kept_bytes(self) -> int:
-        """Bytes of buffers that steps keep from one to the next, which a first part of backward may not have needed."""
+        """Bytes of buffers that steps keep from one to the next, which forward and the first part of backward may not
+        have needed."""
         pool = self._engine.pool
         return storage_bytes([*pool.buffers(), *self._engine.tiers.host.waiting.buffers()]) if pool.keeps else 0
 
@@ -127,3 +123,18 @@ class StepNeeds:
         resolved = self._engine.resolved
         sizes = [unit.size(0, resolved.precision) for unit in resolved.units]  # as rank 0 has them, which owns the most
         return sizes, [unit.placement for unit in resolved.units]
+
+
+def with_kept(parts: Sequence[Taken], kept_bytes: int) -> list[Taken]:
+    """The parts of a step in which buffers of so many bytes are there from the beginning on, not only once the first
+    gradient is complete.
+
+    >>> parts = with_kept([Taken(5), Taken(9, frozenset([1])), Taken(8, frozenset([0, 1]))], 2)
+    >>> [part.nbytes for part in parts]
+    [7, 11, 8]
+    """
+    before = [Taken(0), *parts]
+    return [
+        part if last.reduced else part._replace(nbytes=part.nbytes + kept_bytes)
+        for last, part in zip(before, parts, strict=False)
+    ]

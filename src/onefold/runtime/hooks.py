@@ -230,6 +230,8 @@ def _enter_module(
     if not indices:
         return
     counted = not in_backward()
+    if counted:
+        engine.watch.units_begin(indices)
     inputs = [  # hooks of leaves do not run under autograd.grad; a reentrant recomputation never runs under it
         t for t in tensors_in([*args, *kwargs.values()]) if t.requires_grad and not (t.is_leaf and counted)
     ]

@@ -4,15 +4,16 @@ On CUDA torch's allocator counts; its peak is set back while the first step is w
 device. On a CPU, for a `device_bytes` that stands for a device, a dispatch mode counts live tensors, for the first two
 steps only, because it is slow. It lies below users' modes, so that these can be left in order.
 
-A step has parts: up to the first complete gradient of its last backward, from one complete gradient to the next, and
-up to step(). Each part has a peak of its own, since late in backward most activations are freed.
+A step has parts: from the first forward of one unit to that of the next, up to the first complete gradient of its last
+backward, from one complete gradient to the next, and up to step(). Each has a peak of its own. Early in forward and
+late in backward, when few activations are there, gradients wait for host updates; at the fullest instant few do.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -135,6 +136,7 @@ class MemoryWatch(NoWatch):
         self._slack = 0
         self._counter: Counter | None = None
         self._reduced: set[int] = set()
+        self._coming: dict[int, int] = {}  # units whose forward has not begun: number of all -> of trained ones
         self.steps = 0
         self.forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
@@ -205,16 +207,26 @@ class MemoryWatch(NoWatch):
         else:
             engine.updates.wait()  # host updates of the first step make optimizer state, which it looks at
         self._counter = CudaCounter(self._device) if self._cuda else CpuCounter(engine)
+        numbers = {id(unit): number for number, unit in enumerate(engine.units)}
+        units = enumerate(engine.unsharding.units)
+        self._coming = {at: numbers[id(unit)] for at, unit in units if id(unit) in numbers}
         self._counter.restart()
+
+    def units_begin(self, indices: Collection[int]) -> None:
+        if self._counter is not None and not self._coming.keys().isdisjoint(indices):
+            self._end_part()
+            for index in indices:
+                self._coming.pop(index, None)
 
     def reduced(self, index: int, *, final: bool) -> None:
         if final and self._counter is not None:
             self._reduced.add(index)
+            self._coming = {at: number for at, number in self._coming.items() if number != index}
             self._end_part()
 
     def _end_part(self) -> None:
         assert self._counter is not None
-        self._parts.append(Taken(self._counter.peak_bytes, frozenset(self._reduced)))
+        self._parts.append(Taken(self._counter.peak_bytes, frozenset(self._reduced), frozenset(self._coming.values())))
         self._reserved = max(self._reserved, self._counter.reserved_bytes)
         self._counter.restart()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch import Tensor
 
@@ -50,6 +50,9 @@ class NoWatch:
 
     def forward_begins(self) -> None:
         """A training forward begins."""
+
+    def units_begin(self, indices: Collection[int]) -> None:
+        """A module begins its forward, whose units these are, by number in `engine.unsharding`: they are unsharded."""
 
     def reduced(self, index: int, *, final: bool) -> None:
         """The reduction of a trained unit's gradient has ended; `final` in the last micro-batch of a step."""

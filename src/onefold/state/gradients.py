@@ -157,10 +157,15 @@ class Gradients:
 
     def bring_back(self) -> None:
         """Copies an offloaded gradient to the device, which updates the unit."""
-        if self.offloaded is not None:
+        if self.offloaded is None:
+            return
+        if self._may_stay_unflattened:  # later ones will be autograd's tensors, beside which a buffer would stay
+            flat = self.offloaded.wait().to(self._views.device, copy=True)
+            self._buffer.adopt(dict(enumerate(self._views.all(flat))))
+        else:
             self._buffer.own().copy_(self.offloaded.wait())
-            self.offloaded = None
-            self._move(GradientEvent.RETURNED)
+        self.offloaded = None
+        self._move(GradientEvent.RETURNED)
 
     @property
     def stays_on_device(self) -> bool:
