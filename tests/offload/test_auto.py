@@ -225,6 +225,31 @@ def test_the_device_is_filled_from_the_front_to_the_same_bits(
     assert few < more < most and few < most / 3 and set(tiers) == {Tier.DEVICE}
 
 
+def made_in_backward(work: Work, host_bytes: int, folder: str) -> tuple[int, float, list[str], list[str]]:
+    """Units that the device updates in the first backward, the share of the budget at the peak, what was said, and what
+    differs from the run without offload. The host has no room for what would wait in it for the end of that step."""
+    known = bounds(work)
+    budget, there = known.budget(0.7), list[int]()
+    offload = onefold.Offload(optimizer="auto", device_bytes=budget, host_bytes=host_bytes, path=folder)
+    model, adam = build(work, offload)
+    model.register_forward_hook(
+        lambda *_: there.append(sum(not unit.updated_on_host for unit in engine_of(model).units))
+    )
+    step(model, adam, work, 0)
+    auto = train(work, offload)
+    return there[0], auto.peak / budget, auto.said, differing(known.plain, auto)
+
+
+@pytest.mark.parametrize(("state", "host_bytes"), [("8bit", 300_000), ("bf16", 400_000)])
+def test_state_that_the_first_backward_makes_counts_from_the_first_forward_on(
+    state: str, host_bytes: int, tmp_path: Any
+) -> None:
+    """The next forwards have it beside all activations, under which it was not there yet."""
+    work = Work(depth=24, rows=256, stage=2, inside=True, precision="bf16", state=state)
+    there, share, said, differs = run_ranks(1, made_in_backward, work, host_bytes, str(tmp_path))[0]
+    assert there > 20 and share <= 0.95 and not said and not differs, (there, share, said, differs)
+
+
 # -- what happens later -----------------------------------------------------------------------------------------------
 
 

@@ -23,8 +23,9 @@ class UnitOnDevice(NamedTuple):
 
     state: int  # bytes of master and optimizer state
     gradient: int  # bytes of its gradient, from its reduction to step()
-    state_now: int = 0  # bytes that it had on the device throughout the step
+    state_now: int = 0  # bytes that it has there now
     gradient_now: int = 0  # bytes of its gradient there, from its reduction to step()
+    made_now: int = 0  # bytes of `state_now` that this step made, in an update right after the reduction
     may_stay: bool = True
     waits: int = 0  # bytes of its gradient that a step would have there, waiting for the host, if the host updates it
 
@@ -71,17 +72,23 @@ class Room:
         >>> room = Room(parts, units)
         >>> room.needed_bytes([0, 1]), room.needed_bytes([])
         (720, 500)
+        >>> one = UnitOnDevice(state=100, gradient=0, state_now=100, made_now=60)
+        >>> Room([Taken(500), Taken(400, frozenset([0])), Taken(510, frozenset([0]))], [one]).needed_bytes([0])
+        560
         """
-        states, gradients, waits = 0, list[int](), list[int]()
+        states, unmade = 0, 0  # bytes, the latter of what was not there yet in a part of the step
+        gradients, waits = list[int](), list[int]()
         for number, unit in enumerate(self._units):
             stays = number in on_device and unit.may_stay
             states += unit.state * stays - unit.state_now
             gradients.append(unit.gradient * stays - unit.gradient_now)
             waits.append(unit.waits * (not stays))
+            unmade += unit.made_now
         limit, waiting = waiting_bytes(waits), sum(waits[number] for number in self._coming)
         most = reduced = 0
         for nbytes, more, begun in self._parts:
             reduced += sum(gradients[number] for number in more)
             waiting += sum(waits[number] for number in more) - sum(waits[number] for number in begun)
-            most = max(most, nbytes + states + reduced + min(waiting, limit))
+            most = max(most, nbytes + states + unmade + reduced + min(waiting, limit))
+            unmade -= sum(self._units[number].made_now for number in more)
         return most

@@ -39,7 +39,7 @@ class StepNeeds:
 
     def units(self, *, first: bool) -> list[UnitOnDevice]:
         found, sums = [], self._engine.accumulating.wide_sums and not first
-        others = self._costs_by_unit()
+        others, watch = self._costs_by_unit(), self._engine.watch
         for number, unit in enumerate(self._engine.units):
             numel, there = unit.master.owned.numel, not unit.updated_on_host
             master = numel * unit.dtypes.widths.master
@@ -53,8 +53,9 @@ class StepNeeds:
             elif unit.gradients.stays_on_device:  # from its first use on
                 state, gradient = state + gradient, 0
                 now, gradient_now = (now, gradient_now) if first else (now + gradient_now, 0)
+            made = max(now - watch.state_before(number), 0) if first and self._in_backward else 0
             waits = unit.gradients.held_bytes if first and self._in_backward and not self._engine.pool.keeps else 0
-            found.append(UnitOnDevice(state, gradient, now, gradient_now, may_stay=first or there, waits=waits))
+            found.append(UnitOnDevice(state, gradient, now, gradient_now, made, may_stay=first or there, waits=waits))
         return found
 
     def costs(self) -> list[StateCost]:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
 
 from onefold.cost.filling import Taken
 from onefold.cost.machine import device_budget
+from onefold.model.storage import storage_bytes
 from onefold.runtime.engine import Engine
 from onefold.runtime.held_tensors import NotOnDevice, on_device
 from onefold.runtime.live_bytes import LiveBytes
@@ -137,6 +138,7 @@ class MemoryWatch(NoWatch):
         self._counter: Counter | None = None
         self._reduced: set[int] = set()
         self._coming: dict[int, int] = {}  # units whose forward has not begun: number of all -> of trained ones
+        self._state_before: list[int] = []
         self.steps = 0
         self.forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
@@ -193,9 +195,12 @@ class MemoryWatch(NoWatch):
         self._counter.restart()
 
     def forward_begins(self) -> None:
+        engine = self._engine()
+        assert engine is not None
         if not self.steps:
             self._began_s = self._began_s or time.perf_counter()
             self.forwards += 1
+            self._state_before = self._state_before or [storage_bytes(unit.state_tensors()) for unit in engine.units]
         if self._counter is None and self.steps < (1 if self._cuda else WATCHED_STEPS):
             self._watch()
 
@@ -211,6 +216,9 @@ class MemoryWatch(NoWatch):
         units = enumerate(engine.unsharding.units)
         self._coming = {at: numbers[id(unit)] for at, unit in units if id(unit) in numbers}
         self._counter.restart()
+
+    def state_before(self, number: int) -> int:
+        return self._state_before[number] if self._state_before else 0
 
     def units_begin(self, indices: Collection[int]) -> None:
         if self._counter is not None and not self._coming.keys().isdisjoint(indices):

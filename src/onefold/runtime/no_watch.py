@@ -51,6 +51,10 @@ class NoWatch:
     def forward_begins(self) -> None:
         """A training forward begins."""
 
+    def state_before(self, number: int) -> int:
+        """Bytes of the state of this trained unit, wherever it was, when the first forward began."""
+        return 0
+
     def units_begin(self, indices: Collection[int]) -> None:
         """A module begins its forward, whose units these are, by number in `engine.unsharding`: they are unsharded."""
 
