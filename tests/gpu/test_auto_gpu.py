@@ -27,7 +27,9 @@ from tests.models.trainer_gpt import initialised_gpt, next_tokens, relative_dist
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
 WIDE = Shape(layers=8, hidden=512, heads=4, seq=16, vocab=512)  # 50 MB of parameters in bf16, few activations
-LOGITS = Shape(layers=24, hidden=512, heads=4, seq=512, vocab=16384)  # 134 MB of logits in fp32, 185 MB of parameters
+LOGITS = Shape(
+    layers=24, hidden=512, heads=4, seq=512, vocab=16384
+)  # 134 MB of logits in fp32, 185 MB of parameters in bf16
 STEPS = 4
 
 
@@ -102,7 +104,7 @@ def fullest_at_the_logits() -> tuple[int, int, set[str]]:
 
 
 def test_gradients_that_wait_for_host_updates_take_no_room_before_they_are_there() -> None:
-    """So that state fills the device also beside the largest of activations: nothing waits while a loss is computed."""
+    """No gradient waits while the loss is computed, the fullest instant of this model: state fills that room."""
     ((peak, budget, tiers),) = run_ranks(1, fullest_at_the_logits, timeout_s=180)
     assert 0.85 * budget <= peak <= budget and tiers == {"device", "host"}, (peak, budget, tiers)
 

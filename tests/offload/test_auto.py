@@ -244,7 +244,7 @@ def made_in_backward(work: Work, host_bytes: int, folder: str) -> tuple[int, flo
 def test_state_that_the_first_backward_makes_counts_from_the_first_forward_on(
     state: str, host_bytes: int, tmp_path: Any
 ) -> None:
-    """The next forwards have it beside all activations, under which it was not there yet."""
+    """The next forward has that state beside all activations; the first had not."""
     work = Work(depth=24, rows=256, stage=2, inside=True, precision="bf16", state=state)
     there, share, said, differs = run_ranks(1, made_in_backward, work, host_bytes, str(tmp_path))[0]
     assert there > 20 and share <= 0.95 and not said and not differs, (there, share, said, differs)

@@ -58,7 +58,7 @@ def over(folder: str, seeds: list[int]) -> list[Any]:
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.soak) for n in (1000, 2000, 3000, 4000))])
 def test_host_memory_stays_within_its_budget_or_a_warning_comes(first: int, tmp_path: Any) -> None:
-    seeds = list(range(first, first + 20))
+    seeds = list(range(first, first + 30))
     ((wrong, on_disk, warned),) = run_ranks(1, over, str(tmp_path), seeds, timeout_s=300)
     assert wrong == []
     assert 0 < warned < on_disk < len(seeds), "budgets were to reach from too little to more than enough"

@@ -80,7 +80,7 @@ for number, (device_bytes, host_bytes, inside, precision) in enumerate(json.load
     try:
         answer = told()
     except OffloadError as error:
-        answer = told_of([], [], 0, 0, [], str(error))  # by Optimizer()
+        answer = told_of([], [], 0, 0, [], str(error))  # refused by Optimizer()
     print("told", json.dumps([number, answer]), flush=True)
     gc.collect()
 """
@@ -104,7 +104,7 @@ WAITING = [
     Case(2_560_000, 5_600_000, 4_000_000, precision="bf16"),
 ]
 TOO_SMALL = [  # as step() says; it is called again on a larger disk
-    Case(300_000, 4_000_000, 2_500_000),
+    Case(300_000, 4_000_000, 3_200_000),
     Case(1_000_000, 3_500_000, 2_500_000, inside=True),
     Case(2_560_000, 5_200_000, 3_500_000, precision="bf16"),
 ]
@@ -133,17 +133,18 @@ def on_small_disks(folder: Path, cases: Sequence[Case], ranks: int = 1) -> list[
 
 
 def assert_trained(told: dict[str, Any], case: Case) -> None:
-    """To the bits of the run without offload, within the budgets."""
+    """To the bits of the run without offload, within the budgets after the first step."""
     assert told["refused"] == "" and told["wrong"] == [], (case, told)
     assert told["held"] <= case.host and told["peak"] <= case.device, (case, told)
 
 
 def assert_trained_on_a_larger_disk(told: dict[str, Any], case: Case) -> None:
     assert "state on disk needs" in told["refused"], (case, told)
-    assert told["wrong"] == [] and told["tiers"] != [] and told["peak"] <= case.device, (case, told)
+    assert told["wrong"] == [] and told["tiers"] != [], (case, told)
+    assert told["held"] <= case.host and told["peak"] <= case.device, (case, told)
 
 
-def test_one_rank_trains_and_resumes_beside_a_small_disk_or_is_told_that_it_is_too_small(tmp_path: Path) -> None:
+def test_one_rank_trains_and_resumes_beside_a_small_disk_and_is_told_of_one_that_is_too_small(tmp_path: Path) -> None:
     """The disks of WAITING hold what is on them after the first step. Before the device has any state, host and disk
     together have no room for that of units that might not fit there, nor for all of it when it is loaded."""
     cases = [LARGE_DEVICE, *WAITING, *TOO_SMALL, TOO_SMALL_AT_FIRST]

@@ -94,8 +94,8 @@ def test_beside_a_small_disk_a_slower_split_that_fits_it_is_chosen() -> None:
     slower = lacks = 0
     for seed in range(200):
         case = drawn(seed, 6, alike=False)
-        left = case.bytes_on(case.chosen(), Tier.DISK)
-        for disk in range(max(left - 3, 0), left):
+        on_disk = case.bytes_on(case.chosen(), Tier.DISK)
+        for disk in range(max(on_disk - 3, 0), on_disk):
             tiers = case.chosen(disk)
             lacking, seconds = case.lacking(tiers, disk), split_s(case.units, tiers, case.overlap)
             assert (lacking, seconds) == pytest.approx(case.best_beside(disk)), (seed, disk, tiers)

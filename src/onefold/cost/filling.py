@@ -14,20 +14,20 @@ class Taken(NamedTuple):
     """The most bytes on the device in one part of a step."""
 
     nbytes: int
-    reduced: frozenset[int] = frozenset()  # trained units, by number, whose gradients were complete before it ended
-    coming: frozenset[int] = frozenset()  # trained units, by number, whose forward had not begun before it did
+    reduced: frozenset[int] = frozenset()  # trained units, by number, whose gradients were complete when it ended
+    coming: frozenset[int] = frozenset()  # trained units, by number, whose forward had not begun when it ended
 
 
 class UnitOnDevice(NamedTuple):
-    """What one trained unit takes on the device if the device updates it."""
+    """What one trained unit takes on the device if the device updates it, and if the host does."""
 
     state: int  # bytes of master and optimizer state
     gradient: int  # bytes of its gradient, from its reduction to step()
-    state_now: int = 0  # bytes that it has there now
-    gradient_now: int = 0  # bytes of its gradient there, from its reduction to step()
+    state_now: int = 0  # bytes of `state` there now
+    gradient_now: int = 0  # bytes of `gradient` there now
     made_now: int = 0  # bytes of `state_now` that this step made, in an update right after the reduction
     may_stay: bool = True
-    waits: int = 0  # bytes of its gradient that a step would have there, waiting for the host, if the host updates it
+    waits: int = 0  # bytes of its gradient that wait there if the host updates it
 
 
 def with_blocks(parts: Sequence[Taken], blocks: Sequence[frozenset[int]], nbytes: int) -> list[Taken]:
@@ -38,30 +38,49 @@ def with_blocks(parts: Sequence[Taken], blocks: Sequence[frozenset[int]], nbytes
     >>> parts = with_blocks([Taken(8, coming=one), Taken(9), Taken(5, one), Taken(3, both)], [one], 10)
     >>> [part.nbytes for part in parts]
     [8, 19, 15, 3]
+    >>> parts = with_blocks([Taken(8, coming=both), Taken(5, frozenset([0]), one), Taken(3, both)], [one], 10)
+    >>> [part.nbytes for part in parts]  # the block had no forward in this step, but may have one in the next
+    [18, 15, 13]
     """
     found, before = [], frozenset[int]()
+    skipped = frozenset[int]().union(*(part.coming for part in parts if part.reduced))  # units without a forward
     for part in parts:
-        there = sum(not units or not (units <= before or units <= part.coming) for units in blocks)
+        there = sum(not units or not (units <= before or units <= part.coming - skipped) for units in blocks)
         found.append(part._replace(nbytes=part.nbytes + there * nbytes))
         before = part.reduced
     return found
 
 
+class Changes(NamedTuple):
+    """How a set of units differs from the one before: which are new, and which have left it."""
+
+    came: list[int]
+    left: list[int]
+
+    @classmethod
+    def between(cls, before: frozenset[int], now: frozenset[int]) -> Changes:
+        return cls(sorted(now - before), sorted(before - now))
+
+    def of(self, nbytes: Sequence[int]) -> int:
+        """By how much the sum over the set has grown."""
+        return sum(nbytes[unit] for unit in self.came) - sum(nbytes[unit] for unit in self.left)
+
+
 class Room:
     """What a step took on the device, and what it would take if the device updated other units.
 
-    Gradients that wait for host updates are not among what it took. In backward those wait whose reduction has ended,
-    up to a limit; and from the step before those of units whose forward, which waits for the update, has not begun.
+    `UnitOnDevice.waits` adds gradients that wait there for host updates: from the reduction of their unit to its next
+    forward, which waits for the update. All together have a limit.
     """
 
     def __init__(self, parts: Sequence[Taken], units: Sequence[UnitOnDevice]) -> None:
         self._units = units
-        self._coming = parts[0].coming if parts else frozenset[int]()  # in the first part
-        self._parts = list[tuple[int, list[int], list[int]]]()
-        before = Taken(0, coming=self._coming)
-        for part in parts:  # each with the units whose gradients were not complete, and whose forward was, in it only
-            reduced, begun = part.reduced - before.reduced, before.coming - part.coming
-            self._parts.append((part.nbytes, sorted(reduced), sorted(begun)))
+        self._parts = list[tuple[int, Changes, Changes]]()  # each with the units reduced, and those that wait
+        before = Taken(0)
+        for part in parts:
+            reduced = Changes.between(before.reduced, part.reduced)
+            waiting = Changes.between(before.reduced | before.coming, part.reduced | part.coming)
+            self._parts.append((part.nbytes, reduced, waiting))
             before = part
 
     def needed_bytes(self, on_device: Collection[int]) -> int:
@@ -76,19 +95,19 @@ class Room:
         >>> Room([Taken(500), Taken(400, frozenset([0])), Taken(510, frozenset([0]))], [one]).needed_bytes([0])
         560
         """
-        states, unmade = 0, 0  # bytes, the latter of what was not there yet in a part of the step
-        gradients, waits = list[int](), list[int]()
+        states, gradients, waits = 0, list[int](), list[int]()
         for number, unit in enumerate(self._units):
             stays = number in on_device and unit.may_stay
-            states += unit.state * stays - unit.state_now
+            # no less than would wait: where a set of units fits, each part of it must
+            states += max(unit.state, unit.waits) * stays - unit.state_now
             gradients.append(unit.gradient * stays - unit.gradient_now)
             waits.append(unit.waits * (not stays))
-            unmade += unit.made_now
-        limit, waiting = waiting_bytes(waits), sum(waits[number] for number in self._coming)
-        most = reduced = 0
-        for nbytes, more, begun in self._parts:
-            reduced += sum(gradients[number] for number in more)
-            waiting += sum(waits[number] for number in more) - sum(waits[number] for number in begun)
-            most = max(most, nbytes + states + unmade + reduced + min(waiting, limit))
-            unmade -= sum(self._units[number].made_now for number in more)
+        made = [unit.made_now for unit in self._units]
+        unmade = sum(made)  # bytes of `state_now` that a part was measured without
+        limit, most, reduced_bytes, waiting_now = waiting_bytes(waits), 0, 0, 0
+        for nbytes, reduced, waiting in self._parts:
+            reduced_bytes += reduced.of(gradients)
+            waiting_now += waiting.of(waits)
+            most = max(most, nbytes + states + unmade + reduced_bytes + min(waiting_now, limit))
+            unmade -= sum(made[unit] for unit in reduced.came)
         return most

@@ -135,7 +135,13 @@ def seconds_of(
 
 
 Units = frozenset[int]
-Cost = tuple[int, float]  # bytes that the disk lacks, and seconds
+
+
+class SplitCost(NamedTuple):
+    """By which splits are compared; the least is the best."""
+
+    lacking_bytes: int  # of the disk
+    seconds: float
 
 
 def fastest(
@@ -147,17 +153,17 @@ def fastest(
     fits_host: Callable[[Units, Units], bool] = lambda on_device, on_host: True,
     lacking: Callable[[list[Tier]], int] = lambda tiers: 0,
 ) -> list[Tier]:
-    """The tier of each unit's state in the split with the fewest seconds, of those that fill the device with
-    `candidates` and then the host; the rest is on disk. `fits_device` says whether units fit on the device, `fits_host`
-    whether units fit in host memory beside those on the device. If a set fits, every part of it must fit too.
-    `lacking` says how many bytes the disk lacks for a split; one for which it lacks fewer comes before a faster one."""
-    found: dict[Units, tuple[Cost, list[Tier]]] = {}
+    """The tier of each unit's state: of the splits that fill the device with `candidates` and then the host, those for
+    which the disk lacks the fewest bytes (`lacking`), and of these the one with the fewest seconds. `fits_device` says
+    whether units fit on the device, `fits_host` whether units fit in host memory beside those on the device. If a set
+    fits, every part of it must fit too."""
+    found: dict[Units, tuple[SplitCost, list[Tier]]] = {}
 
-    def cost(on_device: Units, on_host: Units) -> tuple[Cost, list[Tier]]:
+    def cost(on_device: Units, on_host: Units) -> tuple[SplitCost, list[Tier]]:
         tiers = tiers_of(len(units), on_device, on_host)
-        return (lacking(tiers), round(split_s(units, tiers, overlap), 9)), tiers
+        return SplitCost(lacking(tiers), round(split_s(units, tiers, overlap), 9)), tiers
 
-    def best_with(on_device: Units) -> tuple[Cost, list[Tier]]:
+    def best_with(on_device: Units) -> tuple[SplitCost, list[Tier]]:
         if on_device not in found:
             rest = [index for index in range(len(units)) if index not in on_device]
             on_host = _best(
@@ -177,7 +183,7 @@ def fastest(
 def _best(
     order: Sequence[int],
     fits: Callable[[Units], bool],
-    cost: Callable[[Units], Cost],
+    cost: Callable[[Units], SplitCost],
     kind: Callable[[int], object],
 ) -> Units:
     """Of the sets of these units that fit and to which no unit can be added, the one with the least cost; of sets with
@@ -205,7 +211,7 @@ def _best(
     return best
 
 
-def _key(chosen: Units, cost: Callable[[Units], Cost]) -> tuple[Cost, list[int]]:
+def _key(chosen: Units, cost: Callable[[Units], SplitCost]) -> tuple[SplitCost, list[int]]:
     return cost(chosen), sorted(chosen)
 
 

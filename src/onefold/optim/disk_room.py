@@ -62,7 +62,7 @@ class DiskRoom:
 
     @property
     def room_bytes(self) -> int:
-        """Bytes that this rank's files may have, with those that they have."""
+        """Bytes that this rank's files may have in all."""
         return self._there() + self._left()
 
     def _growth(self, tiers: Sequence[Tier], waiting: Collection[int]) -> int:

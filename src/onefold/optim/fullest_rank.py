@@ -26,7 +26,7 @@ class FullestRank:
         return max(map(float, self._exchange(repr(mine))))
 
     def largest_of_each(self, mine: Sequence[int]) -> list[int]:
-        """Of as many numbers on each rank, the largest in each place."""
+        """At each position, the largest number of any rank."""
         rows = self._exchange(" ".join(map(str, mine)))
         return [max(found) for found in zip(*(map(int, row.split()) for row in rows), strict=True)]
 

@@ -16,7 +16,8 @@ from onefold.cost.states import StateCost, check_form
 from onefold.errors import OptimizerError
 from onefold.optim.arguments import as_optimizer_errors, check_finite, ids_of, listed
 from onefold.optim.elementwise import NotElementwise, examine
-from onefold.optim.kernels.rule import knows
+from onefold.optim.kernels.cpu import fits as fits_cpu
+from onefold.optim.kernels.cuda import fits as fits_cuda
 from onefold.optim.ownership import Ownership
 from onefold.optim.placing import Placing, keep_off_disk
 from onefold.optim.preflight import reserve, updated_dtype
@@ -99,12 +100,19 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"a param group names cls={self._rest.cls.__name__}, which goes with classes that need whole tensors, "
                 f"but {self._cls.__name__} is element-wise; make a second Optimizer for that group"
             )
-        one_pass = self._whole is None and knows(self._cls, defaults)
         parks = self._whole is None or not self._in_backward
-        self._placing = Placing(engine, self._costs, in_backward=self._in_backward, one_pass=one_pass, parks=parks)
+        self._placing = Placing(
+            engine, self._costs, in_backward=self._in_backward, one_pass=self._one_pass, parks=parks
+        )
         if not engine.watch.active:
             reserve(engine, self._costs)
         return defaults
+
+    def _one_pass(self) -> bool:
+        """Whether kernels of ours update with the settings of every param group, where 16 bits compute."""
+        device = self._engine.device
+        fits = fits_cuda if device.type == "cuda" else fits_cpu
+        return self._whole is None and all(fits(self._cls, group, device) for group in self.param_groups)
 
     def _prepare_placing(self) -> None:
         """Offload(optimizer="auto"): says what the first step may move, and raises unless there is room. Collective."""

@@ -5,8 +5,8 @@
 2 When its gradients are complete, parameters that began in host memory come to the device, as many as fit, and blocks
   that were computed again keep their activations (raising.py).
 3 As many units as fit into 95% of the device beside that get their state there, the others in host memory, and those
-  that do not fit there on disk: of all such splits the one with the fewest planned seconds (cost/splits.py). Then the
-  step updates them.
+  that do not fit there on disk: of all such splits that the disk holds the one with the fewest planned seconds
+  (cost/splits.py). Then the step updates them.
 4 If a later forward may take more (longer sequences, accumulation), state is parked before it (runtime/parking.py). If
   the step did take more, the state of some of these units leaves the device; if that is not enough, blocks are computed
   again, and then parameters leave.
@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -61,14 +61,20 @@ class Placing:
     whether optimizer state may be in host memory while a step runs."""
 
     def __init__(
-        self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, one_pass: bool, parks: bool
+        self,
+        engine: Engine,
+        costs: Mapping[torch.dtype, StateCost],
+        *,
+        in_backward: bool,
+        one_pass: Callable[[], bool],
+        parks: bool,
     ) -> None:
         self._engine, self._in_backward, self._agreed = engine, in_backward, FullestRank(engine)
         self._needs = StepNeeds(engine, costs, in_backward=in_backward, one_pass=one_pass)
         self._disk = DiskRoom(engine, self._needs, self._agreed)
         self._splits = PossibleSplits(engine, self._needs, self._agreed, self._disk, in_backward=in_backward)
         self._parks = parks
-        self._first_parts: list[Taken] = []  # of a first step that is refused and can be repeated
+        self._first_parts: list[Taken] = []  # of a first step that was refused, and may be repeated as it is
 
     def before_first_step(self) -> None:
         """Says which units wait for the end of the first step, and where their masters wait. Collective."""
@@ -132,12 +138,14 @@ class Placing:
         watch = self._engine.watch
         if not watch.active:
             return
-        parts, first = watch.step_begins(), not watch.decided
+        watched, first = watch.watching, not watch.decided
+        parts = watch.step_begins()
         if watch.steps == 2 and not self._in_backward:  # of gradients that the first step brought back to the device
             self._engine.tiers.host.staging.trim()
         if first:
             self._quiesce()
-            self._first_parts = self._first_parts or self._needs.with_buffers(parts)
+            if watched or not self._first_parts:
+                self._first_parts = self._needs.with_buffers(parts)
             self._fill(watch.budget())
             watch.decide()
             self._first_parts = []
@@ -267,7 +275,8 @@ class Placing:
         parts = self._first_parts = raise_parameters(engine, self._first_parts, units, most_bytes, common)
         took = int(self._agreed.largest(Room(parts, self._needs.units(first=True)).needed_bytes(())))
         if took > most_bytes:  # parameters that a formula put on the device, such as for loaded state
-            lower_parameters(engine, took - most_bytes, f"a step takes {format_bytes(took)}")
+            lowered = lower_parameters(engine, took - most_bytes, f"a step takes {format_bytes(took)}")
+            parts = self._first_parts = [part._replace(nbytes=part.nbytes - lowered.nbytes) for part in parts]
         parts = self._splits.keep_blocks(parts, most_bytes)
         room = Room(parts, self._needs.units(first=True))
         tiers = self._splits.fastest(room, most_bytes, self._needs.may_stay())
@@ -285,7 +294,7 @@ class Placing:
             engine.tell_activations(f"all blocks are computed again: {what}")
         else:
             self._quiesce()
-            said = lower_parameters(engine, excess_bytes, what)
+            said = lower_parameters(engine, excess_bytes, what).told
         if said and engine.comms.world.rank == 0:
             warnings.warn(f"{what}: {said}", PlacementWarning, stacklevel=5)
         return bool(said)

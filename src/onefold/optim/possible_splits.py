@@ -34,7 +34,7 @@ class Planned(NamedTuple):
     units: list[UnitSeconds]
     overlap: Overlap
     host_bytes: int  # of host memory, that each rank may take
-    files: list[int]  # bytes of each unit's state on disk; empty where none may be there
+    files: list[int]  # bytes of each unit's state if it is on disk; empty without a disk
     disk_bytes: int  # of the disk, that each rank may take
     forward_s: float  # of a micro-batch
 
@@ -50,8 +50,8 @@ class PossibleSplits:
         self._told = False  # that the host has too little room
 
     def fastest(self, room: Room, most_bytes: int, candidates: Collection[int]) -> list[Tier]:
-        """The tier of each unit's state: of the splits with which a step takes no more than `most_bytes` on any device,
-        the one with the fewest planned seconds. Collective; all ranks get the same."""
+        """The tier of each unit's state: of the splits with which a step takes no more than `most_bytes` on any device
+        and that the disk holds, the one with the fewest planned seconds. Collective; all ranks get the same."""
         planned = self.planned_seconds()
         split = self.split(planned, candidates, lambda chosen: room.needed_bytes(chosen) <= most_bytes)
         every = self._agreed.common(on_tier(split, Tier.DEVICE))

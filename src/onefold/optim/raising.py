@@ -7,6 +7,7 @@ All ranks decide alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from onefold.cost.filling import Room, Taken, UnitOnDevice, with_blocks
 from onefold.cost.parameters import parameter_need
@@ -95,12 +96,19 @@ def _raise(
     return added
 
 
-def lower_parameters(engine: Engine, excess_bytes: int, what: str) -> str:
+class Lowered(NamedTuple):
+    """Parameters that were moved from the device to host memory."""
+
+    nbytes: int = 0
+    told: str = ""
+
+
+def lower_parameters(engine: Engine, excess_bytes: int, what: str) -> Lowered:
     """Moves the parameters of the last units of forward from the device to host memory until so many bytes are free
-    there, or none that are sharded are left; what was moved, in words. The same on all ranks."""
+    there, or none that are sharded are left. The same on all ranks."""
     resolved = engine.resolved
     if not parameters_are_automatic(resolved.settings, engine.device, engine.comms):
-        return ""
+        return Lowered()
     moved, left = list[str](), excess_bytes
     for spec in reversed([spec for spec in resolved.units if spec.flat]):
         there = spec.placement.parameters is Scope.SHARDED and spec.placement.parameters_tier is Tier.DEVICE
@@ -108,14 +116,14 @@ def lower_parameters(engine: Engine, excess_bytes: int, what: str) -> str:
             moved.append(spec.layout.name)
             left -= spec.layout.shard_numel * spec.dtype.itemsize
     if not moved:
-        return ""
+        return Lowered()
     tiers = [
         Tier.HOST if spec.layout.name in moved else spec.placement.parameters_tier
         for spec in resolved.units
         if spec.flat
     ]
     move_parameters(engine, moved, Tier.HOST, f"{parameters_told(tiers)}: {what}")
-    return f"parameters of {len(moved)} units were moved from the device to host memory"
+    return Lowered(excess_bytes - left, f"parameters of {len(moved)} units were moved from the device to host memory")
 
 
 def blocks_of(engine: Engine, choice: BlockChoice) -> list[frozenset[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -25,7 +25,12 @@ class StepNeeds:
     `one_pass` whether kernels of ours do that, where 16 bits compute."""
 
     def __init__(
-        self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, one_pass: bool
+        self,
+        engine: Engine,
+        costs: Mapping[torch.dtype, StateCost],
+        *,
+        in_backward: bool,
+        one_pass: Callable[[], bool],
     ) -> None:
         self._engine, self._costs, self._in_backward, self._one_pass = engine, costs, in_backward, one_pass
         self._first_kept = 0  # bytes of buffers that the first step kept
@@ -53,7 +58,8 @@ class StepNeeds:
             elif unit.gradients.stays_on_device:  # from its first use on
                 state, gradient = state + gradient, 0
                 now, gradient_now = (now, gradient_now) if first else (now + gradient_now, 0)
-            made = max(now - watch.state_before(number), 0) if first and self._in_backward else 0
+            made = max(now - watch.state_bytes_before(unit.name), 0) if watch.steps == 1 and self._in_backward else 0
+            # in later steps, and in a pool that keeps them, they were measured
             waits = unit.gradients.held_bytes if first and self._in_backward and not self._engine.pool.keeps else 0
             found.append(UnitOnDevice(state, gradient, now, gradient_now, made, may_stay=first or there, waits=waits))
         return found
@@ -74,11 +80,11 @@ class StepNeeds:
         return found
 
     def with_buffers(self, parts: Sequence[Taken]) -> list[Taken]:
-        """The parts of the first step, with what later steps need beside it: from the first part on, buffers that are
-        kept from the step before; vectors that a class of torch makes in updates, and those of a norm; and units that
-        backward prefetches once their order is known."""
-        units, pool = self._engine.units, self._engine.pool
-        wide = [unit for unit in units if not (self.cost.small or (self._one_pass and unit.dtypes.narrow))]
+        """The parts of the first step, with what later steps add to them: buffers that are kept from the step before,
+        up to the first complete gradient; units that backward prefetches once their order is known; vectors that a
+        class of torch makes in updates; and in the end those of a norm."""
+        units, pool, one_pass = self._engine.units, self._engine.pool, self._one_pass()
+        wide = [unit for unit in units if not (self.cost.small or (one_pass and unit.dtypes.narrow))]
         scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
         norm = NORM_BYTES * max((unit.master.owned.numel for unit in units), default=0)
         at_end = max(scratch, 0 if self._in_backward else norm)  # step_in_backward does not clip
@@ -87,10 +93,12 @@ class StepNeeds:
         sizes, placements = self.rows()
         sharded = [size for size, row in zip(sizes, placements, strict=True) if row.parameters is Scope.SHARDED]
         ahead = prefetch_units(self._engine.resolved.settings) * max((s.unsharded_bytes for s in sharded), default=0)
-        found = []
+        found, previous = [], Taken(0)
         for number, part in enumerate(with_kept(parts, kept)):
-            vectors = at_end if number == len(parts) - 1 else scratch if self._in_backward or stays else 0
+            updates = self._in_backward and bool(previous.reduced)
+            vectors = at_end if number == len(parts) - 1 else scratch if updates or stays else 0
             found.append(part._replace(nbytes=part.nbytes + ahead + vectors))
+            previous = part
         return found
 
     def kept_bytes(self) -> int:
@@ -127,15 +135,13 @@ class StepNeeds:
 
 
 def with_kept(parts: Sequence[Taken], kept_bytes: int) -> list[Taken]:
-    """The parts of a step in which buffers of so many bytes are there from the beginning on, not only once the first
-    gradient is complete.
+    """The parts of a step, with `kept_bytes` more in each up to the first complete gradient.
 
     >>> parts = with_kept([Taken(5), Taken(9, frozenset([1])), Taken(8, frozenset([0, 1]))], 2)
     >>> [part.nbytes for part in parts]
     [7, 11, 8]
     """
-    before = [Taken(0), *parts]
     return [
-        part if last.reduced else part._replace(nbytes=part.nbytes + kept_bytes)
-        for last, part in zip(before, parts, strict=False)
+        part if previous.reduced else part._replace(nbytes=part.nbytes + kept_bytes)
+        for previous, part in zip([Taken(0), *parts], parts, strict=False)
     ]

@@ -253,6 +253,7 @@ class Engine:
         self.attachments.remove()
         self.assemble(resolved, units)
         self.parking.learn(None)
+        self.watch.units_change()
         self.accumulating.follow(accumulating)
         self.pipeline = self.pipeline._replace(most_units=len(self.units))  # pipelines are refused
         self.optimizers.follow_units()

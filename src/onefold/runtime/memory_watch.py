@@ -4,9 +4,9 @@ On CUDA torch's allocator counts; its peak is set back while the first step is w
 device. On a CPU, for a `device_bytes` that stands for a device, a dispatch mode counts live tensors, for the first two
 steps only, because it is slow. It lies below users' modes, so that these can be left in order.
 
-A step has parts: from the first forward of one unit to that of the next, up to the first complete gradient of its last
-backward, from one complete gradient to the next, and up to step(). Each has a peak of its own. Early in forward and
-late in backward, when few activations are there, gradients wait for host updates; at the fullest instant few do.
+A step that is watched is cut into parts where a unit begins its forward, and where a gradient of the last backward is
+complete. Each part has a peak of its own: gradients wait for host updates early in forward and late in backward, when
+few activations are there.
 """
 
 from __future__ import annotations
@@ -137,8 +137,10 @@ class MemoryWatch(NoWatch):
         self._slack = 0
         self._counter: Counter | None = None
         self._reduced: set[int] = set()
-        self._coming: dict[int, int] = {}  # units whose forward has not begun: number of all -> of trained ones
-        self._state_before: list[int] = []
+        self._coming: dict[
+            int, int
+        ] = {}  # units whose forward has not begun, by number in engine.unsharding; in engine
+        self._state_before: dict[str, int] = {}  # by unit
         self.steps = 0
         self.forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
@@ -156,6 +158,8 @@ class MemoryWatch(NoWatch):
         return not self.decided and index in self._candidates
 
     def growth(self, inputs: Iterable[Tensor], *, sums: bool) -> Growth:
+        if self.steps and not (self.decided or self.watching):  # another first step, after one that was refused
+            self.forget_inputs()
         given = list(inputs)
         self._graphs = [graph for graph in self._graphs if (live := graph()) is not None and not live.used]
         graphs = 1 + len(self._graphs)
@@ -195,14 +199,18 @@ class MemoryWatch(NoWatch):
         self._counter.restart()
 
     def forward_begins(self) -> None:
-        engine = self._engine()
-        assert engine is not None
         if not self.steps:
             self._began_s = self._began_s or time.perf_counter()
             self.forwards += 1
-            self._state_before = self._state_before or [storage_bytes(unit.state_tensors()) for unit in engine.units]
-        if self._counter is None and self.steps < (1 if self._cuda else WATCHED_STEPS):
+        if self._counter is None and (self.steps < (1 if self._cuda else WATCHED_STEPS) or not self.decided):
             self._watch()
+        elif self._counter is not None and self._reduced and self._gradients_dropped():
+            self._end_part()
+            self._forward_of_all()
+
+    def _gradients_dropped(self) -> bool:
+        engine = self._engine()
+        return engine is not None and not any(unit.gradients.reduced for unit in engine.units)
 
     def _watch(self) -> None:
         engine = self._engine()
@@ -212,13 +220,32 @@ class MemoryWatch(NoWatch):
         else:
             engine.updates.wait()  # host updates of the first step make optimizer state, which it looks at
         self._counter = CudaCounter(self._device) if self._cuda else CpuCounter(engine)
+        if not self.decided or not self.steps:
+            self._state_before = {unit.name: storage_bytes(unit.state_tensors()) for unit in engine.units}
+        self._forward_of_all()
+        self._reserved = 0
+        self._counter.restart()
+
+    def _forward_of_all(self) -> None:
+        """The forward of no unit has begun, and no gradient is complete."""
+        engine = self._engine()
+        assert engine is not None
         numbers = {id(unit): number for number, unit in enumerate(engine.units)}
         units = enumerate(engine.unsharding.units)
         self._coming = {at: numbers[id(unit)] for at, unit in units if id(unit) in numbers}
-        self._counter.restart()
+        self._reduced = set()
 
-    def state_before(self, number: int) -> int:
-        return self._state_before[number] if self._state_before else 0
+    @property
+    def watching(self) -> bool:
+        return self._counter is not None
+
+    def state_bytes_before(self, unit: str) -> int:
+        return self._state_before.get(unit, 0)
+
+    def units_change(self) -> None:
+        if self._counter is not None:  # what forwards took until now is said of units by other numbers
+            self._parts = []
+            self._forward_of_all()
 
     def units_begin(self, indices: Collection[int]) -> None:
         if self._counter is not None and not self._coming.keys().isdisjoint(indices):
@@ -245,7 +272,7 @@ class MemoryWatch(NoWatch):
             if self._cuda:
                 torch.cuda.synchronize(self._device)
             self.passes_s = (time.perf_counter() - self._began_s) / self.forwards
-        self.steps += 1
+        self.steps = self.steps + 1 if self.decided else 1  # a refused first step is the first again
         if self._counter is not None:
             self._end_part()
             self._end_part()

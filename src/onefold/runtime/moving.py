@@ -37,8 +37,8 @@ def move_states(engine: Engine, tiers: Mapping[str, Tier], why: str) -> None:
 
 
 def _turn(before: Tier, after: Tier) -> int:
-    """First go units whose state leaves the device, then those that come to it, then those that go to disk: each leaves
-    room to those behind it."""
+    """First go units whose state leaves the device, then those that come to it, then those that go to disk, then
+    those that come from there: each leaves room to those behind it."""
     if before is Tier.DEVICE:
         return 0
     return 1 if after is Tier.DEVICE else 2 if after is Tier.DISK else 3

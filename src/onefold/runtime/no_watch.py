@@ -51,12 +51,20 @@ class NoWatch:
     def forward_begins(self) -> None:
         """A training forward begins."""
 
-    def state_before(self, number: int) -> int:
-        """Bytes of the state of this trained unit, wherever it was, when the first forward began."""
+    @property
+    def watching(self) -> bool:
+        """Whether it is measured how much memory the step takes that has begun."""
+        return False
+
+    def state_bytes_before(self, unit: str) -> int:
+        """Bytes of the state of the trained unit of this name, wherever it was, when the first step began."""
         return 0
 
+    def units_change(self) -> None:
+        """The model has other units from now on."""
+
     def units_begin(self, indices: Collection[int]) -> None:
-        """A module begins its forward, whose units these are, by number in `engine.unsharding`: they are unsharded."""
+        """The forward of a module begins; its units, by number in `engine.unsharding`, are unsharded."""
 
     def reduced(self, index: int, *, final: bool) -> None:
         """The reduction of a trained unit's gradient has ended; `final` in the last micro-batch of a step."""

@@ -159,7 +159,7 @@ class Gradients:
         """Copies an offloaded gradient to the device, which updates the unit."""
         if self.offloaded is None:
             return
-        if self._may_stay_unflattened:  # later ones will be autograd's tensors, beside which a buffer would stay
+        if self._may_stay_unflattened:  # a buffer would stay, and later gradients not use it
             flat = self.offloaded.wait().to(self._views.device, copy=True)
             self._buffer.adopt(dict(enumerate(self._views.all(flat))))
         else:
