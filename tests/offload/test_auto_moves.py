@@ -3,7 +3,9 @@ beside plain steps: to the bits of the run without offload, and within the budge
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -265,3 +267,24 @@ def test_a_later_step_that_does_not_fit_says_what_would_help() -> None:
     assert "optimizer state of 18 units was moved from the device to host" in moved
     assert "with no optimizer state on the device: to fit, keep parameters, which take 104 kB" in helps
     assert "in host memory (stage=3 and Offload(" in helps
+
+
+def let_go() -> bool:
+    """Whether an Optimizer that nobody refers to is alive before the garbage collector runs."""
+    onefold.init()
+    model = onefold.shard(Case().make(), offload=onefold.Offload(optimizer="auto", device_bytes=1 << 30))
+    adam = onefold.Optimizer(model, torch.optim.AdamW)
+    gc.collect()
+    gc.disable()
+    try:
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        adam.step()
+        known = weakref.ref(adam)
+        del adam
+        return known() is not None
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_that_is_let_go_of_frees_its_memory_at_once() -> None:
+    assert run_ranks(1, let_go) == [False]

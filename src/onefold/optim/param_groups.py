@@ -3,6 +3,7 @@ the same groups with the same settings."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -101,8 +102,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"but {self._cls.__name__} is element-wise; make a second Optimizer for that group"
             )
         parks = self._whole is None or not self._in_backward
+        mine = weakref.WeakMethod(self._one_pass)  # no cycle: without an Optimizer its memory is free at once
         self._placing = Placing(
-            engine, self._costs, in_backward=self._in_backward, one_pass=self._one_pass, parks=parks
+            engine,
+            self._costs,
+            in_backward=self._in_backward,
+            one_pass=lambda: (one_pass := mine()) is not None and one_pass(),
+            parks=parks,
         )
         if not engine.watch.active:
             reserve(engine, self._costs)
