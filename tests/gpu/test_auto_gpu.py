@@ -27,9 +27,8 @@ from tests.models.trainer_gpt import initialised_gpt, next_tokens, relative_dist
 pytestmark = pytest.mark.gpu
 SHAPE = Shape(layers=6, hidden=256, heads=4, seq=64, vocab=512)
 WIDE = Shape(layers=8, hidden=512, heads=4, seq=16, vocab=512)  # 50 MB of parameters in bf16, few activations
-LOGITS = Shape(
-    layers=24, hidden=512, heads=4, seq=512, vocab=16384
-)  # 134 MB of logits in fp32, 185 MB of parameters in bf16
+# 134 MB of logits in fp32, 185 MB of parameters in bf16
+LOGITS = Shape(layers=24, hidden=512, heads=4, seq=512, vocab=16384)
 STEPS = 4
 
 

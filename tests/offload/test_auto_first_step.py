@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -97,3 +98,19 @@ def test_a_shorter_batch_after_a_refused_first_step_is_measured_anew(tmp_path: A
     ((refused, found),) = run_ranks(1, shorter, device_bytes, 200_000, [ROWS, 16, 16], str(tmp_path))
     assert "shorter micro-batches" in refused
     assert max(found.peaks) <= device_bytes and Tier.DEVICE in found.tiers, found
+
+
+def warmed_up(device_bytes: int, stage: int) -> Trained:
+    model = shard(blocks(6), device_bytes, stage=stage, precision="bf16", activations="auto")
+    adam = onefold.Optimizer(model, torch.optim.AdamW)
+    model(torch.randn(16, WIDTH).bfloat16()).float().square().mean().backward()
+    adam.zero_grad()
+    return trained(model, adam, [1024] * 3)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_small_batch_before_the_first_step_says_nothing_of_what_blocks_keep(stage: int) -> None:
+    """Its gradients are dropped; what its first block keeps is taken times the rows of the batches that follow."""
+    for device_bytes in (3_000_000, 5_000_000):
+        (found,) = run_ranks(1, warmed_up, device_bytes, stage)
+        assert max(found.peaks) <= 0.95 * device_bytes, (device_bytes, found)

@@ -42,13 +42,24 @@ def with_blocks(parts: Sequence[Taken], blocks: Sequence[frozenset[int]], nbytes
     >>> [part.nbytes for part in parts]  # the block had no forward in this step, but may have one in the next
     [18, 15, 13]
     """
-    found, before = [], frozenset[int]()
+    found = []
     skipped = frozenset[int]().union(*(part.coming for part in parts if part.reduced))  # units without a forward
-    for part in parts:
+    for part, before in zip(parts, reduced_before(parts), strict=True):
         there = sum(not units or not (units <= before or units <= part.coming - skipped) for units in blocks)
         found.append(part._replace(nbytes=part.nbytes + there * nbytes))
-        before = part.reduced
     return found
+
+
+def reduced_before(parts: Sequence[Taken]) -> list[frozenset[int]]:
+    """For each part the units whose gradients were complete when it began: none where the gradients of a backward were
+    dropped, and another forward begins.
+
+    >>> one, both = frozenset([1]), frozenset([0, 1])
+    >>> [sorted(units) for units in reduced_before([Taken(5, one), Taken(5, both), Taken(9, one), Taken(3, both)])]
+    [[], [1], [], [1]]
+    """
+    before = [frozenset[int](), *(part.reduced for part in parts)]
+    return [old if old <= part.reduced else frozenset() for old, part in zip(before, parts, strict=False)]
 
 
 class Changes(NamedTuple):
@@ -75,13 +86,13 @@ class Room:
 
     def __init__(self, parts: Sequence[Taken], units: Sequence[UnitOnDevice]) -> None:
         self._units = units
-        self._parts = list[tuple[int, Changes, Changes]]()  # each with the units reduced, and those that wait
-        before = Taken(0)
-        for part in parts:
+        self._parts = list[tuple[int, Changes, Changes, list[int]]]()
+        before, updated = Taken(0), frozenset[int]()
+        for part in parts:  # each with the units reduced, those that wait, and those reduced for the first time
             reduced = Changes.between(before.reduced, part.reduced)
             waiting = Changes.between(before.reduced | before.coming, part.reduced | part.coming)
-            self._parts.append((part.nbytes, reduced, waiting))
-            before = part
+            self._parts.append((part.nbytes, reduced, waiting, sorted(part.reduced - updated)))
+            before, updated = part, updated | part.reduced
 
     def needed_bytes(self, on_device: Collection[int]) -> int:
         """The most bytes on the device in such a step, if these units were updated there.
@@ -105,9 +116,9 @@ class Room:
         made = [unit.made_now for unit in self._units]
         unmade = sum(made)  # bytes of `state_now` that a part was measured without
         limit, most, reduced_bytes, waiting_now = waiting_bytes(waits), 0, 0, 0
-        for nbytes, reduced, waiting in self._parts:
+        for nbytes, reduced, waiting, first in self._parts:
             reduced_bytes += reduced.of(gradients)
             waiting_now += waiting.of(waits)
             most = max(most, nbytes + states + unmade + reduced_bytes + min(waiting_now, limit))
-            unmade -= sum(made[unit] for unit in reduced.came)
+            unmade -= sum(made[unit] for unit in first)
         return most

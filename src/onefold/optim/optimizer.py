@@ -228,7 +228,7 @@ class Optimizer(GroupedOptimizer):
         engine.step_begins()
         engine.unsharding.reshard_all()
         steps.check.read_last_step()
-        self._placing.at_step()
+        self._placing.at_step(self._one_pass)
         flag = steps.check.flag_on_device()
         bad = steps.check.bad() if flag is None else None
         if bad is not None:

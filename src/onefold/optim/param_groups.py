@@ -3,7 +3,6 @@ the same groups with the same settings."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -102,20 +101,13 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"but {self._cls.__name__} is element-wise; make a second Optimizer for that group"
             )
         parks = self._whole is None or not self._in_backward
-        mine = weakref.WeakMethod(self._one_pass)  # no cycle: without an Optimizer its memory is free at once
-        self._placing = Placing(
-            engine,
-            self._costs,
-            in_backward=self._in_backward,
-            one_pass=lambda: (one_pass := mine()) is not None and one_pass(),
-            parks=parks,
-        )
+        self._placing = Placing(engine, self._costs, in_backward=self._in_backward, parks=parks)
         if not engine.watch.active:
             reserve(engine, self._costs)
         return defaults
 
     def _one_pass(self) -> bool:
-        """Whether kernels of ours update with the settings of every param group, where 16 bits compute."""
+        """Whether kernels of ours support the settings of all param groups: where 16 bits compute, they update."""
         device = self._engine.device
         fits = fits_cuda if device.type == "cuda" else fits_cpu
         return self._whole is None and all(fits(self._cls, group, device) for group in self.param_groups)

@@ -57,20 +57,13 @@ SHORT = 0.9  # of the device's memory, once torch's allocator had to free what i
 
 class Placing:
     """Decides for the units of one model, whose optimizer state costs so much. `in_backward` says when they are
-    updated, `one_pass` whether kernels of ours do that, where 16 bits compute, and `parks`
-    whether optimizer state may be in host memory while a step runs."""
+    updated, and `parks` whether optimizer state may be in host memory while a step runs."""
 
     def __init__(
-        self,
-        engine: Engine,
-        costs: Mapping[torch.dtype, StateCost],
-        *,
-        in_backward: bool,
-        one_pass: Callable[[], bool],
-        parks: bool,
+        self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool, parks: bool
     ) -> None:
         self._engine, self._in_backward, self._agreed = engine, in_backward, FullestRank(engine)
-        self._needs = StepNeeds(engine, costs, in_backward=in_backward, one_pass=one_pass)
+        self._needs = StepNeeds(engine, costs, in_backward=in_backward)
         self._disk = DiskRoom(engine, self._needs, self._agreed)
         self._splits = PossibleSplits(engine, self._needs, self._agreed, self._disk, in_backward=in_backward)
         self._parks = parks
@@ -132,9 +125,9 @@ class Placing:
         raise_parameters_of(engine, [engine.units[number].name for number in there])
         self._move(tiers, engine.resolved.why)
 
-    def at_step(self) -> None:
+    def at_step(self, one_pass: Callable[[], bool]) -> None:
         """Decides, or looks whether what was decided still holds. All gradients of the step are complete. Collective,
-        in the same steps on all ranks."""
+        in the same steps on all ranks. `one_pass` says whether kernels of ours update where 16 bits compute."""
         watch = self._engine.watch
         if not watch.active:
             return
@@ -145,7 +138,7 @@ class Placing:
         if first:
             self._quiesce()
             if watched or not self._first_parts:
-                self._first_parts = self._needs.with_buffers(parts)
+                self._first_parts = self._needs.with_buffers(parts, one_pass=one_pass())
             self._fill(watch.budget())
             watch.decide()
             self._first_parts = []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from onefold.cost.filling import Room, Taken, UnitOnDevice
+from onefold.cost.filling import Room, Taken, UnitOnDevice, reduced_before
 from onefold.cost.limits import waiting_bytes
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost
@@ -21,18 +21,11 @@ NORM_BYTES = 8  # per element of the largest unit: a gradient in fp32, and its s
 
 
 class StepNeeds:
-    """Of the units of one model, whose optimizer state costs so much. `in_backward` says when they are updated,
-    `one_pass` whether kernels of ours do that, where 16 bits compute."""
+    """Of the units of one model, whose optimizer state costs so much. `in_backward` says when they are
+    updated."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        costs: Mapping[torch.dtype, StateCost],
-        *,
-        in_backward: bool,
-        one_pass: Callable[[], bool],
-    ) -> None:
-        self._engine, self._costs, self._in_backward, self._one_pass = engine, costs, in_backward, one_pass
+    def __init__(self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool) -> None:
+        self._engine, self._costs, self._in_backward = engine, costs, in_backward
         self._first_kept = 0  # bytes of buffers that the first step kept
 
     @property
@@ -79,11 +72,11 @@ class StepNeeds:
                 found[number] += [cost] if (cost := optimizer.state_cost) is not None else []
         return found
 
-    def with_buffers(self, parts: Sequence[Taken]) -> list[Taken]:
+    def with_buffers(self, parts: Sequence[Taken], *, one_pass: bool) -> list[Taken]:
         """The parts of the first step, with what later steps add to them: buffers that are kept from the step before,
         up to the first complete gradient; units that backward prefetches once their order is known; vectors that a
-        class of torch makes in updates; and in the end those of a norm."""
-        units, pool, one_pass = self._engine.units, self._engine.pool, self._one_pass()
+        class of torch makes in updates, but not kernels of ours in `one_pass`; and in the end those of a norm."""
+        units, pool = self._engine.units, self._engine.pool
         wide = [unit for unit in units if not (self.cost.small or (one_pass and unit.dtypes.narrow))]
         scratch = SCRATCH_BYTES * max((unit.master.owned.numel for unit in wide), default=0)
         norm = NORM_BYTES * max((unit.master.owned.numel for unit in units), default=0)
@@ -93,12 +86,11 @@ class StepNeeds:
         sizes, placements = self.rows()
         sharded = [size for size, row in zip(sizes, placements, strict=True) if row.parameters is Scope.SHARDED]
         ahead = prefetch_units(self._engine.resolved.settings) * max((s.unsharded_bytes for s in sharded), default=0)
-        found, previous = [], Taken(0)
-        for number, part in enumerate(with_kept(parts, kept)):
-            updates = self._in_backward and bool(previous.reduced)
+        found = []
+        for number, (part, before) in enumerate(zip(with_kept(parts, kept), reduced_before(parts), strict=True)):
+            updates = self._in_backward and bool(before)
             vectors = at_end if number == len(parts) - 1 else scratch if updates or stays else 0
             found.append(part._replace(nbytes=part.nbytes + ahead + vectors))
-            previous = part
         return found
 
     def kept_bytes(self) -> int:
@@ -142,6 +134,6 @@ def with_kept(parts: Sequence[Taken], kept_bytes: int) -> list[Taken]:
     [7, 11, 8]
     """
     return [
-        part if previous.reduced else part._replace(nbytes=part.nbytes + kept_bytes)
-        for previous, part in zip([Taken(0), *parts], parts, strict=False)
+        part if before else part._replace(nbytes=part.nbytes + kept_bytes)
+        for part, before in zip(parts, reduced_before(parts), strict=True)
     ]

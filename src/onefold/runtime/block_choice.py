@@ -3,7 +3,10 @@ beside Offload(optimizer="auto"). The first step computes all of them again, whi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+
+UNKNOWN = 1 << 60  # bytes that fit on no device
 
 
 class BlockChoice:
@@ -15,8 +18,8 @@ class BlockChoice:
         self.kept = 0
 
     def grow(self, times: float) -> None:
-        """Activations may take so many times the memory from now on."""
-        self.more_bytes = int(self.more_bytes * times)
+        """Activations may take so many times the memory from now on; infinity if nothing is known of it."""
+        self.more_bytes = UNKNOWN if math.isinf(times) else int(self.more_bytes * times)
 
     def keep_last(self, count: int) -> None:
         """The last `count` blocks keep their activations from the next forward on, and no others. Backward comes to the

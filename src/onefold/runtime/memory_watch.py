@@ -137,10 +137,9 @@ class MemoryWatch(NoWatch):
         self._slack = 0
         self._counter: Counter | None = None
         self._reduced: set[int] = set()
-        self._coming: dict[
-            int, int
-        ] = {}  # units whose forward has not begun, by number in engine.unsharding; in engine
-        self._state_before: dict[str, int] = {}  # by unit
+        # trained units whose forward has not begun: their numbers in engine.units, by those in engine.unsharding.units
+        self._coming: dict[int, int] = {}
+        self._state_before: dict[str, int] = {}  # bytes, by unit
         self.steps = 0
         self.forwards, self._began_s = 0, 0.0  # of the first step: its forwards, and when the first of them began
         self._retries = self._failures = 0  # of torch's allocator, when they were looked at last
@@ -165,7 +164,12 @@ class MemoryWatch(NoWatch):
         graphs = 1 + len(self._graphs)
         times = self._inputs.growth(given, graphs)
         found = Growth(times, sums=sums and self._beside_sums.growth(given, graphs) > 1)
-        return found if self.decided else Growth()
+        if self.decided:
+            return found
+        engine = self._engine()
+        if times > 1 and engine is not None and engine.block_choice is not None:  # what a forward before has measured
+            engine.block_choice.grow(times)
+        return Growth()
 
     def learn_inputs(self) -> None:
         if self._missed:
@@ -243,7 +247,7 @@ class MemoryWatch(NoWatch):
         return self._state_before.get(unit, 0)
 
     def units_change(self) -> None:
-        if self._counter is not None:  # what forwards took until now is said of units by other numbers
+        if self._counter is not None:  # the numbers in the parts until now are those of the units before
             self._parts = []
             self._forward_of_all()
 
