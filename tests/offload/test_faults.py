@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import onefold
+from onefold.comm import agreement
 from onefold.offload.disk import Scratch
+from onefold.offload.tiers import Tiers
 from onefold.runtime.engine import engine_of
-from tests.harness import run_ranks, start_ranks, tell
+from tests.harness import fresh_ranks, run_ranks, start_ranks, tell
 from tests.offload.runs import files_in
 
 
@@ -107,6 +112,40 @@ def test_too_little_host_memory_is_said_before_anything_is_made() -> None:
 def test_too_small_a_disk_is_said_before_anything_is_made(tmp_path) -> None:
     said = said_by_all(2, huge, str(tmp_path))
     assert said.startswith("OffloadError") and str(tmp_path) in said and "larger disk" in said
+
+
+def first_after_asking(path: Path, pipe: Path) -> str:
+    """What rank 1 does first after it has asked for room. Rank 0 asks once it has heard what that is."""
+    heard: list[str] = []
+    reserve, file, agree = Tiers.reserve, Scratch.file, agreement.agree
+
+    def reserves(*args: Any, **kwargs: Any) -> None:
+        if torch.distributed.get_rank() == 0 and not heard:
+            heard.append(pipe.read_text())
+        reserve(*args, **kwargs)
+        asked.append(True)
+
+    def says(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def said(*args: Any, **kwargs: Any) -> Any:
+            if torch.distributed.get_rank() == 1 and asked and not heard:
+                heard.append(what)
+                pipe.write_text(what)
+            return call(*args, **kwargs)
+
+        return said
+
+    asked: list[bool] = []
+    Tiers.reserve, Scratch.file = reserves, says("made a file", file)  # type: ignore[method-assign]
+    agreement.agree = says("agreed", agree)
+    built(str(path))
+    return heard[0]
+
+
+def test_no_rank_makes_files_before_all_have_asked_for_room(tmp_path) -> None:
+    """They would count as taken, and a disk that has room for all ranks would be refused."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert [ended.value for ended in fresh_ranks(2, first_after_asking, tmp_path, pipe)] == ["agreed", "agreed"]
 
 
 def limited(path: str) -> None:

@@ -121,9 +121,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self._placing.by_formula()  # a unit's tensors are updated as soon as its gradient is there
         else:
             self._placing.before_first_step()
+        on_all(engine.comms.world, self._follow_units)  # and ranks of this machine have made what has moved
+        on_all(engine.comms.world, lambda: reserve(engine, self._costs, in_backward=self._in_backward))
+
+    def _follow_units(self) -> None:
         for one in self._by_unit:
             one.follow_unit()
-        on_all(engine.comms.world, lambda: reserve(engine, self._costs, in_backward=self._in_backward))
 
     def _agree(self, error: Exception | None, where: str) -> None:
         """Raises on every rank if one rank has an `error`, or if param groups or their settings differ. Collective."""

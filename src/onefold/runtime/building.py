@@ -18,7 +18,7 @@ from onefold.runtime.parking import Parking
 from onefold.runtime.pipeline_axis import Pipeline
 from onefold.runtime.sequence_watch import NoSequences, SequenceWatch
 from onefold.settings.zero import Zero
-from onefold.state.build import build_units
+from onefold.state.build import build_units, reserve
 
 
 def build_engine(model: nn.Module, resolved: Resolved, comms: Comms) -> Engine:
@@ -26,6 +26,7 @@ def build_engine(model: nn.Module, resolved: Resolved, comms: Comms) -> Engine:
     Collective."""
     device = resolved.device
     pool, tiers = Pool(device, keeps=comms.shard.on_host), Tiers(device, keeps=comms.shard.on_host)
+    on_all(comms.world, lambda: reserve(resolved, comms.shard.rank, tiers))
     units = on_all(comms.world, lambda: build_units(model, resolved, comms, pool, tiers))
     pipeline = Pipeline.of(comms, sum(unit.trained for unit in units))
     engine = Engine(

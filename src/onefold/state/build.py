@@ -28,6 +28,18 @@ from onefold.state.unit import Unit
 LARGE_BYTES = 1 << 20  # units below leave no holes worth closing
 
 
+def reserve(resolved: Resolved, rank: int, tiers: Tiers) -> None:
+    """Raises unless there is room for what shard() itself puts on the host or on disk. The optimizer's state comes
+    later. What ranks of this machine have made by then counts as taken, so all of them ask before any makes it."""
+    needed = dict.fromkeys(Tier, 0)
+    for spec in resolved.units:
+        size = spec.size(rank, resolved.precision)
+        needed[spec.placement.optimizer_tier] += updated_numel(size, spec.placement) * size.widths.master
+        needed[spec.placement.parameters_tier] += size.shard * size.widths.compute
+    path = Offload.of(resolved.settings.offload).path
+    tiers.reserve("offload", host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=path)
+
+
 def build_units(model: nn.Module, resolved: Resolved, comms: Comms, pool: Pool, tiers: Tiers) -> list[Unit]:
     """The units that have flat buffers, in registration order. Frozen parameters that stay replicated are cast to what
     they compute in, where they are."""
@@ -36,7 +48,6 @@ def build_units(model: nn.Module, resolved: Resolved, comms: Comms, pool: Pool, 
     if resolved.meta:
         builder = Builder(model, resolved.device, settings.init, settings.seed, _kept(resolved, comms.shard.rank))
     params, units, sharded = dict(model.named_parameters()), [], resolved.sharded_names
-    _reserve(resolved, comms.shard.rank, tiers)
     for spec in resolved.units:
         members = [params.pop(slot.name) for slot in spec.layout.slots]
         for slot, param in zip(spec.layout.slots, members, strict=True):
@@ -74,15 +85,3 @@ def _kept(resolved: Resolved, rank: int) -> dict[str, Span]:
     kept = {slot.name: Span(0, 0) for layout in sharded for slot in layout.slots}
     kept |= {piece.name: piece.elements for layout in sharded for piece in layout.pieces(rank)}
     return {name: span for name, span in kept.items() if name not in resolved.tensor_shards}
-
-
-def _reserve(resolved: Resolved, rank: int, tiers: Tiers) -> None:
-    """Raises unless there is room for what shard() itself puts on the host or on disk. The optimizer's state comes
-    later."""
-    needed = dict.fromkeys(Tier, 0)
-    for spec in resolved.units:
-        size = spec.size(rank, resolved.precision)
-        needed[spec.placement.optimizer_tier] += updated_numel(size, spec.placement) * size.widths.master
-        needed[spec.placement.parameters_tier] += size.shard * size.widths.compute
-    path = Offload.of(resolved.settings.offload).path
-    tiers.reserve("offload", host_bytes=needed[Tier.HOST], disk_bytes=needed[Tier.DISK], path=path)
