@@ -5,7 +5,7 @@ A launch of two ranks takes 10 s on two idle cores, and twenty times that on a m
 
 import os
 
-PATIENCE_S = 300.0  # a guard against hangs, and no promise of speed
+PATIENCE_S = 600.0  # a guard against hangs, and no promise of speed
 
 
 def queued(seconds: float) -> float:
