@@ -20,6 +20,16 @@ def updating_bytes(sizes: Sequence[int]) -> int:
     return sum(sorted(sizes)[-WORKERS:])
 
 
+def reading_bytes(sizes: Sequence[int], prefetch: int) -> int:
+    """The most bytes that shards of these sizes, which are kept in files, take while they are in memory for
+    all-gathers: of units in use, used before, prefetched, and read ahead.
+
+    >>> reading_bytes([10] * 100, 1), reading_bytes([10, 20], 1)
+    (50, 30)
+    """
+    return sum(sorted(sizes)[-(2 + READ_AHEAD + prefetch) :])
+
+
 def waiting_bytes(transfers: Sequence[int]) -> int:
     """The bytes of gradients that may wait on the device for host updates in backward, given the sizes of all.
 

@@ -61,8 +61,8 @@ class Memory:
         case = self.case
         units, placements = case.simulated_units
         return case.work.remember(
-            ("staging", case.placement_key, len(units), case.cost, case.in_backward),
-            lambda: staging_bytes(units, placements, case.cost, in_backward=case.in_backward),
+            ("staging", case.placement_key, len(units), case.cost, case.in_backward, case.prefetch),
+            lambda: staging_bytes(units, placements, case.cost, in_backward=case.in_backward, prefetch=case.prefetch),
         )
 
     # -- the peak ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from onefold.cost.activations import ActivationBytes
 from onefold.cost.arrivals import Arrival, GradientBytes
-from onefold.cost.limits import BETWEEN_STEPS, WORKERS, updating_bytes, waiting_bytes
+from onefold.cost.limits import BETWEEN_STEPS, WORKERS, reading_bytes, updating_bytes, waiting_bytes
 from onefold.cost.sizes import UnitSize
-from onefold.cost.states import StateCost, optimizer_bytes, updated_numel
+from onefold.cost.states import StateCost, file_bytes, optimizer_bytes, updated_numel
 from onefold.settings.placement import Placement, Scope, Tier
 
 
@@ -58,14 +58,22 @@ class Staging(NamedTuple):
 
 
 def staging_bytes(
-    units: Sequence[UnitSize], placements: Sequence[Placement], cost: StateCost, *, in_backward: bool
+    units: Sequence[UnitSize],
+    placements: Sequence[Placement],
+    cost: StateCost,
+    *,
+    in_backward: bool,
+    prefetch: int = 1,
 ) -> Staging:
     """Staging buffers of the update threads, one unit each; a file that grows has two. One more unit may be read
-    between steps. With updates `in_backward`, gradients wait on the device instead."""
+    between steps. With updates `in_backward`, gradients wait on the device instead. Parameters that are kept in files
+    are read for all-gathers, too."""
     rows = [(u, p) for u, p in zip(units, placements, strict=True) if u.trained and p.updated_on_host]
+    in_files = [(u, p) for u, p in zip(units, placements, strict=True) if p.parameters_tier is Tier.DISK]
+    read = reading_bytes([file_bytes(u.shard * u.widths.compute) for u, _ in in_files], prefetch)
     if not rows:
-        return Staging(0, 0)
-    copied = updating_bytes([u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST])
+        return Staging(read, 0)
+    copied = read + updating_bytes([u.shard * u.widths.compute for u, p in rows if p.parameters_tier is not Tier.HOST])
     if in_backward:
         copied += updating_bytes([u.shard * u.widths.grad for u, _ in rows])
     wide = [(2 if u.widths.master == 2 else 1) * 4 * updated_numel(u, p) for u, p in rows if u.widths.narrow]
