@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from onefold.cost.states import StateCost, optimizer_bytes
+from onefold.cost.states import file_bytes, updated_numel
 from onefold.offload.files import disk_share, no_room
 from onefold.optim.fullest_rank import FullestRank
 from onefold.optim.step_needs import StepNeeds
@@ -53,11 +53,10 @@ class DiskRoom:
     def file_bytes(self, waiting: Collection[int] = ()) -> list[int]:
         """Bytes that the file of each unit would have; units that are `waiting` have masters only."""
         trained = [pair for pair in zip(*self._needs.rows(), strict=True) if pair[0].trained]
-        costs = [StateCost(0) if at in waiting else cost for at, cost in enumerate(self._needs.costs())]
+        vectors = [0 if at in waiting else nbytes for at, nbytes in enumerate(self._needs.vectors())]
         return [
-            optimizer_bytes(size, placement.on(Tier.DISK, placement.parameters_tier), cost, Tier.DISK)
-            + unit.average_bytes
-            for unit, (size, placement), cost in zip(self._engine.units, trained, costs, strict=True)
+            file_bytes(updated_numel(size, placement) * size.widths.master, nbytes) + unit.average_bytes
+            for unit, (size, placement), nbytes in zip(self._engine.units, trained, vectors, strict=True)
         ]
 
     @property

@@ -50,7 +50,7 @@ def examine(
             f"{cls.__name__} keeps state in its param group ({', '.join(changed)}), but every unit has a param group "
             f"of its own, so that state would differ between units. {REMEDY}"
         )
-    return dict(optimizer.defaults), _cost(part, half)
+    return dict(optimizer.defaults), _cost(dict(part.state[half]), half.numel())
 
 
 def _try(
@@ -116,10 +116,17 @@ def first_state(
     return dict(optimizer.state[param])
 
 
-def _cost(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> StateCost:
-    tensors = [leaf for leaf in tree_leaves(dict(optimizer.state[param])) if isinstance(leaf, Tensor)]
-    per_element = sum(t.itemsize for t in tensors if t.numel() == param.numel())
-    return StateCost(per_element, sum(t.nbytes for t in tensors if t.numel() != param.numel()))
+def cost_with(
+    cls: Any, kwargs: dict[str, Any], settings: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> StateCost:
+    """The bytes of state that the class keeps for parameters of a param group with these settings."""
+    return _cost(first_state(cls, kwargs, settings, device, dtype), ALIGN)
+
+
+def _cost(state: dict[str, Any], numel: int) -> StateCost:
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    per_element = sum(t.itemsize for t in tensors if t.numel() == numel)
+    return StateCost(per_element, sum(t.nbytes for t in tensors if t.numel() != numel))
 
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

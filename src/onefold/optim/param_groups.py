@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,9 @@ from onefold.optim.ownership import Ownership
 from onefold.optim.placing import Placing, keep_off_disk
 from onefold.optim.preflight import reserve, updated_dtype
 from onefold.optim.small_state import StateForm, check_small
+from onefold.optim.state_costs import StateCosts
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
-from onefold.optim.whole_tensors import RestClass, WholeTensors, planned_traffic
+from onefold.optim.whole_tensors import RestClass, WholeTensors, planned_traffic, whole
 from onefold.optim.whole_trial import examine_whole
 from onefold.runtime.attached import Update
 from onefold.runtime.engine import Engine
@@ -76,23 +78,23 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _examine_units(self) -> dict[str, Any]:
         """Raises unless the class can update the model's units, and its state fits. Its default settings."""
-        engine, defaults = self._engine, dict[str, Any]()
+        engine = self._engine
         if self._form.small:
             keep_off_disk(engine)
         self._index = {id(p): index for index, p in enumerate(engine.params)}
-        self._costs = {}
+        self._costs = StateCosts(self._cls, self._settings, self._form.name)
         for dtype in dict.fromkeys(updated_dtype(unit) for unit in engine.units):
             given = self._cls, self._settings, engine.units[0].pool.device, dtype
             try:
                 if self._whole is None:
-                    defaults, cost = examine(*given)
-                    check_small(engine, self._form, self._cls, defaults)
-                    self._costs[dtype] = cost.in_form(self._form.name)
+                    found = examine(*given)
+                    check_small(engine, self._form, self._cls, found[0])
+                    self._costs.learn(dtype, found)
                     continue
             except NotElementwise:
                 check_form(self._form.name, self._cls.__name__, known=not self._form.small)
                 self._whole = WholeTensors(engine, self._cls, self._settings, self._rest, in_backward=self._in_backward)
-            defaults, self._costs[dtype] = examine_whole(*given)
+            self._costs.learn(dtype, examine_whole(*given))
             if self._rest is not None:
                 self._rest.examine(*given[2:])
         if self._rest is not None and self._whole is None:
@@ -101,10 +103,10 @@ class GroupedOptimizer(torch.optim.Optimizer):
                 f"but {self._cls.__name__} is element-wise; make a second Optimizer for that group"
             )
         parks = self._whole is None or not self._in_backward
-        self._placing = Placing(engine, self._costs, in_backward=self._in_backward, parks=parks)
+        self._placing = Placing(engine, ref(self), in_backward=self._in_backward, parks=parks)
         if not engine.watch.active:
-            reserve(engine, self._costs)
-        return defaults
+            reserve(engine, self._costs.by_dtype)
+        return self._costs.defaults
 
     def _one_pass(self) -> bool:
         """Whether kernels of ours support the settings of all param groups: where 16 bits compute, they update."""
@@ -122,7 +124,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         else:
             self._placing.before_first_step()
         on_all(engine.comms.world, self._follow_units)  # and ranks of this machine have made what has moved
-        on_all(engine.comms.world, lambda: reserve(engine, self._costs, in_backward=self._in_backward))
+        on_all(engine.comms.world, lambda: reserve(engine, self._costs.by_dtype, in_backward=self._in_backward))
 
     def _follow_units(self) -> None:
         for one in self._by_unit:
@@ -137,11 +139,22 @@ class GroupedOptimizer(torch.optim.Optimizer):
             agree(comms.world, [], error, where=where)
             for near in (comms.everyone, comms.tp):
                 together(comms, partial(agree, near, lines, where=where), where=where)
-        if self._whole is not None:
-            self._whole.assign_owners(self._by_unit)
+        self._assign_owners()
         self._engine.comm.meter.cut()
         self._agreed = True
         self._see_groups()
+
+    def _assign_owners(self) -> None:
+        """Of parameters that were added, and that the class updates as whole tensors. Collective."""
+        engine, names = self._engine, self._engine.names
+        if self._whole is not None:
+            self._whole.assign_owners(self._by_unit)
+        engine.see_matrices(frozenset(names[index] for index in self.indices), self._whole_names)
+
+    @property
+    def _whole_names(self) -> frozenset[str]:
+        units = self._by_unit if self._whole is not None else []
+        return frozenset(name for one in units for name in whole(one).whole_names)
 
     def _see_groups(self) -> None:
         self._seen_groups = [(group, group["params"], len(group["params"])) for group in self.param_groups]
@@ -195,12 +208,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
                         f"{self._engine.names[index]} is in another param group already; name it in one"
                     )
             named, own = self._rest_of(param_group), set(param_group)
-            filled = {**(named.defaults if named else {}), **param_group, "params": params}
+            filled = {**(named.costs.defaults if named else {}), **param_group, "params": params}
             filled.pop("cls", None)
             super().add_param_group(filled)
             if named and self._whole is not None:
                 self._whole.rest_groups.add(len(self.param_groups) - 1)
-                for key in self.defaults.keys() - named.defaults.keys() - own:
+                for key in self.defaults.keys() - named.costs.defaults.keys() - own:
                     del self.param_groups[-1][key]  # torch has added the defaults of the Optimizer's own class
         try:
             self._add_params(len(self.param_groups) - 1, self.param_groups[-1]["params"])
@@ -278,15 +291,29 @@ class GroupedOptimizer(torch.optim.Optimizer):
     def state_tensors(self) -> list[Tensor]:
         return [tensor for unit in self._by_unit for tensor in unit.state_tensors()]
 
-    def planned_state(self, index: int) -> tuple[int, int]:
-        """Bytes of a unit's optimizer state by formula: of its vectors, and of its step counts."""
+    def planned_state(self, index: int, *, full: bool = False) -> tuple[int, int]:
+        """Bytes of a unit's optimizer state by formula: of its vectors, and of its step counts. Of all in the `full`
+        state, else of what has been updated."""
+        if not self._by_unit:  # it was replaced
+            return 0, 0
         unit = self._by_unit[index]
-        return unit.planned_state(self._costs[updated_dtype(unit.unit)])
+        return unit.planned_state(partial(self._cost_of_group, updated_dtype(unit.unit)), full=full)
+
+    def _cost_of_group(self, dtype: torch.dtype, number: int) -> StateCost:
+        beside = self._whole is not None and number in self._whole.rest_groups
+        costs = self._rest.costs if beside and self._rest is not None else self._costs
+        return costs.of_group(self.param_groups[number], dtype, self._engine.device)
 
     @property
     def state_cost(self) -> StateCost | None:
         """What the optimizer state costs, at most; None if it updates nothing."""
-        return max(self._costs.values(), key=lambda cost: cost.per_element, default=None)
+        device, beside = self._engine.device, self._whole.rest_groups if self._whole is not None else set()
+        groups = enumerate(self.param_groups)
+        cost = self._costs.most([group for number, group in groups if self._whole is None], device)
+        if cost is None or self._rest is None:
+            return cost
+        rest = self._rest.costs.most([self.param_groups[number] for number in beside], device)
+        return cost._replace(rest_per_element=rest.per_element if rest is not None else 0)
 
     @property
     def in_backward(self) -> bool:
@@ -296,7 +323,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
     @property
     def state_bytes_per_element(self) -> int:
         """Bytes of optimizer state that an element of a parameter has once it was updated, at most."""
-        return max((-(-cost.vectors(ALIGN) // ALIGN) for cost in self._costs.values()), default=0)
+        cost = self.state_cost
+        return 0 if cost is None else max(-(-cost.vectors(ALIGN) // ALIGN), cost.rest_per_element or 0)
 
     def planned_traffic(self) -> dict[str, int]:
         """Bytes that this rank sends in a step for the update itself, by purpose."""

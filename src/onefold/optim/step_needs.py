@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import ReferenceType
 
 from onefold.cost.filling import Room, Taken, UnitOnDevice, reduced_before
 from onefold.cost.limits import waiting_bytes
 from onefold.cost.sizes import UnitSize
 from onefold.cost.states import StateCost
 from onefold.model.storage import storage_bytes
-from onefold.optim.preflight import updated_dtype
 from onefold.runtime.automatic import prefetch_units
 from onefold.runtime.engine import Engine
 from onefold.settings.placement import Placement, Scope, Tier
@@ -20,29 +19,39 @@ SCRATCH_BYTES = 16  # per element of the largest unit: vectors in fp32 that a cl
 NORM_BYTES = 8  # per element of the largest unit: a gradient in fp32, and its squares, for a norm
 
 
-class StepNeeds:
-    """Of the units of one model, whose optimizer state costs so much. `in_backward` says when they are
-    updated."""
+class Updates(Protocol):
+    """What is asked of an Optimizer here."""
 
-    def __init__(self, engine: Engine, costs: Mapping[torch.dtype, StateCost], *, in_backward: bool) -> None:
-        self._engine, self._costs, self._in_backward = engine, costs, in_backward
+    @property
+    def indices(self) -> frozenset[int]: ...
+
+    @property
+    def state_cost(self) -> StateCost | None: ...
+
+    def planned_state(self, index: int, *, full: bool = False) -> tuple[int, int]: ...
+
+
+class StepNeeds:
+    """Of the units of one model. `in_backward` says when the Optimizer updates them."""
+
+    def __init__(self, engine: Engine, optimizer: ReferenceType[Updates], *, in_backward: bool) -> None:
+        """The Optimizer, to which this belongs, may not be one of the engine's yet."""
+        self._engine, self._optimizer, self._in_backward = engine, optimizer, in_backward
         self._first_kept = 0  # bytes of buffers that the first step kept
 
     @property
     def cost(self) -> StateCost:
         """That of the Optimizer whose state takes the most, of this one and the others of the model."""
-        other = self._engine.optimizers.state_cost
-        costs = [*self._costs.values(), *([other] if other is not None else [])]
+        costs = [cost for one in self._optimizers() if (cost := one.state_cost) is not None]
         return max(costs, key=lambda cost: cost.per_element)
 
     def units(self, *, first: bool) -> list[UnitOnDevice]:
         found, sums = [], self._engine.accumulating.wide_sums and not first
-        others, watch = self._costs_by_unit(), self._engine.watch
+        vectors, watch = self.vectors(), self._engine.watch
         for number, unit in enumerate(self._engine.units):
             numel, there = unit.master.owned.numel, not unit.updated_on_host
             master = numel * unit.dtypes.widths.master
-            costs = others[number] or [self._costs[updated_dtype(unit)]]
-            state = master + max(cost.vectors(numel) for cost in costs) + unit.average_bytes
+            state = master + vectors[number] + unit.average_bytes
             gradient = 0 if self._in_backward else unit.gradients.held_bytes
             now = storage_bytes(unit.state_tensors()) * (there and not unit.parked)
             gradient_now = gradient * there
@@ -57,20 +66,18 @@ class StepNeeds:
             found.append(UnitOnDevice(state, gradient, now, gradient_now, made, may_stay=first or there, waits=waits))
         return found
 
-    def costs(self) -> list[StateCost]:
-        """What the state of each unit costs, by the Optimizer whose takes the most."""
-        found = zip(self._engine.units, self._costs_by_unit(), strict=True)
-        by_unit = [others or [self._costs[updated_dtype(unit)]] for unit, others in found]
-        return [max(costs, key=lambda cost: cost.per_element) for costs in by_unit]
+    def vectors(self) -> list[int]:
+        """Bytes of each unit's optimizer state once all of it has been updated, without step counts."""
+        optimizers = self._optimizers()
+        units = range(len(self._engine.units))
+        return [sum(one.planned_state(number, full=True)[0] for one in optimizers) for number in units]
 
-    def _costs_by_unit(self) -> list[list[StateCost]]:
-        """What the state of each unit costs by the Optimizers that update it; nothing where there is one Optimizer."""
-        engine = self._engine
-        found: list[list[StateCost]] = [[] for _ in engine.units]
-        for optimizer in engine.optimizers if len(engine.optimizers) > 1 else ():
-            for number in {engine.places[index].unit for index in optimizer.indices}:
-                found[number] += [cost] if (cost := optimizer.state_cost) is not None else []
-        return found
+    def _optimizers(self) -> list[Updates]:
+        """This one, and the others of the model, but for those that it is about to replace."""
+        mine, attached = self._optimizer(), list[Updates](self._engine.optimizers)
+        if mine is None or mine in attached:
+            return attached
+        return [mine, *(other for other in attached if not other.indices & mine.indices)]
 
     def with_buffers(self, parts: Sequence[Taken], *, one_pass: bool) -> list[Taken]:
         """The parts of the first step, with what later steps add to them: buffers that are kept from the step before,

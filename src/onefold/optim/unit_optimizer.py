@@ -9,7 +9,7 @@ elements, so splitting changes no bit of any update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -328,13 +328,18 @@ class UnitOptimizer:
         states = [dict(state) for state in self.inner.state.values()] if self.inner is not None else []
         return [leaf for leaf in tree_leaves(states) if isinstance(leaf, Tensor)]
 
-    def planned_state(self, cost: StateCost) -> tuple[int, int]:
-        """Bytes of the state vectors and of the step counts, by formula, of what has been updated at least once."""
+    def planned_state(self, cost_of: Callable[[int], StateCost], *, full: bool = False) -> tuple[int, int]:
+        """Bytes of the state vectors and of the step counts, by formula, of what has been updated at least once, or of
+        all in the `full` state; `cost_of` says what state costs in a param group."""
         assert self.inner is not None or not self.by_group
+        state = self.inner.state if self.inner is not None else {}
         live = [
-            piece for piece in self.optimizer_params() if self.inner is not None and self.inner.state.get(piece.tensor)
+            (cost_of(group), piece.span.numel)
+            for group, pieces in self.by_group.items()
+            for piece in pieces
+            if full or state.get(piece.tensor)
         ]
-        return sum(cost.vectors(piece.span.numel) for piece in live), len(live) * cost.per_tensor
+        return sum(cost.vectors(numel) for cost, numel in live), sum(cost.per_tensor for cost, _ in live)
 
     def state_dict(self) -> list[dict[str, Any]]:
         with self.unit.state_in_memory():

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from onefold.comm.spans import span
 from onefold.comm.streams import StreamEvent
@@ -141,7 +142,9 @@ class WholeUpdates:
         """Updates parameters of a unit that another class updates on shards."""
         factor = inputs.factor(narrow=rest.unit.dtypes.narrow)
         self._under_way.writes(rest.unit)
-        rest.update(inputs.groups, rest.to_update(flags), factor, inputs.bad)
+        # what counts tensors of the device does not see those that an update makes on the host
+        with _disable_current_modes() if rest.unit.updated_on_host else nullcontext():
+            rest.update(inputs.groups, rest.to_update(flags), factor, inputs.bad)
 
     def _run(
         self, one: TensorToUpdate, answer: Tensor, gradient: Tensor, inputs: StepInputs, *, direction: bool = False

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from onefold.cost.states import StateCost
 from onefold.cost.text import format_bytes
 from onefold.errors import OptimizerError
 from onefold.offload.host_memory import available_bytes
 from onefold.optim.elementwise import NotElementwise, examine
 from onefold.optim.ownership import Ownership
+from onefold.optim.state_costs import StateCosts
 from onefold.optim.unit_optimizer import NOT_SETTINGS, UnitOptimizer
 from onefold.optim.whole_unit_optimizer import Forms, WholeUnitOptimizer
 from onefold.runtime.engine import Engine
@@ -40,7 +40,7 @@ class WholeTensors:
     def unit_optimizer(self, unit: Unit) -> UnitOptimizer:
         made = WholeUnitOptimizer(unit, self._cls, self._settings, self.ownership, self._forms)
         if self.rest is not None:
-            made.add_rest(UnitOptimizer(unit, self.rest.cls, self.rest.settings), self.rest.costs)
+            made.add_rest(UnitOptimizer(unit, self.rest.cls, self.rest.settings))
         return made
 
     def add(
@@ -101,8 +101,7 @@ class RestClass:
 
     def __init__(self, cls: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
         self.cls, self.settings = cls, settings
-        self.defaults: dict[str, Any] = {}
-        self.costs: dict[torch.dtype, StateCost] = {}
+        self.costs = StateCosts(cls, settings)
 
     @classmethod
     def of(cls, groups: Sequence[Any]) -> RestClass | None:
@@ -119,7 +118,7 @@ class RestClass:
     def examine(self, device: torch.device, dtype: torch.dtype) -> None:
         """Raises unless the class is element-wise."""
         try:
-            self.defaults, self.costs[dtype] = examine(self.cls, self.settings, device, dtype)
+            self.costs.learn(dtype, examine(self.cls, self.settings, device, dtype))
         except NotElementwise as error:
             raise OptimizerError(
                 f"a param group names cls={self.cls.__name__}, which is not element-wise; name an element-wise class "

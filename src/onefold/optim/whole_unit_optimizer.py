@@ -10,7 +10,7 @@ Of Muon, torch's or ours, the owner needs no master: it finds the direction, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ class WholeUnitOptimizer(UnitOptimizer):
         self._groups: dict[int, int] = {}  # the param group of each tensor, on whatever rank
         self._settings: dict[int, dict[str, Any]] = {}  # of these groups, for tensors that several ranks hold
         self.rest: UnitOptimizer | None = None  # updates other parameters of the unit on shards, with another class
-        self._rest_costs: dict[torch.dtype, StateCost] = {}
 
     def detach(self) -> None:
         super().detach()
@@ -60,10 +59,10 @@ class WholeUnitOptimizer(UnitOptimizer):
         if self.rest is not None:
             self.rest.follow_unit()
 
-    def add_rest(self, rest: UnitOptimizer, costs: dict[torch.dtype, StateCost]) -> None:
+    def add_rest(self, rest: UnitOptimizer) -> None:
         """Another class updates parameters of the unit that are added with `add_to_rest`."""
         self.unit.detach_state(rest.state_tensors)  # they are among the state_tensors of this one
-        self.rest, self._rest_costs = rest, costs
+        self.rest = rest
 
     def add_to_rest(self, group: int, slots: Sequence[int]) -> None:
         assert self.rest is not None
@@ -73,6 +72,11 @@ class WholeUnitOptimizer(UnitOptimizer):
     def is_whole(self, slot: int) -> bool:
         """Whether a parameter is updated as a whole tensor; else on shards."""
         return slot in self._groups
+
+    @property
+    def whole_names(self) -> list[str]:
+        """The parameters that are updated as whole tensors, on whatever rank."""
+        return [self.name(slot) for slot in self._groups]
 
     # -- who updates what ---------------------------------------------------------------------------------------------
 
@@ -259,21 +263,9 @@ class WholeUnitOptimizer(UnitOptimizer):
         rest = self.rest.state_tensors() if self.rest is not None else []
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + rest
 
-    def full_state_bytes(self) -> int:
-        """Bytes of optimizer state once every parameter has been updated."""
-        forms = [self._form(slot) for slot in self._owned]
-        whole = sum(form.vector_bytes + form.other_bytes for form in forms)
-        pieces = list(self.rest.optimizer_params()) if self.rest is not None else []
-        if not pieces:
-            return whole
-        cost = self._rest_costs[self.unit.master.dtype]
-        return whole + sum(piece.span.numel * cost.per_element + cost.per_tensor for piece in pieces)
-
-    def planned_state(self, cost: StateCost) -> tuple[int, int]:
-        live = [self._form(owned.slot) for owned in self._owned.values() if owned.state]
-        vectors, others = 0, 0
-        if self.rest is not None:
-            vectors, others = self.rest.planned_state(self._rest_costs[self.unit.master.dtype])
+    def planned_state(self, cost_of: Callable[[int], StateCost], *, full: bool = False) -> tuple[int, int]:
+        live = [self._form(owned.slot) for owned in self._owned.values() if full or owned.state]
+        vectors, others = self.rest.planned_state(cost_of, full=full) if self.rest is not None else (0, 0)
         on_disk = self.unit.image is not None
         sizes = [form.in_file if on_disk else (form.vector_bytes, form.other_bytes) for form in live]
         return vectors + sum(size[0] for size in sizes), others + sum(size[1] for size in sizes)

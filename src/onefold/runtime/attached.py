@@ -62,8 +62,8 @@ class AttachedOptimizer(Protocol):
         """Shows each gradient to the user's hooks, once per step. All are complete."""
         ...
 
-    def planned_state(self, index: int) -> tuple[int, int]:
-        """Bytes of one unit's optimizer state: of vectors, and of step counts."""
+    def planned_state(self, index: int, *, full: bool = False) -> tuple[int, int]:
+        """Bytes of one unit's optimizer state: of vectors, and of step counts; what it will be once it is `full`."""
         ...
 
     @property
@@ -244,7 +244,7 @@ class AttachedOptimizers:
 
     def planned_state(self, index: int) -> tuple[int, int]:
         """Bytes of one unit's optimizer state, of all Optimizers: of vectors, and of step counts."""
-        rows: Sequence[tuple[int, int]] = [optimizer.planned_state(index) for optimizer in self]
+        rows = [optimizer.planned_state(index) for optimizer in self]
         return sum(vectors for vectors, _ in rows), sum(counts for _, counts in rows)
 
 
